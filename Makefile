@@ -16,11 +16,13 @@ demo: .venv/ready
 
 check: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check --quiet src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/pytest tests/pure -m "not table and not story"
 
 test: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check --quiet src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not table and not story" --numprocesses 2 --dist worksteal
 

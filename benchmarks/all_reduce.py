@@ -1,8 +1,10 @@
-"""All-reduce of float32 vectors on one host: our shm backend, gloo, OpenMPI, and the limit of the memory.
+"""All-reduce of float32 vectors on one host: our shm backend, gloo, OpenMPI, and the limit of
+the memory.
 
-The limit: all ranks at once copy n bytes in, add p slices of n/p, copy n bytes out, without any synchronisation. Times are a
-rank's own, the slowest counts; but shm and the limit are compared by the time from the first rank's start to the last one's
-end: where ranks share cores and nothing synchronises them, one may be done before another has begun.
+The limit: all ranks at once copy n bytes in, add p slices of n/p, copy n bytes out, without any
+synchronisation. Times are a rank's own, the slowest counts; but shm and the limit are compared
+by the time from the first rank's start to the last one's end: where ranks share cores and
+nothing synchronises them, one may be done before another has begun.
 
 | figure | bar |
 |---|---|
@@ -16,9 +18,10 @@ end: where ranks share cores and nothing synchronises them, one may be done befo
 | shm's time / OpenMPI's, geometric mean over 1 to 64 MB | at most 1 |
 | shm's time / the limit's, 4 MB | at most 2 |
 
-Worlds of all four stay up and are asked in turn; a figure is the median over rounds of the ratio within a round (below 1 MB,
-where a round is over in a quarter of a second and the machine's moods show most, there are three times as many). gloo and shm
-are started by torchrun. OpenMPI wants `mpirun` and mpi4py; without them its figures are left out, and that is said.
+Worlds of all four stay up and are asked in turn; a figure is the median over rounds of the
+ratio within a round (below 1 MB, where a round is over in a quarter of a second and the
+machine's moods show most, there are three times as many). gloo and shm are started by torchrun.
+OpenMPI wants `mpirun` and mpi4py; without them its figures are left out, and that is said.
 """
 
 from __future__ import annotations
@@ -35,8 +38,10 @@ from common import KB, MB, Bench, alternated, named, ratios
 from workers import MPIRUN, Workers, serve
 
 SIZES = (KB, 4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
-GLOO_BARS = {2: {KB: 20, 4 * KB: 20, 16 * KB: 20, 256 * KB: 6, MB: 6, 4 * MB: 3, 64 * MB: 1.3},
-             4: {KB: 8, 4 * KB: 8, 16 * KB: 8, 256 * KB: 5, 4 * MB: 1.5}}
+GLOO_BARS = {
+    2: {KB: 20, 4 * KB: 20, 16 * KB: 20, 256 * KB: 6, MB: 6, 4 * MB: 3, 64 * MB: 1.3},
+    4: {KB: 8, 4 * KB: 8, 16 * KB: 8, 256 * KB: 5, 4 * MB: 1.5},
+}
 LARGE = (MB, 4 * MB, 16 * MB, 64 * MB)
 
 
@@ -51,13 +56,25 @@ def main() -> None:
         if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):
             worlds["mpi"] = Workers(__file__, "mpi", ranks, MPIRUN)
         else:
-            print("OpenMPI is left out: it wants mpirun (make system) and mpi4py (pip install mpi4py)", file=sys.stderr)
+            print(
+                "OpenMPI is left out: it wants mpirun (make system) and mpi4py (pip install "
+                "mpi4py)",
+                file=sys.stderr,
+            )
         times = {}
         for size in SIZES:
             measures = {kind: measure(world, size) for kind, world in worlds.items()}
-            measures |= {f"{kind}, first to last": measure(worlds[kind], size, whole=True) for kind in ("shm", "limit")}
-            found = alternated({f"{name}, {ranks} ranks, {named(size)} [us]": each for name, each in measures.items()},
-                               rounds * (3 if size < MB else 1))
+            measures |= {
+                f"{kind}, first to last": measure(worlds[kind], size, whole=True)
+                for kind in ("shm", "limit")
+            }
+            found = alternated(
+                {
+                    f"{name}, {ranks} ranks, {named(size)} [us]": each
+                    for name, each in measures.items()
+                },
+                rounds * (3 if size < MB else 1),
+            )
             times[size] = dict(zip(measures, found.values(), strict=True))
         for world in worlds.values():
             world.close()
@@ -66,30 +83,46 @@ def main() -> None:
 
 
 def measure(world: Workers, size: int, whole: bool = False) -> Callable[[], float]:
-    """The median time of one all-reduce, in us: of the slowest rank, or from the first one's start to the last one's end."""
+    """The median time of one all-reduce, in us: of the slowest rank, or from the first one's
+    start to the last one's end.
+    """
+
     def taken() -> float:
-        ranks = world.ask((size, max(5, min(300, 25 * MB // size))))        # of each rank: (start, end) of each repeat
+        # of each rank: (start, end) of each repeat
+        ranks = world.ask((size, max(5, min(300, 25 * MB // size))))
         if whole:
-            return 1e6 * statistics.median(max(end for _, end in each) - min(start for start, _ in each)
-                                           for each in zip(*ranks, strict=True))
+            return 1e6 * statistics.median(
+                max(end for _, end in each) - min(start for start, _ in each)
+                for each in zip(*ranks, strict=True)
+            )
         return 1e6 * max(statistics.median(end - start for start, end in times) for times in ranks)
+
     return taken
 
 
 def report(bench: Bench, ranks: int, times: dict[int, dict[str, list[float]]]) -> None:
     bench.measured[f"{ranks} ranks [us]"] = {named(size): found for size, found in times.items()}
     for size, found in times.items():
-        bench.figure(f"gloo / shm, {ranks} ranks, {named(size)}", ratios(found["gloo"], found["shm"]),
-                     at_least=GLOO_BARS[ranks].get(size))
+        bench.figure(
+            f"gloo / shm, {ranks} ranks, {named(size)}",
+            ratios(found["gloo"], found["shm"]),
+            at_least=GLOO_BARS[ranks].get(size),
+        )
     if "mpi" in times[MB]:
         each = [ratios(times[size]["shm"], times[size]["mpi"]) for size in LARGE]
-        bench.figure(f"shm / OpenMPI, {ranks} ranks, geometric mean of 1 to 64 MB",
-                     [math.prod(row) ** (1 / len(row)) for row in zip(*each, strict=True)], at_most=1.0)
-    bench.figure(f"shm / limit, {ranks} ranks, 4 MB",
-                 ratios(times[4 * MB]["shm, first to last"], times[4 * MB]["limit, first to last"]), at_most=2.0)
+        bench.figure(
+            f"shm / OpenMPI, {ranks} ranks, geometric mean of 1 to 64 MB",
+            [math.prod(row) ** (1 / len(row)) for row in zip(*each, strict=True)],
+            at_most=1.0,
+        )
+    bench.figure(
+        f"shm / limit, {ranks} ranks, 4 MB",
+        ratios(times[4 * MB]["shm, first to last"], times[4 * MB]["limit, first to last"]),
+        at_most=2.0,
+    )
 
 
-# ---- in a rank ---------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def worker(kind: str, address: str) -> None:
     prepare, leave = {"mpi": of_mpi, "limit": of_the_limit}.get(kind, lambda: of_torch(kind))()
 
@@ -104,11 +137,14 @@ def worker(kind: str, address: str) -> None:
             taken.append((start, time.perf_counter()))
         barrier()
         return taken[3:]
+
     serve(address, times)
     leave()
 
 
-Prepared = tuple[Callable[[int], tuple[Callable[[], object], Callable[[], object]]], Callable[[], object]]
+Prepared = tuple[
+    Callable[[int], tuple[Callable[[], object], Callable[[], object]]], Callable[[], object]
+]
 
 
 def of_torch(kind: str) -> Prepared:
@@ -116,25 +152,31 @@ def of_torch(kind: str) -> Prepared:
     import torch.distributed as dist
 
     import paragrad.world.backends  # noqa: F401
+
     torch.set_num_threads(1)
     dist.init_process_group(kind)
 
     def prepare(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
         vector = torch.ones(size // 4)
         return dist.barrier, lambda: dist.all_reduce(vector)
+
     return prepare, dist.destroy_process_group
 
 
 def of_the_limit() -> Prepared:
-    """The copies and additions alone; shm keeps the ranks together between measurements, and gives them the memory."""
+    """The copies and additions alone; shm keeps the ranks together between measurements, and
+    gives them the memory.
+    """
     import torch
     import torch.distributed as dist
 
     import paragrad.world.backends  # noqa: F401
     from paragrad.world.backends.shm.region import OwnRegion, opened
+
     torch.set_num_threads(1)
     dist.init_process_group("shm")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
 
     def prepare(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
         own = OwnRegion(64 + (ranks + 1) * size) if rank == 0 else None
@@ -144,7 +186,9 @@ def of_the_limit() -> Prepared:
         dist.barrier()
         count = size // 4
         shared = region.bytes[64:].view(torch.float32).view(ranks + 1, count)
-        vector, result, piece = torch.ones(count), shared[ranks], slice(count * rank // ranks, count * (rank + 1) // ranks)
+        vector = torch.ones(count)
+        result = shared[ranks]
+        piece = slice(count * rank // ranks, count * (rank + 1) // ranks)
 
         def play() -> None:
             shared[rank].copy_(vector)
@@ -152,18 +196,23 @@ def of_the_limit() -> Prepared:
             for other in range(2, ranks):
                 result[piece].add_(shared[other, piece])
             vector.copy_(result)
+
         return dist.barrier, play
+
     return prepare, dist.destroy_process_group
 
 
 def of_mpi() -> Prepared:
     import numpy
     from mpi4py import MPI
+
     world = MPI.COMM_WORLD
 
     def prepare(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        vector, out = numpy.ones(size // 4, dtype=numpy.float32), numpy.empty(size // 4, dtype=numpy.float32)
+        vector = numpy.ones(size // 4, dtype=numpy.float32)
+        out = numpy.empty(size // 4, dtype=numpy.float32)
         return world.Barrier, lambda: world.Allreduce(vector, out)
+
     return prepare, lambda: None
 
 

@@ -15,14 +15,27 @@ from common import commit, differences
 
 import paragrad as pg
 
-SPREAD = "\n\nMean ± standard deviation over seeds; of differences, which are taken seed by seed, the standard error."
-Arm = Callable[[int], tuple[pg.Job, str]]         # of a seed: what is trained, and under which strategy
+SPREAD = (
+    "\n\nMean ± standard deviation over seeds; of differences, which are taken seed by seed, "
+    "the standard error."
+)
+# of a seed: what is trained, and under which strategy
+Arm = Callable[[int], tuple[pg.Job, str]]
 
 
-def trained(arms: Mapping[Any, Arm], seeds: int, read: Callable[[pg.Run], dict[str, Any]], so_far: Path | None = None, *,
-            data: str | None, **settings: Any) -> dict[Any, list[dict[str, Any]]]:
-    """What `read` makes of every run, seed by seed, or of one that failed its message; folders go at once, for a run may be
-    large. so_far: a file of runs that were made before, and are not made again; others are added, with their commits."""
+def trained(
+    arms: Mapping[Any, Arm],
+    seeds: int,
+    read: Callable[[pg.Run], dict[str, Any]],
+    so_far: Path | None = None,
+    *,
+    data: str | None,
+    **settings: Any,
+) -> dict[Any, list[dict[str, Any]]]:
+    """What `read` makes of every run, seed by seed, or of one that failed its message; folders
+    go at once, for a run may be large. so_far: a file of runs that were made before, and are
+    not made again; others are added, with their commits.
+    """
     found: dict[Any, list[dict[str, Any]]] = {name: [] for name in arms}
     lines = map(json.loads, so_far.read_text().splitlines() if so_far and so_far.exists() else ())
     made: dict[str, dict[str, Any]] = {line["run"]: line["found"] for line in lines}
@@ -30,26 +43,37 @@ def trained(arms: Mapping[Any, Arm], seeds: int, read: Callable[[pg.Run], dict[s
         for name, arm in arms.items():
             job, text = arm(seed)
             rule = f"batch {job.batch}, {job.scale_lr}, {job.warm_up}"
-            run = f"{job.name} {dict(job.arguments)}, {text}, seed {seed}, epochs {job.epochs}, {rule}, {settings}"
+            run = (
+                f"{job.name} {dict(job.arguments)}, {text}, seed {seed}, epochs {job.epochs}, "
+                f"{rule}, {settings}"
+            )
             if run not in made:
-                made[run] = {**one(job.replace(seed=seed), text, read, data=data, **settings), "commit": commit()}
+                made[run] = {
+                    **one(job.replace(seed=seed), text, read, data=data, **settings),
+                    "commit": commit(),
+                }
                 if so_far and "failed" not in made[run]:
                     with so_far.open("a") as file:
                         file.write(json.dumps({"run": run, "found": made[run]}) + "\n")
             found[name].append(made[run])
-            words = ", ".join(f"{what} {value:.5g}" if isinstance(value, float) else f"{what}: {value}"
-                              for what, value in made[run].items() if isinstance(value, float | str))
+            words = ", ".join(
+                f"{what} {value:.5g}" if isinstance(value, float) else f"{what}: {value}"
+                for what, value in made[run].items()
+                if isinstance(value, float | str)
+            )
             print(f"seed {seed}: {name}: {words}", file=sys.stderr, flush=True)
     return found
 
 
-def one(job: pg.Job, text: str, read: Callable[[pg.Run], dict[str, Any]], **settings: Any) -> dict[str, Any]:
+def one(
+    job: pg.Job, text: str, read: Callable[[pg.Run], dict[str, Any]], **settings: Any
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             run = pg.train(job, text, runs=folder, **settings)
         except pg.RankFailed as error:
             return {"failed": str(error)}
-        if run.stopped:                                 # asked to: so is the experiment
+        if run.stopped:  # asked to: so is the experiment
             sys.exit(143)
         return read(run)
 
@@ -63,11 +87,15 @@ def spread(values: list[float], digits: int = 2) -> str:
     """Mean and standard deviation, as a table shows them."""
     if any(map(math.isnan, values)):
         return "failed"
-    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+    return f"{mean(values):.{digits}f}" + (
+        f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    )
 
 
 def apart(one: list[float], other: list[float]) -> tuple[float, float]:
-    """(mean difference, its standard error), seed by seed: both began with the same weights and had the same order."""
+    """(mean difference, its standard error), seed by seed: both began with the same weights and
+    had the same order.
+    """
     found = differences(one, other)
     return mean(found), stdev(found) / len(found) ** 0.5 if len(found) > 1 else math.nan
 

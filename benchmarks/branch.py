@@ -1,16 +1,19 @@
 """Steps of a model with two equal branches over two ranks on one host: ours, and bounds.
 
-    python benchmarks/branch.py --check             # both ranks on this machine, one thread each
+    python benchmarks/branch.py --check             # both ranks on this machine, one thread
+    each
 
 | figure | bar |
 |---|---|
 | speed over the bound's | at least 0.9 |
 
-Two networks of four 3x3 convolutions of 32 channels, with ReLUs, on the same images of 64 x 64, 8 in a batch, whose means of
-each channel are put together before one linear layer; cross-entropy, float32, SGD. The bound is of two processes that each make
-a step of one of them, with the linear layer, without exchange, both at once. Ours is a whole training, timed by its record from
-step to step; the bound a loop over images in memory. Beside it, without a bar: the bound in step (its processes wait for each
-other after every step, so that each step takes as long as the slower of them), one worker with one thread, and with all.
+Two networks of four 3x3 convolutions of 32 channels, with ReLUs, on the same images of 64 x 64,
+8 in a batch, whose means of each channel are put together before one linear layer;
+cross-entropy, float32, SGD. The bound is of two processes that each make a step of one of them,
+with the linear layer, without exchange, both at once. Ours is a whole training, timed by its
+record from step to step; the bound a loop over images in memory. Beside it, without a bar: the
+bound in step (its processes wait for each other after every step, so that each step takes as
+long as the slower of them), one worker with one thread, and with all.
 """
 
 from __future__ import annotations
@@ -29,9 +32,18 @@ from workers import Workers
 import paragrad as pg
 from paragrad.world.launching import Ranks
 
-RANKS, CHANNELS, LAYERS, SIZE, BATCH, BATCHES = 2, 32, 4, 64, 8, 4
-PEERS = {"one branch": "the bound", "one branch, in step": "the bound in step",
-         "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
+RANKS = 2
+CHANNELS = 32
+LAYERS = 4
+SIZE = 64
+BATCH = 8
+BATCHES = 4
+PEERS = {
+    "one branch": "the bound",
+    "one branch, in step": "the bound in step",
+    "serial(threads=1)": "serial with one thread",
+    "serial": "serial with all threads",
+}
 
 
 class Means(nn.Module):
@@ -44,12 +56,23 @@ class Two(nn.Module):
 
     def __init__(self, branches: int = RANKS) -> None:
         super().__init__()
-        self.branches = nn.ModuleList([nn.Sequential(*(each for _ in range(LAYERS) for each in (
-            nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU())), Means()) for _ in range(branches)])
+        self.branches = nn.ModuleList(
+            [
+                nn.Sequential(
+                    *(
+                        each
+                        for _ in range(LAYERS)
+                        for each in (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU())
+                    ),
+                    Means(),
+                )
+                for _ in range(branches)
+            ]
+        )
         self.out = nn.Linear(branches * CHANNELS, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.cat([branch(x) for branch in self.branches], 1))      # type: ignore[no-any-return]
+        return self.out(torch.cat([branch(x) for branch in self.branches], 1))
 
 
 @dataclass(frozen=True)
@@ -61,13 +84,21 @@ class Setting:
 
     def data(self) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
-        return (torch.randn(BATCHES * BATCH, CHANNELS, SIZE, SIZE, generator=draw),
-                torch.randint(10, (BATCHES * BATCH,), generator=draw))
+        return (
+            torch.randn(BATCHES * BATCH, CHANNELS, SIZE, SIZE, generator=draw),
+            torch.randint(10, (BATCHES * BATCH,), generator=draw),
+        )
 
     def job(self) -> pg.Job:
-        return pg.Job(name="benchmark", model=Two, loss=nn.functional.cross_entropy, epochs=1000, batch=BATCH,
-                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()))
+        return pg.Job(
+            name="benchmark",
+            model=Two,
+            loss=nn.functional.cross_entropy,
+            epochs=1000,
+            batch=BATCH,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            train=lambda folder: torch.utils.data.TensorDataset(*self.data()),
+        )
 
 
 def main() -> None:
@@ -77,9 +108,13 @@ def main() -> None:
         return
     setting = Setting()
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
-        peers = {kind: Workers(__file__, kind, RANKS) for kind in ("one branch", "one branch, in step")}
-        measures = {strategy: ours(ranks, strategy, setting, Path(folder))
-                    for strategy in ("branch(2)", "serial(threads=1)", "serial")}
+        peers = {
+            kind: Workers(__file__, kind, RANKS) for kind in ("one branch", "one branch, in step")
+        }
+        measures = {
+            strategy: ours(ranks, strategy, setting, Path(folder))
+            for strategy in ("branch(2)", "serial(threads=1)", "serial")
+        }
         print(f"{setting} [ms]", flush=True)
         measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
         found = alternated(measures, bench.rounds(9, quick=2))
@@ -87,8 +122,11 @@ def main() -> None:
             workers.close()
     bench.measured["ms per step"] = {str(setting): found}
     for kind, name in PEERS.items():
-        bench.figure(f"speed over {name}", ratios(found[kind], found["branch(2)"]),
-                     at_least=0.9 if kind == "one branch" else None)
+        bench.figure(
+            f"speed over {name}",
+            ratios(found[kind], found["branch(2)"]),
+            at_least=0.9 if kind == "one branch" else None,
+        )
     bench.finish()
 
 
@@ -96,11 +134,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
 
 
-# ---- in a rank -----------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def loop(setting: Setting) -> Loop:
     model = Two(1)
-    return Loop(torch.optim.SGD(model.parameters(), lr=0.01), backward_of(model, nn.functional.cross_entropy),
-                shuffled(*setting.data(), BATCH))
+    return Loop(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        backward_of(model, nn.functional.cross_entropy),
+        shuffled(*setting.data(), BATCH),
+    )
 
 
 if __name__ == "__main__":

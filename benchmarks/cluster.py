@@ -1,13 +1,16 @@
-"""All-reduces on a cluster: is the time the one that the clock foretold, and does `reduce=auto` find the best?
+"""All-reduces on a cluster: is the time the one that the clock foretold, and does `reduce=auto`
+find the best?
 
-    python benchmarks/cluster.py --check            # 8 hosts at 100 Mbit/s on this machine (root, iproute2), then one host
-    python benchmarks/cluster.py --check --page     # the same, written into docs/all_reduce.md
+    python benchmarks/cluster.py --check            # 8 hosts at 100 Mbit/s on this machine
+    (root, iproute2), then one host python benchmarks/cluster.py --check --page     # the same,
+    written into docs/all_reduce.md
 
-Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as `paragrad measure` does, into a
-machine file; from it the clock foretells every algorithm's time. Then all that auto may pick, a ring that waits for its
-receivers and gloo's own run in turn: eight rounds from 1 MB on over the links, otherwise fifteen. Where exchanges are short
-they scatter so much that in fifteen rounds an algorithm can be 1.2 times itself: there auto and all that come near the best run
-in another forty, and are compared in these.
+Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as
+`paragrad measure` does, into a machine file; from it the clock foretells every algorithm's
+time. Then all that auto may pick, a ring that waits for its receivers and gloo's own run in
+turn: eight rounds from 1 MB on over the links, otherwise fifteen. Where exchanges are short
+they scatter so much that in fifteen rounds an algorithm can be 1.2 times itself: there auto and
+all that come near the best run in another forty, and are compared in these.
 
 | figure                                                                            | bar              |
 |-----------------------------------------------------------------------------------|------------------|
@@ -52,16 +55,19 @@ from paragrad.strategies.data import Data, Native
 from paragrad.strategies.table import strategy
 
 RANKS_OF_ONE_HOST = 4
-ENOUGH = 5              # rounds from which on a sign test can say anything
-SHORT = 0.1             # seconds of an exchange
-NEAR, AGAIN = 1.25, 40  # times the best of fifteen rounds; rounds of those that come so near
-PAGE, RESULTS = DOCS / "all_reduce.md", FIGURES / "cluster.json"
+ENOUGH = 5  # rounds from which on a sign test can say anything
+SHORT = 0.1  # seconds of an exchange
+# times the best of fifteen rounds; rounds of those that come so near
+NEAR = 1.25
+AGAIN = 40
+PAGE = DOCS / "all_reduce.md"
+RESULTS = FIGURES / "cluster.json"
 NAMES = {"native": "gloo's own", "auto": "`auto`"}
 FORETOLD = (MB, 4 * MB, 16 * MB)
 SMALL = (KB, 4 * KB, 16 * KB, 64 * KB)
 SIZES = (*SMALL, 256 * KB, *FORETOLD)
-Times = dict[int, dict[str, list[float]]]       # seconds by size and algorithm, of every round
-Picks = dict[int, str]                          # what auto picked, by size
+Times = dict[int, dict[str, list[float]]]  # seconds by size and algorithm, of every round
+Picks = dict[int, str]  # what auto picked, by size
 
 
 def schedule(text: str) -> Any:
@@ -75,23 +81,41 @@ def main() -> None:
         parser.add_argument("--hosts", type=int, default=8)
         parser.add_argument("--megabits", type=int, default=100)
         parser.add_argument("--only", choices=("cluster", "one host"), help="one of the two parts")
-        parser.add_argument("--page", action="store_true", help="write the tables of docs/all_reduce.md, and their figures")
+        parser.add_argument(
+            "--page",
+            action="store_true",
+            help="write the tables of docs/all_reduce.md, and their figures",
+        )
+
     bench = Bench(__doc__, options)
-    count, megabits = bench.options.hosts, bench.options.megabits
-    if bench.options.page and (bench.quick or bench.options.only or bench.options.rounds or bench.options.json or
-                               (count, megabits) != (8, 100)):
-        sys.exit("the page is of 8 hosts at 100 Mbit/s and of one host, in full: give no other option but --check")
+    count = bench.options.hosts
+    megabits = bench.options.megabits
+    if bench.options.page and (
+        bench.quick
+        or bench.options.only
+        or bench.options.rounds
+        or bench.options.json
+        or (count, megabits) != (8, 100)
+    ):
+        sys.exit(
+            "the page is of 8 hosts at 100 Mbit/s and of one host, in full: give no other option "
+            "but --check"
+        )
     if bench.options.only != "one host":
         with hosts(count, megabits=megabits) as cluster:
+
             def start(words: list[str]) -> Callable[[], object]:
                 programs = cluster.torchrun(words)
                 return lambda: cluster.finished(programs)
+
             on_cluster(bench, Workers(__file__, "gloo", count, start), count)
             for name, fault in cluster.faults().items():
                 bench.figure(name, fault, at_most=0)
     if bench.options.only != "cluster":
         workers = Workers(__file__, "gloo", RANKS_OF_ONE_HOST)
-        _, near, picked = measured(bench, workers, "one host", ours(RANKS_OF_ONE_HOST), lambda size: 15)
+        _, near, picked = measured(
+            bench, workers, "one host", ours(RANKS_OF_ONE_HOST), lambda size: 15
+        )
         workers.close()
         automatic(bench, near, picked, f"one host, {RANKS_OF_ONE_HOST} ranks")
     if bench.options.page:
@@ -101,22 +125,41 @@ def main() -> None:
 
 
 def write(found: dict[str, Any]) -> None:
-    """Fill in the tables of the page: medians of all rounds in milliseconds, and the figures with their bars."""
+    """Fill in the tables of the page: medians of all rounds in milliseconds, and the figures
+    with their bars.
+    """
     text = PAGE.read_text()
     for where, title in (("cluster", "8 hosts [ms]"), ("one host", "4 ranks, one host [ms]")):
         sizes = found["measured"][f"{where} [s]"]
-        rows = [[NAMES.get(name, name), *(milliseconds(median(times[name])) for times in sizes.values())]
-                for name in next(iter(sizes.values()))]
+        rows = [
+            [
+                NAMES.get(name, name),
+                *(milliseconds(median(times[name])) for times in sizes.values()),
+            ]
+            for name in next(iter(sizes.values()))
+        ]
         text = filled(text, where, table([title, *sizes], rows))
-    rows = [[name, f"{each['value']:.3g}", " to ".join(f"{each[end]:.3g}" for end in ("lowest", "highest")), barred(each)]
-            for name, each in found["figures"].items()]
-    PAGE.write_text(filled(text, "figures", table(["figure", "median", "of all rounds", "bar"], rows)))
+    rows = [
+        [
+            name,
+            f"{each['value']:.3g}",
+            " to ".join(f"{each[end]:.3g}" for end in ("lowest", "highest")),
+            barred(each),
+        ]
+        for name, each in found["figures"].items()
+    ]
+    PAGE.write_text(
+        filled(text, "figures", table(["figure", "median", "of all rounds", "bar"], rows))
+    )
 
 
 def barred(figure: dict[str, Any]) -> str:
     """The bar of a figure, in words."""
-    return ", ".join(f"{words} {figure[key]:g}" for key, words in (("at_least", "at least"), ("at_most", "at most"))
-                     if figure[key] is not None)
+    return ", ".join(
+        f"{words} {figure[key]:g}"
+        for key, words in (("at_least", "at least"), ("at_most", "at most"))
+        if figure[key] is not None
+    )
 
 
 def ours(count: int) -> list[str]:
@@ -127,27 +170,51 @@ def ours(count: int) -> list[str]:
 def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
     machine = machine_file(workers.ask(("measure",))[0])
     link = machine.link("gloo")
-    bench.measured["link"] = {"alpha": link.alpha, "beta": link.beta, "latency": link.latency, "overhead": link.overhead,
-                              "work": link.work, "points": link.points,
-                              "disturbed": link.disturbed and link.disturbed.points, "gamma": machine.gamma,
-                              "errors": machine.errors}
-    found, near, picked = measured(bench, workers, "cluster", ours(count), lambda size: 8 if size >= MB else 15)
+    bench.measured["link"] = {
+        "alpha": link.alpha,
+        "beta": link.beta,
+        "latency": link.latency,
+        "overhead": link.overhead,
+        "work": link.work,
+        "points": link.points,
+        "disturbed": link.disturbed and link.disturbed.points,
+        "gamma": machine.gamma,
+        "errors": machine.errors,
+    }
+    found, near, picked = measured(
+        bench, workers, "cluster", ours(count), lambda size: 8 if size >= MB else 15
+    )
     workers.close()
     foretold(bench, found, machine, count)
     for size in FORETOLD:
         rates = found[size]
-        bench.figure(f"ring's bandwidth over gloo's own, {named(size)}", ratios(rates["native"], rates["ring"]),
-                     at_least=0.85 if size == MB else 0.95)
-        bench.figure(f"halving's bandwidth over gloo's own, {named(size)}",
-                     ratios(rates["native"], rates["halving(segments=4)"]), at_least=None if size == MB else 0.9)
+        bench.figure(
+            f"ring's bandwidth over gloo's own, {named(size)}",
+            ratios(rates["native"], rates["ring"]),
+            at_least=0.85 if size == MB else 0.95,
+        )
+        bench.figure(
+            f"halving's bandwidth over gloo's own, {named(size)}",
+            ratios(rates["native"], rates["halving(segments=4)"]),
+            at_least=None if size == MB else 0.9,
+        )
     textbook = Cluster(link, machine.gamma)
-    expected = closed_form(schedule("tree"), count, 4 * MB, textbook) / closed_form(schedule("ring"), count, 4 * MB, textbook)
-    bench.figure("tree over ring at 16 MB, over the formulas' ratio",
-                 [ratio / expected for ratio in ratios(found[16 * MB]["tree"], found[16 * MB]["ring"])],
-                 at_most=1.15, at_least=0.85)
+    expected = closed_form(schedule("tree"), count, 4 * MB, textbook) / closed_form(
+        schedule("ring"), count, 4 * MB, textbook
+    )
+    bench.figure(
+        "tree over ring at 16 MB, over the formulas' ratio",
+        [ratio / expected for ratio in ratios(found[16 * MB]["tree"], found[16 * MB]["ring"])],
+        at_most=1.15,
+        at_least=0.85,
+    )
     for size in (KB, 64 * KB):
         best = min(ours(count), key=lambda name: median(found[size][name]))
-        bench.figure(f"gloo's own over {best}, {named(size)}", ratios(found[size]["native"], found[size][best]), at_least=1.5)
+        bench.figure(
+            f"gloo's own over {best}, {named(size)}",
+            ratios(found[size]["native"], found[size][best]),
+            at_least=1.5,
+        )
     automatic(bench, near, picked, "cluster")
 
 
@@ -159,12 +226,15 @@ def machine_file(told: Any) -> Machine:
         return read_machine(path, told.cores)[0]
 
 
-def measured(bench: Bench, workers: Workers, where: str, names: list[str],
-             rounds: Callable[[int], int]) -> tuple[Times, Times, Picks]:
-    """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's; those of auto and whatever comes near the
-    best; and what auto picked. rounds: of a size.
+def measured(
+    bench: Bench, workers: Workers, where: str, names: list[str], rounds: Callable[[int], int]
+) -> tuple[Times, Times, Picks]:
+    """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's; those of
+    auto and whatever comes near the best; and what auto picked. rounds: of a size.
     """
-    found, near, picks = {}, {}, {}
+    found = {}
+    near = {}
+    picks = {}
     for size in SIZES:
         picks[size], why = workers.ask(("pick", size))[0]
         bench.measured[f"auto, {where}, {named(size)}"] = {"picked": picks[size], "because": why}
@@ -172,60 +242,95 @@ def measured(bench: Bench, workers: Workers, where: str, names: list[str],
 
         def once(name: str, size: int = size) -> float:
             return max(workers.ask(("time", name, size)))
+
         measures = {name: (lambda name=name: once(name)) for name in (*names, "native", "auto")}
-        times = found[size] = near[size] = alternated(measures, bench.rounds(rounds(size), 2))
-        best = min(median(times[name]) for name in measures if name != "auto")      # which may be quicker than all, by chance
+        times = alternated(measures, bench.rounds(rounds(size), 2))
+        found[size] = times
+        near[size] = times
+        # which may be quicker than all, by chance
+        best = min(median(times[name]) for name in measures if name != "auto")
         if best < SHORT:
-            near[size] = alternated({name: measure for name, measure in measures.items()
-                                     if name == "auto" or median(times[name]) <= NEAR * best}, bench.rounds(AGAIN, 2))
+            near[size] = alternated(
+                {
+                    name: measure
+                    for name, measure in measures.items()
+                    if name == "auto" or median(times[name]) <= NEAR * best
+                },
+                bench.rounds(AGAIN, 2),
+            )
     bench.measured[f"{where} [s]"] = {named(size): times for size, times in found.items()}
-    bench.measured[f"{where}, near the best [s]"] = {named(size): times for size, times in near.items()}
+    bench.measured[f"{where}, near the best [s]"] = {
+        named(size): times for size, times in near.items()
+    }
     return found, near, picks
 
 
 def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
     """The clock's time of every algorithm beside the measured one."""
     cluster = Cluster(machine.link("gloo"), machine.gamma, sharing=count, cores=machine.cores)
-    errors, inside = {}, []
+    errors = {}
+    inside = []
     for size in FORETOLD:
         for name in ours(count):
+
             def clocked(links: Cluster, name: str = name, size: int = size) -> float:
                 return timed(schedule(name), count, size // 4, links).seconds
-            clock, taken = clocked(cluster), median(found[size][name])
+
+            clock = clocked(cluster)
+            taken = median(found[size][name])
             low, high = interval(clock, cluster, clocked) or (clock, clock)
             errors[f"{name}, {named(size)}"] = clock / taken - 1
             inside += [low <= seconds <= high for seconds in found[size][name]]
-            print(f"{name}, {named(size)}: clock {clock:.4g} s ({low:.4g} to {high:.4g}), measured {taken:.4g} s, "
-                  f"{clock / taken - 1:+.1%}")
+            print(
+                f"{name}, {named(size)}: clock {clock:.4g} s ({low:.4g} to {high:.4g}), measured "
+                f"{taken:.4g} s, "
+                f"{clock / taken - 1:+.1%}"
+            )
     worst = max(errors, key=lambda name: abs(errors[name]))
     bench.measured["error of the clock"] = errors
     bench.figure("error of the clock, median", median(map(abs, errors.values())), at_most=0.1)
-    bench.figure("times inside the foretold intervals, part", sum(inside) / len(inside), at_least=0.8)
+    bench.figure(
+        "times inside the foretold intervals, part", sum(inside) / len(inside), at_least=0.8
+    )
     bench.figure(f"error of the clock, worst ({worst})", abs(errors[worst]), at_most=0.35)
 
 
 def automatic(bench: Bench, found: Times, picked: Picks, where: str) -> None:
     """auto beside the best of all."""
-    over, slower_large, slower_small = [], [1.0], 0
+    over = []
+    slower_large = [1.0]
+    slower_small = 0
     for size, times in found.items():
         best = min((name for name in times if name != "auto"), key=lambda name: median(times[name]))
         pairs = ratios(times["auto"], times[best])
         bench.figure(f"auto ({picked[size]}) over {best}, {where}, {named(size)}", pairs)
         over.append(median(pairs))
-        if picked[size] != best and slower(pairs):          # where it picked the best it is that, whatever two samples say
+        # where it picked the best it is that, whatever two samples say
+        if picked[size] != best and slower(pairs):
             if size >= 256 * KB:
                 slower_large.append(median(pairs))
             else:
                 slower_small += 1
-    bench.figure(f"auto over the best, {where}: geometric mean", math.prod(over) ** (1 / len(over)), at_most=1.05)
+    bench.figure(
+        f"auto over the best, {where}: geometric mean",
+        math.prod(over) ** (1 / len(over)),
+        at_most=1.05,
+    )
     bench.figure(f"auto over the best, {where}: worst median of all sizes", max(over))
     if min(len(times["auto"]) for times in found.values()) >= ENOUGH:
-        bench.figure(f"auto over the best, {where}: worst from 256 KB on where slower by a sign test", max(slower_large),
-                     at_most=1.1)
-        bench.figure(f"auto over the best, {where}: sizes below 256 KB where slower by a sign test", slower_small, at_most=0)
+        bench.figure(
+            f"auto over the best, {where}: worst from 256 KB on where slower by a sign test",
+            max(slower_large),
+            at_most=1.1,
+        )
+        bench.figure(
+            f"auto over the best, {where}: sizes below 256 KB where slower by a sign test",
+            slower_small,
+            at_most=0,
+        )
 
 
-# ---- in a rank ---------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def worker(address: str) -> None:
     import os
 
@@ -235,17 +340,27 @@ def worker(address: str) -> None:
     from paragrad.planner.measuring import links_of, machine_with
     from paragrad.players.wire import all_reduce
     from paragrad.world.joining import joined_from_environment
+
     torch.set_num_threads(1)
     with joined_from_environment("gloo") as world:
+
         def play(algorithm: Any, vector: torch.Tensor) -> None:
             if isinstance(algorithm, Native):
                 dist.all_reduce(vector, group=world.group)
             else:
                 all_reduce(algorithm, vector, world)
 
-        machine = replace(world.agreed(machine_with([links_of(world)])), cores=os.cpu_count() or 1)    # hosts share them here
-        chooser = Chooser(world, Native(), play, cluster=Cluster(machine.link("gloo"), machine.gamma, sharing=world.size,
-                                                                 cores=machine.cores), known=machine.measured)
+        # hosts share them here
+        machine = replace(world.agreed(machine_with([links_of(world)])), cores=os.cpu_count() or 1)
+        chooser = Chooser(
+            world,
+            Native(),
+            play,
+            cluster=Cluster(
+                machine.link("gloo"), machine.gamma, sharing=world.size, cores=machine.cores
+            ),
+            known=machine.measured,
+        )
         algorithms: dict[str, Any] = {"native": Native()}
         watch = Stopwatch(world)
 
@@ -261,6 +376,7 @@ def worker(address: str) -> None:
             algorithms.setdefault(name, None if name == "auto" else schedule(name))
             algorithm = algorithms[name] or chooser.pick(vector)
             return watch.seconds(order, lambda: play(algorithm, vector))
+
         serve(address, answer)
 
 

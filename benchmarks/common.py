@@ -1,4 +1,6 @@
-"""What all benchmarks share: their options, the machine they ran on, alternating measurements, figures and bars."""
+"""What all benchmarks share: their options, the machine they ran on, alternating measurements,
+figures and bars.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-KB, MB = 1 << 10, 1 << 20
+KB = 1 << 10
+MB = 1 << 20
 
 
 def named(size: int) -> str:
@@ -27,34 +30,60 @@ def named(size: int) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What stands beside every figure: day and commit, the processor, its cores and how busy they were, and the versions."""
+    """What stands beside every figure: day and commit, the processor, its cores and how busy
+    they were, and the versions.
+    """
     info = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
-    return {"day": date.today().isoformat(), "commit": commit(), "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
-            "load": round(os.getloadavg()[0], 2), "torch": version("torch"), "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.release()}"}
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in info if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "day": date.today().isoformat(),
+        "commit": commit(),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
 
 
 def commit() -> str:
     """The code that was measured, with + where it is not what was committed."""
+
     def said(*words: str) -> str:
         if shutil.which("git") is None:
             return ""
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent.parent, capture_output=True, text=True,
-                              check=False).stdout.strip()
-    return (said("rev-parse", "--short", "HEAD") or "unknown") + ("+" if said("status", "--short", "src", "benchmarks") else "")
+        return subprocess.run(
+            ["git", *words],
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip()
+
+    return (said("rev-parse", "--short", "HEAD") or "unknown") + (
+        "+" if said("status", "--short", "src", "benchmarks") else ""
+    )
 
 
 def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every measure once in each round, so that what disturbs the machine disturbs all alike; in an order of each round's own
-    (the same in every run), as a measure may also feel the one before it.
+    """Every measure once in each round, so that what disturbs the machine disturbs all alike;
+    in an order of each round's own (the same in every run), as a measure may also feel the one
+    before it.
     """
     found: dict[str, list[float]] = {name: [] for name in measures}
     shuffled = random.Random(0)
     for number in range(rounds):
         for name in shuffled.sample(list(measures), len(measures)):
             found[name].append(measures[name]())
-            print(f"round {number + 1} of {rounds}: {name} {found[name][-1]:.4g}", file=sys.stderr, flush=True)
+            print(
+                f"round {number + 1} of {rounds}: {name} {found[name][-1]:.4g}",
+                file=sys.stderr,
+                flush=True,
+            )
     return found
 
 
@@ -76,26 +105,42 @@ def ratios(ours: list[float], theirs: list[float]) -> list[float]:
 class Bench:
     """One run of a benchmark: its options, what it measured, its figures with their bars.
 
-        bench = Bench(__doc__)
-        times = alternated({"ours": ..., "theirs": ...}, rounds=3 if bench.quick else 15)
-        bench.figure("ours over theirs", ratios(times["ours"], times["theirs"]), at_most=0.9)
-        bench.finish()
+    bench = Bench(__doc__)
+    times = alternated({"ours": ..., "theirs": ...}, rounds=3 if bench.quick else 15)
+    bench.figure("ours over theirs", ratios(times["ours"], times["theirs"]), at_most=0.9)
+    bench.finish()
     """
 
-    def __init__(self, about: str | None, options: Callable[[argparse.ArgumentParser], Any] | None = None) -> None:
-        """about: the file's docstring, whose table states the bars;  options: adds the benchmark's own to the parser."""
-        parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--check", action="store_true", help="exit with 1 if a figure falls short of its bar")
+    def __init__(
+        self, about: str | None, options: Callable[[argparse.ArgumentParser], Any] | None = None
+    ) -> None:
+        """about: the file's docstring, whose table states the bars;  options: adds the
+        benchmark's own to the parser.
+        """
+        parser = argparse.ArgumentParser(
+            description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument(
+            "--check", action="store_true", help="exit with 1 if a figure falls short of its bar"
+        )
         parser.add_argument("--quick", action="store_true", help="a smaller sample")
-        parser.add_argument("--rounds", type=int, metavar="N", help="how often everything is measured, in turn")
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+        parser.add_argument(
+            "--rounds", type=int, metavar="N", help="how often everything is measured, in turn"
+        )
+        parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="write everything that was measured"
+        )
         if options:
             options(parser)
         self.options = parser.parse_args()
         self.quick: bool = self.options.quick
         self.machine = machine()
         if self.machine["load"] > 0.5:
-            print(f"warning: load average {self.machine['load']}: if other work goes on, times will scatter", file=sys.stderr)
+            print(
+                f"warning: load average {self.machine['load']}: if other work goes on, times will "
+                f"scatter",
+                file=sys.stderr,
+            )
         self.figures: dict[str, dict[str, Any]] = {}
         self.measured: dict[str, Any] = {}
 
@@ -104,37 +149,78 @@ class Bench:
         found: int = self.options.rounds or (quick if self.quick else usual)
         return found
 
-    def figure(self, name: str, value: float | list[float], *, at_most: float | None = None,
-               at_least: float | None = None) -> None:
+    def figure(
+        self,
+        name: str,
+        value: float | list[float],
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+    ) -> None:
         """A figure and its bar. Of a list: the median, and the list is kept with it."""
         sample = value if isinstance(value, list) else [value]
-        self.figures[name] = {"value": median(sample), "lowest": min(sample), "highest": max(sample), "sample": sample,
-                              "at_most": at_most, "at_least": at_least}
+        self.figures[name] = {
+            "value": median(sample),
+            "lowest": min(sample),
+            "highest": max(sample),
+            "sample": sample,
+            "at_most": at_most,
+            "at_least": at_least,
+        }
 
     def short(self) -> list[str]:
         """What falls short, in words."""
-        return [f"{name} is {found['value']:.4g}, the bar is {word} {bar:.4g}" for name, found in self.figures.items()
-                for word, bar, wrong in (("at most", found["at_most"], lambda value, bar: not value <= bar),
-                                         ("at least", found["at_least"], lambda value, bar: not value >= bar))
-                if bar is not None and wrong(found["value"], bar)]
+        return [
+            f"{name} is {found['value']:.4g}, the bar is {word} {bar:.4g}"
+            for name, found in self.figures.items()
+            for word, bar, wrong in (
+                ("at most", found["at_most"], lambda value, bar: not value <= bar),
+                ("at least", found["at_least"], lambda value, bar: not value >= bar),
+            )
+            if bar is not None and wrong(found["value"], bar)
+        ]
 
     def keep(self, path: Path) -> None:
-        """Write everything that was measured. Of absolute paths, which are this machine's, the last part."""
-        words = [word if not (place := Path(word)).is_absolute() else "DIR" if place.is_dir() else f"DIR/{place.name}"
-                 for word in sys.argv]
-        path.write_text(json.dumps({"command": " ".join(["python", *words]), "quick": self.quick, "machine": self.machine,
-                                    "figures": self.figures, "measured": self.measured}, indent=1) + "\n")
+        """Write everything that was measured. Of absolute paths, which are this machine's, the
+        last part.
+        """
+        words = [
+            word
+            if not (place := Path(word)).is_absolute()
+            else "DIR"
+            if place.is_dir()
+            else f"DIR/{place.name}"
+            for word in sys.argv
+        ]
+        path.write_text(
+            json.dumps(
+                {
+                    "command": " ".join(["python", *words]),
+                    "quick": self.quick,
+                    "machine": self.machine,
+                    "figures": self.figures,
+                    "measured": self.measured,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
     def finish(self) -> None:
-        """Print machine and figures, write the file, and exit: 1 where --check finds one that falls short, otherwise 0."""
+        """Print machine and figures, write the file, and exit: 1 where --check finds one that
+        falls short, otherwise 0.
+        """
         if self.options.json:
             self.keep(self.options.json)
         short = self.short()
         print("machine: " + ", ".join(f"{name} {value}" for name, value in self.machine.items()))
         for name, found in self.figures.items():
             if len(found["sample"]) > 1:
-                print(f"{name}: median {found['value']:.4g}, {found['lowest']:.4g} to {found['highest']:.4g}, "
-                      f"of {len(found['sample'])}")
+                print(
+                    f"{name}: median {found['value']:.4g}, {found['lowest']:.4g} to "
+                    f"{found['highest']:.4g}, "
+                    f"of {len(found['sample'])}"
+                )
         for line in short:
             print(f"falls short: {line}")
         for name, found in self.figures.items():

@@ -1,23 +1,28 @@
-"""Compressed gradients on four workers: what they cost in accuracy, and what they gain on links.
+"""Compressed gradients on four workers: what they cost in accuracy, and what they gain on
+links.
 
-    python benchmarks/compressed.py --check --data DIR
-    python benchmarks/compressed.py --check --page --data DIR       # the same, written into docs/compression.md
-    python benchmarks/compressed.py --only links --data DIR         # a part: accuracy, correction, links
+    python benchmarks/compressed.py --check --data DIR python benchmarks/compressed.py --check
+    --page --data DIR       # the same, written into docs/compression.md python
+    benchmarks/compressed.py --only links --data DIR         # a part: accuracy, correction,
+    links
 
 | figure | bar |
 |---|---|
 | points of accuracy that dgc(0.01), and dgc(0.001), are below dense | at most 0.3, and 0.6 |
 | bytes of a step after warm-up, dense along a ring over theirs | at least 20, and 100 |
-| time of a step of DDP over gloo over dgc(0.001), dgc(0.01), bf16: hosts at 100 Mbit/s | at least 8, 5, 1.8 |
+| time of a step of DDP over gloo over dgc(0.001), dgc(0.01), bf16: hosts at 100 Mbit/s | at
+least 8, 5, 1.8 |
 | the same of the time to 97 %: dgc(0.01) | at least 4 |
 
-mnist-mlp of width 1024, batches of 128. Accuracy: ten epochs, three seeds. Correction: top_k(0.001), whose momentum is SGD's
-and comes after it, dgc without masking, without warm-up, and dgc itself, five seeds, and the same of mnist-cnn with its five
-epochs; differences of means with their standard errors. Links: hosts of this machine (root, iproute2) at 100 Mbit/s and at
-1 Gbit/s, and ranks of one host; medians of a step, of whole trainings by their records and of a loop over DDP, in turn; without
-warm-up. The time to 97 % is that of the steps to the first test above it, one after each epoch, the median of three seeds;
-bytes are of the rank that sends most, for DDP those of data(4). Nothing else may run beside that part. --quick: one
-seed, two epochs.
+mnist-mlp of width 1024, batches of 128. Accuracy: ten epochs, three seeds. Correction:
+top_k(0.001), whose momentum is SGD's and comes after it, dgc without masking, without warm-up,
+and dgc itself, five seeds, and the same of mnist-cnn with its five epochs; differences of means
+with their standard errors. Links: hosts of this machine (root, iproute2) at 100 Mbit/s and at 1
+Gbit/s, and ranks of one host; medians of a step, of whole trainings by their records and of a
+loop over DDP, in turn; without warm-up. The time to 97 % is that of the steps to the first test
+above it, one after each epoch, the median of three seeds; bytes are of the rank that sends
+most, for DDP those of data(4). Nothing else may run beside that part. --quick: one seed, two
+epochs.
 """
 
 from __future__ import annotations
@@ -45,18 +50,42 @@ import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.verbs.train import train
 
-RANKS, BATCH, GOAL = 4, 128, 97.0
-RING, DENSE = "data(4, reduce=ring)", "data(4, state=replicated)"
-CORRECTED = ("top_k(0.001)", "dgc(0.001, warmup=0, masking=false)", "dgc(0.001, warmup=0)", "dgc(0.001)")
-BASES = CORRECTED[:2]   # beside which differences are told: without the correction, and without masking
-EVERY = ("bf16", "fp16", "int8", "one_bit", "threshold(0.001)", "power_sgd(1)", "power_sgd(4)", "top_k(0.01)", "top_k(0.001)",
-         "dgc(0.01, warmup=0)", "dgc(0.001, warmup=0)")
-DDP, SPARSE = "DDP", "dgc(0.01, warmup=0)"
+RANKS = 4
+BATCH = 128
+GOAL = 97.0
+RING = "data(4, reduce=ring)"
+DENSE = "data(4, state=replicated)"
+CORRECTED = (
+    "top_k(0.001)",
+    "dgc(0.001, warmup=0, masking=false)",
+    "dgc(0.001, warmup=0)",
+    "dgc(0.001)",
+)
+# beside which differences are told: without the correction, and without masking
+BASES = CORRECTED[:2]
+EVERY = (
+    "bf16",
+    "fp16",
+    "int8",
+    "one_bit",
+    "threshold(0.001)",
+    "power_sgd(1)",
+    "power_sgd(4)",
+    "top_k(0.01)",
+    "top_k(0.001)",
+    "dgc(0.01, warmup=0)",
+    "dgc(0.001, warmup=0)",
+)
+DDP = "DDP"
+SPARSE = "dgc(0.01, warmup=0)"
 LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "one host": None}
 PARTS = ("accuracy", "correction", "links")
 PAGE = DOCS / "compression.md"
-TOLD = ("milliseconds of a step, by link: of the first ones, in which `threshold` sends more than in those of the last epoch, "
-        "whose bytes are told")
+TOLD = (
+    "milliseconds of a step, by link: of the first ones, in which `threshold` sends more than in "
+    "those of the last epoch, "
+    "whose bytes are told"
+)
 
 
 def compressing(compressor: str) -> str:
@@ -74,54 +103,95 @@ def arm(job: pg.Job, text: str) -> Arm:
 def read(run: pg.Run) -> dict[str, Any]:
     """Bytes are those of the rank that sends most."""
     record = Record(run.folder, spans=False)
-    each = [[sum(kind["bytes"] for kind in line["sent"].values()) for line in record.of("step", rank)] for rank in range(RANKS)]
+    each = [
+        [sum(kind["bytes"] for kind in line["sent"].values()) for line in record.of("step", rank)]
+        for rank in range(RANKS)
+    ]
     per = max(each, key=sum)
     tests = [line["test"]["value"] for line in record.of("epoch")]
     steps = len(per) // len(tests)
-    return {"accuracy": run.test, "bytes of a step": median(per[-steps:]), "bytes": float(sum(per)),
-            "bytes until": [sum(per[:steps * epoch]) for epoch in range(1, len(tests) + 1)],
-            "epochs": next((number for number, value in enumerate(tests, 1) if value >= GOAL), None), "steps": len(per),
-            "tests": tests}
+    return {
+        "accuracy": run.test,
+        "bytes of a step": median(per[-steps:]),
+        "bytes": float(sum(per)),
+        "bytes until": [sum(per[: steps * epoch]) for epoch in range(1, len(tests) + 1)],
+        "epochs": next((number for number, value in enumerate(tests, 1) if value >= GOAL), None),
+        "steps": len(per),
+        "tests": tests,
+    }
 
 
-# ---- accuracy --------------------------------------------------------------------------------------------------------------
+# ---- accuracy --------------------------------------------------------------------------------
 def accuracies(bench: Bench, data: str) -> None:
     job = wide().replace(epochs=2 if bench.quick else 10)
-    found = trained({"dense": arm(job, RING), **{text: arm(job, compressing(text)) for text in ("dgc(0.01)", "dgc(0.001)")}},
-                    bench.rounds(3, quick=1), read, bench.options.so_far, data=data)
+    found = trained(
+        {
+            "dense": arm(job, RING),
+            **{text: arm(job, compressing(text)) for text in ("dgc(0.01)", "dgc(0.001)")},
+        },
+        bench.rounds(3, quick=1),
+        read,
+        bench.options.so_far,
+        data=data,
+    )
     bench.measured["accuracy"] = found
     for text, points, times in (("dgc(0.01)", 0.3, 20), ("dgc(0.001)", 0.6, 100)):
         lost, error = apart(of(found, "dense", "accuracy"), of(found, text, "accuracy"))
         bench.figure(f"points of accuracy, dense over {text}", lost, at_most=points)
         bench.figure(f"dense over {text}: standard error of that", error)
-        bench.figure(f"bytes of a step, dense over {text}", ratios(of(found, "dense", "bytes of a step"),
-                                                                   of(found, text, "bytes of a step")), at_least=times)
-        bench.figure(f"bytes of the run, dense over {text}", ratios(of(found, "dense", "bytes"), of(found, text, "bytes")))
+        bench.figure(
+            f"bytes of a step, dense over {text}",
+            ratios(of(found, "dense", "bytes of a step"), of(found, text, "bytes of a step")),
+            at_least=times,
+        )
+        bench.figure(
+            f"bytes of the run, dense over {text}",
+            ratios(of(found, "dense", "bytes"), of(found, text, "bytes")),
+        )
 
 
 def corrections(bench: Bench, data: str) -> None:
     jobs = {"mnist-mlp": wide().replace(epochs=10), "mnist-cnn": pg.job("mnist-cnn")}
     for name, job in jobs.items():
         job = job.replace(epochs=2) if bench.quick else job
-        texts = [text.replace("dgc(0.001)", "dgc(0.001, warmup=1)") if job.epochs < 10 else text for text in CORRECTED]
-        found = trained({"dense": arm(job, DENSE), **{text: arm(job, compressing(text)) for text in texts}},
-                        bench.rounds(5, quick=1), read, bench.options.so_far, data=data)
+        texts = [
+            text.replace("dgc(0.001)", "dgc(0.001, warmup=1)") if job.epochs < 10 else text
+            for text in CORRECTED
+        ]
+        found = trained(
+            {"dense": arm(job, DENSE), **{text: arm(job, compressing(text)) for text in texts}},
+            bench.rounds(5, quick=1),
+            read,
+            bench.options.so_far,
+            data=data,
+        )
         bench.measured[f"correction, {name}"] = found
-        for base, text in ((base, text) for base in BASES for text in texts if text not in (base, *BASES[:1])):
+        for base, text in (
+            (base, text) for base in BASES for text in texts if text not in (base, *BASES[:1])
+        ):
             difference, error = apart(of(found, text, "accuracy"), of(found, base, "accuracy"))
             bench.figure(f"{name}: points of accuracy, {text} over {base}", difference)
             bench.figure(f"{name}: standard error, {text} over {base}", error)
 
 
-# ---- links -----------------------------------------------------------------------------------------------------------------
+# ---- links -----------------------------------------------------------------------------------
 def ours(cluster: Cluster | None, folder: Path, text: str, data: str, steps: int) -> float:
     """Milliseconds of a step, of a whole training."""
     place = Path(tempfile.mkdtemp(dir=folder))
     if cluster is None:
-        train(wide().replace(test=None, metric=None), text, runs=place, limit=steps, data=data, backend="gloo")
+        train(
+            wide().replace(test=None, metric=None),
+            text,
+            runs=place,
+            limit=steps,
+            data=data,
+            backend="gloo",
+        )
     else:
-        cluster.run([str(Path(__file__).resolve()), "--worker", text, str(place), str(steps)], timeout=900)
-    run, = place.iterdir()
+        cluster.run(
+            [str(Path(__file__).resolve()), "--worker", text, str(place), str(steps)], timeout=900
+        )
+    (run,) = place.iterdir()
     return between([line["start"] for line in Record(run).of("step", 0)])
 
 
@@ -130,13 +200,21 @@ def theirs(cluster: Cluster | None, folder: Path, steps: int) -> float:
     words = [str(Path(__file__).resolve()), "--worker", DDP, str(folder), str(steps)]
     if cluster is not None:
         return float(cluster.run(words, timeout=900)[0].split()[-1])
-    said = subprocess.run([*TORCHRUN, str(RANKS), *words], stdout=subprocess.PIPE, text=True, check=True, timeout=900).stdout
+    said = subprocess.run(
+        [*TORCHRUN, str(RANKS), *words], stdout=subprocess.PIPE, text=True, check=True, timeout=900
+    ).stdout
     return float(said.split()[-1])
 
 
 def worker(text: str, folder: str, steps: str) -> None:
     if text != DDP:
-        train(wide().replace(test=None, metric=None), text, runs=folder, limit=int(steps), data=os.environ["PARAGRAD_DATA"])
+        train(
+            wide().replace(test=None, metric=None),
+            text,
+            runs=folder,
+            limit=int(steps),
+            data=os.environ["PARAGRAD_DATA"],
+        )
         return
     starts = of_ddp(wide(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"]))
     print(between(starts))
@@ -144,18 +222,41 @@ def worker(text: str, folder: str, steps: str) -> None:
 
 def linked(bench: Bench, data: str) -> None:
     """Times of a step everywhere; steps to the goal, which no link changes, on one host."""
-    job = wide().replace(epochs=3)                      # the first two are enough for most
-    goals = trained({text: arm(job, compressing(text)) for text in EVERY} | {DDP: arm(job, DENSE)}, bench.rounds(3, quick=1),
-                    read, bench.options.so_far, data=data)
-    steps_to = {text: median(each["steps"] / len(each["tests"]) * (each["epochs"] or math.inf) if "tests" in each else math.inf
-                             for each in runs) for text, runs in goals.items()}
+    job = wide().replace(epochs=3)  # the first two are enough for most
+    goals = trained(
+        {text: arm(job, compressing(text)) for text in EVERY} | {DDP: arm(job, DENSE)},
+        bench.rounds(3, quick=1),
+        read,
+        bench.options.so_far,
+        data=data,
+    )
+    steps_to = {
+        text: median(
+            each["steps"] / len(each["tests"]) * (each["epochs"] or math.inf)
+            if "tests" in each
+            else math.inf
+            for each in runs
+        )
+        for text, runs in goals.items()
+    }
     bench.measured |= {"to 97 %": goals, "milliseconds": {}}
     for name, megabits in LINKS.items():
         with tempfile.TemporaryDirectory() as folder:
-            def measured(cluster: Cluster | None, steps: int, folder: Path = Path(folder)) -> dict[str, list[float]]:
-                return alternated({DDP: partial(theirs, cluster, folder, steps),
-                                   **{text: partial(ours, cluster, folder, compressing(text), data, steps) for text in EVERY}},
-                                  bench.rounds(3, quick=1))
+
+            def measured(
+                cluster: Cluster | None, steps: int, folder: Path = Path(folder)
+            ) -> dict[str, list[float]]:
+                return alternated(
+                    {
+                        DDP: partial(theirs, cluster, folder, steps),
+                        **{
+                            text: partial(ours, cluster, folder, compressing(text), data, steps)
+                            for text in EVERY
+                        },
+                    },
+                    bench.rounds(3, quick=1),
+                )
+
             if megabits is None:
                 found = measured(None, 60)
             else:
@@ -164,62 +265,138 @@ def linked(bench: Bench, data: str) -> None:
         bench.measured["milliseconds"][name] = found
         slow = megabits == 100
         for text, bar in (("dgc(0.001, warmup=0)", 8), ("dgc(0.01, warmup=0)", 5), ("bf16", 1.8)):
-            bench.figure(f"{name}: time of a step, DDP over {text}", ratios(found[DDP], found[text]),
-                         at_least=bar if slow else None)
+            bench.figure(
+                f"{name}: time of a step, DDP over {text}",
+                ratios(found[DDP], found[text]),
+                at_least=bar if slow else None,
+            )
         times = {text: median(found[text]) * count for text, count in steps_to.items()}
         for text in (SPARSE, "dgc(0.001, warmup=0)"):
-            bench.figure(f"{name}: time to {GOAL:g} %, DDP over {text}", times[DDP] / times[text],
-                         at_least=4 if slow and text == SPARSE else None)
-        bench.measured[f"seconds to {GOAL:g} %, {name}"] = {text: each / 1e3 for text, each in times.items()}
+            bench.figure(
+                f"{name}: time to {GOAL:g} %, DDP over {text}",
+                times[DDP] / times[text],
+                at_least=4 if slow and text == SPARSE else None,
+            )
+        bench.measured[f"seconds to {GOAL:g} %, {name}"] = {
+            text: each / 1e3 for text, each in times.items()
+        }
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------
 def page(bench: Bench) -> None:
     bench.keep(kept("compressed", bench.options.only))
-    text, measured = PAGE.read_text(), bench.measured
+    text = PAGE.read_text()
+    measured = bench.measured
     if "accuracy" in measured:
         found = measured["accuracy"]
         plot_of_bytes(found)
-        text = filled(text, "accuracy", table(["", "accuracy [%]", "bytes of a step", "bytes of the run"], [
-            [f"`{name}`" if "(" in name else name, spread(of(found, name, "accuracy")),
-             f"{median(of(found, name, 'bytes of a step')):,.0f}", f"{median(of(found, name, 'bytes')):,.0f}"]
-            for name in found]) + shown("compressed_bytes", "accuracy of the first seed, epoch by epoch, over what the rank "
-                                        "that sends most has sent"))
+        text = filled(
+            text,
+            "accuracy",
+            table(
+                ["", "accuracy [%]", "bytes of a step", "bytes of the run"],
+                [
+                    [
+                        f"`{name}`" if "(" in name else name,
+                        spread(of(found, name, "accuracy")),
+                        f"{median(of(found, name, 'bytes of a step')):,.0f}",
+                        f"{median(of(found, name, 'bytes')):,.0f}",
+                    ]
+                    for name in found
+                ],
+            )
+            + shown(
+                "compressed_bytes",
+                "accuracy of the first seed, epoch by epoch, over what the rank "
+                "that sends most has sent",
+            ),
+        )
     for job in ("mnist-mlp", "mnist-cnn"):
         if (found := measured.get(f"correction, {job}")) is not None:
+
             def over(name: str, base: str, found: Mapping[str, Any] = found) -> str:
-                return "" if name in (base, "dense") else beside(of(found, name, "accuracy"), of(found, base, "accuracy"))
+                return (
+                    ""
+                    if name in (base, "dense")
+                    else beside(of(found, name, "accuracy"), of(found, base, "accuracy"))
+                )
+
             head = ["", "accuracy [%]", *(f"points beside `{base}`" for base in BASES)]
-            text = filled(text, f"correction {job}", table(head, [
-                [f"`{name}`" if "(" in name else name, spread(of(found, name, "accuracy")),
-                 *(over(name, base) for base in BASES)] for name in found]) + SPREAD)
+            text = filled(
+                text,
+                f"correction {job}",
+                table(
+                    head,
+                    [
+                        [
+                            f"`{name}`" if "(" in name else name,
+                            spread(of(found, name, "accuracy")),
+                            *(over(name, base) for base in BASES),
+                        ]
+                        for name in found
+                    ],
+                )
+                + SPREAD,
+            )
     if "milliseconds" in measured:
         plot_of_links(measured["milliseconds"])
+
         def of_link(name: str, each: str) -> str:
             to = measured[f"seconds to {GOAL:g} %, {name}"][each]
-            return f"{median(measured['milliseconds'][name][each]):.3g}, " + (f"{to:.3g}" if math.isfinite(to) else "-")
-        head = ["", "bytes of a step", *(f"{name}: ms a step, and s to {GOAL:g} %" for name in LINKS)]
-        text = filled(text, "links", table(head, [
-            [f"`{each}`" if each != DDP else "DDP over gloo",
-             f"{median(of(measured['to 97 %'], each, 'bytes of a step')):,.0f}", *(of_link(name, each) for name in LINKS)]
-            for each in (DDP, *EVERY)]) + shown("compressed_links", TOLD))
+            return f"{median(measured['milliseconds'][name][each]):.3g}, " + (
+                f"{to:.3g}" if math.isfinite(to) else "-"
+            )
+
+        head = [
+            "",
+            "bytes of a step",
+            *(f"{name}: ms a step, and s to {GOAL:g} %" for name in LINKS),
+        ]
+        text = filled(
+            text,
+            "links",
+            table(
+                head,
+                [
+                    [
+                        f"`{each}`" if each != DDP else "DDP over gloo",
+                        f"{median(of(measured['to 97 %'], each, 'bytes of a step')):,.0f}",
+                        *(of_link(name, each) for name in LINKS),
+                    ]
+                    for each in (DDP, *EVERY)
+                ],
+            )
+            + shown("compressed_links", TOLD),
+        )
     PAGE.write_text(text)
 
 
 def plot_of_bytes(found: Mapping[str, Any]) -> None:
     def draw(axes: Any) -> None:
         for name, (first, *_) in found.items():
-            axes[0].plot([each / 1e6 for each in first["bytes until"]], first["tests"], marker="o", markersize=3, label=name)
+            axes[0].plot(
+                [each / 1e6 for each in first["bytes until"]],
+                first["tests"],
+                marker="o",
+                markersize=3,
+                label=name,
+            )
         axes[0].set(xscale="log", xlabel="MB sent", ylabel="accuracy [%]")
+
     panels(FIGURES / "compressed_bytes.svg", 1, 300, draw)
 
 
 def plot_of_links(found: Mapping[str, Mapping[str, list[float]]]) -> None:
     def draw(axes: Any) -> None:
         for each, (name, times) in zip(axes, found.items(), strict=True):
-            each.barh(list(times)[::-1], [median(values) for values in times.values()][::-1], color="gray")
+            each.barh(
+                list(times)[::-1], [median(values) for values in times.values()][::-1], color="gray"
+            )
             each.set(title=name, xlabel="ms a step")
-            each.set_yticks(range(len(times)), list(times)[::-1] if each is axes[0] else [""] * len(times))
+            each.set_yticks(
+                range(len(times)), list(times)[::-1] if each is axes[0] else [""] * len(times)
+            )
+
     panels(FIGURES / "compressed_links.svg", len(found), 320, draw)
 
 
@@ -227,8 +404,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/compression.md, and its figures")
-    parser.add_argument("--so-far", type=Path, metavar="FILE", help="go on from trainings that were made before, and keep them")
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="write the tables of docs/compression.md, and its figures",
+    )
+    parser.add_argument(
+        "--so-far",
+        type=Path,
+        metavar="FILE",
+        help="go on from trainings that were made before, and keep them",
+    )
 
 
 def main() -> None:
@@ -236,7 +422,8 @@ def main() -> None:
     if bench.options.worker:
         worker(*bench.options.worker)
         return
-    os.environ["PARAGRAD_DATA"] = data = str(Path(bench.options.data).resolve())
+    data = str(Path(bench.options.data).resolve())
+    os.environ["PARAGRAD_DATA"] = data
     for name, part in zip(PARTS, (accuracies, corrections, linked), strict=True):
         if name in (bench.options.only or PARTS):
             part(bench, data)

@@ -1,4 +1,5 @@
-"""What compressing costs: every compressor on a million numbers, feedback included, beside a copy of them; and hooks under DDP.
+"""What compressing costs: every compressor on a million numbers, feedback included, beside a
+copy of them; and hooks under DDP.
 
     python benchmarks/compression.py --check --page
 
@@ -6,10 +7,12 @@
 |---|---|
 | compress and extract of top_k(0.01), over `copy_` | at most 8 |
 | the same over `torch.topk` of the magnitudes | at most 1/3 |
-| forward and backward of DDP with power_sgd(1), over torch's own PowerSGD hook of rank 1 | at most 1 |
+| forward and backward of DDP with power_sgd(1), over torch's own PowerSGD hook of rank 1 | at
+most 1 |
 
-One thread, one process: a gradient is added to what waits, compressed, what was sent is taken out, and the payload is extracted
-into zeros. Under DDP: two ranks over gloo with one thread each, a linear layer of 1,000 by 1,000, batches of 8.
+One thread, one process: a gradient is added to what waits, compressed, what was sent is taken
+out, and the payload is extracted into zeros. Under DDP: two ranks over gloo with one thread
+each, a linear layer of 1,000 by 1,000, batches of 8.
 """
 
 from __future__ import annotations
@@ -26,34 +29,60 @@ from pages import DOCS, FIGURES, filled, milliseconds, table
 from workers import Workers, serve_backwards
 
 SIDE = 1000
-TEXTS = ("bf16", "fp16", "int8", "one_bit", "threshold(2.6)", "top_k(0.01)", "top_k(0.001)", "power_sgd(1)", "power_sgd(4)",
-         "dgc(0.01)", "dgc(0.001)")
-COPY, SORTED = "copy_", "torch.topk"
-OWN, TORCHS = "DDP's own", "torch's PowerSGD"
-THEIRS = {"torch's bf16": "bf16", "torch's fp16": "fp16", TORCHS: "power_sgd(1)"}         # and ours beside it
+TEXTS = (
+    "bf16",
+    "fp16",
+    "int8",
+    "one_bit",
+    "threshold(2.6)",
+    "top_k(0.01)",
+    "top_k(0.001)",
+    "power_sgd(1)",
+    "power_sgd(4)",
+    "dgc(0.01)",
+    "dgc(0.001)",
+)
+COPY = "copy_"
+SORTED = "torch.topk"
+OWN = "DDP's own"
+TORCHS = "torch's PowerSGD"
+# and ours beside it
+THEIRS = {"torch's bf16": "bf16", "torch's fp16": "fp16", TORCHS: "power_sgd(1)"}
 HOOKS = (OWN, *(name for pair in THEIRS.items() for name in pair), "top_k(0.01)")
 REPEATS = 20
-SIZES = (4, 16, 64)     # ranks
+SIZES = (4, 16, 64)  # ranks
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--page", action="store_true", help="write the table of docs/compression.md")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table of docs/compression.md"
+    )
 
 
 def main() -> None:
     bench = Bench(__doc__, options)
     costs = alternated(measures(), bench.rounds(15, 5))
     workers = Workers(__file__, "gloo", 2)
-    hooks = alternated({name: (lambda name=name: max(workers.ask(name))) for name in HOOKS}, bench.rounds(30, 8))
+    hooks = alternated(
+        {name: (lambda name=name: max(workers.ask(name))) for name in HOOKS}, bench.rounds(30, 8)
+    )
     workers.close()
     bench.measured |= {"compress and extract [s]": costs, "forward and backward [s]": hooks}
     bench.figure("top_k(0.01) over copy_", ratios(costs["top_k(0.01)"], costs[COPY]), at_most=8.0)
-    bench.figure("top_k(0.01) over torch.topk", ratios(costs["top_k(0.01)"], costs[SORTED]), at_most=1 / 3)
+    bench.figure(
+        "top_k(0.01) over torch.topk", ratios(costs["top_k(0.01)"], costs[SORTED]), at_most=1 / 3
+    )
     for theirs, ours in THEIRS.items():
-        bench.figure(f"{ours} under DDP over torch's", ratios(hooks[ours], hooks[theirs]),
-                     at_most=1.0 if theirs == TORCHS else None)
+        bench.figure(
+            f"{ours} under DDP over torch's",
+            ratios(hooks[ours], hooks[theirs]),
+            at_most=1.0 if theirs == TORCHS else None,
+        )
     for name in TEXTS:
-        bench.figure(f"{name}, GB of gradients a second", [4e-9 * SIDE**2 / seconds for seconds in costs[name]])
+        bench.figure(
+            f"{name}, GB of gradients a second",
+            [4e-9 * SIDE**2 / seconds for seconds in costs[name]],
+        )
     if bench.options.page:
         page(bench, costs, hooks)
     bench.finish()
@@ -61,14 +90,33 @@ def main() -> None:
 
 def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[float]]) -> None:
     bench.keep(FIGURES / "compression.json")
-    rows = [(f"`{name}`", milliseconds(median(each)), f"{4e-9 * SIDE**2 / median(each):.2f}",
-             f"{median(ratios(each, costs[COPY])):.1f}") for name, each in costs.items()]
-    under = [(f"`{name}`" if name in TEXTS else name, milliseconds(median(each)), f"{median(ratios(each, hooks[OWN])):.2f}")
-             for name, each in hooks.items()]
+    rows = [
+        (
+            f"`{name}`",
+            milliseconds(median(each)),
+            f"{4e-9 * SIDE**2 / median(each):.2f}",
+            f"{median(ratios(each, costs[COPY])):.1f}",
+        )
+        for name, each in costs.items()
+    ]
+    under = [
+        (
+            f"`{name}`" if name in TEXTS else name,
+            milliseconds(median(each)),
+            f"{median(ratios(each, hooks[OWN])):.2f}",
+        )
+        for name, each in hooks.items()
+    ]
     path = DOCS / "compression.md"
     text = filled(path.read_text(), "costs", table(("", "ms", "GB/s", "over `copy_`"), rows))
-    text = filled(text, "pays", table(("", *(f"{size} ranks" for size in SIZES)), [
-        (f"`{name}`", *below(name)) for name in TEXTS if not name.startswith("threshold")]))
+    text = filled(
+        text,
+        "pays",
+        table(
+            ("", *(f"{size} ranks" for size in SIZES)),
+            [(f"`{name}`", *below(name)) for name in TEXTS if not name.startswith("threshold")],
+        ),
+    )
     path.write_text(filled(text, "hooks", table(("hook", "ms", "over DDP's own"), under)))
 
 
@@ -78,7 +126,9 @@ def below(text: str) -> list[str]:
     from paragrad.strategies.compressors import compressor_of
     from paragrad.strategies.table import strategy
     from paragrad.verbs.pays import measured, pays
-    size, told = 100_000_000, []
+
+    size = 100_000_000
+    told = []
     every = [strategy(f"data({ranks}, compress={text})") for ranks in SIZES]
     compressor = compressor_of(every[0])
     assert compressor is not None
@@ -86,22 +136,28 @@ def below(text: str) -> list[str]:
     for chosen in every:
         found = pays(chosen, compressor, size, ASSUMED, costs=costs)
         gigabits = 8 * found.bandwidth / 1e9
-        told.append("never" if not gigabits or found.whole else f"{gigabits:.{0 if gigabits > 10 else 1}f} Gbit/s")
+        told.append(
+            "never"
+            if not gigabits or found.whole
+            else f"{gigabits:.{0 if gigabits > 10 else 1}f} Gbit/s"
+        )
     return told
 
 
-# ---- in this process ---------------------------------------------------------------------------------------------------
+# ---- in this process -------------------------------------------------------------------------
 def measures() -> dict[str, Callable[[], float]]:
     import torch
 
     from paragrad.strategies.table import strategy
     from paragrad.techniques.compression.cost import steps_of
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    gradient, other = torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
+    gradient = torch.randn(SIDE, SIDE)
+    other = torch.empty(SIDE, SIDE)
 
     def cost(text: str) -> Callable[[], Any]:
-        compress, extract = steps_of(strategy(f"data(2, compress={text})").compress, (SIDE, SIDE))  # type: ignore[attr-defined]
+        compress, extract = steps_of(strategy(f"data(2, compress={text})").compress, (SIDE, SIDE))
         return lambda: (compress(), extract(torch.zeros(SIDE**2)))
 
     steps: dict[str, Callable[[], Any]] = {name: cost(name) for name in TEXTS}
@@ -120,25 +176,34 @@ def timed(step: Callable[[], Any]) -> float:
     return median(found)
 
 
-# ---- in a rank ---------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def worker(address: str) -> None:
     import torch
     from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        PowerSGDState,
+        powerSGD_hook,
+    )
 
     import paragrad as pg
 
-    def brain(state, bucket):  # type: ignore[no-untyped-def]       # DDP lets none of the name bf16_compress_hook through here
+    # DDP lets none of the name bf16_compress_hook through here
+    def brain(state, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(state, bucket)
 
     def made(name: str) -> nn.Module:
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(nn.Linear(SIDE, SIDE, bias=False))
         if name == TORCHS:
-            model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook)
+            model.register_comm_hook(
+                PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2),
+                powerSGD_hook,
+            )
         elif name in THEIRS:
-            model.register_comm_hook(None, brain if THEIRS[name] == "bf16" else default_hooks.fp16_compress_hook)
+            model.register_comm_hook(
+                None, brain if THEIRS[name] == "bf16" else default_hooks.fp16_compress_hook
+            )
         elif name != OWN:
             model.register_comm_hook(*pg.hook(name))
         return model

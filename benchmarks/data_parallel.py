@@ -1,4 +1,5 @@
-"""Steps of data parallelism on one host: ours, DistributedDataParallel over gloo and over shm, and one process.
+"""Steps of data parallelism on one host: ours, DistributedDataParallel over gloo and over shm,
+and one process.
 
 | figure | bar |
 |---|---|
@@ -11,11 +12,13 @@
 | memory above idle ranks, h=2048, Adam, 4 ranks: data(4) / DDP | at most 0.55 |
 | memory of everything, likewise | at most 0.75 |
 
-The MLP is 784-h-h-h-10 in float32, SGD with momentum. The bound is one process with one thread and half the batch, the machine
-otherwise idle: two ranks that exchange nothing cannot be faster. Beside it, without a bar: two such processes that meet after
-every step, for what this machine's cores give when both are busy and wait for each other. Ours are whole trainings, timed by
-their records from step to step; DDP and the bound are loops as one would write them, over the same number of batches cut out of
-tensors in memory. Memory is the proportional set size of all ranks (and of our server of ranks), sampled while they train.
+The MLP is 784-h-h-h-10 in float32, SGD with momentum. The bound is one process with one thread
+and half the batch, the machine otherwise idle: two ranks that exchange nothing cannot be
+faster. Beside it, without a bar: two such processes that meet after every step, for what this
+machine's cores give when both are busy and wait for each other. Ours are whole trainings, timed
+by their records from step to step; DDP and the bound are loops as one would write them, over
+the same number of batches cut out of tensors in memory. Memory is the proportional set size of
+all ranks (and of our server of ranks), sampled while they train.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ SAMPLES = 8192
 @dataclass(frozen=True)
 class Setting:
     """A model, a global batch and an optimizer."""
-    width: int              # 0: the convolutional net of mnist-cnn
+
+    width: int  # 0: the convolutional net of mnist-cnn
     batch: int
     adam: bool = False
 
@@ -57,20 +61,40 @@ class Setting:
         if not self.width:
             return pg.job("mnist-cnn").built_model()
         width = self.width
-        return nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width),
-                             nn.ReLU(), nn.Linear(width, 10))
+        return nn.Sequential(
+            nn.Linear(784, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 10),
+        )
 
     def optimizer(self, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters) if self.adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+        return (
+            torch.optim.Adam(parameters)
+            if self.adam
+            else torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+        )
 
     def data(self) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
         shape = (784,) if self.width else (1, 28, 28)
-        return torch.randn(SAMPLES, *shape, generator=draw), torch.randint(10, (SAMPLES,), generator=draw)
+        return torch.randn(SAMPLES, *shape, generator=draw), torch.randint(
+            10, (SAMPLES,), generator=draw
+        )
 
     def job(self) -> pg.Job:
-        return pg.Job(name="benchmark", model=self.model, loss=nn.functional.cross_entropy, optimizer=self.optimizer,
-                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()), batch=self.batch, epochs=1000)
+        return pg.Job(
+            name="benchmark",
+            model=self.model,
+            loss=nn.functional.cross_entropy,
+            optimizer=self.optimizer,
+            train=lambda folder: torch.utils.data.TensorDataset(*self.data()),
+            batch=self.batch,
+            epochs=1000,
+        )
 
     @property
     def steps(self) -> int:
@@ -92,16 +116,38 @@ def main() -> None:
         return
     settings = QUICK if bench.quick else [*MLPS, Setting(0, 64)]
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
-        peers = {"DDP, gloo": Workers(__file__, "gloo", 2), "DDP, shm": Workers(__file__, "shm", 2),
-                 "bound": Workers(__file__, "bound, in step", 1), "bound, both cores": Workers(__file__, "bound, in step", 2)}
-        times = {setting: alternated({
-            **{f"{row}, {setting} [ms]": ours(ranks, row, setting, Path(folder)) for row in ROWS},
-            **{f"{name}, {setting} [ms]": theirs(workers, setting) for name, workers in peers.items()}},
-            bench.rounds(5, quick=2)) for setting in settings}
+        peers = {
+            "DDP, gloo": Workers(__file__, "gloo", 2),
+            "DDP, shm": Workers(__file__, "shm", 2),
+            "bound": Workers(__file__, "bound, in step", 1),
+            "bound, both cores": Workers(__file__, "bound, in step", 2),
+        }
+        times = {
+            setting: alternated(
+                {
+                    **{
+                        f"{row}, {setting} [ms]": ours(ranks, row, setting, Path(folder))
+                        for row in ROWS
+                    },
+                    **{
+                        f"{name}, {setting} [ms]": theirs(workers, setting)
+                        for name, workers in peers.items()
+                    },
+                },
+                bench.rounds(5, quick=2),
+            )
+            for setting in settings
+        }
         for workers in peers.values():
             workers.close()
     names = (*ROWS, *peers)
-    report(bench, {setting: dict(zip(names, found.values(), strict=True)) for setting, found in times.items()})
+    report(
+        bench,
+        {
+            setting: dict(zip(names, found.values(), strict=True))
+            for setting, found in times.items()
+        },
+    )
     memory(bench)
     bench.finish()
 
@@ -109,36 +155,77 @@ def main() -> None:
 def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
     bench.measured["ms per step"] = {str(setting): found for setting, found in times.items()}
     for setting, found in times.items():
-        least = None if not setting.width else 1.8 if setting.width <= 512 and setting.batch == 64 else 0.95
-        bench.figure(f"data(2) / DDP over gloo, {setting}", ratios(found["DDP, gloo"], found["data(2)"]), at_least=least)
+        least = (
+            None
+            if not setting.width
+            else 1.8
+            if setting.width <= 512 and setting.batch == 64
+            else 0.95
+        )
+        bench.figure(
+            f"data(2) / DDP over gloo, {setting}",
+            ratios(found["DDP, gloo"], found["data(2)"]),
+            at_least=least,
+        )
     mlps = [found for setting, found in times.items() if setting.width]
-    for name, bar in (("DDP, gloo", 1.6), ("bound", 0.8), ("bound, both cores", None), ("serial", None)):
+    for name, bar in (
+        ("DDP, gloo", 1.6),
+        ("bound", 0.8),
+        ("bound, both cores", None),
+        ("serial", None),
+    ):
         each = [ratios(found[name], found["data(2)"]) for found in mlps]
-        bench.figure(f"data(2) / {name}, geometric mean over MLPs",
-                     [math.prod(row) ** (1 / len(row)) for row in zip(*each, strict=True)], at_least=bar)
+        bench.figure(
+            f"data(2) / {name}, geometric mean over MLPs",
+            [math.prod(row) ** (1 / len(row)) for row in zip(*each, strict=True)],
+            at_least=bar,
+        )
     for setting, found in times.items():
-        others = {name: statistics.median(found[name]) for name in found if name != "data(auto)" and "bound" not in name}
+        others = {
+            name: statistics.median(found[name])
+            for name in found
+            if name != "data(auto)" and "bound" not in name
+        }
         best = min(others, key=lambda name: others[name])
-        bench.figure(f"data(auto)'s time / the best's ({best}), {setting}", ratios(found["data(auto)"], found[best]),
-                     at_most=1.05)
-        bench.figure(f"DDP over shm's time / over gloo's, {setting}", ratios(found["DDP, shm"], found["DDP, gloo"]),
-                     at_most=1.0)
+        bench.figure(
+            f"data(auto)'s time / the best's ({best}), {setting}",
+            ratios(found["data(auto)"], found[best]),
+            at_most=1.05,
+        )
+        bench.figure(
+            f"DDP over shm's time / over gloo's, {setting}",
+            ratios(found["DDP, shm"], found["DDP, gloo"]),
+            at_most=1.0,
+        )
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------
 def memory(bench: Bench) -> None:
     setting = Setting(2048, 256, adam=True)
     ddp = Workers(__file__, "gloo", 4)
     with tempfile.TemporaryDirectory() as folder, Ranks(4) as ranks:
         ranks.run(idle, size=4)
         pids = processes(ranks)
-        found = {"DDP": peak(ddp.pids, lambda: ddp.ask(setting)),
-                 "data(4)": peak(pids, ours(ranks, "data(4)", setting, Path(folder)))}
+        found = {
+            "DDP": peak(ddp.pids, lambda: ddp.ask(setting)),
+            "data(4)": peak(pids, ours(ranks, "data(4)", setting, Path(folder))),
+        }
     ddp.close()
-    bench.measured["memory [MB]"] = {name: {"idle": low / 1e6, "peak": high / 1e6} for name, (low, high) in found.items()}
-    above, everything = ({name: high - (low if less else 0) for name, (low, high) in found.items()} for less in (True, False))
-    bench.figure("memory above idle ranks, data(4) / DDP", above["data(4)"] / above["DDP"], at_most=0.55)
-    bench.figure("memory of everything, data(4) / DDP", everything["data(4)"] / everything["DDP"], at_most=0.75)
+    bench.measured["memory [MB]"] = {
+        name: {"idle": low / 1e6, "peak": high / 1e6} for name, (low, high) in found.items()
+    }
+    above, everything = (
+        {name: high - (low if less else 0) for name, (low, high) in found.items()}
+        for less in (True, False)
+    )
+    bench.figure(
+        "memory above idle ranks, data(4) / DDP", above["data(4)"] / above["DDP"], at_most=0.55
+    )
+    bench.figure(
+        "memory of everything, data(4) / DDP",
+        everything["data(4)"] / everything["DDP"],
+        at_most=0.75,
+    )
 
 
 def idle(world: object) -> None:
@@ -151,8 +238,11 @@ def processes(ranks: Ranks) -> list[int]:
 
 
 def peak(pids: list[int], train: Callable[[], object]) -> tuple[int, int]:
-    """(before, at most during) the training: bytes of proportional set size of some processes."""
-    before = most = proportional(pids)
+    """(before, at most during) the training: bytes of proportional set size of some
+    processes.
+    """
+    before = proportional(pids)
+    most = before
     running = threading.Thread(target=train)
     running.start()
     while running.is_alive():
@@ -162,22 +252,32 @@ def peak(pids: list[int], train: Callable[[], object]) -> tuple[int, int]:
 
 
 def proportional(pids: list[int]) -> int:
-    return sum(1024 * int(line.split()[1]) for pid in pids
-               for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+    return sum(
+        1024 * int(line.split()[1])
+        for pid in pids
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        if line.startswith("Pss:")
+    )
 
 
-# ---- in a rank -----------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def loop(kind: str, setting: Setting) -> Loop:
-    model, rank, parts = setting.model(), dist.get_rank(), 2 if "bound" in kind else dist.get_world_size()
+    model = setting.model()
+    rank = dist.get_rank()
+    parts = 2 if "bound" in kind else dist.get_world_size()
     net = model if "bound" in kind else nn.parallel.DistributedDataParallel(model)
     inputs, targets = setting.data()
-    part, order = setting.batch // parts, torch.randperm(SAMPLES)
+    part = setting.batch // parts
+    order = torch.randperm(SAMPLES)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         place = step * setting.batch % (SAMPLES - setting.batch + 1) + rank * part
-        mine = order[place:place + part]
+        mine = order[place : place + part]
         return inputs[mine], targets[mine]
-    return Loop(setting.optimizer(model.parameters()), backward_of(net, nn.functional.cross_entropy), batch)
+
+    return Loop(
+        setting.optimizer(model.parameters()), backward_of(net, nn.functional.cross_entropy), batch
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""DDP's own all-reduce beside ours under a hook: one forward and backward of two ranks over gloo, one thread each.
+"""DDP's own all-reduce beside ours under a hook: one forward and backward of two ranks over
+gloo, one thread each.
 
     python benchmarks/ddp_hook.py --json docs/figures/ddp_hook.json
 
-A perceptron of 784-512-256-10 (2.1 MB of gradients), batches of 64 a rank. All models stay up in the same two processes, asked
-in turn, in an order of each round's own; the slowest rank counts. A figure is the median over rounds of the ratio within a
-round; there are no bars.
+A perceptron of 784-512-256-10 (2.1 MB of gradients), batches of 64 a rank. All models stay up
+in the same two processes, asked in turn, in an order of each round's own; the slowest rank
+counts. A figure is the median over rounds of the ratio within a round; there are no bars.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ BATCH = 64
 def main() -> None:
     bench = Bench(__doc__)
     workers = Workers(__file__, "gloo", 2)
-    times = alternated({name: (lambda name=name: max(workers.ask(name))) for name in NAMES}, bench.rounds(50, 10))
+    times = alternated(
+        {name: (lambda name=name: max(workers.ask(name))) for name in NAMES}, bench.rounds(50, 10)
+    )
     workers.close()
     bench.measured["forward and backward [s]"] = times
     for name in NAMES:
@@ -33,7 +36,7 @@ def main() -> None:
     bench.finish()
 
 
-# ---- in a rank ---------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def worker(address: str) -> None:
     import torch
     from torch import nn
@@ -43,13 +46,17 @@ def worker(address: str) -> None:
     def made(name: str) -> nn.Module:
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(
-            nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)))
+            nn.Sequential(
+                nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)
+            )
+        )
         if name != OWN:
             model.register_comm_hook(*pg.hook(name))
         return model
 
     def losses() -> Callable[[nn.Module], torch.Tensor]:
-        inputs, targets = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
+        inputs = torch.randn(BATCH, 784)
+        targets = torch.randint(10, (BATCH,))
         return lambda model: nn.functional.cross_entropy(model(inputs), targets)
 
     serve_backwards(address, lambda: {name: made(name) for name in NAMES}, losses)

@@ -43,7 +43,12 @@ STRATEGIES = (
     "server(2)",
     "data(2, compress=top_k(0.1))",
 )
-DEMO = ("serial(threads=1)", "data(2, reduce=ring)", "data(2, reduce=tree)", "data(2, reduce=native)")
+DEMO = (
+    "serial(threads=1)",
+    "data(2, reduce=ring)",
+    "data(2, reduce=tree)",
+    "data(2, reduce=native)",
+)
 
 
 def random_numbers(*shape: int, seed: int) -> Tensor:
@@ -60,7 +65,9 @@ TOKENS = TensorDataset(random_classes(11, 64, 8, seed=5), random_classes(11, 64,
 
 
 def build_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
 
 
 def build_deep() -> nn.Module:
@@ -71,7 +78,14 @@ def build_deep() -> nn.Module:
 
 
 def build_dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(10, 16),
+        nn.Dropout(0.3),
+        nn.Tanh(),
+        nn.Linear(16, 16),
+        nn.Dropout(0.1),
+        nn.Linear(16, 4),
+    )
 
 
 def build_cnn() -> nn.Module:
@@ -165,7 +179,9 @@ class Block(nn.Module):
         batch, length, width = x.shape
         parts = self.qkv(self.first(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.dropout(self.projection(attended.transpose(1, 2).reshape(batch, length, width)))
+        x = x + self.dropout(
+            self.projection(attended.transpose(1, 2).reshape(batch, length, width))
+        )
         return x + self.dropout(self.mlp(self.second(x)))
 
 
@@ -216,8 +232,16 @@ def sum_tokens(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(output, target, reduction="sum"), torch.tensor(target.numel())
 
 
-def make_job(name: str, model: Callable[[], nn.Module], data: TensorDataset, **changes: Any) -> pg.Job:
-    settings = {"loss": functional.cross_entropy, "optimizer": use_plain_sgd, "batch": 12, "epochs": 2, "seed": 5}
+def make_job(
+    name: str, model: Callable[[], nn.Module], data: TensorDataset, **changes: Any
+) -> pg.Job:
+    settings = {
+        "loss": functional.cross_entropy,
+        "optimizer": use_plain_sgd,
+        "batch": 12,
+        "epochs": 2,
+        "seed": 5,
+    }
     return pg.Job(name=name, model=model, train=data, **{**settings, **changes})
 
 
@@ -226,11 +250,18 @@ JOBS = {
     for job in (
         make_job("mlp", build_mlp, VECTORS),
         make_job("mlp-momentum-clipped", build_mlp, VECTORS, optimizer=use_momentum, clip_norm=0.1),
-        make_job("mlp-adam-scheduled", build_mlp, VECTORS, optimizer=use_adam, scheduler=halve_rate),
+        make_job(
+            "mlp-adam-scheduled", build_mlp, VECTORS, optimizer=use_adam, scheduler=halve_rate
+        ),
         make_job("mlp-float64", build_mlp, VECTORS, dtype=torch.float64),
         make_job("mlp-bfloat16", build_mlp, VECTORS, dtype=torch.bfloat16),
         make_job("mlp-short-batch", build_mlp, VECTORS, batch=36, optimizer=use_momentum),
-        make_job("mlp-weighted", build_mlp, VECTORS, loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5, 2.0]))),
+        make_job(
+            "mlp-weighted",
+            build_mlp,
+            VECTORS,
+            loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5, 2.0])),
+        ),
         make_job("deep-adamw", build_deep, VECTORS, optimizer=use_adamw),
         make_job("dropout", build_dropout, VECTORS),
         make_job("partly-used", PartlyUsed, VECTORS),
@@ -269,7 +300,9 @@ def train_digest(job: pg.Job, strategy: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--jobs", nargs="*")
@@ -287,12 +320,20 @@ def main() -> None:
         found[name] = train_digest(job, strategy)
         mark = ""
         if options.compare:
-            mark = "  equal" if expected.get(name) == found[name] else f"  DIFFERS from {expected.get(name)}"
+            mark = (
+                "  equal"
+                if expected.get(name) == found[name]
+                else f"  DIFFERS from {expected.get(name)}"
+            )
             different += [name] if "DIFFERS" in mark else []
         print(f"{found[name][:16]}  {name}{mark}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found)} trainings, {len(different)} differ" if options.compare else f"{len(found)} trainings")
+    print(
+        f"{len(found)} trainings, {len(different)} differ"
+        if options.compare
+        else f"{len(found)} trainings"
+    )
     sys.exit(bool(different))
 
 

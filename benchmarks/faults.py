@@ -1,22 +1,29 @@
-"""Workers and servers that are killed, or stopped for longer than the limit, or join, at random moments of a training.
+"""Workers and servers that are killed, or stopped for longer than the limit, or join, at random
+moments of a training.
 
-    python benchmarks/faults.py --check --data DIR
-    python benchmarks/faults.py --check --page --data DIR       # the same, written into docs/server.md
+    python benchmarks/faults.py --check --data DIR python benchmarks/faults.py --check --page
+    --data DIR       # the same, written into docs/server.md
 
 | figure | bar |
 |---|---|
-| runs that did not end: 60 under asp and ssp with workers killed, stopped or joining, 20 with a server killed | at most 0 |
-| samples, over all servers and runs, that were neither applied nor counted as lost, or both | at most 0 |
-| points of accuracy below undisturbed runs, of those with workers killed, stopped or joining, means | at most 0.5 |
+| runs that did not end: 60 under asp and ssp with workers killed, stopped or joining, 20 with a
+server killed | at most 0 |
+| samples, over all servers and runs, that were neither applied nor counted as lost, or both |
+at most 0 |
+| points of accuracy below undisturbed runs, of those with workers killed, stopped or joining,
+means | at most 0.5 |
 | updates that a death of a server lost, the most | at most 100: a snapshot is made so often |
 | seconds without a step of any worker in runs whose server was killed, the most | at most 5 |
-| workers that joined and did not end: with the training, or by themselves where they missed its end | at most 0 |
+| workers that joined and did not end: with the training, or by themselves where they missed its
+end | at most 0 |
 | processes and folders left over | at most 0 |
-| under bsp, anybody killed: parameters after 200 steps, away from serial's, the farthest (float64) | at most 1e-10 |
+| under bsp, anybody killed: parameters after 200 steps, away from serial's, the farthest
+(float64) | at most 1e-10 |
 
-mnist-mlp, one epoch a run (200 steps under bsp). What happens to whom, and when, is drawn by the run's number. A worker that
-died is replaced. Where workers join they do so over TCP, by the command, up to three at a time; of those that are there one is
-killed, stopped or asked to leave now and then, and of the training's own one is killed.
+mnist-mlp, one epoch a run (200 steps under bsp). What happens to whom, and when, is drawn by
+the run's number. A worker that died is replaced. Where workers join they do so over TCP, by the
+command, up to three at a time; of those that are there one is killed, stopped or asked to leave
+now and then, and of the training's own one is killed.
 """
 
 from __future__ import annotations
@@ -49,12 +56,15 @@ from paragrad.world.launching.processes import Process
 from paragrad.world.launching.processes import server as processes_of
 
 BSP = "server(4, servers=2)"
-KINDS = dict.fromkeys(("worker killed", "worker stopped", "workers joining", "server killed"), ("asp", "ssp(4)"))
-LIMIT = 2.0             # seconds for a worker's ticket, where one is stopped
-PAGE, RESULTS = DOCS / "server.md", FIGURES / "faults.json"
-GUESTS = 3              # that are there at a time
-PACE = 0.1              # seconds of a share where workers join: time for them to be there
-ALONE = 10              # seconds without an answer after which one that joined ends
+KINDS = dict.fromkeys(
+    ("worker killed", "worker stopped", "workers joining", "server killed"), ("asp", "ssp(4)")
+)
+LIMIT = 2.0  # seconds for a worker's ticket, where one is stopped
+PAGE = DOCS / "server.md"
+RESULTS = FIGURES / "faults.json"
+GUESTS = 3  # that are there at a time
+PACE = 0.1  # seconds of a share where workers join: time for them to be there
+ALONE = 10  # seconds without an answer after which one that joined ends
 _started: list[tuple[int, Process]] = []
 _joined: list[subprocess.Popen[bytes]] = []
 
@@ -62,14 +72,21 @@ _joined: list[subprocess.Popen[bytes]] = []
 class Watched(crew.Crew):
     """Remembers whom it started."""
 
-    def start(self, number: int, function: Callable[..., Any], *arguments: Any, **place: Any) -> None:
+    def start(
+        self, number: int, function: Callable[..., Any], *arguments: Any, **place: Any
+    ) -> None:
         super().start(number, function, *arguments, **place)
         _started.append((number, self.members[number]))
 
 
 class Open(elastic.Run):
-    """Remembers where others join. limit: seconds for a ticket, where it is not that of sockets."""
-    address, key, limit = "", Path(), 0.0
+    """Remembers where others join. limit: seconds for a ticket, where it is not that of
+    sockets.
+    """
+
+    address = ""
+    key = Path()
+    limit = 0.0
 
     def run(self) -> str:
         self.office.limit = self.limit or self.office.limit
@@ -77,41 +94,81 @@ class Open(elastic.Run):
 
     def say_where(self, address: Address) -> None:
         super().say_where(address)
-        Open.key, Open.address = self.folder / "office.key", address.at
+        Open.key = self.folder / "office.key"
+        Open.address = address.at
 
 
 def visit(seed: int, data: str, keys: Path, draws: random.Random, over: threading.Event) -> None:
-    """Until it is over: others join, are killed, stopped, asked to leave, every second or two; or one of the training's own is
-    killed."""
-    words = [sys.executable, "-m", "paragrad", "join", "ADDRESS", "mnist-mlp", "--seed", str(seed), "--data", data,
-             "--key", str(keys), "--threads", "1", "--timeout", str(ALONE), "--server-key"]
+    """Until it is over: others join, are killed, stopped, asked to leave, every second or two;
+    or one of the training's own is killed.
+    """
+    words = [
+        sys.executable,
+        "-m",
+        "paragrad",
+        "join",
+        "ADDRESS",
+        "mnist-mlp",
+        "--seed",
+        str(seed),
+        "--data",
+        data,
+        "--key",
+        str(keys),
+        "--threads",
+        "1",
+        "--timeout",
+        str(ALONE),
+        "--server-key",
+    ]
     while not over.wait(draws.uniform(1.0, 2.0)):
         there = [each for each in _joined if each.poll() is None]
-        own = [process for number, process in _started if number < 4 and process.code is None and process.pid]
+        own = [
+            process
+            for number, process in _started
+            if number < 4 and process.code is None and process.pid
+        ]
         what = draws.choice(("join", "join", "kill", "stop", "leave", "own"))
         if what == "join" and len(there) < GUESTS and Open.address:
             words[4] = Open.address
-            _joined.append(subprocess.Popen([*words, str(Open.key)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            _joined.append(
+                subprocess.Popen(
+                    [*words, str(Open.key)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+            )
         elif what == "own" and own:
             draws.choice(own).signal(signal.SIGKILL)
         elif what in ("kill", "stop", "leave") and there:
             victim = draws.choice(there)
-            victim.send_signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGINT}[what])
+            victim.send_signal(
+                {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGINT}[what]
+            )
             if what == "stop":
                 over.wait(2 * LIMIT)
                 victim.send_signal(signal.SIGCONT)
 
 
-def disturb(kind: str, workers: int, servers: int, draws: random.Random, over: threading.Event) -> None:
-    """Until it is over: a victim every one to three seconds; of servers three at most, each of which loses updates."""
+def disturb(
+    kind: str, workers: int, servers: int, draws: random.Random, over: threading.Event
+) -> None:
+    """Until it is over: a victim every one to three seconds; of servers three at most, each of
+    which loses updates.
+    """
     victims = 3 if kind.startswith("server") else 1000
     while victims and not over.wait(draws.uniform(1.0, 3.0)):
         serving = [process for number, process in _started if workers <= number < workers + servers]
-        working = [process for number, process in _started if not workers <= number < workers + servers]
-        alive = [each for each in (serving if kind.startswith("server") else working) if each.code is None and each.pid]
+        working = [
+            process for number, process in _started if not workers <= number < workers + servers
+        ]
+        alive = [
+            each
+            for each in (serving if kind.startswith("server") else working)
+            if each.code is None and each.pid
+        ]
         if not alive:
             continue
-        victim, victims = draws.choice(alive[-max(workers, servers):]), victims - 1
+        victim = draws.choice(alive[-max(workers, servers) :])
+        victims = victims - 1
         victim.signal(signal.SIGSTOP if kind.endswith("stopped") else signal.SIGKILL)
         if kind.endswith("stopped"):
             over.wait(2 * LIMIT)
@@ -120,11 +177,16 @@ def disturb(kind: str, workers: int, servers: int, draws: random.Random, over: t
 
 def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> dict[str, Any]:
     """One run: what its record says of it."""
-    job, chosen, over = pg.job("mnist-mlp").replace(epochs=1, seed=seed), pg.strategy(text), threading.Event()
+    job = pg.job("mnist-mlp").replace(epochs=1, seed=seed)
+    chosen = pg.strategy(text)
+    over = threading.Event()
     _started.clear()
     _joined.clear()
-    Open.address, Open.limit = "", LIMIT if kind in ("worker stopped", "workers joining") else 0.0
-    thread = threading.Thread(target=disturb, args=(kind, chosen.workers, chosen.servers, random.Random(seed), over))
+    Open.address = ""
+    Open.limit = LIMIT if kind in ("worker stopped", "workers joining") else 0.0
+    thread = threading.Thread(
+        target=disturb, args=(kind, chosen.workers, chosen.servers, random.Random(seed), over)
+    )
     more: dict[str, Any] = {}
     if kind == "workers joining":
         keys = Path(folder) / f"me{SECRET}"
@@ -145,13 +207,24 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
     record = Record(run.folder)
     served = [line for rank in range(len(record.ranks)) for line in record.of("server", rank)]
     samples = record.header["job"]["samples"]
-    ends = sorted(line["start"] + line["seconds"] for rank in range(len(record.ranks)) for line in record.of("step", rank))
+    ends = sorted(
+        line["start"] + line["seconds"]
+        for rank in range(len(record.ranks))
+        for line in record.of("step", rank)
+    )
     events = [line for line in record.own if line["kind"] == "event" and line["name"] != "open"]
-    return {"accuracy": run.test, "off": sum(abs(line["samples"] + line["lost"]["samples"] - samples) for line in served),
-            "servers": len(served), "lost": max(line["lost"]["updates"] for line in served),
-            "gap": max(later - earlier for earlier, later in itertools.pairwise(ends)), "events": len(events),
-            "deaths": sum(line["name"] == "again" for line in events), "stayed": stayed,
-            "joined": sum(line["name"] == "joined" for line in events), "audit": str(run.audit)}
+    return {
+        "accuracy": run.test,
+        "off": sum(abs(line["samples"] + line["lost"]["samples"] - samples) for line in served),
+        "servers": len(served),
+        "lost": max(line["lost"]["updates"] for line in served),
+        "gap": max(later - earlier for earlier, later in itertools.pairwise(ends)),
+        "events": len(events),
+        "deaths": sum(line["name"] == "again" for line in events),
+        "stayed": stayed,
+        "joined": sum(line["name"] == "joined" for line in events),
+        "audit": str(run.audit),
+    }
 
 
 def stays(joiner: subprocess.Popen[bytes]) -> bool:
@@ -166,17 +239,25 @@ def stays(joiner: subprocess.Popen[bytes]) -> bool:
 
 
 def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
-    """Under bsp, six killed, one every one to three seconds: how far parameters are from serial's after 200 steps."""
-    job = pg.job("mnist-mlp").replace(epochs=1, seed=seed, dtype=torch.float64, test=None, metric=None)
+    """Under bsp, six killed, one every one to three seconds: how far parameters are from
+    serial's after 200 steps.
+    """
+    job = pg.job("mnist-mlp").replace(
+        epochs=1, seed=seed, dtype=torch.float64, test=None, metric=None
+    )
     serial = pg.train(job, runs=folder, data=data, limit=200)
-    draws, over = random.Random(seed), threading.Event()
+    draws = random.Random(seed)
+    over = threading.Event()
 
     def kill() -> None:
         for _ in range(6):
             if over.wait(draws.uniform(1.0, 3.0)):
                 return
-            if alive := [process for _, process in _started if process.code is None and process.pid]:
+            if alive := [
+                process for _, process in _started if process.code is None and process.pid
+            ]:
                 draws.choice(alive).signal(signal.SIGKILL)
+
     _started.clear()
     thread = threading.Thread(target=kill)
     thread.start()
@@ -185,10 +266,17 @@ def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
     finally:
         over.set()
         thread.join()
-    away = max(float((tensor - serial.model().state_dict()[name]).abs().max())
-               for name, tensor in run.model().state_dict().items())
+    away = max(
+        float((tensor - serial.model().state_dict()[name]).abs().max())
+        for name, tensor in run.model().state_dict().items()
+    )
     events = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
-    return {"away": away, "again": events.count("again"), "back": events.count("back"), "steps": len(run.losses)}
+    return {
+        "away": away,
+        "again": events.count("again"),
+        "back": events.count("back"),
+        "steps": len(run.losses),
+    }
 
 
 def under_bsp(bench: Bench, folder: str, rounds: int) -> str:
@@ -199,35 +287,56 @@ def under_bsp(bench: Bench, folder: str, rounds: int) -> str:
         print(f"{BSP} {seed}: {found[-1]}", flush=True)
     bench.measured["bsp"] = found
     away = max(one["away"] if one["steps"] == 200 else float("inf") for one in found)
-    bench.figure("bsp, anybody killed: parameters away from serial's, the farthest", away, at_most=1e-10)
-    return (f"`{BSP}`, {rounds} runs of 200 steps in float64, six killed in each, one every one to three seconds: workers "
-            f"began again {sum(one['again'] for one in found)} times, everything went back "
-            f"{sum(one['back'] for one in found)} times, and parameters ended at most {away:.0e} from serial's.")
+    bench.figure(
+        "bsp, anybody killed: parameters away from serial's, the farthest", away, at_most=1e-10
+    )
+    return (
+        f"`{BSP}`, {rounds} runs of 200 steps in float64, six killed in each, one every one to "
+        f"three seconds: workers "
+        f"began again {sum(one['again'] for one in found)} times, everything went back "
+        f"{sum(one['back'] for one in found)} times, and parameters ended at most {away:.0e} from "
+        f"serial's."
+    )
 
 
 def left_over() -> int:
     """Ranks that still run under this process, and what trainings of it left in its folder."""
     processes = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    ranks = [child for parent in processes for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    ranks = [
+        child
+        for parent in processes
+        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    ]
     return len(ranks) + len(glob.glob(f"{processes_of().folder}/**/office", recursive=True))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
-    parser.add_argument("--page", action="store_true", help="write the table of docs/server.md, and its figures")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table of docs/server.md, and its figures"
+    )
 
 
 def main() -> None:
-    bench, found, missing = Bench(__doc__, options), dict[str, list[dict[str, Any]]](), 0
-    elastic.Crew = recovering.Crew = Watched                        # type: ignore[misc]
-    elastic.Run = Open                                              # type: ignore[misc]
+    bench = Bench(__doc__, options)
+    found = dict[str, list[dict[str, Any]]]()
+    missing = 0
+    elastic.Crew = Watched  # type: ignore[misc]
+    recovering.Crew = Watched
+    elastic.Run = Open  # type: ignore[misc]
     rounds = bench.rounds(20, quick=2)
     with tempfile.TemporaryDirectory() as folder:
         for kind, syncs in {"undisturbed": ("asp",), **KINDS}.items():
             for number in range(3 if kind == "undisturbed" else rounds):
                 text = f"server(4, servers=2, sync={syncs[number % len(syncs)]})"
                 try:
-                    one = trained(text, number, bench.options.data, folder, None if kind == "undisturbed" else kind)
+                    one = trained(
+                        text,
+                        number,
+                        bench.options.data,
+                        folder,
+                        None if kind == "undisturbed" else kind,
+                    )
                 except Exception as error:
                     missing += 1
                     print(f"{kind} {number}: {text}: {type(error).__name__}: {error}", flush=True)
@@ -238,22 +347,54 @@ def main() -> None:
     bench.measured["runs"] = found
     every = [one for kind, ones in found.items() if kind != "undisturbed" for one in ones]
     bench.figure("runs that did not end", missing, at_most=0)
-    bench.figure("samples neither applied nor lost, or both", sum(one["off"] for one in every), at_most=0)
-    bench.figure("points of accuracy below undisturbed", mean(one["accuracy"] for one in found["undisturbed"]) -
-                 mean(one["accuracy"] for kind in KINDS if kind.startswith("worker") for one in found[kind]), at_most=0.5)
-    bench.figure("updates lost by a death, the most", max(one["lost"] / max(1, one["deaths"]) for one in every), at_most=100)
-    bench.figure("seconds without a step, a server killed", max(one["gap"] for one in found["server killed"]), at_most=5)
+    bench.figure(
+        "samples neither applied nor lost, or both", sum(one["off"] for one in every), at_most=0
+    )
+    bench.figure(
+        "points of accuracy below undisturbed",
+        mean(one["accuracy"] for one in found["undisturbed"])
+        - mean(
+            one["accuracy"] for kind in KINDS if kind.startswith("worker") for one in found[kind]
+        ),
+        at_most=0.5,
+    )
+    bench.figure(
+        "updates lost by a death, the most",
+        max(one["lost"] / max(1, one["deaths"]) for one in every),
+        at_most=100,
+    )
+    bench.figure(
+        "seconds without a step, a server killed",
+        max(one["gap"] for one in found["server killed"]),
+        at_most=5,
+    )
     bench.figure("who joined and did not end", sum(one["stayed"] for one in every), at_most=0)
     bench.figure("left over", left_over(), at_most=0)
     if bench.options.page:
         bench.keep(RESULTS)
-        rows = [[kind, str(len(ones)), f"{mean(one['accuracy'] for one in ones):.2f}",
-                 f"{min(one['accuracy'] for one in ones):.2f}", str(sum(one["events"] for one in ones)),
-                 str(sum(one["joined"] for one in ones)), str(sum(one["lost"] for one in ones)),
-                 f"{max(one['gap'] for one in ones):.1f}"]
-                for kind, ones in found.items()]
-        head = ["", "runs", "accuracy [%], mean", "lowest", "events", "of them joining", "updates lost",
-                "s without a step, most"]
+        rows = [
+            [
+                kind,
+                str(len(ones)),
+                f"{mean(one['accuracy'] for one in ones):.2f}",
+                f"{min(one['accuracy'] for one in ones):.2f}",
+                str(sum(one["events"] for one in ones)),
+                str(sum(one["joined"] for one in ones)),
+                str(sum(one["lost"] for one in ones)),
+                f"{max(one['gap'] for one in ones):.1f}",
+            ]
+            for kind, ones in found.items()
+        ]
+        head = [
+            "",
+            "runs",
+            "accuracy [%], mean",
+            "lowest",
+            "events",
+            "of them joining",
+            "updates lost",
+            "s without a step, most",
+        ]
         PAGE.write_text(filled(PAGE.read_text(), "faults", f"{table(head, rows)}\n\n{told}"))
     bench.finish()
 

@@ -1,16 +1,19 @@
-"""Federated averaging on label-skewed digits: rounds to 95 %, over how skewed clients are and how many of them take part.
+"""Federated averaging on label-skewed digits: rounds to 95 %, over how skewed clients are and
+how many of them take part.
 
-    python benchmarks/federated.py --check --data DIR
-    python benchmarks/federated.py --check --page --data DIR        # the same, written into docs/federated.md
+    python benchmarks/federated.py --check --data DIR python benchmarks/federated.py --check
+    --page --data DIR        # the same, written into docs/federated.md
 
 | figure | bar |
 |---|---|
 | bytes that crossed beside weights, counts and what tests add up | at most 0 |
 | samples of the clients of a round that were missed, or used twice | at most 0 |
-| rounds to 95 % with half of the clients over rounds with a tenth of them, evenly divided | at most 1.05 |
+| rounds to 95 % with half of the clients over rounds with a tenth of them, evenly divided | at
+most 1.05 |
 
-mnist-mlp with plain SGD at a rate of 0.1 in batches of 20, 100 clients of 600 samples, an epoch of each in a round, three
-seeds. A run that does not come to 95 % within 200 rounds is told as such. --quick: one seed, 30 rounds.
+mnist-mlp with plain SGD at a rate of 0.1 in batches of 20, 100 clients of 600 samples, an epoch
+of each in a round, three seeds. A run that does not come to 95 % within 200 rounds is told as
+such. --quick: one seed, 30 rounds.
 """
 
 from __future__ import annotations
@@ -29,18 +32,24 @@ from pages import DOCS, FIGURES, filled, table
 import paragrad as pg
 from paragrad.record.record import Record
 
-GOAL, MOST = 95.0, 200
+GOAL = 95.0
+MOST = 200
 SPLITS = ("even", "dirichlet(1.0)", "dirichlet(0.1)")
 FRACTIONS = (0.1, 0.5)
 KINDS = {"counts", "weights", "tests"}
-PAGE, RESULTS = DOCS / "federated.md", FIGURES / "federated.json"
+PAGE = DOCS / "federated.md"
+RESULTS = FIGURES / "federated.json"
 
 
 def job(seed: int) -> pg.Job:
-    return pg.job("mnist-mlp").replace(batch=20, seed=seed, scheduler=None, optimizer=partial(torch.optim.SGD, lr=0.1))
+    return pg.job("mnist-mlp").replace(
+        batch=20, seed=seed, scheduler=None, optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
 
 
-def trained(split: str, fraction: float, seed: int, rounds: int, workers: int, data: str | None, folder: str) -> dict[str, Any]:
+def trained(
+    split: str, fraction: float, seed: int, rounds: int, workers: int, data: str | None, folder: str
+) -> dict[str, Any]:
     """One run: what its record says of it."""
     text = f"federated({workers}, clients=100, fraction={fraction}, rounds={rounds}, split={split})"
     run = pg.train(job(seed), text, runs=folder, data=data, until=f"accuracy={GOAL:g}")
@@ -48,12 +57,19 @@ def trained(split: str, fraction: float, seed: int, rounds: int, workers: int, d
     every = [line for rank in range(len(record.ranks)) for line in record.of("epoch", rank)]
     sent = [(kind, each["bytes"]) for line in every for kind, each in line["sent"].items()]
     tests = [line["test"]["value"] for line in record.of("epoch")]
-    return {"rounds": len(tests) if tests[-1] >= GOAL else None, "tests": tests,
-            "bytes a round": sum(size for kind, size in sent) / len(tests),
-            "other bytes": sum(size for kind, size in sent if kind not in KINDS) + sum(
-                each["bytes"] for rank in range(len(record.ranks)) for line in record.of("step", rank)
-                for each in line["sent"].values()),
-            "off": record.audit.missed + record.audit.twice}
+    return {
+        "rounds": len(tests) if tests[-1] >= GOAL else None,
+        "tests": tests,
+        "bytes a round": sum(size for kind, size in sent) / len(tests),
+        "other bytes": sum(size for kind, size in sent if kind not in KINDS)
+        + sum(
+            each["bytes"]
+            for rank in range(len(record.ranks))
+            for line in record.of("step", rank)
+            for each in line["sent"].values()
+        ),
+        "off": record.audit.missed + record.audit.twice,
+    }
 
 
 def told(bench: Bench) -> str:
@@ -67,34 +83,60 @@ def told(bench: Bench) -> str:
         if not reached:
             return f"never ({best})"
         within = f"{median(reached):g} ({min(reached)} to {max(reached)})"
-        return within if len(reached) == len(ones) else f"{within}, {len(ones) - len(reached)} of {len(ones)} never"
-    return table(["split", *(f"`fraction={fraction}`" for fraction in FRACTIONS)],
-                 [[f"`{split}`", *(cell(split, fraction) for fraction in FRACTIONS)] for split in SPLITS])
+        return (
+            within
+            if len(reached) == len(ones)
+            else f"{within}, {len(ones) - len(reached)} of {len(ones)} never"
+        )
+
+    return table(
+        ["split", *(f"`fraction={fraction}`" for fraction in FRACTIONS)],
+        [[f"`{split}`", *(cell(split, fraction) for fraction in FRACTIONS)] for split in SPLITS],
+    )
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--page", action="store_true", help="write the table of docs/federated.md, and its figures")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table of docs/federated.md, and its figures"
+    )
 
 
 def main() -> None:
-    bench, found = Bench(__doc__, options), dict[str, list[dict[str, Any]]]()
-    seeds, most = bench.rounds(3, quick=1), 30 if bench.options.quick else MOST
+    bench = Bench(__doc__, options)
+    found = dict[str, list[dict[str, Any]]]()
+    seeds = bench.rounds(3, quick=1)
+    most = 30 if bench.options.quick else MOST
     with tempfile.TemporaryDirectory() as folder:
         for split in SPLITS:
             for fraction in FRACTIONS:
                 for seed in range(seeds):
-                    one = trained(split, fraction, seed, most, bench.options.workers, bench.options.data, folder)
+                    one = trained(
+                        split,
+                        fraction,
+                        seed,
+                        most,
+                        bench.options.workers,
+                        bench.options.data,
+                        folder,
+                    )
                     found.setdefault(f"{split}, {fraction}", []).append(one)
-                    print(f"seed {seed}: {split}, fraction {fraction}: {one['rounds']} rounds, {max(one['tests']):.2f} %",
-                          flush=True)
+                    print(
+                        f"seed {seed}: {split}, fraction {fraction}: {one['rounds']} rounds, "
+                        f"{max(one['tests']):.2f} %",
+                        flush=True,
+                    )
     bench.measured["runs"] = found
     every = [one for ones in found.values() for one in ones]
     bench.figure("bytes of other kinds", sum(one["other bytes"] for one in every), at_most=0)
     bench.figure("samples missed, or used twice", sum(one["off"] for one in every), at_most=0)
-    few, many = ([one["rounds"] or most for one in found[f"even, {fraction}"]] for fraction in FRACTIONS)
-    bench.figure("rounds, half of the clients over a tenth, even", mean(many) / mean(few), at_most=1.05)
+    few, many = (
+        [one["rounds"] or most for one in found[f"even, {fraction}"]] for fraction in FRACTIONS
+    )
+    bench.figure(
+        "rounds, half of the clients over a tenth, even", mean(many) / mean(few), at_most=1.05
+    )
     if bench.options.page:
         bench.keep(RESULTS)
         PAGE.write_text(filled(PAGE.read_text(), "rounds", told(bench)))

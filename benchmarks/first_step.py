@@ -1,16 +1,22 @@
-"""What proving the first step costs, what keyed random draws cost, and that later steps cost what they did.
+"""What proving the first step costs, what keyed random draws cost, and that later steps cost
+what they did.
 
 | figure | bar |
 |---|---|
-| time added before the first update under data(2), in serial steps of one thread: every job | at most 1.5 |
-| step with keyed draws / with torch's own, three layers with dropout: 256 features | at most 1.10 |
+| time added before the first update under data(2), in serial steps of one thread: every job |
+at most 1.5 |
+| step with keyed draws / with torch's own, three layers with dropout: 256 features | at most
+1.10 |
 | ... 1,024 features | at most 1.03 |
-| with --against: a step's time / that of the other checkout: every job and strategy | at most 1.03, or its spread |
+| with --against: a step's time / that of the other checkout: every job and strategy | at most
+1.03, or its spread |
 
-Time added is all that a training takes from its call to its first update (the door, and the ranks' first step), less what it
-takes with unchecked=True; with --against DIR, a checkout of another commit, less what it takes there, so that the door counts
-too. Everything is measured in processes that take turns; in each, the first training warms up. The spread is the largest ratio
-of a round of the other checkout to their median, or the reverse. GPT-2 draws, so its steps are not compared.
+Time added is all that a training takes from its call to its first update (the door, and the
+ranks' first step), less what it takes with unchecked=True; with --against DIR, a checkout of
+another commit, less what it takes there, so that the door counts too. Everything is measured in
+processes that take turns; in each, the first training warms up. The spread is the largest ratio
+of a round of the other checkout to their median, or the reverse. GPT-2 draws, so its steps are
+not compared.
 """
 
 from __future__ import annotations
@@ -44,20 +50,26 @@ from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 JOBS = ("digits", "mnist-mlp", "mnist-cnn", "gpt2 of 4 layers")
-REPEATS = 5             # first steps in one process, of which the median counts
-STEPS = 60              # of a training whose steps are timed
-ZOO = Path(__file__).parent.parent / "tests" / "zoo"          # GPT-2 is transformers', of the group `zoo`
+REPEATS = 5  # first steps in one process, of which the median counts
+STEPS = 60  # of a training whose steps are timed
+# GPT-2 is transformers', of the group `zoo`
+ZOO = Path(__file__).parent.parent / "tests" / "zoo"
 STRATEGIES = ("serial(threads=1)", "data(2)")
 
 
 def gpt2() -> nn.Module:
     from foreign import foreign
+
     library = foreign("transformers")
-    return library.GPT2LMHeadModel(library.GPT2Config(vocab_size=1000, n_positions=64, n_embd=128, n_layer=4, n_head=4))
+    return library.GPT2LMHeadModel(
+        library.GPT2Config(vocab_size=1000, n_positions=64, n_embd=128, n_layer=4, n_head=4)
+    )
 
 
 def job(name: str, data: str | None = None) -> pg.Job:
-    """mnist's with 1,024 samples in memory: reading the files would take ten times what is measured."""
+    """mnist's with 1,024 samples in memory: reading the files would take ten times what is
+    measured.
+    """
     if name.startswith("mnist"):
         made = pg.job(name)
         images, labels = made.train(Path(data) if data else None)[list(range(1024))]
@@ -66,21 +78,34 @@ def job(name: str, data: str | None = None) -> pg.Job:
         return pg.job(name)
     tokens = torch.randint(1000, (512, 64), generator=torch.Generator().manual_seed(0))
 
-    class Lines(torch.utils.data.Dataset):          # type: ignore[type-arg]
+    class Lines(torch.utils.data.Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
             return len(tokens)
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             return {"input_ids": tokens[index], "labels": tokens[index]}
 
-    def loss(output: Any, batch: Any) -> Any:       # the same mean for both checkouts: every label counts
-        return functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-    return pg.Job(name="gpt2", model=gpt2, loss=loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                  train=Lines(), batch=16, epochs=1)
+    # the same mean for both checkouts: every label counts
+    def loss(output: Any, batch: Any) -> Any:
+        return functional.cross_entropy(
+            output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        )
+
+    return pg.Job(
+        name="gpt2",
+        model=gpt2,
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        train=Lines(),
+        batch=16,
+        epochs=1,
+    )
 
 
 def measured(data: str | None, quick: bool) -> dict[str, Any]:
-    """By job: seconds from the call to the first update, checked and not, and of later steps, by strategy."""
+    """By job: seconds from the call to the first update, checked and not, and of later steps,
+    by strategy.
+    """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
         for name in JOBS[:2] if quick else JOBS:
@@ -94,33 +119,61 @@ def measured(data: str | None, quick: bool) -> dict[str, Any]:
                     place = Path(folder, f"{name}-{kind}-{number}".replace(" ", "-"))
                     place.mkdir()
                     begun = time.monotonic()
-                    run(ranks, admitted(made, "data(2)", Settings(data=data, limit=1, **more)), place)
+                    run(
+                        ranks,
+                        admitted(made, "data(2)", Settings(data=data, limit=1, **more)),
+                        place,
+                    )
                     numbers[kind].append(time.monotonic() - begun)
             found[name] = {kind: statistics.median(each[1:]) for kind, each in numbers.items()}
             for strategy in STRATEGIES:
                 place = Path(folder, f"{name}-{strategy}".replace(" ", "-"))
                 place.mkdir()
-                run(ranks, admitted(made.replace(epochs=10), strategy, Settings(data=data, limit=STEPS)), place)
+                run(
+                    ranks,
+                    admitted(made.replace(epochs=10), strategy, Settings(data=data, limit=STEPS)),
+                    place,
+                )
                 found[name][strategy] = Record(place).seconds_per_step
     return found
 
 
 def asked(source: Path, data: str | None, quick: bool) -> dict[str, Any]:
     """The same in a process of its own, by the code of a checkout."""
-    words = [sys.executable, __file__, "--one", *(["--data", data] if data else []), *(["--quick"] if quick else [])]
-    result = subprocess.run(words, env={**os.environ, "PYTHONPATH": f"{source / 'src'}:{ZOO}"}, capture_output=True, text=True,
-                            check=False)
+    words = [
+        sys.executable,
+        __file__,
+        "--one",
+        *(["--data", data] if data else []),
+        *(["--quick"] if quick else []),
+    ]
+    result = subprocess.run(
+        words,
+        env={**os.environ, "PYTHONPATH": f"{source / 'src'}:{ZOO}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if result.returncode:
         raise SystemExit(result.stderr)
-    return json.loads(result.stdout.splitlines()[-1])           # type: ignore[no-any-return]
+    return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def drawing(features: int) -> tuple[Callable[[], float], Callable[[], float]]:
     """Measures of a serial step with keyed draws and with torch's own, in milliseconds."""
-    layers = [nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3)]
+    layers = [
+        nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3)
+    ]
     data = TensorDataset(torch.randn(64, features), torch.randint(features, (64,)))
-    made = pg.Job(name="draws", model=lambda: nn.Sequential(*layers), loss=functional.cross_entropy, train=data, batch=64,
-                  epochs=1, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    made = pg.Job(
+        name="draws",
+        model=lambda: nn.Sequential(*layers),
+        loss=functional.cross_entropy,
+        train=data,
+        batch=64,
+        epochs=1,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )
     trainer = Trainer.of_job(World(), made, Serial(threads=1))
     steps = 400 * 256 // features
 
@@ -144,17 +197,22 @@ def drawing(features: int) -> tuple[Callable[[], float], Callable[[], float]]:
 def main() -> None:
     def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--data", metavar="DIR", help="where MNIST is")
-        parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout of another commit")
+        parser.add_argument(
+            "--against", type=Path, metavar="DIR", help="a checkout of another commit"
+        )
         parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
 
     bench = Bench(__doc__, options)
-    data, quick, against = bench.options.data, bench.quick, bench.options.against
+    data = bench.options.data
+    quick = bench.quick
+    against = bench.options.against
     if bench.options.one:
         print(json.dumps(measured(data, quick)))
         return
     torch.set_num_threads(1)
     here = Path(__file__).parent.parent
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for number in range(bench.rounds(5, quick=2)):
         ours.append(asked(here, data, quick))
         if against:
@@ -162,22 +220,36 @@ def main() -> None:
         print(f"round {number + 1}: {ours[-1]}", file=sys.stderr, flush=True)
     bench.measured = {"here": ours, "against": theirs}
     for name in ours[0]:
-        before = [each[name]["first"] for each in theirs] or [each[name]["unchecked"] for each in ours]
-        added = [(mine[name]["first"] - other) / mine[name]["serial(threads=1)"]
-                 for mine, other in zip(ours, before, strict=True)]
+        before = [each[name]["first"] for each in theirs] or [
+            each[name]["unchecked"] for each in ours
+        ]
+        added = [
+            (mine[name]["first"] - other) / mine[name]["serial(threads=1)"]
+            for mine, other in zip(ours, before, strict=True)
+        ]
         bench.figure(f"added before the first update, in serial steps: {name}", added, at_most=1.5)
-        proof = [(each[name]["first"] - each[name]["unchecked"]) / each[name]["serial(threads=1)"] for each in ours]
+        proof = [
+            (each[name]["first"] - each[name]["unchecked"]) / each[name]["serial(threads=1)"]
+            for each in ours
+        ]
         bench.figure(f"... of it the proof: {name}", proof)
         for strategy in STRATEGIES if theirs and not name.startswith("gpt2") else ():
             old = [each[name][strategy] for each in theirs]
             spread = max(max(old) / statistics.median(old), statistics.median(old) / min(old))
-            bench.figure(f"step / the other checkout's: {name}, {strategy}",
-                         ratios([each[name][strategy] for each in ours], old), at_most=max(1.03, spread))
+            bench.figure(
+                f"step / the other checkout's: {name}, {strategy}",
+                ratios([each[name][strategy] for each in ours], old),
+                at_most=max(1.03, spread),
+            )
     for features, bar in ((256, 1.10), (1024, 1.03)):
         keyed, own = drawing(features)
         pairs = [(keyed(), own()) for _ in range(bench.rounds(15, quick=5))]
         bench.measured[f"draws, {features} features [ms]"] = pairs
-        bench.figure(f"keyed draws / torch's own: {features} features", [one / other for one, other in pairs], at_most=bar)
+        bench.figure(
+            f"keyed draws / torch's own: {features} features",
+            [one / other for one, other in pairs],
+            at_most=bar,
+        )
     bench.finish()
 
 

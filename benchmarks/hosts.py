@@ -1,16 +1,20 @@
-"""A cluster on one machine: hosts that have nothing in common but a network, whose links carry what they are told to.
+"""A cluster on one machine: hosts that have nothing in common but a network, whose links carry
+what they are told to.
 
     with hosts(4, megabits=200) as cluster:
-        print(cluster.run(["own.py"], ranks=2))             # torchrun --nnodes 4 --nproc-per-node 2 own.py, on every host
+        print(cluster.run(["own.py"], ranks=2))             # torchrun --nnodes 4
+        --nproc-per-node 2 own.py, on every host
 
-A host is a set of namespaces of Linux: its own network, processes, name, /etc/hosts and /dev/shm; files are the machine's. It
-has its part of the machine's cores, or shares one where there are more hosts than cores. Its interface eth0 is one end of a
-veth pair, the other end is a port of a bridge, and both ends let no more through than `megabits` (token buckets, `tc ... tbf`):
-the one limits what the host sends, the other what it receives. Needs root and iproute2.
+A host is a set of namespaces of Linux: its own network, processes, name, /etc/hosts and
+/dev/shm; files are the machine's. It has its part of the machine's cores, or shares one where
+there are more hosts than cores. Its interface eth0 is one end of a veth pair, the other end is
+a port of a bridge, and both ends let no more through than `megabits` (token buckets, `tc ...
+tbf`): the one limits what the host sends, the other what it receives. Needs root and iproute2.
 
-No namespace has a name and the bridge is in one of its own, so that nothing here can meet what the machine has: no route, no
-interface, no port, no other cluster. A process holds each of them while its standard input is open. As that closes, which it
-does also when we are killed, the system kills what runs inside and removes the rest.
+No namespace has a name and the bridge is in one of its own, so that nothing here can meet what
+the machine has: no route, no interface, no port, no other cluster. A process holds each of them
+while its standard input is open. As that closes, which it does also when we are killed, the
+system kills what runs inside and removes the rest.
 
 Run as a command it looks whether the links keep what they promise, in payload over the limit:
 
@@ -43,36 +47,57 @@ from common import Bench
 
 from paragrad.errors import Refused
 
-INTERFACE = "eth0"              # every host's link to the others
-PORT = 29500                    # where the ranks meet, on the first host: its ports are its own, so any is free
-MOST = 250                      # hosts of 10.0.0.0/24
-LIMIT = 30.0                    # seconds for a step of setting up or tearing down, which take some hundredths
-PROGRAMS = {"ip": "iproute2", "nstat": "iproute2", "tc": "iproute2", "mount": "mount", "nsenter": "util-linux",
-            "taskset": "util-linux", "unshare": "util-linux"}
+INTERFACE = "eth0"  # every host's link to the others
+# where the ranks meet, on the first host: its ports are its own, so any is free
+PORT = 29500
+MOST = 250  # hosts of 10.0.0.0/24
+# seconds for a step of setting up or tearing down, which take some hundredths
+LIMIT = 30.0
+PROGRAMS = {
+    "ip": "iproute2",
+    "nstat": "iproute2",
+    "tc": "iproute2",
+    "mount": "mount",
+    "nsenter": "util-linux",
+    "taskset": "util-linux",
+    "unshare": "util-linux",
+}
 
-SEGMENT = "16384"               # bytes of the largest piece that TCP hands to a link; usual are 65536
-BURST = "32kb"                  # what the bucket holds: two pieces, or what flows in while the system is late is lost
-QUEUE = "64mb"                  # what may wait at a link before it drops: more than the windows of all connections together
-SETTINGS = {                    # of each host's TCP
-    "ipv4/tcp_slow_start_after_idle": "0",      # a rank that computed for a while would begin slowly again
-    "ipv4/tcp_no_metrics_save": "1",            # nor should a connection depend on those before it
-    "ipv4/tcp_congestion_control": "reno",      # whatever this machine prefers: one that every kernel has, and lets us choose
-    # windows all of a size: left to itself each grows with its history, and of two ranks that exchange, whoever has the smaller
-    # one sends more slowly (its acknowledgements stand behind the other's data). Seven of these wait for less than the 200 ms
-    # after which TCP takes a message for lost, and begins slowly again. What a window lets through needs more memory than its
-    # bytes where messages are small, so a buffer may grow beyond: a rank that computes and does not read would lose some
+# bytes of the largest piece that TCP hands to a link; usual are 65536
+SEGMENT = "16384"
+# what the bucket holds: two pieces, or what flows in while the system is late is lost
+BURST = "32kb"
+# what may wait at a link before it drops: more than the windows of all connections together
+QUEUE = "64mb"
+SETTINGS = {  # of each host's TCP
+    # a rank that computed for a while would begin slowly again
+    "ipv4/tcp_slow_start_after_idle": "0",
+    # nor should a connection depend on those before it
+    "ipv4/tcp_no_metrics_save": "1",
+    # whatever this machine prefers: one that every kernel has, and lets us choose
+    "ipv4/tcp_congestion_control": "reno",
+    # windows all of a size: left to itself each grows with its history, and of two ranks that
+    # exchange, whoever has the smaller one sends more slowly (its acknowledgements stand behind
+    # the other's data). Seven of these wait for less than the 200 ms after which TCP takes a
+    # message for lost, and begins slowly again. What a window lets through needs more memory
+    # than its bytes where messages are small, so a buffer may grow beyond: a rank that computes
+    # and does not read would lose some
     "ipv4/tcp_moderate_rcvbuf": "0",
     "ipv4/tcp_rmem": "4096 262144 6291456",
     "ipv4/tcp_wmem": "4096 262144 262144",
     "ipv6/conf/all/disable_ipv6": "1",
 }
-DEVICES = "mount -t sysfs sysfs /sys\n"        # those of its own network
-OVERTAKEN = "TcpExtTCPOFOQueue"                 # the kernel's name for packets that came before one sent earlier
-NO_ROOM = "TcpExtTCPRcvQDrop"                   # and for those that a host dropped, as its buffer was full
+DEVICES = "mount -t sysfs sysfs /sys\n"  # those of its own network
+# the kernel's name for packets that came before one sent earlier
+OVERTAKEN = "TcpExtTCPOFOQueue"
+# and for those that a host dropped, as its buffer was full
+NO_ROOM = "TcpExtTCPRcvQDrop"
 
 
 class HostFailed(RuntimeError):
-    """Programs on hosts failed or did not end. hosts: the names of those that failed, the first to fail first."""
+    """Programs on hosts failed or did not end. hosts: the names of those that failed, the first
+    to fail first.
+    """
 
     def __init__(self, message: str, hosts: Sequence[str]) -> None:
         super().__init__(message)
@@ -81,7 +106,10 @@ class HostFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name and address, its part of the machine's cores, and the process that holds its namespaces."""
+    """One host: its name and address, its part of the machine's cores, and the process that
+    holds its namespaces.
+    """
+
     name: str
     address: str
     cores: tuple[int, ...]
@@ -90,18 +118,28 @@ class Host:
     def inside(self, words: Sequence[str], folder: str | Path = ".") -> list[str]:
         """The command that runs `words` on this host, in a folder of the machine.
 
-        The folder is entered from inside: one that was opened outside is on another mount, and no file can be renamed from
-        a relative path there to an absolute one.
+        The folder is entered from inside: one that was opened outside is on another mount, and
+        no file can be renamed from a relative path there to an absolute one.
         """
         kinds = {"net": "net", "uts": "uts", "mount": "mnt", "pid": "pid_for_children"}
-        return ["nsenter", *(f"--{kind}=/proc/{self.holder}/ns/{file}" for kind, file in kinds.items()),
-                "taskset", "--cpu-list", ",".join(map(str, self.cores)),
-                "env", f"--chdir={Path(folder).resolve()}", *map(str, words)]
+        return [
+            "nsenter",
+            *(f"--{kind}=/proc/{self.holder}/ns/{file}" for kind, file in kinds.items()),
+            "taskset",
+            "--cpu-list",
+            ",".join(map(str, self.cores)),
+            "env",
+            f"--chdir={Path(folder).resolve()}",
+            *map(str, words),
+        ]
 
 
 @dataclass
 class Program:
-    """What was started on a host. Its output goes to files without a name, which no amount of it can fill up."""
+    """What was started on a host. Its output goes to files without a name, which no amount of
+    it can fill up.
+    """
+
     host: Host
     process: subprocess.Popen[bytes]
     output: IO[bytes] = field(repr=False)
@@ -121,133 +159,278 @@ class Cluster:
 
     def __init__(self, members: Sequence[Host], switch: int, programs: list[Program]) -> None:
         self.hosts = list(members)
-        self._switch, self._programs = switch, programs
+        self._switch = switch
+        self._programs = programs
 
-    def start(self, host: int, words: Sequence[str], *, folder: str | Path = ".",
-              environment: Mapping[str, str | None] | None = None) -> Program:
-        """Start a command on one host and do not wait for it. environment: changes to ours; None unsets."""
-        ours = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "TMPDIR": "/dev/shm",
-                **(environment or {})}
-        output, complaints = tempfile.TemporaryFile(), tempfile.TemporaryFile()     # noqa: SIM115      # closed by _reap
-        process = subprocess.Popen(self.hosts[host].inside(words, folder), stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=complaints, env={name: value for name, value in ours.items() if value is not None},
-                                   start_new_session=True)
+    def start(
+        self,
+        host: int,
+        words: Sequence[str],
+        *,
+        folder: str | Path = ".",
+        environment: Mapping[str, str | None] | None = None,
+    ) -> Program:
+        """Start a command on one host and do not wait for it. environment: changes to ours;
+        None unsets.
+        """
+        ours = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": "/dev/shm",
+            **(environment or {}),
+        }
+        # closed by _reap
+        output = tempfile.TemporaryFile()  # noqa: SIM115
+        complaints = tempfile.TemporaryFile()  # noqa: SIM115
+        process = subprocess.Popen(
+            self.hosts[host].inside(words, folder),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=complaints,
+            env={name: value for name, value in ours.items() if value is not None},
+            start_new_session=True,
+        )
         self._programs.append(Program(self.hosts[host], process, output, complaints))
         return self._programs[-1]
 
-    def torchrun(self, words: Sequence[str], ranks: int = 1, *, folder: str | Path = ".",
-                 environment: Mapping[str, str | None] | None = None) -> list[Program]:
+    def torchrun(
+        self,
+        words: Sequence[str],
+        ranks: int = 1,
+        *,
+        folder: str | Path = ".",
+        environment: Mapping[str, str | None] | None = None,
+    ) -> list[Program]:
         """Start `torchrun --nnodes N --nproc-per-node RANKS ... WORDS` on every host."""
-        return [self.start(number, [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.hosts)),
-                                    "--node-rank", str(number), "--nproc-per-node", str(ranks),
-                                    "--master-addr", self.hosts[0].name, "--master-port", str(PORT), *words],
-                           folder=folder, environment=environment) for number in range(len(self.hosts))]
+        return [
+            self.start(
+                number,
+                [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes",
+                    str(len(self.hosts)),
+                    "--node-rank",
+                    str(number),
+                    "--nproc-per-node",
+                    str(ranks),
+                    "--master-addr",
+                    self.hosts[0].name,
+                    "--master-port",
+                    str(PORT),
+                    *words,
+                ],
+                folder=folder,
+                environment=environment,
+            )
+            for number in range(len(self.hosts))
+        ]
 
     def finished(self, programs: Sequence[Program], timeout: float = 60.0) -> list[str]:
-        """Wait for programs; what each printed. Raises HostFailed where one fails, or is not done after so many seconds."""
+        """Wait for programs; what each printed. Raises HostFailed where one fails, or is not
+        done after so many seconds.
+        """
         ended = _ended(programs, time.monotonic() + timeout)
         failed = [program for program in ended if program.process.returncode]
         late = [program for program in programs if program not in ended]
         if failed or late:
-            told = [f"{program.host.name} ended with {program.process.returncode}:\n{program.said()[1]}" for program in failed]
-            told += [f"{program.host.name} was not done after {timeout:g} s:\n{program.said()[1]}" for program in late]
+            told = [
+                f"{program.host.name} ended with {program.process.returncode}:\n{program.said()[1]}"
+                for program in failed
+            ]
+            told += [
+                f"{program.host.name} was not done after {timeout:g} s:\n{program.said()[1]}"
+                for program in late
+            ]
             raise HostFailed("\n".join(told), [program.host.name for program in failed])
         return [program.said()[0] for program in programs]
 
-    def run(self, words: Sequence[str], ranks: int = 1, *, folder: str | Path = ".",
-            environment: Mapping[str, str | None] | None = None, timeout: float = 60.0) -> list[str]:
+    def run(
+        self,
+        words: Sequence[str],
+        ranks: int = 1,
+        *,
+        folder: str | Path = ".",
+        environment: Mapping[str, str | None] | None = None,
+        timeout: float = 60.0,
+    ) -> list[str]:
         """`torchrun` on every host, to its end: what each host printed. Raises HostFailed."""
-        return self.finished(self.torchrun(words, ranks, folder=folder, environment=environment), timeout)
+        return self.finished(
+            self.torchrun(words, ranks, folder=folder, environment=environment), timeout
+        )
 
     def faults(self) -> dict[str, int]:
-        """What a good cable does not do, so far: packets that a limited link or a host dropped, and that came out of order."""
+        """What a good cable does not do, so far: packets that a limited link or a host dropped,
+        and that came out of order.
+        """
         ends = [host.inside(["tc", "-s", "qdisc", "show", "dev", INTERFACE]) for host in self.hosts]
         ends.append(["nsenter", f"--net=/proc/{self._switch}/ns/net", "tc", "-s", "qdisc", "show"])
-        dropped = sum(int(count) for words in ends for count in re.findall(r"dropped (\d+)", _done(words)))
-        counters = [host.inside(["nstat", "--json", "-asz", OVERTAKEN, NO_ROOM]) for host in self.hosts]
+        dropped = sum(
+            int(count) for words in ends for count in re.findall(r"dropped (\d+)", _done(words))
+        )
+        counters = [
+            host.inside(["nstat", "--json", "-asz", OVERTAKEN, NO_ROOM]) for host in self.hosts
+        ]
         counted = [json.loads(_done(words))["kernel"] for words in counters]
-        return {"packets dropped": dropped + sum(each[NO_ROOM] for each in counted),
-                "packets out of order": sum(each[OVERTAKEN] for each in counted)}
+        return {
+            "packets dropped": dropped + sum(each[NO_ROOM] for each in counted),
+            "packets out of order": sum(each[OVERTAKEN] for each in counted),
+        }
 
 
 @contextmanager
 def hosts(count: int, megabits: float | None = None) -> Iterator[Cluster]:
-    """`count` hosts, host0 (10.0.0.1) and so on, whose links carry `megabits` per second each way (None: what they can).
+    """`count` hosts, host0 (10.0.0.1) and so on, whose links carry `megabits` per second each
+    way (None: what they can).
 
-    At the end, however it comes, nothing is left: no process, interface, namespace, file. Raises Refused where the machine
-    cannot have them, with what it lacks.
+    At the end, however it comes, nothing is left: no process, interface, namespace, file.
+    Raises Refused where the machine cannot have them, with what it lacks.
     """
     check(count, megabits)
     programs: list[Program] = []
     with ExitStack() as stack:
-        stack.callback(_reap, programs)             # last: by then the system has killed what ran on the hosts
+        # last: by then the system has killed what ran on the hosts
+        stack.callback(_reap, programs)
         switch = stack.enter_context(_held(["--net", "--mount"], DEVICES))
         on_switch = ["nsenter", f"--net=/proc/{switch}/ns/net", f"--mount=/proc/{switch}/ns/mnt"]
-        _made("a bridge", "CONFIG_BRIDGE", [*on_switch, "ip", "link", "add", "switch", "type", "bridge"])
+        _made(
+            "a bridge",
+            "CONFIG_BRIDGE",
+            [*on_switch, "ip", "link", "add", "switch", "type", "bridge"],
+        )
         _done([*on_switch, "ip", "link", "set", "switch", "up"])
         addresses = {f"host{number}": f"10.0.0.{number + 1}" for number in range(count)}
-        members, cores = [], sorted(os.sched_getaffinity(0))
+        members = []
+        cores = sorted(os.sched_getaffinity(0))
         for number, (name, address) in enumerate(addresses.items()):
             kinds = ["--net", "--uts", "--mount", "--pid", "--mount-proc"]
-            mine = tuple(cores[number % len(cores)::count])         # one where there are more hosts than cores: they share it
-            members.append(Host(name, address, mine, stack.enter_context(_held(kinds, _prepared(name, addresses)))))
+            # one where there are more hosts than cores: they share it
+            mine = tuple(cores[number % len(cores) :: count])
+            members.append(
+                Host(
+                    name,
+                    address,
+                    mine,
+                    stack.enter_context(_held(kinds, _prepared(name, addresses))),
+                )
+            )
             _plugged(members[-1], on_switch, f"port{number}", megabits)
         yield Cluster(members, switch, programs)
 
 
 def check(count: int = 1, megabits: float | None = None) -> None:
-    """Refuse what cannot be, with the repair; the kernel is asked only as the hosts are made. Raises Refused."""
+    """Refuse what cannot be, with the repair; the kernel is asked only as the hosts are made.
+    Raises Refused.
+    """
     if not 1 <= count <= MOST:
         raise Refused(f"hosts({count}): give from 1 to {MOST} hosts")
     if megabits is not None and not megabits >= 1:
-        raise Refused(f"hosts(megabits={megabits:g}): give at least 1, or None for links without a limit")
+        raise Refused(
+            f"hosts(megabits={megabits:g}): give at least 1, or None for links without a limit"
+        )
     if os.geteuid() != 0:
-        raise Refused("a cluster on one machine needs root, who alone may make its namespaces; run it as root (sudo)")
+        raise Refused(
+            "a cluster on one machine needs root, who alone may make its namespaces; run it as "
+            "root (sudo)"
+        )
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
         packages = " ".join(sorted({PROGRAMS[program] for program in missing}))
-        raise Refused(f"a cluster on one machine needs the command(s) {', '.join(missing)}; on Debian: apt-get install "
-                      f"{packages} (make system installs iproute2)")
+        raise Refused(
+            f"a cluster on one machine needs the command(s) {', '.join(missing)}; on Debian: "
+            f"apt-get install "
+            f"{packages} (make system installs iproute2)"
+        )
 
 
 def _prepared(name: str, addresses: Mapping[str, str]) -> str:
-    """The shell script by which a host becomes one: name, names of the others, memory, loopback, TCP."""
+    """The shell script by which a host becomes one: name, names of the others, memory,
+    loopback, TCP.
+    """
     names = "".join(f"{address} {other}\n" for other, address in addresses.items())
-    settings = "".join(f"if [ -e /proc/sys/net/{key} ]; then echo {value} > /proc/sys/net/{key}; fi\n"
-                       for key, value in SETTINGS.items())
-    return (f"echo {name} > /proc/sys/kernel/hostname\n"
-            f"{DEVICES}mount -t tmpfs tmpfs /dev/shm\n"
-            f"cat > /dev/shm/hosts <<END\n127.0.0.1 localhost\n{names}END\n"
-            "mount --bind /dev/shm/hosts /etc/hosts\nrm /dev/shm/hosts\n"
-            f"{settings}ip link set lo up\n")
+    settings = "".join(
+        f"if [ -e /proc/sys/net/{key} ]; then echo {value} > /proc/sys/net/{key}; fi\n"
+        for key, value in SETTINGS.items()
+    )
+    return (
+        f"echo {name} > /proc/sys/kernel/hostname\n"
+        f"{DEVICES}mount -t tmpfs tmpfs /dev/shm\n"
+        f"cat > /dev/shm/hosts <<END\n127.0.0.1 localhost\n{names}END\n"
+        "mount --bind /dev/shm/hosts /etc/hosts\nrm /dev/shm/hosts\n"
+        f"{settings}ip link set lo up\n"
+    )
 
 
 def _plugged(host: Host, on_switch: list[str], port: str, megabits: float | None) -> None:
-    """Join a host to the switch by a cable that is limited at both ends, and on which no packet overtakes another.
+    """Join a host to the switch by a cable that is limited at both ends, and on which no packet
+    overtakes another.
 
-    Left to itself the kernel hands on each packet by a queue of the core that sent it; where a device's packets are sent by two
-    cores, those of one overtake the other's, TCP takes that for loss and sends half as fast for a while (an exchange of 4 MB at
-    100 Mbit/s then took up to 1.07 s instead of 0.62). So one core takes in all that comes by one end.
+    Left to itself the kernel hands on each packet by a queue of the core that sent it; where a
+    device's packets are sent by two cores, those of one overtake the other's, TCP takes that
+    for loss and sends half as fast for a while (an exchange of 4 MB at 100 Mbit/s then took up
+    to 1.07 s instead of 0.62). So one core takes in all that comes by one end.
     """
-    _made("a veth pair", "CONFIG_VETH", [*on_switch, "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE,
-                                         "netns", str(host.holder)])
+    _made(
+        "a veth pair",
+        "CONFIG_VETH",
+        [
+            *on_switch,
+            "ip",
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            str(host.holder),
+        ],
+    )
     _done([*on_switch, "ip", "link", "set", port, "master", "switch", "up"])
     _done(host.inside(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE]))
     _done(host.inside(["ip", "link", "set", INTERFACE, "gso_max_size", SEGMENT, "up"]))
     for words, device in ((on_switch, port), (host.inside([]), INTERFACE)):
         core = f"{1 << host.cores[0] % 32:x}" + ",00000000" * (host.cores[0] // 32)
         file = f"/sys/class/net/{device}/queues/rx-0/rps_cpus"
-        _done([*words, "sh", "-ec", f"if [ -e {file} ]; then echo {core} > {file}; fi"])      # not where there is only one core
+        # not where there is only one core
+        _done([*words, "sh", "-ec", f"if [ -e {file} ]; then echo {core} > {file}; fi"])
     if megabits is not None:
-        for words in ([*on_switch, "tc", "qdisc", "add", "dev", port], host.inside(["tc", "qdisc", "add", "dev", INTERFACE])):
-            _made("a token bucket (tbf)", "CONFIG_NET_SCH_TBF",
-                  [*words, "root", "tbf", "rate", f"{round(megabits * 1000)}kbit", "burst", BURST, "limit", QUEUE])
+        for words in (
+            [*on_switch, "tc", "qdisc", "add", "dev", port],
+            host.inside(["tc", "qdisc", "add", "dev", INTERFACE]),
+        ):
+            _made(
+                "a token bucket (tbf)",
+                "CONFIG_NET_SCH_TBF",
+                [
+                    *words,
+                    "root",
+                    "tbf",
+                    "rate",
+                    f"{round(megabits * 1000)}kbit",
+                    "burst",
+                    BURST,
+                    "limit",
+                    QUEUE,
+                ],
+            )
 
 
 @contextmanager
 def _held(kinds: Sequence[str], script: str) -> Iterator[int]:
-    """New namespaces, prepared by a shell script: the process that holds them, until its standard input is closed."""
-    process = subprocess.Popen(["unshare", *kinds, "--fork", "--kill-child", "sh", "-ec", f"{script}echo ready\nexec cat"],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    """New namespaces, prepared by a shell script: the process that holds them, until its
+    standard input is closed.
+    """
+    process = subprocess.Popen(
+        ["unshare", *kinds, "--fork", "--kill-child", "sh", "-ec", f"{script}echo ready\nexec cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -257,12 +440,17 @@ def _held(kinds: Sequence[str], script: str) -> Iterator[int]:
             if not waiting.select(LIMIT) or process.stdout.readline() != b"ready\n":
                 process.stdin.close()
                 process.kill()
-                raise _lacking("namespaces", "CONFIG_NET_NS, CONFIG_UTS_NS and CONFIG_PID_NS", process.stderr.read().decode())
+                raise _lacking(
+                    "namespaces",
+                    "CONFIG_NET_NS, CONFIG_UTS_NS and CONFIG_PID_NS",
+                    process.stderr.read().decode(),
+                )
         yield process.pid
     finally:
         process.stdin.close()
         try:
-            process.wait(LIMIT)             # the holder is the first process of its host: it is gone when all others are
+            # the holder is the first process of its host: it is gone when all others are
+            process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(LIMIT)
@@ -315,25 +503,40 @@ def _made(what: str, option: str, words: Sequence[str]) -> None:
 
 
 def _lacking(what: str, option: str, told: str) -> Exception:
-    """What to raise where the kernel made no such thing: Refused where it cannot, or may not, make any."""
-    if re.search("not permitted|not supported|denied|unknown|invalid argument", told, re.IGNORECASE):
-        return Refused(f"this machine makes no {what.removeprefix('a ')}: {told.strip()}; use a kernel with {option} and, "
-                       "where this is a container, one that may make such (docker run --privileged)")
+    """What to raise where the kernel made no such thing: Refused where it cannot, or may not,
+    make any.
+    """
+    if re.search(
+        "not permitted|not supported|denied|unknown|invalid argument", told, re.IGNORECASE
+    ):
+        return Refused(
+            f"this machine makes no {what.removeprefix('a ')}: {told.strip()}; use a kernel with "
+            f"{option} and, "
+            "where this is a container, one that may make such (docker run --privileged)"
+        )
     return RuntimeError(f"{what}: {told.strip()}")
 
 
 # --- do the links keep what they promise? ---
 
-PATTERNS = {"one to one": [(0, 1)], "one to two": [(0, 1), (0, 2)], "two to one": [(1, 0), (2, 0)],
-            "two to one another": [(0, 1), (1, 0)]}
+PATTERNS = {
+    "one to one": [(0, 1)],
+    "one to two": [(0, 1), (0, 2)],
+    "two to one": [(1, 0), (2, 0)],
+    "two to one another": [(0, 1), (1, 0)],
+}
 
 
 def measure(size: int, rounds: int) -> None:
-    """On every host: how many seconds each pattern of messages of `size` bytes takes, and an all_reduce; told by rank 0."""
+    """On every host: how many seconds each pattern of messages of `size` bytes takes, and an
+    all_reduce; told by rank 0.
+    """
     import torch
     import torch.distributed as dist
+
     dist.init_process_group("gloo")
-    rank, mine = dist.get_rank(), torch.zeros(size // 4)
+    rank = dist.get_rank()
+    mine = torch.zeros(size // 4)
     taken = [torch.zeros(size // 4) for _ in range(2)]
 
     def messages(pairs: Sequence[tuple[int, int]]) -> None:
@@ -353,8 +556,11 @@ def measure(size: int, rounds: int) -> None:
     exchanges = {name: partial(messages, pairs) for name, pairs in PATTERNS.items()}
     exchanges["all_reduce"] = lambda: dist.all_reduce(mine)
     for exchange in exchanges.values():
-        exchange()                                  # connections are made, and their windows opened
-    found = {name: [seconds(exchange) for _ in range(rounds)] for name, exchange in exchanges.items()}
+        # connections are made, and their windows opened
+        exchange()
+    found = {
+        name: [seconds(exchange) for _ in range(rounds)] for name, exchange in exchanges.items()
+    }
     found["barrier"] = [seconds(lambda: None) for _ in range(20)]
     if rank == 0:
         print(json.dumps(found))
@@ -368,22 +574,39 @@ def main() -> None:
         return
 
     def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--hosts", type=int, default=8, metavar="N", help="at least 3 (default: 8)")
-        parser.add_argument("--megabits", type=float, default=100.0, metavar="RATE", help="per second (default: 100)")
-        parser.add_argument("--megabytes", type=int, default=16, metavar="SIZE", help="of a message (default: 16)")
+        parser.add_argument(
+            "--hosts", type=int, default=8, metavar="N", help="at least 3 (default: 8)"
+        )
+        parser.add_argument(
+            "--megabits",
+            type=float,
+            default=100.0,
+            metavar="RATE",
+            help="per second (default: 100)",
+        )
+        parser.add_argument(
+            "--megabytes", type=int, default=16, metavar="SIZE", help="of a message (default: 16)"
+        )
 
     bench = Bench(__doc__, options)
-    count, megabits, size = bench.options.hosts, bench.options.megabits, bench.options.megabytes * 2**20
+    count = bench.options.hosts
+    megabits = bench.options.megabits
+    size = bench.options.megabytes * 2**20
     with hosts(count, megabits) as cluster:
         words = [__file__, "--worker", str(size), str(bench.rounds(5, 2))]
         found = json.loads(cluster.run(words, timeout=600.0)[0])
         for name, fault in cluster.faults().items():
             bench.figure(name, fault, at_most=0)
-    carried = {name: size * (2 if name in ("one to two", "two to one") else 1) for name in PATTERNS}    # by the busiest link
+    # by the busiest link
+    carried = {name: size * (2 if name in ("one to two", "two to one") else 1) for name in PATTERNS}
     carried["all_reduce"] = 2 * size * (count - 1) // count
     for name, amount in carried.items():
-        bench.figure(f"{name}, over the limit", [8e-6 * amount / seconds / megabits for seconds in found[name]],
-                     at_least=0.9, at_most=1.01)
+        bench.figure(
+            f"{name}, over the limit",
+            [8e-6 * amount / seconds / megabits for seconds in found[name]],
+            at_least=0.9,
+            at_most=1.01,
+        )
     bench.measured |= {"hosts": count, "megabits": megabits, "bytes": size, "seconds": found}
     bench.finish()
 

@@ -1,9 +1,10 @@
-"""Trainings that are ended from outside: is everybody gone, does one message say what died, and do they go on as if nothing
-had been?
+"""Trainings that are ended from outside: is everybody gone, does one message say what died, and
+do they go on as if nothing had been?
 
-    python benchmarks/kill.py --check               # 300 endings, about an hour; those of a full disk need root
-    python benchmarks/kill.py --rounds 8            # 8 endings of each kind
-    python benchmarks/kill.py --only stop --seed 7  # one kind, with the moments of an earlier run, which printed its seed
+    python benchmarks/kill.py --check               # 300 endings, about an hour; those of a
+    full disk need root python benchmarks/kill.py --rounds 8            # 8 endings of each kind
+    python benchmarks/kill.py --only stop --seed 7  # one kind, with the moments of an earlier
+    run, which printed its seed
 
 | endings  | how many | how                                                                                             |
 |----------|----------|-------------------------------------------------------------------------------------------------|
@@ -17,8 +18,9 @@ had been?
 | restart  | 20       | SIGKILL of a rank of an own loop under `torchrun --max-restarts 1`, also while it saves         |
 | disk     | 20       | a disk that becomes full: in a checkpoint, or in a record                                       |
 
-Half of them load their samples in 1 or 2 processes a rank. Where a checkpoint was written `--resume` goes on from it, with 2 or
-4 ranks, to the end; what it comes to stands beside an undisturbed training of as many ranks as were killed.
+Half of them load their samples in 1 or 2 processes a rank. Where a checkpoint was written
+`--resume` goes on from it, with 2 or 4 ranks, to the end; what it comes to stands beside an
+undisturbed training of as many ranks as were killed.
 
 | figure                                                                                   | bar         |
 |------------------------------------------------------------------------------------------|-------------|
@@ -28,12 +30,14 @@ Half of them load their samples in 1 or 2 processes a rank. Where a checkpoint w
 | restarts that did not come to their end by themselves                                    | at most 0   |
 | endings that did not name what died, in one message                                      | at most 0   |
 | trainings that could not go on; steps lost beyond the last checkpoint                    | at most 0   |
-| difference from an undisturbed training, the largest: every loss, every final parameter  | at most 1e-10 |
+| difference from an undisturbed training, the largest: every loss, every final parameter  | at
+most 1e-10 |
 | audits incomplete: a sample of an epoch missed or used twice                             | at most 0   |
 | processes left; entries of /dev/shm left; temporary folders left                         | at most 0   |
 
-The trainings are `python -m paragrad train kill_job.py`, which halts a rank where it is to be killed. Nobody tells for a
-killed launcher but its own exit by SIGKILL; what is left where all are killed the next start clears.
+The trainings are `python -m paragrad train kill_job.py`, which halts a rank where it is to be
+killed. Nobody tells for a killed launcher but its own exit by SIGKILL; what is left where all
+are killed the next start clears.
 """
 
 from __future__ import annotations
@@ -51,28 +55,59 @@ from kill_ending import BOUND, GONE, SAME, Ending, Kill, ended, may_mount, place
 from kill_result import Trained
 from pages import table
 
-COUNT = {"rank": 96, "server": 30, "launcher": 30, "all": 30, "saving": 54, "stop": 20, "restart": 20, "disk": 20}
+COUNT = {
+    "rank": 96,
+    "server": 30,
+    "launcher": 30,
+    "all": 30,
+    "saving": 54,
+    "stop": 20,
+    "restart": 20,
+    "disk": 20,
+}
 QUICK = dict.fromkeys(COUNT, 1) | {"rank": 3, "saving": 2, "disk": 2}
 PLACES = ("inside", "between", "before")
 WRITING = ("SHA256SUMS", "moment", "optimizer.safetensors", "state.json", "renaming", "removing")
 # kind -> places
-KINDS = dict.fromkeys(COUNT, PLACES) | {"saving": WRITING, "stop": ("moment", "between", "before"), "disk": ("disk",),
-                                        "restart": ("between", *WRITING, "inside", "before")}
-LAYOUTS = ((2, 1), (4, 2), (2, 0), (4, 3), (4, 0), (4, 1))          # (ranks, the one to kill)
+KINDS = dict.fromkeys(COUNT, PLACES) | {
+    "saving": WRITING,
+    "stop": ("moment", "between", "before"),
+    "disk": ("disk",),
+    "restart": ("between", *WRITING, "inside", "before"),
+}
+LAYOUTS = ((2, 1), (4, 2), (2, 0), (4, 3), (4, 0), (4, 1))  # (ranks, the one to kill)
 WHO = ("rank", "server", "launcher", "all")
 
 
 def drawn(kind: str, number: int, seed: int) -> Kill:
-    """The ending of that number of a kind: through all places, sizes and ranks in turn; the rest by chance."""
-    chance, places = random.Random(f"{seed} {kind} {number}"), KINDS[kind]
-    place, turn = places[number % len(places)], number // len(places)
+    """The ending of that number of a kind: through all places, sizes and ranks in turn; the
+    rest by chance.
+    """
+    chance = random.Random(f"{seed} {kind} {number}")
+    places = KINDS[kind]
+    place = places[number % len(places)]
+    turn = number // len(places)
     ranks, rank = LAYOUTS[(turn if len(places) < len(LAYOUTS) else turn + number) % len(LAYOUTS)]
-    who = {"saving": WHO[(number + turn) % len(WHO)], "stop": "rank", "restart": "rank", "disk": "nobody"}.get(kind, kind)
-    each = place in ("moment", "disk")                  # a checkpoint after each step
-    return Kill(kind, who, place, ranks, rank, again=ranks if kind == "restart" else chance.choice((2, 4)),
-                step=chance.randrange(12, 50), loaders=chance.choice((0, 0, 1, 2)), save=1 if each else 4,
-                delay=chance.uniform(0.0, 0.05) if place == "moment" else 0.0,
-                spare=chance.randrange(chance.choice((8_000, 200_000))) if kind == "disk" else 0)
+    who = {
+        "saving": WHO[(number + turn) % len(WHO)],
+        "stop": "rank",
+        "restart": "rank",
+        "disk": "nobody",
+    }.get(kind, kind)
+    each = place in ("moment", "disk")  # a checkpoint after each step
+    return Kill(
+        kind,
+        who,
+        place,
+        ranks,
+        rank,
+        again=ranks if kind == "restart" else chance.choice((2, 4)),
+        step=chance.randrange(12, 50),
+        loaders=chance.choice((0, 0, 1, 2)),
+        save=1 if each else 4,
+        delay=chance.uniform(0.0, 0.05) if place == "moment" else 0.0,
+        spare=chance.randrange(chance.choice((8_000, 200_000))) if kind == "disk" else 0,
+    )
 
 
 class Expected:
@@ -94,29 +129,58 @@ def main() -> None:
     def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--backend", default="auto", help="of the ranks")
         parser.add_argument("--only", choices=tuple(COUNT), help="one kind of ending")
-        parser.add_argument("--seed", type=int, help="of what is drawn by chance, otherwise another in each run")
+        parser.add_argument(
+            "--seed", type=int, help="of what is drawn by chance, otherwise another in each run"
+        )
 
     bench = Bench(__doc__, options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))             # with what it has started
-    count, part = dict(QUICK if bench.quick else COUNT), bench.quick or bench.options.rounds or bench.options.only
+    # with what it has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    count = dict(QUICK if bench.quick else COUNT)
+    part = bench.quick or bench.options.rounds or bench.options.only
     if bench.options.rounds:
         count = dict.fromkeys(count, bench.options.rounds)
     if bench.options.only:
         count = {bench.options.only: count[bench.options.only]}
     if "disk" in count and not may_mount():
-        print(f"left out: {count.pop('disk')} endings on a full disk, which need root to make one", file=sys.stderr)
-    seed = bench.options.seed if bench.options.seed is not None else random.SystemRandom().randrange(10**6)
+        print(
+            f"left out: {count.pop('disk')} endings on a full disk, which need root to make one",
+            file=sys.stderr,
+        )
+    seed = (
+        bench.options.seed
+        if bench.options.seed is not None
+        else random.SystemRandom().randrange(10**6)
+    )
     print(f"seed: {seed}", file=sys.stderr)
     kills = [drawn(kind, number, seed) for kind, each in count.items() for number in range(each)]
     random.Random(seed).shuffle(kills)
-    expected, endings = Expected(bench.options.backend), []
+    expected = Expected(bench.options.backend)
+    endings = []
     for number, kill in enumerate(kills):
         endings.append(ended(kill, bench.options.backend, expected))
         print(f"{number + 1} of {len(kills)}: {told(endings[-1])}", file=sys.stderr, flush=True)
-    bench.measured = {"seed": seed, "endings": [{**asdict(ending), "named": ending.named} for ending in endings]}
+    bench.measured = {
+        "seed": seed,
+        "endings": [{**asdict(ending), "named": ending.named} for ending in endings],
+    }
     figures(bench, endings, None if part else sum(COUNT.values()))
-    print(table(["ending", "how many", "seconds until all are gone: median", "longest", "gone on with", "largest difference"],
-                [row(kind, [ending for ending in endings if ending.kill.kind == kind]) for kind in count]))
+    print(
+        table(
+            [
+                "ending",
+                "how many",
+                "seconds until all are gone: median",
+                "longest",
+                "gone on with",
+                "largest difference",
+            ],
+            [
+                row(kind, [ending for ending in endings if ending.kill.kind == kind])
+                for kind in count
+            ],
+        )
+    )
     bench.finish()
 
 
@@ -125,19 +189,36 @@ def told(ending: Ending) -> str:
     if not ending.good:
         return f"NOT AS IT SHOULD BE: {ending}"
     kill = ending.kill
-    what = f"disk, {kill.spare} bytes left" if kill.kind == "disk" else f"{kill.kind}, of {kill.who}, {kill.place}"
-    resumed = "nothing saved" if ending.resumed is None else f"on from step {ending.resumed} with {kill.again}"
+    what = (
+        f"disk, {kill.spare} bytes left"
+        if kill.kind == "disk"
+        else f"{kill.kind}, of {kill.who}, {kill.place}"
+    )
+    resumed = (
+        "nothing saved"
+        if ending.resumed is None
+        else f"on from step {ending.resumed} with {kill.again}"
+    )
     same = "" if ending.difference is None else f", difference {ending.difference:.1e}"
-    return (f"{what}; rank {kill.rank} of {kill.ranks}, {kill.loaders} loaders: gone after {ending.seconds:.2f} s; "
-            f"{'restarted' if kill.kind == 'restart' else resumed}{same}")
+    return (
+        f"{what}; rank {kill.rank} of {kill.ranks}, {kill.loaders} loaders: gone after "
+        f"{ending.seconds:.2f} s; "
+        f"{'restarted' if kill.kind == 'restart' else resumed}{same}"
+    )
 
 
 def row(kind: str, endings: list[Ending]) -> list[str]:
     """Of the table that is printed at the end."""
     times = [ending.seconds for ending in endings]
     same = [ending.difference for ending in endings if ending.difference is not None]
-    return [kind, str(len(endings)), f"{median(times):.2f}", f"{max(times):.2f}", str(len(same)),
-            f"{max(same):.1e}" if same else "-"]
+    return [
+        kind,
+        str(len(endings)),
+        f"{median(times):.2f}",
+        f"{max(times):.2f}",
+        str(len(same)),
+        f"{max(same):.1e}" if same else "-",
+    ]
 
 
 def figures(bench: Bench, endings: list[Ending], wanted: int | None) -> None:
@@ -148,20 +229,44 @@ def figures(bench: Bench, endings: list[Ending], wanted: int | None) -> None:
             bench.figure(f"seconds until all are gone, {kind}", times)
     quick = [ending.seconds for ending in endings if ending.kill.kind not in ("stop", "restart")]
     stopped = [ending.seconds for ending in endings if ending.kill.kind == "stop"]
-    for what, times, bar in (("SIGKILL and a full disk", quick, GONE), ("SIGSTOP", stopped, BOUND + GONE)):
+    for what, times, bar in (
+        ("SIGKILL and a full disk", quick, GONE),
+        ("SIGSTOP", stopped, BOUND + GONE),
+    ):
         if times:
-            bench.figure(f"seconds until all are gone, the longest: {what}", max(times), at_most=bar)
+            bench.figure(
+                f"seconds until all are gone, the longest: {what}", max(times), at_most=bar
+            )
     same = [ending.difference for ending in endings if ending.difference is not None]
-    bench.figure("restarts that did not come to their end", sum(ending.kill.kind == "restart" and not ending.named
-                                                                for ending in endings), at_most=0)
-    bench.figure("endings that did not name what died", sum(not ending.named for ending in endings), at_most=0)
-    bench.figure("trainings that could not go on", sum(bool(ending.wrong) for ending in endings), at_most=0)
-    bench.figure("steps lost beyond the last checkpoint", sum(ending.lost for ending in endings), at_most=0)
-    bench.figure("difference from an undisturbed training, the largest", max(same, default=math.inf), at_most=SAME)
+    bench.figure(
+        "restarts that did not come to their end",
+        sum(ending.kill.kind == "restart" and not ending.named for ending in endings),
+        at_most=0,
+    )
+    bench.figure(
+        "endings that did not name what died",
+        sum(not ending.named for ending in endings),
+        at_most=0,
+    )
+    bench.figure(
+        "trainings that could not go on", sum(bool(ending.wrong) for ending in endings), at_most=0
+    )
+    bench.figure(
+        "steps lost beyond the last checkpoint", sum(ending.lost for ending in endings), at_most=0
+    )
+    bench.figure(
+        "difference from an undisturbed training, the largest",
+        max(same, default=math.inf),
+        at_most=SAME,
+    )
     bench.figure("audits incomplete", sum(ending.audited is False for ending in endings), at_most=0)
     bench.figure("processes left", sum(len(ending.processes) for ending in endings), at_most=0)
-    bench.figure("entries of /dev/shm left", sum(len(ending.shared) for ending in endings), at_most=0)
-    bench.figure("temporary folders left", sum(len(ending.temporary) for ending in endings), at_most=0)
+    bench.figure(
+        "entries of /dev/shm left", sum(len(ending.shared) for ending in endings), at_most=0
+    )
+    bench.figure(
+        "temporary folders left", sum(len(ending.temporary) for ending in endings), at_most=0
+    )
 
 
 if __name__ == "__main__":

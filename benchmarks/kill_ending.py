@@ -1,4 +1,6 @@
-"""One ending of kill.py: a training is started, ended in the middle, and gone on with; what is left, and what it came to."""
+"""One ending of kill.py: a training is started, ended in the middle, and gone on with; what is
+left, and what it came to.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,28 @@ from kill_result import Trained, of_loop, of_run
 
 from paragrad.training.saved import folders, step_of
 
-LIMIT = 120.0           # seconds for a training to reach the place, to be restarted, to be gone on with
-GONE = 5.0              # seconds for everybody to be gone
-BOUND = 5.0             # seconds that ranks wait for a stopped one: --timeout
-SAME = 1e-10            # difference that rounding in float64 may make
-DISK = 16               # MB of a disk that becomes full
+# seconds for a training to reach the place, to be restarted, to be gone on with
+LIMIT = 120.0
+GONE = 5.0  # seconds for everybody to be gone
+BOUND = 5.0  # seconds that ranks wait for a stopped one: --timeout
+SAME = 1e-10  # difference that rounding in float64 may make
+DISK = 16  # MB of a disk that becomes full
 HERE = Path(__file__).parent
-TORCHS_OWN = ("torchinductor_", "torchelastic_")        # temporary folders that torch leaves
+TORCHS_OWN = ("torchinductor_", "torchelastic_")  # temporary folders that torch leaves
 
 
 @dataclass(frozen=True)
 class Kill:
     """A training, and how it ends.
 
-    kind: as kill.py counts them;  who: gets the signal (rank, server, launcher, all; nobody where the disk becomes full);
-    place: before (the first collective), inside (one), between (two), disk (between, and then the disk is full), the part of a
-    checkpoint that comes next when one is half-written, or moment (`delay` seconds after the beginning of the step);  rank: the
-    one to kill;  again: so many ranks go on;  save: steps from checkpoint to checkpoint;  spare: bytes left on the disk.
+    kind: as kill.py counts them;  who: gets the signal (rank, server, launcher, all; nobody
+    where the disk becomes full); place: before (the first collective), inside (one), between
+    (two), disk (between, and then the disk is full), the part of a checkpoint that comes next
+    when one is half-written, or moment (`delay` seconds after the beginning of the step);
+    rank: the one to kill;  again: so many ranks go on;  save: steps from checkpoint to
+    checkpoint;  spare: bytes left on the disk.
     """
+
     kind: str
     who: str
     place: str
@@ -62,11 +68,13 @@ class Kill:
 class Ending:
     """What became of it.
 
-    seconds: until every process was gone;  message: the one that says what died;  processes, shared, temporary: left behind;
-    saved: the step of the newest whole checkpoint as it was ended, 0 where there was none;  resumed: from which step it
-    went on;  difference: of losses and parameters from an undisturbed training, None where it was not gone on with;
-    wrong: what went wrong otherwise, or "".
+    seconds: until every process was gone;  message: the one that says what died;  processes,
+    shared, temporary: left behind; saved: the step of the newest whole checkpoint as it was
+    ended, 0 where there was none;  resumed: from which step it went on;  difference: of losses
+    and parameters from an undisturbed training, None where it was not gone on with; wrong: what
+    went wrong otherwise, or "".
     """
+
     kill: Kill
     seconds: float
     message: str
@@ -88,18 +96,37 @@ class Ending:
         if kill.kind == "restart":
             return self.message == "exited with 0"
         if kill.who == "server":
-            return self.message.startswith("paragrad: the server of the ranks was killed by SIGKILL")
+            return self.message.startswith(
+                "paragrad: the server of the ranks was killed by SIGKILL"
+            )
         if kill.kind == "disk":
-            return self.message.startswith("paragrad: rank ") and "No space left on device" in self.message
+            return (
+                self.message.startswith("paragrad: rank ")
+                and "No space left on device" in self.message
+            )
         if kill.kind == "stop":
-            who = r"rank\(s\) \d did not come" if kill.place == "before" else rf"for rank {kill.rank} in"     # any of them
-            return self.message.startswith("paragrad: rank ") and re.search(who, self.message) is not None
-        rank = "" if kill.place == "before" else f"rank {kill.rank}: the process of rank {kill.rank} "
-        return self.message.startswith(f"paragrad: {rank or 'rank '}") and self.message.endswith("was killed by SIGKILL")
+            # any of them
+            who = (
+                r"rank\(s\) \d did not come"
+                if kill.place == "before"
+                else rf"for rank {kill.rank} in"
+            )
+            return (
+                self.message.startswith("paragrad: rank ")
+                and re.search(who, self.message) is not None
+            )
+        rank = (
+            "" if kill.place == "before" else f"rank {kill.rank}: the process of rank {kill.rank} "
+        )
+        return self.message.startswith(f"paragrad: {rank or 'rank '}") and self.message.endswith(
+            "was killed by SIGKILL"
+        )
 
     @property
     def lost(self) -> int:
-        """Steps lost beyond those since the last checkpoint that was whole; the one before the last that was due must be."""
+        """Steps lost beyond those since the last checkpoint that was whole; the one before the
+        last that was due must be.
+        """
         kill = self.kill
         due = 0 if kill.place == "before" else (kill.step - 1) // kill.save * kill.save - kill.save
         return max(0, max(due, self.saved) - (self.resumed or 0))
@@ -108,8 +135,13 @@ class Ending:
     def good(self) -> bool:
         """Is it as it should be?"""
         left = self.processes or self.shared or self.temporary
-        return (self.seconds < self.kill.bound and self.named and not (self.wrong or left or self.lost)
-                and (self.difference or 0.0) <= SAME and self.audited is not False)
+        return (
+            self.seconds < self.kill.bound
+            and self.named
+            and not (self.wrong or left or self.lost)
+            and (self.difference or 0.0) <= SAME
+            and self.audited is not False
+        )
 
 
 class Astray(Exception):
@@ -119,27 +151,69 @@ class Astray(Exception):
 @dataclass(frozen=True)
 class Here:
     """Where an ending takes place: its folders, and what processes of it are known by."""
+
     folder: Path
     backend: str
 
     def words(self, kill: Kill, runs: str, resume: Path | None = None) -> list[str]:
         """The command of a training."""
         if kill.kind == "restart":
-            return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(kill.ranks),
-                    "--max-restarts", "1", str(HERE / "kill_loop.py"), str(self.folder / runs), str(kill.save),
-                    str(kill.loaders), self.backend]
-        return [sys.executable, "-m", "paragrad", "train", str(HERE / "kill_job.py"), "--strategy", f"data({kill.ranks})",
-                "--backend", self.backend, "--no-check", "--runs", str(self.folder / runs), "--save", str(kill.save),
-                "--loaders", str(kill.loaders), *(["--timeout", f"{BOUND:g}"] if kill.kind == "stop" and not resume else []),
-                *(["--resume", str(resume)] if resume else [])]
+            return [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(kill.ranks),
+                "--max-restarts",
+                "1",
+                str(HERE / "kill_loop.py"),
+                str(self.folder / runs),
+                str(kill.save),
+                str(kill.loaders),
+                self.backend,
+            ]
+        return [
+            sys.executable,
+            "-m",
+            "paragrad",
+            "train",
+            str(HERE / "kill_job.py"),
+            "--strategy",
+            f"data({kill.ranks})",
+            "--backend",
+            self.backend,
+            "--no-check",
+            "--runs",
+            str(self.folder / runs),
+            "--save",
+            str(kill.save),
+            "--loaders",
+            str(kill.loaders),
+            *(["--timeout", f"{BOUND:g}"] if kill.kind == "stop" and not resume else []),
+            *(["--resume", str(resume)] if resume else []),
+        ]
 
     @contextlib.contextmanager
-    def started(self, kill: Kill, words: list[str], halts: bool) -> Iterator[subprocess.Popen[bytes]]:
-        """A training; what it prints is in the file `printed`. At the end nobody of it is left."""
+    def started(
+        self, kill: Kill, words: list[str], halts: bool
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A training; what it prints is in the file `printed`. At the end nobody of it is
+        left.
+        """
         told = {"KILL": json.dumps(asdict(kill))} if halts else {}
-        environment = {**os.environ, **told, "KILL_FOLDER": str(self.folder), "TMPDIR": str(self.folder / "temporary")}
-        with (self.folder / "printed").open("wb") as printed, \
-                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=environment) as running:
+        environment = {
+            **os.environ,
+            **told,
+            "KILL_FOLDER": str(self.folder),
+            "TMPDIR": str(self.folder / "temporary"),
+        }
+        with (
+            (self.folder / "printed").open("wb") as printed,
+            subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=environment
+            ) as running,
+        ):
             try:
                 yield running
             finally:
@@ -151,15 +225,21 @@ class Here:
         return (self.folder / "printed").read_text(errors="replace")
 
     def saved(self) -> int:
-        """The step of the newest whole checkpoint; 0 where there is none. It may be removed while we look, for a newer one."""
+        """The step of the newest whole checkpoint; 0 where there is none. It may be removed
+        while we look, for a newer one.
+        """
         runs = self.folder / "runs"
-        return max((step_of(path) for run in (runs, *runs.glob("*-kill-*")) for path in folders(run)), default=0)
+        return max(
+            (step_of(path) for run in (runs, *runs.glob("*-kill-*")) for path in folders(run)),
+            default=0,
+        )
 
     def processes(self) -> list[int]:
         """Every process of this ending, whoever its parent is: known by its environment."""
-        mark, found = f"KILL_FOLDER={self.folder}".encode(), []
+        mark = f"KILL_FOLDER={self.folder}".encode()
+        found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):          # another user's, or gone
+            with contextlib.suppress(OSError):  # another user's, or gone
                 if mark in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
         return found
@@ -180,33 +260,49 @@ class Here:
         while not (path := self.folder / what).exists():
             if running.poll() is not None or time.monotonic() > until:
                 raise Astray(f"it did not come to {what}: {self.printed()[-2000:]}")
-            time.sleep(0.002)                           # of a process that is to be killed nothing is known but its files
+            # of a process that is to be killed nothing is known but its files
+            time.sleep(0.002)
         return [int(word) for word in path.read_text().split()]
 
     def temporary(self, kill: Kill) -> list[str]:
         """Temporary folders, and what is half-written where somebody was left to remove it."""
         partial = self.folder.glob("runs/**/*.partial") if kill.kind in ("disk", "restart") else ()
-        return [path.name for path in [*(self.folder / "temporary").iterdir(), *partial]
-                if not path.name.startswith(TORCHS_OWN)]
+        return [
+            path.name
+            for path in [*(self.folder / "temporary").iterdir(), *partial]
+            if not path.name.startswith(TORCHS_OWN)
+        ]
 
 
 def states(pid: int) -> list[str]:
     """Of the threads of a process: R where one computes, T where it is stopped."""
-    return [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return [
+        path.read_text().rpartition(")")[2].split()[0]
+        for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
 
 
 def settled(pid: int) -> None:
-    """Wait until no thread of a process computes: in a collective, it can only wait. (Some look around now and then.)"""
-    quiet, until = 0, time.monotonic() + 2.0
+    """Wait until no thread of a process computes: in a collective, it can only wait. (Some look
+    around now and then.)
+    """
+    quiet = 0
+    until = time.monotonic() + 2.0
     while quiet < 5 and time.monotonic() < until:
         quiet = 0 if "R" in states(pid) else quiet + 1
-        time.sleep(0.01)                                # between two samples of /proc
+        time.sleep(0.01)  # between two samples of /proc
 
 
 @contextlib.contextmanager
 def disk(folder: Path, megabytes: int) -> Iterator[None]:
-    """A disk of its own below a folder. Raises CalledProcessError where this user may not make one."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", folder], check=True, capture_output=True)
+    """A disk of its own below a folder. Raises CalledProcessError where this user may not make
+    one.
+    """
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", folder],
+        check=True,
+        capture_output=True,
+    )
     try:
         yield
     finally:
@@ -223,34 +319,44 @@ def may_mount() -> bool:
 
 
 def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> tuple[float, int]:
-    """Wait until the training is at the place, and end it: when that was, and the step of the newest whole checkpoint then."""
+    """Wait until the training is at the place, and end it: when that was, and the step of the
+    newest whole checkpoint then.
+    """
     victim, server = here.waited("victim", running)
     if kill.place not in ("before", "inside", "between", "moment", "disk"):
         here.waited("halted", running)
     if kill.place == "inside":
         settled(victim)
-    time.sleep(kill.delay)                              # the moment is drawn by chance
+    time.sleep(kill.delay)  # the moment is drawn by chance
     if kill.kind == "disk":
         until = time.monotonic() + LIMIT
         while set(states(victim)) != {"T"}:
             if time.monotonic() > until:
                 raise Astray("the rank that was to stop while its disk is filled did not")
-            time.sleep(0.002)                           # nothing tells when a process has stopped
+            # nothing tells when a process has stopped
+            time.sleep(0.002)
         runs = here.folder / "runs"
         (runs / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(runs).free - kill.spare)))
         begun = time.monotonic()
         os.kill(victim, signal.SIGCONT)
         return begun, here.saved()
     saved = here.saved()
-    pids = {"rank": [victim], "server": [server], "launcher": [running.pid], "all": here.processes()}[kill.who]
+    pids = {
+        "rank": [victim],
+        "server": [server],
+        "launcher": [running.pid],
+        "all": here.processes(),
+    }[kill.who]
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):   # by the end of another of them
+        with contextlib.suppress(ProcessLookupError):  # by the end of another of them
             os.kill(pid, signal.SIGSTOP if kill.kind == "stop" else signal.SIGKILL)
     return time.monotonic(), saved
 
 
 def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Ending:
-    """Train, end it, look at what is left, go on, and compare. expected: what an undisturbed training comes to."""
+    """Train, end it, look at what is left, go on, and compare. expected: what an undisturbed
+    training comes to.
+    """
     shared = set(os.listdir("/dev/shm"))
     with place(backend) as here:
         runs = here.folder / "runs"
@@ -263,14 +369,20 @@ def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Endi
                 saved = here.saved()
                 if kill.kind == "restart":
                     found = replace(found, **judged(of_loop(runs), expected(kill)))
-                elif saved or kill.who == "all":        # what all of them left the next start clears
-                    trained = undisturbed(replace(kill, ranks=kill.again), here, "again", run if saved else None)
+                # what all of them left the next start clears
+                elif saved or kill.who == "all":
+                    trained = undisturbed(
+                        replace(kill, ranks=kill.again), here, "again", run if saved else None
+                    )
                     found = replace(found, **judged(trained, expected(kill)))
             except (Astray, OSError) as error:
                 found = replace(found, wrong=f"{type(error).__name__}: {error}")
-        return replace(found, shared=sorted(set(os.listdir("/dev/shm")) - shared),
-                       temporary=sorted({*found.temporary, *here.temporary(kill)}),
-                       processes=[*found.processes, *here.gone(GONE)])
+        return replace(
+            found,
+            shared=sorted(set(os.listdir("/dev/shm")) - shared),
+            temporary=sorted({*found.temporary, *here.temporary(kill)}),
+            processes=[*found.processes, *here.gone(GONE)],
+        )
 
 
 def _ended(kill: Kill, here: Here) -> Ending:
@@ -280,10 +392,18 @@ def _ended(kill: Kill, here: Here) -> Ending:
         seconds = time.monotonic() - begun
     printed = here.printed()
     said = [line for line in printed.splitlines() if line.startswith("paragrad: ")]
-    message = said[0] if len(said) == 1 else f"{len(said)} messages: {printed}" if said else f"exited with {running.returncode}"
+    message = (
+        said[0]
+        if len(said) == 1
+        else f"{len(said)} messages: {printed}"
+        if said
+        else f"exited with {running.returncode}"
+    )
     if kill.kind == "restart" and running.returncode == 0:
         message = "exited with 0"
-    return Ending(kill, seconds, message, left, [], [] if kill.who == "all" else here.temporary(kill), saved)
+    return Ending(
+        kill, seconds, message, left, [], [] if kill.who == "all" else here.temporary(kill), saved
+    )
 
 
 def undisturbed(kill: Kill, here: Here, runs: str, resume: Path | None = None) -> Trained:
@@ -293,10 +413,16 @@ def undisturbed(kill: Kill, here: Here, runs: str, resume: Path | None = None) -
         try:
             code = running.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            raise Astray(f"a training was not done within {LIMIT:g} s: {here.printed()[-2000:]}") from None
+            raise Astray(
+                f"a training was not done within {LIMIT:g} s: {here.printed()[-2000:]}"
+            ) from None
     if code:
         raise Astray(f"a training exited with {code}: {here.printed()[-2000:]}")
-    return of_loop(here.folder / runs) if kill.kind == "restart" else of_run(next((here.folder / runs).glob("*-kill-*")))
+    return (
+        of_loop(here.folder / runs)
+        if kill.kind == "restart"
+        else of_run(next((here.folder / runs).glob("*-kill-*")))
+    )
 
 
 @contextlib.contextmanager
@@ -309,4 +435,8 @@ def place(backend: str) -> Iterator[Here]:
 
 def judged(found: Trained, expected: Trained) -> dict[str, Any]:
     """Is it the training that it would have been?"""
-    return {"resumed": found.resumed, "difference": found.difference(expected), "audited": found.audited}
+    return {
+        "resumed": found.resumed,
+        "difference": found.difference(expected),
+        "audited": found.audited,
+    }

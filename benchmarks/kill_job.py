@@ -1,8 +1,10 @@
-"""The job of kill.py: a small network in float64 that halts where it is to be killed; its own loop is kill_loop.py.
+"""The job of kill.py: a small network in float64 that halts where it is to be killed; its own
+loop is kill_loop.py.
 
-KILL, in the environment, says where, as JSON: the `place` (see `Kill` in kill_ending.py), the `rank` to kill, and `step`, the
-training forward in which ranks halt, counted from 1. Without it nobody halts.  KILL_FOLDER: where what has happened is told, as
-files. Dropout, momentum, a scheduler and noise in the samples: a training that goes on as another one shows it.
+KILL, in the environment, says where, as JSON: the `place` (see `Kill` in kill_ending.py), the
+`rank` to kill, and `step`, the training forward in which ranks halt, counted from 1. Without it
+nobody halts.  KILL_FOLDER: where what has happened is told, as files. Dropout, momentum, a
+scheduler and noise in the samples: a training that goes on as another one shows it.
 """
 
 import json
@@ -19,12 +21,16 @@ from torch.utils.data import Dataset
 from paragrad import Job
 
 KILL = json.loads(os.environ.get("KILL", "{}"))
-PLACE = KILL.get("place") if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None     # restarted: in peace
+# restarted: in peace
+PLACE = KILL.get("place") if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
 FOLDER = os.environ.get("KILL_FOLDER", "")
 BATCH = 32
-# what Python tells its audit hooks as a checkpoint comes to a part of its writing, and of which path
-WRITING = {name: ("open", f".partial/{name}") for name in ("optimizer.safetensors", "state.json", "SHA256SUMS")} | {
-    "renaming": ("os.rename", ".partial"), "removing": ("shutil.rmtree", "")}
+# what Python tells its audit hooks as a checkpoint comes to a part of its writing, and of which
+# path
+WRITING = {
+    name: ("open", f".partial/{name}")
+    for name in ("optimizer.safetensors", "state.json", "SHA256SUMS")
+} | {"renaming": ("os.rename", ".partial"), "removing": ("shutil.rmtree", "")}
 
 
 def tell(what):
@@ -40,25 +46,34 @@ def reached(inputs):
     victim = rank == KILL["rank"]
     if PLACE == "inside" and victim:
         inputs = inputs.clone().requires_grad_()
-        inputs.register_hook(lambda gradient: tell("victim"))       # the last of backward: buckets are on their way
+        # the last of backward: buckets are on their way
+        inputs.register_hook(lambda gradient: tell("victim"))
     elif victim:
         tell("victim")
     if PLACE in WRITING and rank == 0:
         sys.addaudithook(halt_writing)
-    if (PLACE == "between" and victim) or (PLACE == "inside" and not victim):      # late, while the victim waits for the sum
+    # late, while the victim waits for the sum
+    if (PLACE == "between" and victim) or (PLACE == "inside" and not victim):
         signal.pause()
     if PLACE == "disk" and victim:
-        os.kill(os.getpid(), signal.SIGSTOP)                        # until the disk is full
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the disk is full
     return inputs
 
 
 def halt_writing(event, arguments):
-    """Halt where a checkpoint is half-written, the file that was written last cut in half, as in the middle of its writing."""
+    """Halt where a checkpoint is half-written, the file that was written last cut in half, as
+    in the middle of its writing.
+    """
     wanted, suffix = WRITING[PLACE]
-    if event != wanted or not isinstance(arguments[0], str | Path) or not str(arguments[0]).endswith(suffix):
+    if (
+        event != wanted
+        or not isinstance(arguments[0], str | Path)
+        or not str(arguments[0]).endswith(suffix)
+    ):
         return
     path = Path(arguments[0])
-    if event == "shutil.rmtree" and (path.suffix or not path.exists()):         # not of an older checkpoint
+    # not of an older checkpoint
+    if event == "shutil.rmtree" and (path.suffix or not path.exists()):
         return
     if event == "open":
         last = max(path.parent.iterdir(), key=lambda file: file.stat().st_mtime_ns)
@@ -70,12 +85,19 @@ def halt_writing(event, arguments):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Dropout(0.1),
-                                    nn.Linear(100, 5))
+        self.layers = nn.Sequential(
+            nn.Linear(20, 100),
+            nn.ReLU(),
+            nn.Linear(100, 100),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(100, 5),
+        )
         self.calls = 0
 
     def forward(self, inputs):
-        if PLACE and self.training and dist.is_initialized() and len(inputs) < BATCH:      # not one worker's step beside
+        # not one worker's step beside
+        if PLACE and self.training and dist.is_initialized() and len(inputs) < BATCH:
             self.calls += 1
             if self.calls == KILL["step"]:
                 inputs = reached(inputs)
@@ -118,6 +140,15 @@ def taken(launcher):
     return Made()
 
 
-job = Job(name="kill", model=Made(), loss=nn.functional.cross_entropy, batch=BATCH, epochs=4, train=Noisy(640), seed=1,
-          dtype=torch.float64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-          scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.8))
+job = Job(
+    name="kill",
+    model=Made(),
+    loss=nn.functional.cross_entropy,
+    batch=BATCH,
+    epochs=4,
+    train=Noisy(640),
+    seed=1,
+    dtype=torch.float64,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.8),
+)

@@ -1,8 +1,8 @@
-"""The same training as kill_job.py in a loop of its own, for torchrun, which restarts it: kill_loop.py FOLDER SAVE LOADERS
-BACKEND.
+"""The same training as kill_job.py in a loop of its own, for torchrun, which restarts it:
+kill_loop.py FOLDER SAVE LOADERS BACKEND.
 
-The folder holds its checkpoints, `losses` (a line "STEP LOSS" for every step, those made again too, and
-"resumed STEP" where it goes on) and at the end the model.
+The folder holds its checkpoints, `losses` (a line "STEP LOSS" for every step, those made again
+too, and "resumed STEP" where it goes on) and at the end the model.
 """
 
 import os
@@ -24,15 +24,25 @@ def main(folder, save, loaders, backend):
     torch.manual_seed(job.seed)
     model = Net().double()
     optimizer = job.optimizer(model.parameters())
-    steps = len(job.train) // job.batch         # of an epoch
-    with pg.parallelize(model, job.loss, optimizer, scheduler=job.scheduler(optimizer), seed=job.seed,
-                        backend=backend) as trainer, \
-            (folder / "losses" if trainer.world.rank == 0 else Path(os.devnull)).open("a") as losses:
+    steps = len(job.train) // job.batch  # of an epoch
+    with (
+        pg.parallelize(
+            model,
+            job.loss,
+            optimizer,
+            scheduler=job.scheduler(optimizer),
+            seed=job.seed,
+            backend=backend,
+        ) as trainer,
+        (folder / "losses" if trainer.world.rank == 0 else Path(os.devnull)).open("a") as losses,
+    ):
         if any(folder.glob("checkpoint-????????")):
             trainer.load(folder)
             print("resumed", trainer.steps, file=losses, flush=True)
         for epoch in range(trainer.steps // steps, job.epochs):
-            for batch in trainer.batches(job.train, job.batch, epoch, start=trainer.steps % steps, loaders=loaders):
+            for batch in trainer.batches(
+                job.train, job.batch, epoch, start=trainer.steps % steps, loaders=loaders
+            ):
                 result = trainer.step(*batch)
                 print(trainer.steps - 1, repr(result.loss), file=losses, flush=True)
                 if trainer.steps % save == 0:

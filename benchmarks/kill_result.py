@@ -1,4 +1,6 @@
-"""What a training of kill.py came to, over a run and those it goes on from: every loss, every final parameter, the audit."""
+"""What a training of kill.py came to, over a run and those it goes on from: every loss, every
+final parameter, the audit.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +18,85 @@ from paragrad.record.record import Record
 
 @dataclass(frozen=True)
 class Trained:
-    """losses: every one that was told of a step, those of steps that were made again too;  audited: did every epoch use every
-    sample exactly once?  resumed: from which step it went on, if it did."""
+    """losses: every one that was told of a step, those of steps that were made again too;
+    audited: did every epoch use every sample exactly once?  resumed: from which step it went
+    on, if it did.
+    """
+
     losses: dict[int, list[float]]
     parameters: dict[str, Tensor]
     audited: bool
     resumed: int | None = None
 
     def difference(self, other: Trained) -> float:
-        """The largest, of losses and parameters; infinite where a step or a parameter is missing, or is no number."""
-        if self.losses.keys() != other.losses.keys() or self.parameters.keys() != other.parameters.keys():
+        """The largest, of losses and parameters; infinite where a step or a parameter is
+        missing, or is no number.
+        """
+        if (
+            self.losses.keys() != other.losses.keys()
+            or self.parameters.keys() != other.parameters.keys()
+        ):
             return math.inf
-        found = [abs(loss - each) for step, told in self.losses.items() for loss in told for each in other.losses[step]]
-        found += [float((value - other.parameters[name]).abs().max()) for name, value in self.parameters.items()]
+        found = [
+            abs(loss - each)
+            for step, told in self.losses.items()
+            for loss in told
+            for each in other.losses[step]
+        ]
+        found += [
+            float((value - other.parameters[name]).abs().max())
+            for name, value in self.parameters.items()
+        ]
         return math.inf if any(map(math.isnan, found)) else max(found)
 
 
 def of_run(folder: Path) -> Trained:
     """A run, with what it goes on from."""
     record = Record(folder)
-    lines, audit, epochs, samples = record.used(), record.audit, *map(record.header["job"].get, ("epochs", "samples"))
-    used = Counter((line["epoch"], position) for line in lines for position in range(*line["order"]))
-    once = dict.fromkeys(((epoch, position) for epoch in range(epochs) for position in range(samples)), 1)
+    lines, audit, epochs, samples = (
+        record.used(),
+        record.audit,
+        *map(record.header["job"].get, ("epochs", "samples")),
+    )
+    used = Counter(
+        (line["epoch"], position) for line in lines for position in range(*line["order"])
+    )
+    once = dict.fromkeys(
+        ((epoch, position) for epoch in range(epochs) for position in range(samples)), 1
+    )
     sums: dict[int, list[list[float]]] = {}
     for line in lines:
         sums.setdefault(line["step"], []).append(line["loss"])
-    losses = {step: [sum(loss for loss, _ in each) / sum(weight for _, weight in each)] for step, each in sums.items()}
-    audited = used == once and audit.epochs > 0 and audit.seen == samples and audit.twice == audit.missed == 0
+    losses = {
+        step: [sum(loss for loss, _ in each) / sum(weight for _, weight in each)]
+        for step, each in sums.items()
+    }
+    audited = (
+        used == once
+        and audit.epochs > 0
+        and audit.seen == samples
+        and audit.twice == audit.missed == 0
+    )
     resumed = (record.header["resumed"] or {}).get("step")
     return Trained(losses, load_file(folder / "model.safetensors"), audited, resumed)
 
 
 def of_loop(folder: Path) -> Trained:
-    """A loop of one's own, which has no record but its losses: of every step, in order, but for those that a restart made
-    again."""
+    """A loop of one's own, which has no record but its losses: of every step, in order, but for
+    those that a restart made again.
+    """
     words = [line.split() for line in (folder / "losses").read_text().splitlines()]
     told = [(int(step), float(loss)) for step, loss in words if step != "resumed"]
     losses: dict[int, list[float]] = {}
     for step, loss in told:
         losses.setdefault(step, []).append(loss)
     resumed = [int(step) for word, step in words if word == "resumed"]
-    return Trained(losses, load_file(folder / "model.safetensors"), in_order([step for step, _ in told]),
-                   resumed[-1] if resumed else None)
+    return Trained(
+        losses,
+        load_file(folder / "model.safetensors"),
+        in_order([step for step, _ in told]),
+        resumed[-1] if resumed else None,
+    )
 
 
 def in_order(steps: Iterable[int]) -> bool:

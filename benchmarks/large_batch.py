@@ -1,18 +1,22 @@
-"""Larger batches at equal epochs: with the job's own rate, and by rules for another one; and what the noise scale says of them.
+"""Larger batches at equal epochs: with the job's own rate, and by rules for another one; and
+what the noise scale says of them.
 
-    python benchmarks/large_batch.py --check --data DIR
-    python benchmarks/large_batch.py --check --page --data DIR      # the same, written into docs/large_batch.md
-    python benchmarks/large_batch.py --only sizes --data DIR        # a part: arms, batches, sizes
+    python benchmarks/large_batch.py --check --data DIR python benchmarks/large_batch.py --check
+    --page --data DIR      # the same, written into docs/large_batch.md python
+    benchmarks/large_batch.py --only sizes --data DIR        # a part: arms, batches, sizes
 
 | figure | bar |
 |---|---|
-| points of accuracy that batch 512 with linear scaling and warm-up is below batch 64 at the own rate, 5 seeds | at most 0.3 |
+| points of accuracy that batch 512 with linear scaling and warm-up is below batch 64 at the own
+rate, 5 seeds | at most 0.3 |
 
-mnist-mlp, five epochs, serial: its rate of 0.05 with momentum 0.9 is for its own batch of 128. Arms, of width 1024: at batch 64
-that rate, and half of it; at 512 the same, linear scaling without warm-up and with one of two epochs, square root. Of the job's
-own width the same rules over batches from 64 to 8,192, three seeds; and one sample at a time, 64, 4,096, the whole set (descent
-along its gradient), one seed: steps, accuracy, time. The noise scale: over the epochs of batch 128, from two micro-batches.
-Accuracies do not hang on what else the machine does; the times of the third table do. --quick: one seed, one epoch.
+mnist-mlp, five epochs, serial: its rate of 0.05 with momentum 0.9 is for its own batch of 128.
+Arms, of width 1024: at batch 64 that rate, and half of it; at 512 the same, linear scaling
+without warm-up and with one of two epochs, square root. Of the job's own width the same rules
+over batches from 64 to 8,192, three seeds; and one sample at a time, 64, 4,096, the whole set
+(descent along its gradient), one seed: steps, accuracy, time. The noise scale: over the epochs
+of batch 128, from two micro-batches. Accuracies do not hang on what else the machine does; the
+times of the third table do. --quick: one seed, one epoch.
 """
 
 from __future__ import annotations
@@ -34,45 +38,75 @@ from plots import panels
 import paragrad as pg
 from paragrad.record.noise_scale import noise_of
 
-OWN, BASE, OWN_RATE = 128, 64, "own rate"          # the job's own batch, and the one beside which others are set
+# the job's own batch, and the one beside which others are set
+OWN = 128
+BASE = 64
+OWN_RATE = "own rate"
 BATCHES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RULES: dict[str, dict[str, Any]] = {
-    OWN_RATE: {}, "linear": {"scale_lr": "linear"}, "linear, warm-up": {"scale_lr": "linear", "warm_up": 2},
-    "square root": {"scale_lr": "sqrt"}}
-FIRST, BEST = f"{BASE}, {OWN_RATE}", "linear, warm-up"
-NEAR = 0.5              # points of accuracy below the own batch: until there a rule holds
+    OWN_RATE: {},
+    "linear": {"scale_lr": "linear"},
+    "linear, warm-up": {"scale_lr": "linear", "warm_up": 2},
+    "square root": {"scale_lr": "sqrt"},
+}
+FIRST = f"{BASE}, {OWN_RATE}"
+BEST = "linear, warm-up"
+NEAR = 0.5  # points of accuracy below the own batch: until there a rule holds
 PARTS = ("arms", "batches", "sizes")
-PAGE, PLOT = DOCS / "large_batch.md", FIGURES / "large_batch.svg"
+PAGE = DOCS / "large_batch.md"
+PLOT = FIGURES / "large_batch.svg"
 
 
 def arm(batch: int, rule: str, epochs: int, text: str = "serial", **shape: int) -> Arm:
     def made(seed: int) -> tuple[pg.Job, str]:
         return pg.job("mnist-mlp", **shape).replace(batch=batch, epochs=epochs, **RULES[rule]), text
+
     return made
 
 
 def read(run: pg.Run) -> dict[str, Any]:
-    return {"accuracy": run.test, "steps": float(len(run.losses)), "seconds": run.end["seconds"],
-            "noise": [(each.step, each.scale) for each in noise_of(run.steps()) if each.scale][::-50][::-1]}
+    return {
+        "accuracy": run.test,
+        "steps": float(len(run.losses)),
+        "seconds": run.end["seconds"],
+        "noise": [(each.step, each.scale) for each in noise_of(run.steps()) if each.scale][::-50][
+            ::-1
+        ],
+    }
 
 
-# ---- what is measured --------------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------
 def arms(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
     every = [(BASE, OWN_RATE), (BASE, "linear"), *((512, rule) for rule in RULES)]
-    found = run({f"{batch}, {rule}": arm(batch, rule, epochs, width=1024) for batch, rule in every}, bench.rounds(5, quick=1))
+    found = run(
+        {f"{batch}, {rule}": arm(batch, rule, epochs, width=1024) for batch, rule in every},
+        bench.rounds(5, quick=1),
+    )
     bench.measured["arms"] = found
     lost, error = apart(of(found, FIRST, "accuracy"), of(found, f"512, {BEST}", "accuracy"))
-    bench.figure("points of accuracy, batch 64 over 512 with linear scaling and warm-up", lost, at_most=0.3)
+    bench.figure(
+        "points of accuracy, batch 64 over 512 with linear scaling and warm-up", lost, at_most=0.3
+    )
     bench.figure("standard error of that", error)
     for rule in RULES:
         bench.figure(f"accuracy [%] at 512, {rule}", of(found, f"512, {rule}", "accuracy"))
 
 
 def batches(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
-    found = run({(rule, batch): arm(batch, rule, epochs) for batch in BATCHES for rule in RULES
-                 if batch != OWN or rule == OWN_RATE}, bench.rounds(3, quick=1))
-    found = {(rule, OWN): found[OWN_RATE, OWN] for rule in RULES} | found       # of the own batch all rules are one
-    noisy = run({"": arm(OWN, OWN_RATE, epochs, "serial(micro=2)")}, 1, noise_scale=1)[""][0]["noise"]
+    found = run(
+        {
+            (rule, batch): arm(batch, rule, epochs)
+            for batch in BATCHES
+            for rule in RULES
+            if batch != OWN or rule == OWN_RATE
+        },
+        bench.rounds(3, quick=1),
+    )
+    # of the own batch all rules are one
+    found = {(rule, OWN): found[OWN_RATE, OWN] for rule in RULES} | found
+    noisy = run({"": arm(OWN, OWN_RATE, epochs, "serial(micro=2)")}, 1, noise_scale=1)[""][0][
+        "noise"
+    ]
     bench.measured |= {"batches": [[*name, each] for name, each in found.items()], "noise": noisy}
     bench.figure("noise scale in the end", noisy[-1][1])
     for rule in RULES:
@@ -80,64 +114,134 @@ def batches(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
 
 
 def until(found: dict[Any, Any], rule: str) -> int:
-    """The largest batch up to which all are near what the job's own one comes to, in the mean."""
+    """The largest batch up to which all are near what the job's own one comes to, in the
+    mean.
+    """
     own = mean(of(found, (rule, OWN), "accuracy"))
-    near = itertools.takewhile(lambda batch: mean(of(found, (rule, batch), "accuracy")) >= own - NEAR, BATCHES[1:])
+    near = itertools.takewhile(
+        lambda batch: mean(of(found, (rule, batch), "accuracy")) >= own - NEAR, BATCHES[1:]
+    )
     return max(near)
 
 
 def sizes(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
-    found = run({(rule, batch): arm(batch, rule, epochs) for batch in (1, BASE, 4096, 60_000)
-                 for rule in (OWN_RATE, "linear")}, 1)
+    found = run(
+        {
+            (rule, batch): arm(batch, rule, epochs)
+            for batch in (1, BASE, 4096, 60_000)
+            for rule in (OWN_RATE, "linear")
+        },
+        1,
+    )
     bench.measured["sizes"] = [[*name, each] for name, each in found.items()]
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------
 def page(bench: Bench) -> None:
     bench.keep(kept("large_batch", bench.options.only))
-    text, measured = PAGE.read_text(), bench.measured
+    text = PAGE.read_text()
+    measured = bench.measured
     if found := measured.get("arms"):
-        text = filled(text, "arms", table(["batch", "accuracy [%]", f"points beside `{FIRST}`"], [
-            [name, spread(of(found, name, "accuracy")),
-             "" if name == FIRST else beside(of(found, name, "accuracy"), of(found, FIRST, "accuracy"))]
-            for name in found]) + SPREAD)
+        text = filled(
+            text,
+            "arms",
+            table(
+                ["batch", "accuracy [%]", f"points beside `{FIRST}`"],
+                [
+                    [
+                        name,
+                        spread(of(found, name, "accuracy")),
+                        ""
+                        if name == FIRST
+                        else beside(of(found, name, "accuracy"), of(found, FIRST, "accuracy")),
+                    ]
+                    for name in found
+                ],
+            )
+            + SPREAD,
+        )
     if "batches" in measured:
-        text = filled(text, "batches", over_batches({(rule, batch): each for rule, batch, each in measured["batches"]},
-                                                    measured["noise"]))
+        text = filled(
+            text,
+            "batches",
+            over_batches(
+                {(rule, batch): each for rule, batch, each in measured["batches"]},
+                measured["noise"],
+            ),
+        )
     if "sizes" in measured:
-        text = filled(text, "sizes", table(["batch", "rate", "steps", "accuracy [%]", "seconds"], [
-            [f"{batch:,}", rule, *(("", "failed: " + each["failed"].partition(": ")[2], "") if "failed" in each else
-                                   (f"{each['steps']:,.0f}", f"{each['accuracy']:.2f}", f"{each['seconds']:.1f}"))]
-            for rule, batch, (each,) in measured["sizes"]]))
+        text = filled(
+            text,
+            "sizes",
+            table(
+                ["batch", "rate", "steps", "accuracy [%]", "seconds"],
+                [
+                    [
+                        f"{batch:,}",
+                        rule,
+                        *(
+                            ("", "failed: " + each["failed"].partition(": ")[2], "")
+                            if "failed" in each
+                            else (
+                                f"{each['steps']:,.0f}",
+                                f"{each['accuracy']:.2f}",
+                                f"{each['seconds']:.1f}",
+                            )
+                        ),
+                    ]
+                    for rule, batch, (each,) in measured["sizes"]
+                ],
+            ),
+        )
     PAGE.write_text(text)
 
 
 def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
     """Table, plot, and where each rule ends."""
-    rows = [[f"{batch:,}", *(spread(of(found, (rule, batch), "accuracy")) for rule in RULES)] for batch in BATCHES]
+    rows = [
+        [f"{batch:,}", *(spread(of(found, (rule, batch), "accuracy")) for rule in RULES)]
+        for batch in BATCHES
+    ]
 
     def draw(axes: Any) -> None:
         for rule in RULES:
-            axes[0].plot(BATCHES, [mean(of(found, (rule, batch), "accuracy")) for batch in BATCHES], marker="o", markersize=3,
-                         label=rule)
+            axes[0].plot(
+                BATCHES,
+                [mean(of(found, (rule, batch), "accuracy")) for batch in BATCHES],
+                marker="o",
+                markersize=3,
+                label=rule,
+            )
         axes[0].set(xscale="log", xlabel="batch", ylabel="accuracy [%]", ylim=(90, 99))
         axes[0].axvline(noisy[-1][1], linestyle=":", color="gray", label="noise scale in the end")
         axes[1].plot(*zip(*noisy, strict=True), color="gray")
         axes[1].set(xlabel=f"steps of batch {OWN}", ylabel="noise scale", yscale="log")
+
     panels(PLOT, 2, 300, draw)
     ends = ", ".join(f"{rule} {until(found, rule):,}" for rule in RULES)
     quarter = noisy[len(noisy) // 4][1]
     told = shown(PLOT.stem, "accuracy over batches by rule, and the noise scale over steps")
-    return (f"{table(['batch', *RULES], rows)}{told} Within {NEAR} points of batch {OWN} is, up to a batch of: {ends}. "
-            f"The noise scale, from two micro-batches of batch {OWN}, was {quarter:,.0f} after a quarter of the steps, "
-            f"and {noisy[-1][1]:,.0f} in the end.")
+    return (
+        f"{table(['batch', *RULES], rows)}{told} Within {NEAR} points of batch {OWN} is, up to a "
+        f"batch of: {ends}. "
+        f"The noise scale, from two micro-batches of batch {OWN}, was {quarter:,.0f} after a "
+        f"quarter of the steps, "
+        f"and {noisy[-1][1]:,.0f} in the end."
+    )
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
-    parser.add_argument("--page", action="store_true", help="write docs/large_batch.md, its figures and its plot")
-    parser.add_argument("--so-far", type=Path, metavar="FILE", help="go on from trainings that were made before, and keep them")
+    parser.add_argument(
+        "--page", action="store_true", help="write docs/large_batch.md, its figures and its plot"
+    )
+    parser.add_argument(
+        "--so-far",
+        type=Path,
+        metavar="FILE",
+        help="go on from trainings that were made before, and keep them",
+    )
 
 
 def main() -> None:

@@ -1,18 +1,23 @@
-"""What travels for each layer of a network, by how its layers are divided; and which way is the fastest between two hosts.
+"""What travels for each layer of a network, by how its layers are divided; and which way is the
+fastest between two hosts.
 
-    python benchmarks/layers.py --check             # hosts of this machine, joined by 100 Mbit/s (root, iproute2)
-    python benchmarks/layers.py --check --page      # the same, written into docs/integrated.md
+    python benchmarks/layers.py --check             # hosts of this machine, joined by 100
+    Mbit/s (root, iproute2) python benchmarks/layers.py --check --page      # the same, written
+    into docs/integrated.md
 
 | figure | bar |
 |---|---|
 | bytes that a rank sends for a layer, off the closed form's: every scheme | 0 |
-| bytes in a step beside those of the closed forms, counted: every scheme | at most 512: the loss and its weight |
+| bytes in a step beside those of the closed forms, counted: every scheme | at most 512: the
+loss and its weight |
 | bytes of pairs (tensor), over those of one split for all layers | at most 0.99 |
 
-A network such as AlexNet, for images of 32 x 32: five convolutions, three fully connected layers; hinge loss, for which each
-sample's scores are put together; float32, SGD, 64 samples. The closed forms are those of Gholami et al. 2018 (arXiv 1712.04432)
-for data, for one split of all layers by neurons (`pairs=false`), for rows of images, and for a grid of data and one split; and
-our own for pairs, and for dense=tensor. Times, without a bar: a step of a whole training on two hosts, by its record.
+A network such as AlexNet, for images of 32 x 32: five convolutions, three fully connected
+layers; hinge loss, for which each sample's scores are put together; float32, SGD, 64 samples.
+The closed forms are those of Gholami et al. 2018 (arXiv 1712.04432) for data, for one split of
+all layers by neurons (`pairs=false`), for rows of images, and for a grid of data and one split;
+and our own for pairs, and for dense=tensor. Times, without a bar: a step of a whole training on
+two hosts, by its record.
 """
 
 from __future__ import annotations
@@ -40,9 +45,18 @@ from paragrad.techniques.width.domain import SAMPLES, Along, Domain
 from paragrad.techniques.width.planning import Plan, planned
 from paragrad.verbs.train import train
 
-BATCH, SIZE, CLASSES, BATCHES, NUMBER = 64, 32, 100, 8, 4           # NUMBER: bytes of one
-CHANNELS, KERNELS, POOLED, NEURONS = (3, 64, 192, 256, 192, 128), (5, 5, 3, 3, 3), (0, 1, 4), (1024, 1024, CLASSES)
-PAGE, RESULTS = DOCS / "integrated.md", FIGURES / "layers.json"
+# NUMBER: bytes of one
+BATCH = 64
+SIZE = 32
+CLASSES = 100
+BATCHES = 8
+NUMBER = 4
+CHANNELS = (3, 64, 192, 256, 192, 128)
+KERNELS = (5, 5, 3, 3, 3)
+POOLED = (0, 1, 4)
+NEURONS = (1024, 1024, CLASSES)
+PAGE = DOCS / "integrated.md"
+RESULTS = FIGURES / "layers.json"
 
 
 class Network(nn.Module):
@@ -50,9 +64,11 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for number, (into, out, kernel) in enumerate(zip(CHANNELS, CHANNELS[1:], KERNELS, strict=False)):
+        for number, (into, out, kernel) in enumerate(
+            zip(CHANNELS, CHANNELS[1:], KERNELS, strict=False)
+        ):
             self.add_module(f"conv{number + 1}", nn.Conv2d(into, out, kernel, padding=kernel // 2))
-        wide = CHANNELS[-1] * (SIZE >> len(POOLED))**2
+        wide = CHANNELS[-1] * (SIZE >> len(POOLED)) ** 2
         for number, (into, out) in enumerate(zip((wide, *NEURONS), NEURONS, strict=False)):
             self.add_module(f"full{number + 6}", nn.Linear(into, out))
 
@@ -70,21 +86,32 @@ class Network(nn.Module):
 
 def data() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    return (torch.randn(BATCHES * BATCH, CHANNELS[0], SIZE, SIZE, generator=draw),
-            torch.randint(CLASSES, (BATCHES * BATCH,), generator=draw))
+    return (
+        torch.randn(BATCHES * BATCH, CHANNELS[0], SIZE, SIZE, generator=draw),
+        torch.randint(CLASSES, (BATCHES * BATCH,), generator=draw),
+    )
 
 
 def job() -> pg.Job:
-    return pg.Job(name="benchmark", model=Network, loss=nn.functional.multi_margin_loss, epochs=1000, batch=BATCH,
-                  optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                  train=lambda folder: torch.utils.data.TensorDataset(*data()))
+    return pg.Job(
+        name="benchmark",
+        model=Network,
+        loss=nn.functional.multi_margin_loss,
+        epochs=1000,
+        batch=BATCH,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        train=lambda folder: torch.utils.data.TensorDataset(*data()),
+    )
 
 
-# ---- the closed forms ----------------------------------------------------------------------------------------------------
+# ---- the closed forms ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Layer:
-    """weights: numbers in its parameters;  given, made: numbers of a sample that come in and go out;  halo: numbers of a
-    sample in the rows of another rank that its outputs see, on one side."""
+    """weights: numbers in its parameters;  given, made: numbers of a sample that come in and go
+    out;  halo: numbers of a sample in the rows of another rank that its outputs see, on one
+    side.
+    """
+
     name: str
     weights: int
     given: int
@@ -98,12 +125,19 @@ class Layer:
 
 def layers() -> list[Layer]:
     """Of the network, from its shapes alone."""
-    found, model, side = [], Network(), SIZE
+    found = []
+    model = Network()
+    side = SIZE
     for number, (name, each) in enumerate(model.named_children()):
         weights = sum(parameter.numel() for parameter in each.parameters())
         if isinstance(each, nn.Conv2d):
-            given, made = each.in_channels * side**2, each.out_channels * side**2
-            found.append(Layer(name, weights, given, made, each.in_channels * side * (each.kernel_size[0] // 2)))
+            given = each.in_channels * side**2
+            made = each.out_channels * side**2
+            found.append(
+                Layer(
+                    name, weights, given, made, each.in_channels * side * (each.kernel_size[0] // 2)
+                )
+            )
             side //= 2 if number in POOLED else 1
         elif isinstance(each, nn.Linear):
             found.append(Layer(name, weights, each.in_features, each.out_features, 0))
@@ -123,7 +157,8 @@ def gathered(numbers: float, ranks: int) -> float:
     return (ranks - 1) / ranks * numbers * NUMBER
 
 
-Form = Callable[[list[Layer], int, int, int], float]        # of all layers, which of them, the samples, and the ranks
+# of all layers, which of them, the samples, and the ranks
+Form = Callable[[list[Layer], int, int, int], float]
 
 
 def of_data(every: list[Layer], at: int, samples: int, ranks: int) -> float:
@@ -132,21 +167,26 @@ def of_data(every: list[Layer], at: int, samples: int, ranks: int) -> float:
 
 
 def of_outputs(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    """One split for all layers: what comes in is gathered, and its gradient summed. (The scores are, behind the last one.)"""
+    """One split for all layers: what comes in is gathered, and its gradient summed. (The scores
+    are, behind the last one.)
+    """
     given = samples * every[at].given
     return gathered(given, ranks) + summed(given, ranks) if at else 0
 
 
 def of_pairs(every: list[Layer], at: int, samples: int, ranks: int, first: int = 0) -> float:
-    """By outputs, and the gradient of what comes in is summed; then by inputs, and what goes out is. first: one by outputs."""
+    """By outputs, and the gradient of what comes in is summed; then by inputs, and what goes
+    out is. first: one by outputs.
+    """
     if (at - first) % 2:
         return summed(samples * every[at].made, ranks)
     return summed(samples * every[at].given, ranks) if at else 0
 
 
 def of_rows(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    """Rows are fetched, and their gradients sent back; gradients of weights are summed. In fully connected layers every rank
-    does the same, and the first one's inputs are gathered."""
+    """Rows are fetched, and their gradients sent back; gradients of weights are summed. In
+    fully connected layers every rank does the same, and the first one's inputs are gathered.
+    """
     each = every[at]
     if each.full:
         return 0 if every[at - 1].full else gathered(samples * each.given, ranks)
@@ -154,21 +194,31 @@ def of_rows(every: list[Layer], at: int, samples: int, ranks: int) -> float:
 
 
 def of_samples_then_neurons(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    each, first = every[at], first_full(every)
+    each = every[at]
+    first = first_full(every)
     if not each.full:
         return of_data(every, at, samples, ranks)
-    return of_pairs(every, at, samples, ranks, first) + (gathered(samples * each.given, ranks) if at == first else 0)
+    return of_pairs(every, at, samples, ranks, first) + (
+        gathered(samples * each.given, ranks) if at == first else 0
+    )
 
 
 def of_rows_then_neurons(every: list[Layer], at: int, samples: int, ranks: int) -> float:
     first = first_full(every)
-    return of_pairs(every, at, samples, ranks, first + 1) if at >= first else of_rows(every, at, samples, ranks)
+    return (
+        of_pairs(every, at, samples, ranks, first + 1)
+        if at >= first
+        else of_rows(every, at, samples, ranks)
+    )
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """form: bytes that a rank sends for a layer;  scores: are they gathered behind the last layer, for the loss?
-    plan: what the technique says of each layer;  replicas, ranks: of the data, and of each."""
+    """form: bytes that a rank sends for a layer;  scores: are they gathered behind the last
+    layer, for the loss? plan: what the technique says of each layer;  replicas, ranks: of the
+    data, and of each.
+    """
+
     name: str
     strategy: str
     form: Form
@@ -183,7 +233,10 @@ class Scheme:
 
     def inside(self, every: list[Layer]) -> dict[str, float]:
         """By layer, without what replicas exchange."""
-        return {each.name: self.form(every, at, BATCH // self.replicas, self.ranks) for at, each in enumerate(every)}
+        return {
+            each.name: self.form(every, at, BATCH // self.replicas, self.ranks)
+            for at, each in enumerate(every)
+        }
 
     def closed(self, every: list[Layer]) -> dict[str, float]:
         """By layer."""
@@ -193,27 +246,57 @@ class Scheme:
     def total(self, every: list[Layer]) -> float:
         """Of a step."""
         return sum(self.closed(every).values()) + (
-            gathered(BATCH // self.replicas * CLASSES, self.ranks) if self.scores else 0)
+            gathered(BATCH // self.replicas * CLASSES, self.ranks) if self.scores else 0
+        )
 
 
 def by(technique: Any, text: str) -> Callable[[nn.Module, Tensor], Plan]:
-    return lambda model, images: technique.look(strategy(text), model, images)          # type: ignore[no-any-return]
+    return lambda model, images: technique.look(strategy(text), model, images)
 
 
 SCHEMES = [
-    Scheme("data", "data(2, reduce=ring)", of_data, False,
-           lambda model, images: planned(model, images, 2, Domain({SAMPLES: Along("samples", 2)}))),
-    Scheme("tensor, one split", "tensor(2, pairs=false)", of_outputs, True, by(tensor, "tensor(2, pairs=false)")),
+    Scheme(
+        "data",
+        "data(2, reduce=ring)",
+        of_data,
+        False,
+        lambda model, images: planned(model, images, 2, Domain({SAMPLES: Along("samples", 2)})),
+    ),
+    Scheme(
+        "tensor, one split",
+        "tensor(2, pairs=false)",
+        of_outputs,
+        True,
+        by(tensor, "tensor(2, pairs=false)"),
+    ),
     Scheme("tensor, pairs", "tensor(2)", of_pairs, False, by(tensor, "tensor(2)")),
     Scheme("spatial", "spatial(2)", of_rows, False, by(spatial, "spatial(2)")),
-    Scheme("data, then neurons", "data(2, dense=tensor)", of_samples_then_neurons, True, by(spatial, "data(2, dense=tensor)")),
-    Scheme("spatial, then neurons", "spatial(2, dense=tensor)", of_rows_then_neurons, False,
-           by(spatial, "spatial(2, dense=tensor)")),
-    Scheme("data x one split, 4 ranks", "data(2, reduce=ring) * tensor(2, pairs=false)", of_outputs, True,
-           by(tensor, "tensor(2, pairs=false)"), replicas=2)]
+    Scheme(
+        "data, then neurons",
+        "data(2, dense=tensor)",
+        of_samples_then_neurons,
+        True,
+        by(spatial, "data(2, dense=tensor)"),
+    ),
+    Scheme(
+        "spatial, then neurons",
+        "spatial(2, dense=tensor)",
+        of_rows_then_neurons,
+        False,
+        by(spatial, "spatial(2, dense=tensor)"),
+    ),
+    Scheme(
+        "data x one split, 4 ranks",
+        "data(2, reduce=ring) * tensor(2, pairs=false)",
+        of_outputs,
+        True,
+        by(tensor, "tensor(2, pairs=false)"),
+        replicas=2,
+    ),
+]
 
 
-# ---- what is measured ----------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------
 def main() -> None:
     bench = Bench(__doc__, options)
     if bench.options.worker:
@@ -222,7 +305,11 @@ def main() -> None:
     every = layers()
     counted(bench, every)
     with hosts(2, megabits=100) as cluster, tempfile.TemporaryDirectory() as folder:
-        measures = {each.name: partial(step, cluster, each, Path(folder)) for each in SCHEMES if each.replicas == 1}
+        measures = {
+            each.name: partial(step, cluster, each, Path(folder))
+            for each in SCHEMES
+            if each.replicas == 1
+        }
         found = alternated(measures, bench.rounds(3, quick=1))
     bench.measured["ms per step"] = found
     for name, times in found.items():
@@ -235,26 +322,43 @@ def main() -> None:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--page", action="store_true", help="write the table of docs/integrated.md, and its figures")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table of docs/integrated.md, and its figures"
+    )
 
 
 def counted(bench: Bench, every: list[Layer]) -> None:
     """By the plans, layer by layer, and by the records of two steps."""
     bench.measured["bytes"] = {each.name: each.closed(every) for each in SCHEMES}
     for each in SCHEMES:
-        plan, closed = each.plan(Network(), data()[0][:BATCH // each.replicas]), each.inside(every)
-        said = {layer.name: sum(note.bytes for note in plan.notes if belongs(note.at, layer, every)) for layer in every}
+        plan = each.plan(Network(), data()[0][: BATCH // each.replicas])
+        closed = each.inside(every)
+        said = {
+            layer.name: sum(note.bytes for note in plan.notes if belongs(note.at, layer, every))
+            for layer in every
+        }
         bench.measured.setdefault("planned", {})[each.name] = said
-        bench.figure(f"bytes of a layer, off the closed form's, {each.name}",
-                     max(abs(said[name] - closed[name]) for name in closed), at_most=0)
+        bench.figure(
+            f"bytes of a layer, off the closed form's, {each.name}",
+            max(abs(said[name] - closed[name]) for name in closed),
+            at_most=0,
+        )
         with tempfile.TemporaryDirectory() as folder:
             record = Record(train(job(), each.strategy, runs=folder, limit=2).folder)
             sent = {name: kind["bytes"] for name, kind in record.sent_per_step.items()}
         bench.measured.setdefault("sent", {})[each.name] = sent
-        bench.figure(f"bytes in a step beside those of the closed forms, {each.name}", sum(sent.values()) - each.total(every),
-                     at_least=0, at_most=512)
-    one, pairs = (bench.measured["sent"][f"tensor, {kind}"]["tensor"] for kind in ("one split", "pairs"))
-    bench.figure("bytes of pairs, over those of one split for all layers", pairs / one, at_most=0.99)
+        bench.figure(
+            f"bytes in a step beside those of the closed forms, {each.name}",
+            sum(sent.values()) - each.total(every),
+            at_least=0,
+            at_most=512,
+        )
+    one, pairs = (
+        bench.measured["sent"][f"tensor, {kind}"]["tensor"] for kind in ("one split", "pairs")
+    )
+    bench.figure(
+        "bytes of pairs, over those of one split for all layers", pairs / one, at_most=0.99
+    )
 
 
 def belongs(at: str, layer: Layer, every: Sequence[Layer]) -> bool:
@@ -266,7 +370,7 @@ def step(cluster: Cluster, scheme: Scheme, folder: Path) -> float:
     """Milliseconds, of a training on all hosts."""
     place = tempfile.mkdtemp(dir=folder)
     cluster.run([str(Path(__file__).resolve()), "--worker", scheme.strategy, place], timeout=300)
-    run, = Path(place).iterdir()
+    (run,) = Path(place).iterdir()
     return between([line["start"] for line in Record(run).of("step", 0)])
 
 
@@ -280,13 +384,33 @@ def told(bench: Bench, every: list[Layer]) -> str:
     rows = []
     for layer in every:
         least = min(found[layer.name] for found in closed.values())
-        rows.append([layer.name, *(f"**{size}**" if found[layer.name] == least else size for found in closed.values()
-                                   for size in [f"{found[layer.name] / 1000:,.0f}"])])
-    rows.append(["the step", *(f"{each.total(every) / 1000:,.0f}" for each in SCHEMES if each.replicas == 1)])
+        rows.append(
+            [
+                layer.name,
+                *(
+                    f"**{size}**" if found[layer.name] == least else size
+                    for found in closed.values()
+                    for size in [f"{found[layer.name] / 1000:,.0f}"]
+                ),
+            ]
+        )
+    rows.append(
+        [
+            "the step",
+            *(f"{each.total(every) / 1000:,.0f}" for each in SCHEMES if each.replicas == 1),
+        ]
+    )
     times = {name: median(found) for name, found in bench.measured["ms per step"].items()}
     best = min(times.values())
-    rows.append(["measured [ms]", *(f"**{milliseconds(each / 1000)}**" if each == best else milliseconds(each / 1000)
-                                    for each in times.values())])
+    rows.append(
+        [
+            "measured [ms]",
+            *(
+                f"**{milliseconds(each / 1000)}**" if each == best else milliseconds(each / 1000)
+                for each in times.values()
+            ),
+        ]
+    )
     return table(["kilobytes that a rank sends", *closed], rows)
 
 

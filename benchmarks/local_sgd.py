@@ -1,17 +1,22 @@
-"""Averaging weights every so many steps: what it saves on slow links, and what it costs in accuracy.
+"""Averaging weights every so many steps: what it saves on slow links, and what it costs in
+accuracy.
 
-    python benchmarks/local_sgd.py --check --data DIR           # hosts of this machine at 100 Mbit/s (root, iproute2)
-    python benchmarks/local_sgd.py --check --page --data DIR    # the same, written into docs/local.md
+    python benchmarks/local_sgd.py --check --data DIR           # hosts of this machine at 100
+    Mbit/s (root, iproute2) python benchmarks/local_sgd.py --check --page --data DIR    # the
+    same, written into docs/local.md
 
 | figure | bar |
 |---|---|
-| samples a second on 4 hosts at 100 Mbit/s, local(4, every=16) over DDP on gloo: mnist-mlp of width 1024 | at least 8 |
-| bytes that a rank sends in a step, local(4, every=16) over data(4), tests apart | at most 0.0667: 1/15 |
-| points of accuracy that local(4, every=16) is below data(4), means of the seeds | at most 0.5 |
+| samples a second on 4 hosts at 100 Mbit/s, local(4, every=16) over DDP on gloo: mnist-mlp of
+width 1024 | at least 8 |
+| bytes that a rank sends in a step, local(4, every=16) over data(4), tests apart | at most
+0.0667: 1/15 |
+| points of accuracy that local(4, every=16) is below data(4), means of the seeds | at most 0.5
+|
 
-Without a bar: accuracy and bytes of every so many steps alone, ParallelSGD (every=end), post-local SGD, DiLoCo and EASGD:
-mnist-mlp as it is, three seeds each, on one host. Samples a second are of a whole training, by its record, and of a loop over
-DDP, in turn.
+Without a bar: accuracy and bytes of every so many steps alone, ParallelSGD (every=end),
+post-local SGD, DiLoCo and EASGD: mnist-mlp as it is, three seeds each, on one host. Samples a
+second are of a whole training, by its record, and of a loop over DDP, in turn.
 """
 
 from __future__ import annotations
@@ -32,30 +37,46 @@ import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.verbs.train import train
 
-RANKS, WIDTH, BATCH = 4, 1024, 128
-LOCAL, DATA = "local(4, every=16)", "data(4, state=replicated)"
-STRATEGIES = [DATA, "local(4, every=1)", "local(4, every=4)", LOCAL, "local(4, every=64)", "local(4, every=end)",
-              "local(4, every=64, after=469)", "local(4, every=64, outer=nesterov)", "local(4, every=16, outer=elastic)"]
-PAGE, RESULTS = DOCS / "local.md", FIGURES / "local_sgd.json"
+RANKS = 4
+WIDTH = 1024
+BATCH = 128
+LOCAL = "local(4, every=16)"
+DATA = "data(4, state=replicated)"
+STRATEGIES = [
+    DATA,
+    "local(4, every=1)",
+    "local(4, every=4)",
+    LOCAL,
+    "local(4, every=64)",
+    "local(4, every=end)",
+    "local(4, every=64, after=469)",
+    "local(4, every=64, outer=nesterov)",
+    "local(4, every=16, outer=elastic)",
+]
+PAGE = DOCS / "local.md"
+RESULTS = FIGURES / "local_sgd.json"
 
 
 def wide() -> pg.Job:
     return pg.job("mnist-mlp", width=WIDTH).replace(test=None, metric=None)
 
 
-# ---- on hosts --------------------------------------------------------------------------------------------------------------
+# ---- on hosts --------------------------------------------------------------------------------
 def ours(cluster: Cluster, folder: Path, steps: int) -> float:
     """Samples a second, of a whole training."""
     place = tempfile.mkdtemp(dir=folder)
     cluster.run([str(Path(__file__).resolve()), "--worker", "ours", place, str(steps)], timeout=600)
-    run, = Path(place).iterdir()
-    starts = [line["start"] for line in Record(run).of("step", 0)][16:]         # from one meeting to the last one
+    (run,) = Path(place).iterdir()
+    # from one meeting to the last one
+    starts = [line["start"] for line in Record(run).of("step", 0)][16:]
     return BATCH * (len(starts) - 1) / (starts[-1] - starts[0])
 
 
 def theirs(cluster: Cluster, folder: Path, steps: int) -> float:
     """Samples a second, of a loop over DDP."""
-    said = cluster.run([str(Path(__file__).resolve()), "--worker", "ddp", str(folder), str(steps)], timeout=600)
+    said = cluster.run(
+        [str(Path(__file__).resolve()), "--worker", "ddp", str(folder), str(steps)], timeout=600
+    )
     return float(said[0].split()[-1])
 
 
@@ -63,14 +84,18 @@ def worker(kind: str, folder: str, steps: str) -> None:
     if kind == "ours":
         train(wide(), LOCAL, runs=folder, limit=int(steps), data=os.environ["PARAGRAD_DATA"])
         return
-    print(1000 * BATCH / between(of_ddp(wide(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"]))))
+    print(
+        1000 * BATCH / between(of_ddp(wide(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"])))
+    )
 
 
-# ---- on one host -----------------------------------------------------------------------------------------------------------
+# ---- on one host -----------------------------------------------------------------------------
 def compared(bench: Bench, data: str | None, seeds: int) -> None:
     """Accuracies and bytes of all strategies, from the records of whole trainings."""
     job = pg.job("mnist-mlp")
-    found: dict[str, dict[str, list[float]]] = {text: {"accuracy": [], "bytes": [], "tests": []} for text in STRATEGIES}
+    found: dict[str, dict[str, list[float]]] = {
+        text: {"accuracy": [], "bytes": [], "tests": []} for text in STRATEGIES
+    }
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(seeds):
             for text in STRATEGIES:
@@ -78,15 +103,30 @@ def compared(bench: Bench, data: str | None, seeds: int) -> None:
                 record = Record(run.folder)
                 steps = record.of("step", 0)
                 found[text]["accuracy"].append(run.test)
-                found[text]["bytes"].append(sum(kind["bytes"] for line in steps for kind in line["sent"].values()) / len(steps))
-                found[text]["tests"].append(sum(kind["bytes"] for line in record.of("epoch", 0)
-                                                for kind in line.get("sent", {}).values()) / len(steps))
+                found[text]["bytes"].append(
+                    sum(kind["bytes"] for line in steps for kind in line["sent"].values())
+                    / len(steps)
+                )
+                found[text]["tests"].append(
+                    sum(
+                        kind["bytes"]
+                        for line in record.of("epoch", 0)
+                        for kind in line.get("sent", {}).values()
+                    )
+                    / len(steps)
+                )
                 print(f"seed {seed}: {text} {run.test:.2f} %", flush=True)
     bench.measured["of mnist-mlp"] = found
-    bench.figure(f"bytes in a step, {LOCAL} over {DATA}", mean(found[LOCAL]["bytes"]) / mean(found[DATA]["bytes"]),
-                 at_most=1 / 15)
-    bench.figure(f"points of accuracy, {DATA} over {LOCAL}", mean(found[DATA]["accuracy"]) - mean(found[LOCAL]["accuracy"]),
-                 at_most=0.5)
+    bench.figure(
+        f"bytes in a step, {LOCAL} over {DATA}",
+        mean(found[LOCAL]["bytes"]) / mean(found[DATA]["bytes"]),
+        at_most=1 / 15,
+    )
+    bench.figure(
+        f"points of accuracy, {DATA} over {LOCAL}",
+        mean(found[DATA]["accuracy"]) - mean(found[LOCAL]["accuracy"]),
+        at_most=0.5,
+    )
     for text, each in found.items():
         bench.figure(f"accuracy [%], {text}", each["accuracy"])
 
@@ -94,16 +134,28 @@ def compared(bench: Bench, data: str | None, seeds: int) -> None:
 def told(bench: Bench) -> str:
     """The table of the page."""
     found = bench.measured["of mnist-mlp"]
-    rows = [[f"`{text}`", f"{mean(each['accuracy']):.2f}" + (f" ± {stdev(each['accuracy']):.2f}" if len(each["accuracy"]) > 1
-                                                             else ""),
-             f"{mean(each['bytes']):,.0f}", f"{mean(each['tests']):,.0f}"] for text, each in found.items()]
-    return table(["strategy", "accuracy [%]", "bytes a rank sends in a step", "for tests, over all steps"], rows)
+    rows = [
+        [
+            f"`{text}`",
+            f"{mean(each['accuracy']):.2f}"
+            + (f" ± {stdev(each['accuracy']):.2f}" if len(each["accuracy"]) > 1 else ""),
+            f"{mean(each['bytes']):,.0f}",
+            f"{mean(each['tests']):,.0f}",
+        ]
+        for text, each in found.items()
+    ]
+    return table(
+        ["strategy", "accuracy [%]", "bytes a rank sends in a step", "for tests, over all steps"],
+        rows,
+    )
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
-    parser.add_argument("--page", action="store_true", help="write the table of docs/local.md, and its figures")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table of docs/local.md, and its figures"
+    )
 
 
 def main() -> None:
@@ -113,10 +165,19 @@ def main() -> None:
         return
     os.environ["PARAGRAD_DATA"] = str(Path(bench.options.data).resolve())
     with hosts(RANKS, megabits=100) as cluster, tempfile.TemporaryDirectory() as folder:
-        found = alternated({LOCAL: partial(ours, cluster, Path(folder), 16 * 6 + 1),
-                            "DDP": partial(theirs, cluster, Path(folder), 15)}, bench.rounds(3, quick=1))
+        found = alternated(
+            {
+                LOCAL: partial(ours, cluster, Path(folder), 16 * 6 + 1),
+                "DDP": partial(theirs, cluster, Path(folder), 15),
+            },
+            bench.rounds(3, quick=1),
+        )
     bench.measured["samples a second"] = found
-    bench.figure("samples a second, local(4, every=16) over DDP", ratios(found[LOCAL], found["DDP"]), at_least=8)
+    bench.figure(
+        "samples a second, local(4, every=16) over DDP",
+        ratios(found[LOCAL], found["DDP"]),
+        at_least=8,
+    )
     compared(bench, bench.options.data, bench.rounds(3, quick=1))
     if bench.options.page:
         bench.keep(RESULTS)

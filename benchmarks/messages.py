@@ -1,7 +1,7 @@
 """Messages between two ranks of one host: over gloo, and over shm.
 
-    python benchmarks/messages.py --check           # both ranks on this machine, one thread each
-    python benchmarks/messages.py --check --page    # the same, written into docs/shm.md
+    python benchmarks/messages.py --check           # both ranks on this machine, one thread
+    each python benchmarks/messages.py --check --page    # the same, written into docs/shm.md
 
 | figure | bar |
 |---|---|
@@ -10,11 +10,13 @@
 | ... 16 MB | at least 2.5 |
 | step of mnist-mlp under data(2, reduce=ring), its time over gloo / over shm | at least 1.5 |
 
-One way is half of a ping-pong of `send` and `recv`. Without a bar, what a pipeline does with messages: both ranks send and
-receive at once; eight messages each way at once; a message that has been there for a while when it is asked for; both ways
-during work of some milliseconds, over the work alone; and a step under pipeline(2). Worlds of both kinds stay up and are
-asked in turn, in an order of each round's own; the slower rank counts. A figure is the median over rounds of the ratio within a
-round. The steps are those of whole trainings, on random images, timed by their records.
+One way is half of a ping-pong of `send` and `recv`. Without a bar, what a pipeline does with
+messages: both ranks send and receive at once; eight messages each way at once; a message that
+has been there for a while when it is asked for; both ways during work of some milliseconds,
+over the work alone; and a step under pipeline(2). Worlds of both kinds stay up and are asked in
+turn, in an order of each round's own; the slower rank counts. A figure is the median over
+rounds of the ratio within a round. The steps are those of whole trainings, on random images,
+timed by their records.
 """
 
 from __future__ import annotations
@@ -42,15 +44,18 @@ import paragrad as pg
 from paragrad.training.settings import Settings
 from paragrad.world.launching import Ranks
 
-SIZES = tuple(KB << shift for shift in range(0, 15, 2))                 # 1 KB to 16 MB
+SIZES = tuple(KB << shift for shift in range(0, 15, 2))  # 1 KB to 16 MB
 BARS = {size: 2.0 if size <= 64 * KB else 4.0 if size <= 4 * MB else 2.5 for size in SIZES}
-SOME = (64 * KB, MB)                                                    # of a pipeline's messages
+# of a pipeline's messages
+SOME = (64 * KB, MB)
 KINDS = ("gloo", "shm")
-AT_ONCE = 8             # messages each way
+AT_ONCE = 8  # messages each way
 BESIDE = "beside work"
-PRODUCTS = 10           # of matrices of 256 x 256, the work beside which messages go: about 5 ms
+# of matrices of 256 x 256, the work beside which messages go: about 5 ms
+PRODUCTS = 10
 STRATEGIES = {"data(2, reduce=ring)": 1.5, "pipeline(2, micro=4)": None}
-PAGE, RESULTS = DOCS / "shm.md", FIGURES / "messages.json"
+PAGE = DOCS / "shm.md"
+RESULTS = FIGURES / "messages.json"
 
 
 def main() -> None:
@@ -70,10 +75,12 @@ def main() -> None:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--page", action="store_true", help="write the table of docs/shm.md, and its figures")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table of docs/shm.md, and its figures"
+    )
 
 
-# ---- between two ranks ---------------------------------------------------------------------------------------------------
+# ---- between two ranks -----------------------------------------------------------------------
 def between_ranks(bench: Bench) -> None:
     worlds = {kind: Workers(__file__, kind, 2) for kind in KINDS}
     for pattern, sizes in {**dict.fromkeys(PATTERNS, SOME), "one way": SIZES}.items():
@@ -81,8 +88,10 @@ def between_ranks(bench: Bench) -> None:
             measures = {kind: asked(worlds[kind], pattern, size) for kind in KINDS}
             if pattern == BESIDE:
                 measures["alone"] = asked(worlds["shm"], pattern, 0)
-            found = alternated({f"{kind}, {pattern}, {named(size)} [us]": each for kind, each in measures.items()},
-                               bench.rounds(21, quick=5))
+            found = alternated(
+                {f"{kind}, {pattern}, {named(size)} [us]": each for kind, each in measures.items()},
+                bench.rounds(21, quick=5),
+            )
             bench.measured |= found
             report(bench, pattern, size, dict(zip(measures, found.values(), strict=True)))
     for world in worlds.values():
@@ -92,10 +101,17 @@ def between_ranks(bench: Bench) -> None:
 def report(bench: Bench, pattern: str, size: int, times: dict[str, list[float]]) -> None:
     for kind in KINDS:
         if pattern == BESIDE:
-            bench.figure(f"{pattern}, {kind} / work alone, {named(size)}", ratios(times[kind], times["alone"]))
+            bench.figure(
+                f"{pattern}, {kind} / work alone, {named(size)}",
+                ratios(times[kind], times["alone"]),
+            )
         elif kind != "gloo":
             bar = BARS[size] if pattern == "one way" else None
-            bench.figure(f"{pattern}, gloo / {kind}, {named(size)}", ratios(times["gloo"], times[kind]), at_least=bar)
+            bench.figure(
+                f"{pattern}, gloo / {kind}, {named(size)}",
+                ratios(times["gloo"], times[kind]),
+                at_least=bar,
+            )
 
 
 def asked(world: Workers, pattern: str, size: int) -> Callable[[], float]:
@@ -103,44 +119,85 @@ def asked(world: Workers, pattern: str, size: int) -> Callable[[], float]:
     return lambda: 1e6 * max(world.ask((pattern, size)))
 
 
-# ---- steps ---------------------------------------------------------------------------------------------------------------
+# ---- steps -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class MnistMlp:
     """Images that nobody has to fetch."""
+
     steps: int = 100
 
     def job(self) -> pg.Job:
         images = torch.randn(4096, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-        return pg.job("mnist-mlp").replace(train=TensorDataset(images, torch.arange(4096) % 10), test=None, epochs=1000)
+        return pg.job("mnist-mlp").replace(
+            train=TensorDataset(images, torch.arange(4096) % 10), test=None, epochs=1000
+        )
 
 
 def steps(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
         for strategy, bar in STRATEGIES.items():
-            found = alternated({f"{backend}, {strategy} [ms]": ours(ranks, strategy, MnistMlp(), Path(folder, backend),
-                                                                    Settings(backend=backend, unchecked=True))
-                                for backend in ("gloo", "shm")}, bench.rounds(11, quick=3))
+            found = alternated(
+                {
+                    f"{backend}, {strategy} [ms]": ours(
+                        ranks,
+                        strategy,
+                        MnistMlp(),
+                        Path(folder, backend),
+                        Settings(backend=backend, unchecked=True),
+                    )
+                    for backend in ("gloo", "shm")
+                },
+                bench.rounds(11, quick=3),
+            )
             bench.measured |= found
-            bench.figure(f"step of mnist-mlp under {strategy}, gloo / shm", ratios(*found.values()), at_least=bar)
+            bench.figure(
+                f"step of mnist-mlp under {strategy}, gloo / shm",
+                ratios(*found.values()),
+                at_least=bar,
+            )
 
 
-# ---- the page ------------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------
 def tables(bench: Bench) -> str:
     def shown(name: str) -> str:
         return f"{bench.figures[name]['value']:.2f}"
-    one_way = table(["one way", *map(named, SIZES)], [["gloo's time / shm's", *(shown(f"one way, gloo / shm, {named(size)}")
-                                                                             for size in SIZES)]])
+
+    one_way = table(
+        ["one way", *map(named, SIZES)],
+        [
+            [
+                "gloo's time / shm's",
+                *(shown(f"one way, gloo / shm, {named(size)}") for size in SIZES),
+            ]
+        ],
+    )
     patterns = [pattern for pattern in PATTERNS if pattern not in ("one way", BESIDE)]
-    others = table(["gloo's time / shm's", *map(named, SOME)],
-                   [[pattern, *(shown(f"{pattern}, gloo / shm, {named(size)}") for size in SOME)] for pattern in patterns])
-    beside = table(["work and messages both ways / work alone", *map(named, SOME)],
-                   [[kind, *(shown(f"{BESIDE}, {kind} / work alone, {named(size)}") for size in SOME)] for kind in KINDS])
-    each = [f"{strategy} {shown(f'step of mnist-mlp under {strategy}, gloo / shm')}" for strategy in STRATEGIES]
-    return f"{one_way}\n\n{others}\n\n{beside}\n\nA step of mnist-mlp, its time over gloo / over shm: {', '.join(each)}."
+    others = table(
+        ["gloo's time / shm's", *map(named, SOME)],
+        [
+            [pattern, *(shown(f"{pattern}, gloo / shm, {named(size)}") for size in SOME)]
+            for pattern in patterns
+        ],
+    )
+    beside = table(
+        ["work and messages both ways / work alone", *map(named, SOME)],
+        [
+            [kind, *(shown(f"{BESIDE}, {kind} / work alone, {named(size)}") for size in SOME)]
+            for kind in KINDS
+        ],
+    )
+    each = [
+        f"{strategy} {shown(f'step of mnist-mlp under {strategy}, gloo / shm')}"
+        for strategy in STRATEGIES
+    ]
+    return (
+        f"{one_way}\n\n{others}\n\n{beside}\n\nA step of mnist-mlp, its time over gloo / over "
+        f"shm: {', '.join(each)}."
+    )
 
 
-# ---- in a rank -----------------------------------------------------------------------------------------------------------
-Play = Callable[[], float]          # seconds of one turn
+# ---- in a rank -------------------------------------------------------------------------------
+Play = Callable[[], float]  # seconds of one turn
 
 
 def one_way(rank: int, size: int) -> Play:
@@ -156,17 +213,20 @@ def one_way(rank: int, size: int) -> Play:
             if rank == 1:
                 dist.send(message, 0)
         return (time.perf_counter() - start) / times / 2
+
     return play
 
 
 def both_ways(rank: int, size: int, at_once: int = 1) -> Play:
-    mine, taken = torch.ones(at_once, size // 4), torch.empty(at_once, size // 4)
+    mine = torch.ones(at_once, size // 4)
+    taken = torch.empty(at_once, size // 4)
 
     def play() -> float:
         start = time.perf_counter()
         for work in exchange(rank, mine, taken):
             work.wait()
         return (time.perf_counter() - start) / at_once
+
     return play
 
 
@@ -178,7 +238,8 @@ def exchange(rank: int, mine: Tensor, taken: Tensor) -> list[Any]:
 
 def late(rank: int, size: int) -> Play:
     """Rank 1 asks for a message when it has been sent for a while; what it waits then."""
-    message, work = torch.ones(size // 4), some_work()
+    message = torch.ones(size // 4)
+    work = some_work()
 
     def play() -> float:
         if rank == 0:
@@ -188,12 +249,15 @@ def late(rank: int, size: int) -> Play:
         start = time.perf_counter()
         dist.recv(message, 0)
         return time.perf_counter() - start
+
     return play
 
 
 def beside_work(rank: int, size: int) -> Play:
     """Both ways under way during some work; nothing of no bytes."""
-    mine, taken, work = torch.ones(1, size // 4), torch.empty(1, size // 4), some_work()
+    mine = torch.ones(1, size // 4)
+    taken = torch.empty(1, size // 4)
+    work = some_work()
 
     def play() -> float:
         start = time.perf_counter()
@@ -202,6 +266,7 @@ def beside_work(rank: int, size: int) -> Play:
         for each in works:
             each.wait()
         return time.perf_counter() - start
+
     return play
 
 
@@ -211,24 +276,31 @@ def some_work() -> Callable[[], object]:
 
 
 PATTERNS: dict[str, Callable[[int, int], Play]] = {
-    "one way": one_way, "both ways": both_ways, f"{AT_ONCE} at once": lambda rank, size: both_ways(rank, size, AT_ONCE),
-    "asked for late": late, BESIDE: beside_work}
+    "one way": one_way,
+    "both ways": both_ways,
+    f"{AT_ONCE} at once": lambda rank, size: both_ways(rank, size, AT_ONCE),
+    "asked for late": late,
+    BESIDE: beside_work,
+}
 
 
 def worker(kind: str, address: str) -> None:
     import paragrad.world.backends  # noqa: F401
+
     torch.set_num_threads(1)
     dist.init_process_group(kind)
     rank = dist.get_rank()
 
     def median(order: tuple[str, int]) -> float:
         pattern, size = order
-        play, taken = PATTERNS[pattern](rank, size), []
+        play = PATTERNS[pattern](rank, size)
+        taken = []
         for _ in range(max(7, min(50, 16 * MB // max(size, KB))) + 2):
             dist.barrier()
             taken.append(play())
         dist.barrier()
         return statistics.median(taken[2:])
+
     serve(address, median)
     dist.destroy_process_group()
 

@@ -1,4 +1,6 @@
-"""Pages of docs/ whose tables a benchmark writes: what stands between `<!-- NAME -->` and `<!-- end -->`."""
+"""Pages of docs/ whose tables a benchmark writes: what stands between `<!-- NAME -->` and `<!--
+end -->`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ FIGURES = DOCS / "figures"
 def filled(text: str, name: str, block: str) -> str:
     """A page's text with another block of that name."""
     before, rest = text.split(f"<!-- {name} -->\n")
-    return f"{before}<!-- {name} -->\n{block}\n{rest[rest.index('<!-- end -->'):]}"
+    return f"{before}<!-- {name} -->\n{block}\n{rest[rest.index('<!-- end -->') :]}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,7 +1,9 @@
-"""Steps of a pipeline of two stages on one host: ours, torch.distributed.pipelining's 1F1B over gloo and over shm, and bounds.
+"""Steps of a pipeline of two stages on one host: ours, torch.distributed.pipelining's 1F1B over
+gloo and over shm, and bounds.
 
-    python benchmarks/pipeline.py --check           # both ranks on this machine, one thread each
-    python benchmarks/pipeline.py --check --page    # the same, written into docs/pipeline.md
+    python benchmarks/pipeline.py --check           # both ranks on this machine, one thread
+    each python benchmarks/pipeline.py --check --page    # the same, written into
+    docs/pipeline.md
 
 | figure | bar |
 |---|---|
@@ -10,16 +12,19 @@
 | ... geometric mean of the four settings | at least 1.2 |
 | speed over the bound's: every setting | at least 0.8 |
 | ... geometric mean | at least 0.88 |
-| the timeline's seconds of a step, off the measured ones: median of the four settings | at most 0.1 |
+| the timeline's seconds of a step, off the measured ones: median of the four settings | at most
+0.1 |
 | its share of waiting, off the measured one: median of the four settings | at most 0.15 |
 
-Eight Linear(h, h) in float32, four on each rank, one thread each, SGD. The bound is of two processes that each make a step of
-their four layers without messages, both at once: one micro-batch in the one and then in the other, and the m - 1 others in the
-slower of them. (Of T seconds each that is T (m + p - 1)/m; the first layer's input wants no gradient, so that rank 0 has 11
-products where rank 1 has 12.) Ours is a whole training, timed by its
-record from step to step; torch's is a loop over batches cut out of tensors in memory. Beside it, without a bar: one worker
-with all threads, and our other schedules. The timeline learns in five steps of a run what tasks take, and foretells those after
-them (`planner/timeline.py`, docs/timeline.md); a rank waits where it does nothing of its own.
+Eight Linear(h, h) in float32, four on each rank, one thread each, SGD. The bound is of two
+processes that each make a step of their four layers without messages, both at once: one
+micro-batch in the one and then in the other, and the m - 1 others in the slower of them. (Of T
+seconds each that is T (m + p - 1)/m; the first layer's input wants no gradient, so that rank 0
+has 11 products where rank 1 has 12.) Ours is a whole training, timed by its record from step to
+step; torch's is a loop over batches cut out of tensors in memory. Beside it, without a bar: one
+worker with all threads, and our other schedules. The timeline learns in five steps of a run
+what tasks take, and foretells those after them (`planner/timeline.py`, docs/timeline.md); a
+rank waits where it does nothing of its own.
 """
 
 from __future__ import annotations
@@ -48,12 +53,15 @@ from paragrad.players.clock import Timeline
 from paragrad.record.record import Record
 from paragrad.world.launching import Ranks
 
-LAYERS, STAGES, BATCHES = 8, 2, 4
+LAYERS = 8
+STAGES = 2
+BATCHES = 4
 
 
 @dataclass(frozen=True)
 class Setting:
     """A width, a global batch, and its micro-batches."""
+
     width: int
     batch: int
     micro: int
@@ -66,23 +74,39 @@ class Setting:
 
     def data(self) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
-        return tuple(torch.randn(BATCHES * self.batch, self.width, generator=draw) for _ in range(2))   # type: ignore[return-value]
+        return tuple(
+            torch.randn(BATCHES * self.batch, self.width, generator=draw) for _ in range(2)
+        )  # type: ignore[return-value]
 
     def job(self) -> pg.Job:
-        return pg.Job(name="benchmark", model=self.layers, loss=nn.functional.mse_loss,
-                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()), batch=self.batch, epochs=1000)
+        return pg.Job(
+            name="benchmark",
+            model=self.layers,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            train=lambda folder: torch.utils.data.TensorDataset(*self.data()),
+            batch=self.batch,
+            epochs=1000,
+        )
 
     @property
     def steps(self) -> int:
         """About a second of them."""
-        return max(FORETOLD.stop + 4, min(200, int(6e10 / (6 * LAYERS * self.batch * self.width**2))))
+        return max(
+            FORETOLD.stop + 4, min(200, int(6e10 / (6 * LAYERS * self.batch * self.width**2)))
+        )
 
 
-SETTINGS = [Setting(512, 256, 4), Setting(512, 1024, 8), Setting(1024, 1024, 8), Setting(2048, 512, 8)]
+SETTINGS = [
+    Setting(512, 256, 4),
+    Setting(512, 1024, 8),
+    Setting(1024, 1024, 8),
+    Setting(2048, 512, 8),
+]
 OURS = ("one_f_one_b", "gpipe", "zero_bubble")
 PEERS = ("torch's 1F1B on gloo", "torch's 1F1B on shm", "the bound", "serial")
-PAGE, RESULTS = DOCS / "pipeline.md", FIGURES / "pipeline.json"
+PAGE = DOCS / "pipeline.md"
+RESULTS = FIGURES / "pipeline.json"
 
 
 def main() -> None:
@@ -94,14 +118,29 @@ def main() -> None:
     if bench.options.page and (bench.quick or bench.options.rounds or bench.options.json):
         sys.exit("the page is of everything, in full: give no other option but --check")
     with tempfile.TemporaryDirectory() as folder, Ranks(STAGES) as ranks:
-        peers = {kind: Workers(__file__, kind, STAGES) for kind in ("torch, gloo", "torch, shm", "halves")}
-        times, foreseen = {}, {}
+        peers = {
+            kind: Workers(__file__, kind, STAGES)
+            for kind in ("torch, gloo", "torch, shm", "halves")
+        }
+        times = {}
+        foreseen = {}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
             runs = Path(folder) / str(setting)
-            measures = {f"pipeline(2, {schedule})": ours(ranks, f"pipeline(2, micro={setting.micro}, schedule={schedule}, "
-                                                         "cut=[4, 4])", setting, runs) for schedule in OURS}
+            measures = {
+                f"pipeline(2, {schedule})": ours(
+                    ranks,
+                    f"pipeline(2, micro={setting.micro}, schedule={schedule}, cut=[4, 4])",
+                    setting,
+                    runs,
+                )
+                for schedule in OURS
+            }
             measures["serial"] = ours(ranks, "serial", setting, runs)
-            measures |= {kind: theirs(workers, setting) for kind, workers in peers.items() if kind != "halves"}
+            measures |= {
+                kind: theirs(workers, setting)
+                for kind, workers in peers.items()
+                if kind != "halves"
+            }
             measures["the bound"] = bound(peers["halves"], setting)
             print(f"{setting} [ms]", flush=True)
             times[setting] = alternated(measures, bench.rounds(7, quick=2))
@@ -118,34 +157,58 @@ def main() -> None:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--page", action="store_true", help="write the table of docs/pipeline.md, and its figures")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table of docs/pipeline.md, and its figures"
+    )
 
 
 def tables(bench: Bench) -> str:
     """The figures of every setting, and their means."""
+
     def shown(name: str, setting: Setting) -> str:
         return f"{bench.figures[f'{name}, {setting}']['value']:.2f}"
-    rows = [f"speed over {name}" for name in PEERS] + [f"one_f_one_b's time over {schedule}'s" for schedule in OURS[1:]] + [
-        "the timeline's seconds of a step, over the measured", "the timeline's share of waiting",
-        "the measured share of waiting"]
-    means = ", ".join(f"over {name} {bench.figures[f'speed over {name}, geometric mean']['value']:.2f}" for name in PEERS)
-    return (table(["pipeline(2), one_f_one_b", *map(str, SETTINGS)],
-                  [[name, *(shown(name, setting) for setting in SETTINGS)] for name in rows])
-            + f"\n\nGeometric means of speed: {means}."
-            + "".join(f"\n\nShort of its bar: {line}." for line in bench.short()))
+
+    rows = (
+        [f"speed over {name}" for name in PEERS]
+        + [f"one_f_one_b's time over {schedule}'s" for schedule in OURS[1:]]
+        + [
+            "the timeline's seconds of a step, over the measured",
+            "the timeline's share of waiting",
+            "the measured share of waiting",
+        ]
+    )
+    means = ", ".join(
+        f"over {name} {bench.figures[f'speed over {name}, geometric mean']['value']:.2f}"
+        for name in PEERS
+    )
+    return (
+        table(
+            ["pipeline(2), one_f_one_b", *map(str, SETTINGS)],
+            [[name, *(shown(name, setting) for setting in SETTINGS)] for name in rows],
+        )
+        + f"\n\nGeometric means of speed: {means}."
+        + "".join(f"\n\nShort of its bar: {line}." for line in bench.short())
+    )
 
 
 def bound(halves: Workers, setting: Setting) -> Callable[[], float]:
-    """Milliseconds of a step without messages: the slower rank is always busy, the other one with one micro-batch more."""
+    """Milliseconds of a step without messages: the slower rank is always busy, the other one
+    with one micro-batch more.
+    """
+
     def milliseconds() -> float:
         first, second = map(between, halves.ask(setting))
         return max(first, second) + min(first, second) / setting.micro
+
     return milliseconds
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Of a run: what was foretold of a step, and what the steps after it were. waits: parts of the ranks' time."""
+    """Of a run: what was foretold of a step, and what the steps after it were. waits: parts of
+    the ranks' time.
+    """
+
     foretold: float
     low: float
     high: float
@@ -155,15 +218,23 @@ class Steps:
 
 
 def steps_of(record: Record) -> Steps:
-    told, found = foretold(record), list(measured(record, FORETOLD).values())
+    told = foretold(record)
+    found = list(measured(record, FORETOLD).values())
     assert told is not None
-    return Steps(told.timeline.seconds, told.low, told.high, waiting(told.timeline), median(each.seconds for each in found),
-                 median(map(waiting, found)))
+    return Steps(
+        told.timeline.seconds,
+        told.low,
+        told.high,
+        waiting(told.timeline),
+        median(each.seconds for each in found),
+        median(map(waiting, found)),
+    )
 
 
 def waiting(timeline: Timeline) -> float:
-    """The part of all ranks' time in which they do nothing of their own. What was measured says when a rank waits, what was
-    foretold when it works."""
+    """The part of all ranks' time in which they do nothing of their own. What was measured says
+    when a rank waits, what was foretold when it works.
+    """
     all_ranks = len(timeline.ends) * timeline.seconds
     waits = [span.seconds for span in timeline.spans if span.lane in ("receive", "wait")]
     if any(span.lane == "update" for span in timeline.spans):
@@ -173,18 +244,37 @@ def waiting(timeline: Timeline) -> float:
 
 def timelines(bench: Bench, foreseen: dict[Setting, list[Steps]]) -> None:
     """How far off the timeline is."""
-    bench.measured["timelines"] = {str(setting): [asdict(each) for each in steps] for setting, steps in foreseen.items()}
-    off = {"seconds of a step": [[abs(each.foretold / each.seconds - 1) for each in steps] for steps in foreseen.values()],
-           "share of waiting": [[abs(each.waits_foretold / each.waits - 1) for each in steps] for steps in foreseen.values()]}
+    bench.measured["timelines"] = {
+        str(setting): [asdict(each) for each in steps] for setting, steps in foreseen.items()
+    }
+    off = {
+        "seconds of a step": [
+            [abs(each.foretold / each.seconds - 1) for each in steps] for steps in foreseen.values()
+        ],
+        "share of waiting": [
+            [abs(each.waits_foretold / each.waits - 1) for each in steps]
+            for steps in foreseen.values()
+        ],
+    }
     for setting, steps in foreseen.items():
-        bench.figure(f"the timeline's seconds of a step, over the measured, {setting}",
-                     [each.foretold / each.seconds for each in steps])
-        bench.figure(f"its interval's ends, over the measured, {setting}",
-                     [end / each.seconds for each in steps for end in (each.low, each.high)])
-        bench.figure(f"the timeline's share of waiting, {setting}", [each.waits_foretold for each in steps])
+        bench.figure(
+            f"the timeline's seconds of a step, over the measured, {setting}",
+            [each.foretold / each.seconds for each in steps],
+        )
+        bench.figure(
+            f"its interval's ends, over the measured, {setting}",
+            [end / each.seconds for each in steps for end in (each.low, each.high)],
+        )
+        bench.figure(
+            f"the timeline's share of waiting, {setting}", [each.waits_foretold for each in steps]
+        )
         bench.figure(f"the measured share of waiting, {setting}", [each.waits for each in steps])
     for (name, found), bar in zip(off.items(), (0.1, 0.15), strict=True):
-        bench.figure(f"the timeline's {name}: median error of the settings", median(map(median, found)), at_most=bar)
+        bench.figure(
+            f"the timeline's {name}: median error of the settings",
+            median(map(median, found)),
+            at_most=bar,
+        )
 
 
 def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
@@ -193,36 +283,51 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
     for number, (setting, found) in enumerate(times.items()):
         mine = found["pipeline(2, one_f_one_b)"]
         others = (found["torch, gloo"], found["torch, shm"], found["the bound"], found["serial"])
-        for name, other, bar in zip(PEERS, others, (1.0 if number else 1.4, None, 0.8, None), strict=True):
+        for name, other, bar in zip(
+            PEERS, others, (1.0 if number else 1.4, None, 0.8, None), strict=True
+        ):
             speeds.setdefault(name, []).append(ratios(other, mine))
             bench.figure(f"speed over {name}, {setting}", speeds[name][-1], at_least=bar)
         for schedule in OURS[1:]:
-            bench.figure(f"one_f_one_b's time over {schedule}'s, {setting}", ratios(mine, found[f"pipeline(2, {schedule})"]))
+            bench.figure(
+                f"one_f_one_b's time over {schedule}'s, {setting}",
+                ratios(mine, found[f"pipeline(2, {schedule})"]),
+            )
     for name, bar in zip(PEERS, (1.2, None, 0.88, None), strict=True):
-        bench.figure(f"speed over {name}, geometric mean",
-                     [math.prod(row) ** (1 / len(row)) for row in zip(*speeds[name], strict=True)], at_least=bar)
+        bench.figure(
+            f"speed over {name}, geometric mean",
+            [math.prod(row) ** (1 / len(row)) for row in zip(*speeds[name], strict=True)],
+            at_least=bar,
+        )
 
 
-# ---- in a rank -----------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def loop(kind: str, setting: Setting) -> Loop:
     part = setting.layers(LAYERS // STAGES)
-    return Loop(torch.optim.SGD(part.parameters(), lr=0.01), (half if kind == "halves" else scheduled)(setting, part),
-                shuffled(*setting.data(), setting.batch))
+    return Loop(
+        torch.optim.SGD(part.parameters(), lr=0.01),
+        (half if kind == "halves" else scheduled)(setting, part),
+        shuffled(*setting.data(), setting.batch),
+    )
 
 
 def scheduled(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], Any]:
     """A step of torch.distributed.pipelining."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
     rank = dist.get_rank()
     stage = PipelineStage(part, rank, STAGES, torch.device("cpu"))
     schedule = Schedule1F1B(stage, setting.micro, loss_fn=nn.functional.mse_loss)
-    return lambda inputs, target: schedule.step(inputs) if rank == 0 else schedule.step(target=target)
+    return lambda inputs, target: (
+        schedule.step(inputs) if rank == 0 else schedule.step(target=target)
+    )
 
 
 def half(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], None]:
     """The forwards and backwards of one rank, with what it would be sent at hand."""
     import torch.distributed as dist
+
     rank = dist.get_rank()
 
     def step(inputs: Tensor, target: Tensor) -> None:
@@ -230,6 +335,7 @@ def half(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], None]:
             x = x.requires_grad_(rank > 0)
             out = part(x)
             out.backward(y) if rank == 0 else nn.functional.mse_loss(out, y).backward()
+
     return step
 
 

@@ -1,7 +1,9 @@
-"""Replicas of a model in one process, averaged along a schedule: what an exchange does to training, without any wire.
+"""Replicas of a model in one process, averaged along a schedule: what an exchange does to
+training, without any wire.
 
-The parameters of all replicas are the rows of one matrix. A schedule is walked over the rows, and its messages carry the same
-values as between ranks. Gradients are averaged, or weights; and bugs can be planted, to see what they cost and what finds them.
+The parameters of all replicas are the rows of one matrix. A schedule is walked over the rows,
+and its messages carry the same values as between ranks. Gradients are averaged, or weights; and
+bugs can be planted, to see what they cost and what finds them.
 """
 
 from __future__ import annotations
@@ -21,25 +23,40 @@ from paragrad.datasets.mnist import Digits
 from paragrad.jobs.job import Job
 from paragrad.players.proof import prove
 from paragrad.players.walk import walk
-from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, Slot, evenly, parts_in
+from paragrad.schedules.actions import (
+    Collective,
+    Compute,
+    Recv,
+    ScheduleError,
+    Send,
+    Slot,
+    evenly,
+    parts_in,
+)
 from paragrad.schedules.sabotage import sabotaged
 
-REST, REUSED, TWICE, STARTS = "rest left out", "buffer reused", "mean twice", "no common start"
-BUGS = {REST: "the last n mod p elements are in no chunk: never exchanged",
-        REUSED: "one buffer for all sends, filled again before the message in it has gone",
-        TWICE: "the exchange divides by p, and its caller again",
-        STARTS: "every replica begins with weights of its own"}
+REST = "rest left out"
+REUSED = "buffer reused"
+TWICE = "mean twice"
+STARTS = "no common start"
+BUGS = {
+    REST: "the last n mod p elements are in no chunk: never exchanged",
+    REUSED: "one buffer for all sends, filled again before the message in it has gone",
+    TWICE: "the exchange divides by p, and its caller again",
+    STARTS: "every replica begins with weights of its own",
+}
 
 
 class Numbers:
     """The vectors of all ranks, a row each."""
 
     def __init__(self, rows: np.ndarray, parts: int) -> None:
-        self.rows, self.parts = rows, evenly(rows.shape[1], parts)
+        self.rows = rows
+        self.parts = evenly(rows.shape[1], parts)
 
     def at(self, rank: int, slot: Slot) -> np.ndarray:
         parts = parts_in(slot)
-        return self.rows[rank, self.parts[parts[0]].start:self.parts[parts[-1]].stop]      # type: ignore[index]
+        return self.rows[rank, self.parts[parts[0]].start : self.parts[parts[-1]].stop]
 
     def read(self, rank: int, send: Send) -> np.ndarray:
         return self.at(rank, send.slot).copy()
@@ -56,7 +73,9 @@ class Numbers:
 
 
 class Reused(Numbers):
-    """A bug: each rank has one buffer to send from, and fills it again though its last message may still be there."""
+    """A bug: each rank has one buffer to send from, and fills it again though its last message
+    may still be there.
+    """
 
     def __init__(self, rows: np.ndarray, parts: int) -> None:
         super().__init__(rows, parts)
@@ -64,7 +83,7 @@ class Reused(Numbers):
 
     def read(self, rank: int, send: Send) -> np.ndarray:
         piece = self.at(rank, send.slot)
-        buffer = self.buffers[rank, :len(piece)]
+        buffer = self.buffers[rank, : len(piece)]
         buffer[:] = piece
         return buffer
 
@@ -74,13 +93,18 @@ def average(rows: Tensor, schedule: Collective, bug: str | None = None) -> None:
     size, length = rows.shape
     reach = length - length % size if bug == REST else length
     reached = rows[:, :reach]
-    walk(schedule.program, size, (Reused if bug == REUSED else Numbers)(reached.numpy(), schedule.parts(size)))
+    walk(
+        schedule.program,
+        size,
+        (Reused if bug == REUSED else Numbers)(reached.numpy(), schedule.parts(size)),
+    )
     reached /= size * size if bug == TWICE else size
 
 
 @dataclass
 class Training:
     """How replicas train. batch: samples of each replica at a time."""
+
     job: Job
     count: int
     schedule: Collective
@@ -98,8 +122,13 @@ class Replicas:
     def __init__(self, how: Training) -> None:
         self.how = how
         self.model = self._started(how.seed)
-        starts = [self._started(how.seed + (rank if how.bug == STARTS else 0)) for rank in range(how.count)]
-        self.rows = nn.Parameter(torch.stack([parameters_to_vector(each.parameters()).detach() for each in starts]))
+        starts = [
+            self._started(how.seed + (rank if how.bug == STARTS else 0))
+            for rank in range(how.count)
+        ]
+        self.rows = nn.Parameter(
+            torch.stack([parameters_to_vector(each.parameters()).detach() for each in starts])
+        )
         self.optimizer = how.job.optimizer([self.rows])
         self.gradients = vmap(grad(partial(loss_of, self.model, how.job)))
 
@@ -121,7 +150,9 @@ class Replicas:
         """Per cent of a data set that a replica gets right."""
         with torch.no_grad():
             images, labels = dataset[torch.arange(len(dataset))]
-            found = functional_call(self.model, named(self.model, self.rows[rank]), (images.to(self.how.dtype),))
+            found = functional_call(
+                self.model, named(self.model, self.rows[rank]), (images.to(self.how.dtype),)
+            )
         return 100 * float((found.argmax(1) == labels).float().mean())
 
     def equal(self) -> bool:
@@ -131,29 +162,47 @@ class Replicas:
 def named(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
     """The parameters of a model, cut from a vector."""
     sizes = [parameter.numel() for parameter in model.parameters()]
-    return {name: piece.view_as(parameter) for (name, parameter), piece in
-            zip(model.named_parameters(), vector.split(sizes), strict=True)}
+    return {
+        name: piece.view_as(parameter)
+        for (name, parameter), piece in zip(
+            model.named_parameters(), vector.split(sizes), strict=True
+        )
+    }
 
 
 def loss_of(model: nn.Module, job: Job, vector: Tensor, images: Tensor, labels: Tensor) -> Any:
     return job.loss(functional_call(model, named(model, vector), (images,)), labels)
 
 
-def batches(dataset: Digits, how: Training, epochs: int) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
-    """(epoch, images [replicas, batch, ...], labels, whether it is the epoch's last) of whole global batches, shuffled."""
-    generator, together = torch.Generator().manual_seed(how.seed), how.count * how.batch
+def batches(
+    dataset: Digits, how: Training, epochs: int
+) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
+    """(epoch, images [replicas, batch, ...], labels, whether it is the epoch's last) of whole
+    global batches, shuffled.
+    """
+    generator = torch.Generator().manual_seed(how.seed)
+    together = how.count * how.batch
     for epoch in range(epochs):
         order = torch.randperm(len(dataset), generator=generator)
         many = len(order) // together
         for number in range(many):
-            images, labels = dataset[order[number * together:(number + 1) * together]]
-            yield (epoch, images.unflatten(0, (how.count, how.batch)), labels.unflatten(0, (how.count, how.batch)),
-                   number == many - 1)
+            images, labels = dataset[order[number * together : (number + 1) * together]]
+            yield (
+                epoch,
+                images.unflatten(0, (how.count, how.batch)),
+                labels.unflatten(0, (how.count, how.batch)),
+                number == many - 1,
+            )
 
 
-def trained(how: Training, train: Digits, test: Digits, epochs: int, told: Callable[[int, float], None]) -> dict[str, Any]:
-    """Accuracy of replica 0 after every epoch, and whether all are equal at the end. told(epoch, accuracy)."""
-    replicas, accuracies = Replicas(how), []
+def trained(
+    how: Training, train: Digits, test: Digits, epochs: int, told: Callable[[int, float], None]
+) -> dict[str, Any]:
+    """Accuracy of replica 0 after every epoch, and whether all are equal at the end.
+    told(epoch, accuracy).
+    """
+    replicas = Replicas(how)
+    accuracies = []
     for epoch, images, labels, last in batches(train, how, epochs):
         replicas.step(images, labels, last)
         if last:
@@ -163,11 +212,21 @@ def trained(how: Training, train: Digits, test: Digits, epochs: int, told: Calla
 
 
 def from_serial(how: Training, train: Digits, steps: int = 20) -> float:
-    """Largest difference of a replica's parameters from serial's after some steps in float64, over the largest parameter:
-    what `paragrad verify` looks at. Serial: one replica that takes the whole batch.
+    """Largest difference of a replica's parameters from serial's after some steps in float64,
+    over the largest parameter: what `paragrad verify` looks at. Serial: one replica that takes
+    the whole batch.
     """
     ours = Replicas(Training(**{**vars(how), "dtype": torch.float64}))
-    alone = Replicas(Training(how.job, 1, how.schedule, batch=how.batch * how.count, seed=how.seed, dtype=torch.float64))
+    alone = Replicas(
+        Training(
+            how.job,
+            1,
+            how.schedule,
+            batch=how.batch * how.count,
+            seed=how.seed,
+            dtype=torch.float64,
+        )
+    )
     for _, (_, images, labels, _) in zip(range(steps), batches(train, how, steps), strict=False):
         ours.step(images, labels, last=False)
         alone.step(images.flatten(0, 1)[None], labels.flatten(0, 1)[None], last=False)
@@ -175,11 +234,13 @@ def from_serial(how: Training, train: Digits, steps: int = 20) -> float:
 
 
 def checks(how: Training, train: Digits) -> dict[str, Any]:
-    """What finds a bug: the proof, of the one that a schedule can say; a sum of whole numbers (its largest error); and, where
-    gradients are averaged, the difference from serial.
+    """What finds a bug: the proof, of the one that a schedule can say; a sum of whole numbers
+    (its largest error); and, where gradients are averaged, the difference from serial.
     """
     planted = "mean_twice" if how.bug == TWICE else None
-    rows = torch.randint(-1000, 1000, (how.count, 10 * how.count + 7), generator=torch.Generator().manual_seed(1)).double()
+    rows = torch.randint(
+        -1000, 1000, (how.count, 10 * how.count + 7), generator=torch.Generator().manual_seed(1)
+    ).double()
     expected = rows.mean(0)
     average(rows, how.schedule, how.bug)
     try:
@@ -187,32 +248,53 @@ def checks(how: Training, train: Digits) -> dict[str, Any]:
         proof = None
     except ScheduleError as error:
         proof = str(error)
-    return {"proof": proof, "sum": float((rows - expected).abs().max()),
-            "serial": from_serial(how, train) if how.averaged == "gradients" else None}
+    return {
+        "proof": proof,
+        "sum": float((rows - expected).abs().max()),
+        "serial": from_serial(how, train) if how.averaged == "gradients" else None,
+    }
 
 
-# ---- rounding ----------------------------------------------------------------------------------------------------------
-def rounding(job: Job, train: Digits, count: int, schedules: dict[str, Collective], batch: int) -> dict[str, dict[str, float]]:
-    """How far mean gradients of one batch are from float64's, in units in the last place: median, 99.9 %, and the largest error
-    over the largest gradient. Of serial, of serial with the batch back to front, and of `count` replicas by each schedule.
+# ---- rounding --------------------------------------------------------------------------------
+def rounding(
+    job: Job, train: Digits, count: int, schedules: dict[str, Collective], batch: int
+) -> dict[str, dict[str, float]]:
+    """How far mean gradients of one batch are from float64's, in units in the last place:
+    median, 99.9 %, and the largest error over the largest gradient. Of serial, of serial with
+    the batch back to front, and of `count` replicas by each schedule.
     """
+
     def gradient(how: Training, images: Tensor, labels: Tensor) -> Tensor:
         replicas = Replicas(how)
-        return replicas.gradients(replicas.rows.detach(), images.to(how.dtype), labels)     # type: ignore[no-any-return]
+        return replicas.gradients(replicas.rows.detach(), images.to(how.dtype), labels)
 
     images, labels = train[torch.arange(batch * count)]
     any_schedule = next(iter(schedules.values()))
-    exact = gradient(Training(job, 1, any_schedule, dtype=torch.float64), images[None], labels[None])[0]
+    exact = gradient(
+        Training(job, 1, any_schedule, dtype=torch.float64), images[None], labels[None]
+    )[0]
     alone = Training(job, 1, any_schedule)
-    found = {"serial": gradient(alone, images[None], labels[None])[0],
-             "serial, batch back to front": gradient(alone, images.flip(0)[None], labels.flip(0)[None])[0]}
+    found = {
+        "serial": gradient(alone, images[None], labels[None])[0],
+        "serial, batch back to front": gradient(alone, images.flip(0)[None], labels.flip(0)[None])[
+            0
+        ],
+    }
     cut = (count, batch)
-    shares = gradient(Training(job, count, any_schedule), images.unflatten(0, cut), labels.unflatten(0, cut))
+    shares = gradient(
+        Training(job, count, any_schedule), images.unflatten(0, cut), labels.unflatten(0, cut)
+    )
     for name, schedule in schedules.items():
         rows = shares.clone()
         average(rows, schedule)
         found[name] = rows[0]
     last = np.spacing(exact.abs().float().numpy())
     errors = {name: np.abs(each.double().numpy() - exact.numpy()) for name, each in found.items()}
-    return {name: {"median": float(np.median(error / last)), "most": float(np.quantile(error / last, 0.999)),
-                   "relative": float(error.max() / exact.abs().max())} for name, error in errors.items()}
+    return {
+        name: {
+            "median": float(np.median(error / last)),
+            "most": float(np.quantile(error / last, 0.999)),
+            "relative": float(error.max() / exact.abs().max()),
+        }
+        for name, error in errors.items()
+    }

@@ -1,10 +1,12 @@
-"""What `reproducible=true` costs: exchanges of 4 ranks on one host, with it and without, over gloo and over shm.
+"""What `reproducible=true` costs: exchanges of 4 ranks on one host, with it and without, over
+gloo and over shm.
 
 | figure                                                  | bar  |
 |---------------------------------------------------------|------|
 | time with it over time without, by backend and size      | none |
 
-Twice the bytes go over the wire, one small all-reduce more, and every number is turned into an integer and back.
+Twice the bytes go over the wire, one small all-reduce more, and every number is turned into an
+integer and back.
 """
 
 from __future__ import annotations
@@ -24,11 +26,20 @@ def main() -> None:
     for backend in ("gloo", "shm"):
         workers = Workers(__file__, backend, 4)
         for name, size in SIZES.items():
+
             def seconds(reproducible: bool, size: int = size) -> float:
-                return max(workers.ask((size, reproducible)))           # noqa: B023      # asked before the next workers
-            times = alternated({"without": lambda: seconds(False), "with": lambda: seconds(True)}, bench.rounds(7, 2))
+                # asked before the next workers
+                return max(workers.ask((size, reproducible)))  # noqa: B023
+
+            times = alternated(
+                {"without": lambda: seconds(False), "with": lambda: seconds(True)},
+                bench.rounds(7, 2),
+            )
             bench.measured[f"{backend}, {name} [s]"] = times
-            bench.figure(f"reproducible over plain, ring, 4 ranks, {backend}, {name}", ratios(times["with"], times["without"]))
+            bench.figure(
+                f"reproducible over plain, ring, 4 ranks, {backend}, {name}",
+                ratios(times["with"], times["without"]),
+            )
         workers.close()
     bench.finish()
 
@@ -40,8 +51,10 @@ def worker(backend: str, address: str) -> None:
     from paragrad.schedules.ring import Ring
     from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
     from paragrad.world.joining import joined_from_environment
+
     torch.set_num_threads(1)
     with joined_from_environment(backend) as world:
+
         def taken(order: tuple[int, bool]) -> float:
             size, reproducible = order
             exchange = reproducible_all_reduce if reproducible else all_reduce
@@ -52,6 +65,7 @@ def worker(backend: str, address: str) -> None:
             for _ in range(REPEATS[size]):
                 exchange(Ring(), vector, world)
             return (time.perf_counter() - start) / REPEATS[size]
+
         serve(address, taken)
 
 

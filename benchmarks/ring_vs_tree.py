@@ -1,7 +1,9 @@
-"""The ring-versus-tree experiment: run time and accuracy of mnist-mlp over message size and over ranks.
+"""The ring-versus-tree experiment: run time and accuracy of mnist-mlp over message size and
+over ranks.
 
-    python benchmarks/ring_vs_tree.py               # everything, an hour and a half; writes docs/ring-vs-tree.md and its plots
-    python benchmarks/ring_vs_tree.py --only links  # one part; the page keeps the figures of the others
+    python benchmarks/ring_vs_tree.py               # everything, an hour and a half; writes
+    docs/ring-vs-tree.md and its plots python benchmarks/ring_vs_tree.py --only links  # one
+    part; the page keeps the figures of the others
 
 | part     | what                                                                                                        |
 |----------|-------------------------------------------------------------------------------------------------------------|
@@ -47,17 +49,29 @@ RESULTS = FIGURES / "ring_vs_tree.json"
 
 def main() -> None:
     def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", choices=PARTS, nargs="*", help="some parts, or none: the page is written anew")
-        parser.add_argument("--data", type=Path, default=os.environ.get("PARAGRAD_DATA"),
-                            help="the folder with MNIST (default: $PARAGRAD_DATA, or it is downloaded)")
+        parser.add_argument(
+            "--only", choices=PARTS, nargs="*", help="some parts, or none: the page is written anew"
+        )
+        parser.add_argument(
+            "--data",
+            type=Path,
+            default=os.environ.get("PARAGRAD_DATA"),
+            help="the folder with MNIST (default: $PARAGRAD_DATA, or it is downloaded)",
+        )
+
     bench = Bench(__doc__, options)
     some = bench.options.only is not None
-    kept = not (bench.quick or bench.options.rounds)            # others are printed alone
+    kept = not (bench.quick or bench.options.rounds)  # others are printed alone
     found = json.loads(RESULTS.read_text()) if some and RESULTS.exists() else {}
     for name in bench.options.only if some else PARTS:
         print(f"--- {name}", file=sys.stderr, flush=True)
-        begun, on = time.monotonic(), machine()
-        found[name] = {**PARTS[name](bench, found), "machine": on, "minutes": (time.monotonic() - begun) / 60}
+        begun = time.monotonic()
+        on = machine()
+        found[name] = {
+            **PARTS[name](bench, found),
+            "machine": on,
+            "minutes": (time.monotonic() - begun) / 60,
+        }
         if kept:
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     if "accuracy" in found:
@@ -68,7 +82,7 @@ def main() -> None:
     bench.finish()
 
 
-# ---- training ----------------------------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------
 ALGORITHMS = ("tree", "butterfly", "halving", "ring", "ring_async")
 
 
@@ -79,14 +93,42 @@ def accuracy(bench: Bench, _: Found) -> dict[str, Any]:
     def compared(width: int, listed: list[str]) -> list[dict[str, Any]]:
         job = pg.job("mnist-mlp", width=width).replace(epochs=epochs)
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            table = pg.compare(job, listed, runs=folder, seeds=seeds, twin=width == WIDTH, data=bench.options.data,
-                               backend="gloo")
+            table = pg.compare(
+                job,
+                listed,
+                runs=folder,
+                seeds=seeds,
+                twin=width == WIDTH,
+                data=bench.options.data,
+                backend="gloo",
+            )
             print(table, file=sys.stderr, flush=True)
-            return [{"strategy": row.strategy, "width": width, "mean": row.test, "spread": row.spread, "digests": row.digests,
-                     "tests": [table.records[name].test for name in row.runs], "difference": row.difference,
-                     "seconds_per_step": row.seconds_per_step} for row in table.rows]
-    ranks = {2: ALGORITHMS} if bench.quick else {2: ALGORITHMS, 4: ALGORITHMS, 8: ("tree", "halving", "ring")}
-    rows = compared(WIDTH, ["serial", *(f"data({count}, reduce={name})" for count, names in ranks.items() for name in names)])
+            return [
+                {
+                    "strategy": row.strategy,
+                    "width": width,
+                    "mean": row.test,
+                    "spread": row.spread,
+                    "digests": row.digests,
+                    "tests": [table.records[name].test for name in row.runs],
+                    "difference": row.difference,
+                    "seconds_per_step": row.seconds_per_step,
+                }
+                for row in table.rows
+            ]
+
+    ranks = (
+        {2: ALGORITHMS}
+        if bench.quick
+        else {2: ALGORITHMS, 4: ALGORITHMS, 8: ("tree", "halving", "ring")}
+    )
+    rows = compared(
+        WIDTH,
+        [
+            "serial",
+            *(f"data({count}, reduce={name})" for count, names in ranks.items() for name in names),
+        ],
+    )
     for width in () if bench.quick else (16, 1024):
         rows += compared(width, ["serial", "data(4, reduce=tree)", "data(4, reduce=ring)"])
     return {"rows": rows, "epochs": epochs, "seeds": seeds}
@@ -99,23 +141,49 @@ def weights(bench: Bench, _: Found) -> dict[str, Any]:
     found = {}
     for every in ("batch", "epoch"):
         for name in ("tree", "ring"):
-            how = Training(job, count, schedule(name), "weights", every, batch)     # type: ignore[arg-type]
-            found[f"{name}, every {every}"] = trained(how, *data_of(bench, job), epochs, told(f"{name}, every {every}"))
-    for name, size in (("serial, the same batches", count * batch), (f"serial, batches of {batch}", batch)):
-        found[name] = trained(Training(job, 1, schedule("ring"), batch=size), *data_of(bench, job), epochs, told(name))
+            how = Training(job, count, schedule(name), "weights", every, batch)
+            found[f"{name}, every {every}"] = trained(
+                how, *data_of(bench, job), epochs, told(f"{name}, every {every}")
+            )
+    for name, size in (
+        ("serial, the same batches", count * batch),
+        (f"serial, batches of {batch}", batch),
+    ):
+        found[name] = trained(
+            Training(job, 1, schedule("ring"), batch=size), *data_of(bench, job), epochs, told(name)
+        )
     return {"found": found, "replicas": count, "epochs": epochs, "batch": batch}
 
 
 def bugs(bench: Bench, _: Found) -> dict[str, Any]:
     """Every planted bug in both kinds of averaging, beside the same without."""
     rows = []
-    for averaged, count, epochs, batch, activation in (("gradients", 8, 3, 16, "relu"), ("weights", 80, 20, 50, "sigmoid")):
+    for averaged, count, epochs, batch, activation in (
+        ("gradients", 8, 3, 16, "relu"),
+        ("weights", 80, 20, 50, "sigmoid"),
+    ):
         job = pg.job("mnist-mlp", width=64, activation=activation)
         for bug in (None, *BUGS):
-            how = Training(job, count, schedule("ring"), averaged, "batch" if averaged == "gradients" else "epoch", batch, bug)  # type: ignore[arg-type]
+            how = Training(
+                job,
+                count,
+                schedule("ring"),
+                averaged,
+                "batch" if averaged == "gradients" else "epoch",
+                batch,
+                bug,
+            )  # type: ignore[arg-type]
             data = data_of(bench, job)
             found = trained(how, *data, 1 if bench.quick else epochs, told(f"{averaged}, {bug}"))
-            rows.append({"averaged": averaged, "replicas": count, "bug": bug, **found, "checks": checks(how, data[0])})
+            rows.append(
+                {
+                    "averaged": averaged,
+                    "replicas": count,
+                    "bug": bug,
+                    **found,
+                    "checks": checks(how, data[0]),
+                }
+            )
     return {"rows": rows}
 
 
@@ -123,8 +191,13 @@ def roundings(bench: Bench, _: Found) -> dict[str, Any]:
     """Of one batch of 960 samples, by every algorithm over its shares."""
     job = pg.job("mnist-mlp")
     names = ("star", "tree", "butterfly", "halving", "ring")
-    schedules, train = {name: schedule(name) for name in names}, data_of(bench, job)[0]
-    return {"of": {str(count): rounding(job, train, count, schedules, 960 // count) for count in (2, 8, 80)}}
+    schedules = {name: schedule(name) for name in names}
+    train = data_of(bench, job)[0]
+    return {
+        "of": {
+            str(count): rounding(job, train, count, schedules, 960 // count) for count in (2, 8, 80)
+        }
+    }
 
 
 def data_of(bench: Bench, job: Any) -> tuple[Any, Any]:
@@ -132,12 +205,22 @@ def data_of(bench: Bench, job: Any) -> tuple[Any, Any]:
 
 
 def told(name: str) -> Callable[[int, float], None]:
-    return lambda epoch, accuracy: print(f"{name}: epoch {epoch + 1}, {accuracy:.2f} %", file=sys.stderr, flush=True)
+    return lambda epoch, accuracy: print(
+        f"{name}: epoch {epoch + 1}, {accuracy:.2f} %", file=sys.stderr, flush=True
+    )
 
 
-PARTS: dict[str, Callable[[Bench, Found], Found]] = {       # each is given what those before it found
-    "host": host, "links": links, "slow": slow, "clock": clock, "accuracy": accuracy, "weights": weights,
-    "bugs": bugs, "rounding": roundings}
+# each is given what those before it found
+PARTS: dict[str, Callable[[Bench, Found], Found]] = {
+    "host": host,
+    "links": links,
+    "slow": slow,
+    "clock": clock,
+    "accuracy": accuracy,
+    "weights": weights,
+    "bugs": bugs,
+    "rounding": roundings,
+}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The page of the ring-versus-tree experiment, and its plots, from what ring_vs_tree.py found.
 
-The text of docs/ring-vs-tree.md is written by hand; what stands between `<!-- NAME -->` and `<!-- end -->` is written here.
+The text of docs/ring-vs-tree.md is written by hand; what stands between `<!-- NAME -->` and
+`<!-- end -->` is written here.
 """
 
 from __future__ import annotations
@@ -28,15 +29,26 @@ def accuracy_figures(bench: Bench, found: Found) -> None:
     rows = [row for row in found["rows"] if row["width"] == 256]
     serial = fmean(rows[0]["tests"])
     of_two = [row["digests"] for row in rows if row["strategy"].startswith("data(2,")]
-    bench.figure("different final parameters at 2 ranks, over algorithms",
-                 max(len(set(seed)) for seed in zip(*of_two, strict=True)), at_most=1)
-    away = [abs(row["mean"] - serial) for row in rows if row["strategy"].startswith(("data(4,", "data(8,"))]
+    bench.figure(
+        "different final parameters at 2 ranks, over algorithms",
+        max(len(set(seed)) for seed in zip(*of_two, strict=True)),
+        at_most=1,
+    )
+    away = [
+        abs(row["mean"] - serial)
+        for row in rows
+        if row["strategy"].startswith(("data(4,", "data(8,"))
+    ]
     if away:
-        bench.figure("accuracy at 4 and 8 ranks less serial's mean, the farthest", max(away), at_most=0.25)
+        bench.figure(
+            "accuracy at 4 and 8 ranks less serial's mean, the farthest", max(away), at_most=0.25
+        )
 
 
 def write(found: Found) -> None:
-    """Draw the plots and fill in the tables of the parts that were run; the page keeps its words for the others."""
+    """Draw the plots and fill in the tables of the parts that were run; the page keeps its
+    words for the others.
+    """
     text = PAGE.read_text()
     for name, (parts, table, draw, told) in BLOCKS.items():
         if set(parts) <= set(found):
@@ -48,26 +60,45 @@ def write(found: Found) -> None:
     PAGE.write_text(text)
 
 
-# ---- plots -------------------------------------------------------------------------------------------------------------
+# ---- plots -----------------------------------------------------------------------------------
 def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]) -> None:
-    """Dots: measured, the median, and from the lowest to the highest. Lines: the clock. Dotted: closed form."""
+    """Dots: measured, the median, and from the lowest to the highest. Lines: the clock. Dotted:
+    closed form.
+    """
     for number, series in enumerate(ORDER):
         mine = sorted((point for point in points if point["series"] == series), key=over)
         look: Found = {"color": COLOURS[number]}
         done = [point for point in mine if point.get("measured")]
-        axes.errorbar([over(point) for point in done], [median(point["measured"]) for point in done], spread(done),
-                      linestyle="none", marker=MARKERS[number], markersize=4, elinewidth=1, label=NAMES.get(series, series),
-                      **look)
+        axes.errorbar(
+            [over(point) for point in done],
+            [median(point["measured"]) for point in done],
+            spread(done),
+            linestyle="none",
+            marker=MARKERS[number],
+            markersize=4,
+            elinewidth=1,
+            label=NAMES.get(series, series),
+            **look,
+        )
         for key, dashes in (("clock", "-"), ("form", ":")):
             told = [point for point in mine if point.get(key)]
-            axes.plot([over(point) for point in told], [point[key] for point in told], linestyle=dashes, linewidth=1, **look)
+            axes.plot(
+                [over(point) for point in told],
+                [point[key] for point in told],
+                linestyle=dashes,
+                linewidth=1,
+                **look,
+            )
     logarithmic(axes, over(points[0]) if points else 1)
 
 
 def spread(points: Sequence[Found]) -> list[list[float]]:
     """How far below and above its median each was measured."""
     middle = [(point["measured"], median(point["measured"])) for point in points]
-    return [[value - min(taken) for taken, value in middle], [max(taken) - value for taken, value in middle]]
+    return [
+        [value - min(taken) for taken, value in middle],
+        [max(taken) - value for taken, value in middle],
+    ]
 
 
 def logarithmic(axes: Any, first: float) -> None:
@@ -90,39 +121,70 @@ def sizes(found: Found, path: Path) -> None:
             exchanges(each, points, lambda point: point["bytes"] / 1e6)
             each.set_title(title, fontsize=9)
             each.set(xlabel="MB of gradients", ylabel="seconds of an exchange")
+
     panels(path, 2, 330, draw)
 
 
 def ranks(found: Found, path: Path) -> None:
     def draw(axes: Sequence[Any]) -> None:
-        for number, (each, (title, points)) in enumerate(zip(axes, of_ranks(found).items(), strict=True)):
-            exchanges(each, points, (lambda point: point["group"]) if number == 2 else (lambda point: point["ranks"]))
+        for number, (each, (title, points)) in enumerate(
+            zip(axes, of_ranks(found).items(), strict=True)
+        ):
+            exchanges(
+                each,
+                points,
+                (lambda point: point["group"]) if number == 2 else (lambda point: point["ranks"]),
+            )
             each.set_title(title, fontsize=9)
             each.set(ylabel="seconds of an exchange" if number == 0 else None)
+
     panels(path, 3, 330, draw)
 
 
 def steps(found: Found, path: Path) -> None:
     """Dots: measured. Lines: steps without exchange, and the clock's exchange."""
+
     def draw(axes: Sequence[Any]) -> None:
         for number, (each, where) in enumerate(zip(axes, ("host", "links") * 2, strict=True)):
             over_width = number < 2
-            mine = [step for step in found[where]["steps"] if step["group"] == 1 and
-                    (step["ranks"] == (4 if where == "host" else 8) if over_width else step["width"] == 256)]
+            mine = [
+                step
+                for step in found[where]["steps"]
+                if step["group"] == 1
+                and (
+                    step["ranks"] == (4 if where == "host" else 8)
+                    if over_width
+                    else step["width"] == 256
+                )
+            ]
             for series in ("none", "tree", "ring", "native"):
                 chosen = [step for step in mine if step["series"] == series]
                 chosen.sort(key=lambda step: (step["bytes"], step["ranks"]))
                 place = [step["bytes"] / 1e6 if over_width else step["ranks"] for step in chosen]
                 colour = COLOURS[ORDER.index(series)] if series in ORDER else "#999999"
-                each.plot(place, [STEPS * median(step["measured"]) for step in chosen], color=colour, linestyle="none",
-                          marker=MARKERS[ORDER.index(series)] if series in ORDER else ".", markersize=4,
-                          label=NAMES.get(series, series) if series != "none" else "no exchange")
-                told = [STEPS * foretold(found, step) for step in chosen if series in ("tree", "ring")]
-                each.plot(place[:len(told)], told, color=colour, linewidth=1)
+                each.plot(
+                    place,
+                    [STEPS * median(step["measured"]) for step in chosen],
+                    color=colour,
+                    linestyle="none",
+                    marker=MARKERS[ORDER.index(series)] if series in ORDER else ".",
+                    markersize=4,
+                    label=NAMES.get(series, series) if series != "none" else "no exchange",
+                )
+                told = [
+                    STEPS * foretold(found, step) for step in chosen if series in ("tree", "ring")
+                ]
+                each.plot(place[: len(told)], told, color=colour, linewidth=1)
             logarithmic(each, 1.0 if over_width else 1)
-            each.set(xlabel="MB of gradients" if over_width else "ranks", ylabel="seconds of an epoch")
-            each.set_title({"host": "one host", "links": "100 Mbit/s"}[where] + (
-                f", {4 if where == 'host' else 8} ranks" if over_width else ", width 256"), fontsize=9)
+            each.set(
+                xlabel="MB of gradients" if over_width else "ranks", ylabel="seconds of an epoch"
+            )
+            each.set_title(
+                {"host": "one host", "links": "100 Mbit/s"}[where]
+                + (f", {4 if where == 'host' else 8} ranks" if over_width else ", width 256"),
+                fontsize=9,
+            )
+
     panels(path, 4, 520, draw)
 
 
@@ -132,23 +194,47 @@ def accuracies(found: Found, path: Path) -> None:
     def draw(axes: Sequence[Any]) -> None:
         over_ranks, over_width = axes
         serial = next(row for row in rows if row["width"] == 256)
-        over_ranks.axhspan(min(serial["tests"]), max(serial["tests"]), color="#dddddd", label="serial, 3 seeds")
+        over_ranks.axhspan(
+            min(serial["tests"]), max(serial["tests"]), color="#dddddd", label="serial, 3 seeds"
+        )
         for row in rows:
             match = re.match(r"data\((\d+), reduce=(\w+)\)", row["strategy"])
             if row["width"] == 256 and match:
                 number = ["tree", "butterfly", "halving", "ring", "", "ring_async"].index(match[2])
-                over_ranks.plot([int(match[1]) * 1.05 ** (number - 2)] * len(row["tests"]), row["tests"], linestyle="none",
-                                marker=MARKERS[number], markersize=4, color=COLOURS[number], label=match[2])
+                over_ranks.plot(
+                    [int(match[1]) * 1.05 ** (number - 2)] * len(row["tests"]),
+                    row["tests"],
+                    linestyle="none",
+                    marker=MARKERS[number],
+                    markersize=4,
+                    color=COLOURS[number],
+                    label=match[2],
+                )
         over_ranks.set_xscale("log", base=2)
-        over_ranks.set(xticks=[2, 4, 8], xticklabels=["2", "4", "8"], xlabel="ranks", ylabel="accuracy, %")
+        over_ranks.set(
+            xticks=[2, 4, 8], xticklabels=["2", "4", "8"], xlabel="ranks", ylabel="accuracy, %"
+        )
         over_ranks.set_title("width 256, every seed", fontsize=9)
-        for text, number in (("serial", None), ("data(4, reduce=tree)", 0), ("data(4, reduce=ring)", 3)):
-            mine = sorted((row for row in rows if row["strategy"] == text), key=lambda row: row["width"])
-            over_width.errorbar([row["width"] for row in mine], [row["mean"] for row in mine], [row["spread"] for row in mine],
-                                color="#999999" if number is None else COLOURS[number], linewidth=1, capsize=2)
+        for text, number in (
+            ("serial", None),
+            ("data(4, reduce=tree)", 0),
+            ("data(4, reduce=ring)", 3),
+        ):
+            mine = sorted(
+                (row for row in rows if row["strategy"] == text), key=lambda row: row["width"]
+            )
+            over_width.errorbar(
+                [row["width"] for row in mine],
+                [row["mean"] for row in mine],
+                [row["spread"] for row in mine],
+                color="#999999" if number is None else COLOURS[number],
+                linewidth=1,
+                capsize=2,
+            )
         over_width.set_xscale("log", base=2)
         over_width.set(xticks=[16, 256, 1024], xticklabels=["16", "256", "1,024"], xlabel="width")
         over_width.set_title("4 ranks and serial (grey), mean and deviation", fontsize=9)
+
     panels(path, 2, 300, draw)
 
 
@@ -156,23 +242,40 @@ def weights(found: Found, path: Path) -> None:
     def draw(axes: Sequence[Any]) -> None:
         for name, run in found["weights"]["found"].items():
             first = name.split(",")[0]
-            axes[0].plot(range(1, len(run["accuracies"]) + 1), run["accuracies"], linewidth=1.5,
-                         linestyle="--" if "epoch" in name else ":" if "batches of" in name else "-", label=name,
-                         color=COLOURS[ORDER.index(first)] if first in ORDER else "#999999")
+            axes[0].plot(
+                range(1, len(run["accuracies"]) + 1),
+                run["accuracies"],
+                linewidth=1.5,
+                linestyle="--" if "epoch" in name else ":" if "batches of" in name else "-",
+                label=name,
+                color=COLOURS[ORDER.index(first)] if first in ORDER else "#999999",
+            )
         axes[0].set(xlabel="epoch", ylabel="accuracy, %")
         for row in found["bugs"]["rows"]:
             if row["averaged"] == "weights":
-                axes[1].plot(range(1, len(row["accuracies"]) + 1), row["accuracies"], linewidth=1.5,
-                             label=row["bug"] or "no bug")
+                axes[1].plot(
+                    range(1, len(row["accuracies"]) + 1),
+                    row["accuracies"],
+                    linewidth=1.5,
+                    label=row["bug"] or "no bug",
+                )
         axes[1].set(xlabel="epoch")
         axes[0].set_title("80 replicas, weights averaged", fontsize=9)
         axes[1].set_title("every epoch, by a ring, with a planted bug", fontsize=9)
+
     panels(path, 2, 330, draw)
 
 
 # a block of the page -> the parts it needs, its table, its plot and what that shows
-BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Found], str], Callable[[Found, Path], None] | None, str]] = {
-    "sizes": (("host", "links"), tables.sizes, sizes, "seconds of an exchange over megabytes: one host and limited links"),
+BLOCKS: dict[
+    str, tuple[tuple[str, ...], Callable[[Found], str], Callable[[Found, Path], None] | None, str]
+] = {
+    "sizes": (
+        ("host", "links"),
+        tables.sizes,
+        sizes,
+        "seconds of an exchange over megabytes: one host and limited links",
+    ),
     "ranks": (("host", "links", "clock"), tables.ranks, ranks, "seconds of an exchange over ranks"),
     "far": (("clock",), tables.far, None, ""),
     "slow": (("links", "slow"), tables.slow, None, ""),
@@ -182,4 +285,5 @@ BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Found], str], Callable[[Found
     "bugs": (("bugs",), tables.bugs, None, ""),
     "weights": (("weights", "bugs"), tables.weights, weights, "accuracy over epochs, 80 replicas"),
     "rounding": (("rounding",), tables.rounding, None, ""),
-    "machine": ((), tables.machines, None, "")}
+    "machine": ((), tables.machines, None, ""),
+}

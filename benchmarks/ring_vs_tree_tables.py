@@ -1,4 +1,6 @@
-"""The tables of the ring-versus-tree experiment's page, in Markdown, from what ring_vs_tree.py found."""
+"""The tables of the ring-versus-tree experiment's page, in Markdown, from what ring_vs_tree.py
+found.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +10,62 @@ from typing import Any
 
 from pages import milliseconds, table
 
-ORDER = ("tree", "butterfly", "halving(segments=4)", "ring", "ring(blocking=true)", "ring_async(segments=2)", "two_level",
-         "native", "OpenMPI")
+ORDER = (
+    "tree",
+    "butterfly",
+    "halving(segments=4)",
+    "ring",
+    "ring(blocking=true)",
+    "ring_async(segments=2)",
+    "two_level",
+    "native",
+    "OpenMPI",
+)
 NAMES = {"native": "gloo's own", "OpenMPI": "OpenMPI's own"}
-STEPS = 469                 # of an epoch: 60,000 samples in batches of 128
+STEPS = 469  # of an epoch: 60,000 samples in batches of 128
 Found = dict[str, Any]
 
 
 def of_width(found: Found) -> dict[str, list[Found]]:
-    host, links = found["host"]["points"], found["links"]["points"]
-    return {"4 ranks on one host (2 cores)": [point for point in host if point["ranks"] == 4],
-            "8 hosts at 100 Mbit/s": [point for point in links if point["ranks"] == 8 and point["group"] == 1]}
+    host = found["host"]["points"]
+    links = found["links"]["points"]
+    return {
+        "4 ranks on one host (2 cores)": [point for point in host if point["ranks"] == 4],
+        "8 hosts at 100 Mbit/s": [
+            point for point in links if point["ranks"] == 8 and point["group"] == 1
+        ],
+    }
 
 
 def of_ranks(found: Found) -> dict[str, list[Found]]:
-    host, links = ([point for point in found[where]["points"] if point["width"] == 256] for where in ("host", "links"))
-    return {"on one host: ranks": host,
-            "on 100 Mbit/s: hosts": [point for point in links if point["group"] == 1] + found["clock"]["points"],
-            "8 ranks on 100 Mbit/s: ranks per link": [point for point in links if point["ranks"] == 8]}
+    host, links = (
+        [point for point in found[where]["points"] if point["width"] == 256]
+        for where in ("host", "links")
+    )
+    return {
+        "on one host: ranks": host,
+        "on 100 Mbit/s: hosts": [point for point in links if point["group"] == 1]
+        + found["clock"]["points"],
+        "8 ranks on 100 Mbit/s: ranks per link": [point for point in links if point["ranks"] == 8],
+    }
 
 
 def foretold(found: Found, step: Found) -> float:
     """Seconds of a step: what it takes without exchange, and the clock's exchange."""
+
     def same(other: Found) -> bool:
         return all(other[key] == step[key] for key in ("ranks", "group", "width"))
-    alone = next(other for other in found[step["where"]]["steps"] if same(other) and other["series"] == "none")
-    point = next(point for point in found[step["where"]]["points"] if same(point) and point["series"] == step["series"])
+
+    alone = next(
+        other
+        for other in found[step["where"]]["steps"]
+        if same(other) and other["series"] == "none"
+    )
+    point = next(
+        point
+        for point in found[step["where"]]["points"]
+        if same(point) and point["series"] == step["series"]
+    )
     return float(median(alone["measured"]) + point["clock"])
 
 
@@ -45,7 +77,9 @@ def shown(point: Found | None) -> str:
     return milliseconds(taken) + (f" ({point['clock'] / taken - 1:+.0%})" if point["clock"] else "")
 
 
-def beside(points: list[Found], series: Sequence[str], over: str, values: Sequence[int]) -> Iterable[list[str]]:
+def beside(
+    points: list[Found], series: Sequence[str], over: str, values: Sequence[int]
+) -> Iterable[list[str]]:
     for name in series:
         mine = {point[over]: point for point in points if point["series"] == name}
         if mine:
@@ -57,30 +91,62 @@ def sizes(found: Found) -> str:
     for title, points in of_width(found).items():
         widths = sorted({point["width"] for point in points})
         by_width = {point["width"]: point["bytes"] for point in points}
-        parts.append(table([f"{title} [ms]", *(f"width {width}: {by_width[width] / 1e6:.3g} MB" for width in widths)],
-                           beside(points, ORDER, "width", widths)))
+        parts.append(
+            table(
+                [
+                    f"{title} [ms]",
+                    *(f"width {width}: {by_width[width] / 1e6:.3g} MB" for width in widths),
+                ],
+                beside(points, ORDER, "width", widths),
+            )
+        )
     return "\n\n".join(parts)
 
 
 def ranks(found: Found) -> str:
     host, links, sharing = of_ranks(found).values()
     links = [point for point in links if point.get("measured")]
-    return "\n\n".join([
-        table(["on one host, width 256 [ms]", *(f"{count} ranks, {count // 2} per core" for count in (2, 4, 8, 16))],
-              beside(host, ORDER, "ranks", (2, 4, 8, 16))),
-        table(["on 100 Mbit/s, width 256 [ms]", *(f"{count} hosts" for count in (2, 4, 8, 16))],
-              beside(links, ORDER, "ranks", (2, 4, 8, 16))),
-        table(["8 ranks on 100 Mbit/s, width 256 [ms]", *(f"{group} per link" for group in (1, 2, 4))],
-              beside(sharing, ORDER, "group", (1, 2, 4)))])
+    return "\n\n".join(
+        [
+            table(
+                [
+                    "on one host, width 256 [ms]",
+                    *(f"{count} ranks, {count // 2} per core" for count in (2, 4, 8, 16)),
+                ],
+                beside(host, ORDER, "ranks", (2, 4, 8, 16)),
+            ),
+            table(
+                ["on 100 Mbit/s, width 256 [ms]", *(f"{count} hosts" for count in (2, 4, 8, 16))],
+                beside(links, ORDER, "ranks", (2, 4, 8, 16)),
+            ),
+            table(
+                [
+                    "8 ranks on 100 Mbit/s, width 256 [ms]",
+                    *(f"{group} per link" for group in (1, 2, 4)),
+                ],
+                beside(sharing, ORDER, "group", (1, 2, 4)),
+            ),
+        ]
+    )
 
 
 def slow(found: Found) -> str:
-    """The most hosts, on both kinds of links: what the clock says of algorithms where cores have time, and where not."""
-    fast = [point for point in found["links"]["points"] if (point["ranks"], point["width"]) == (16, 256)]
+    """The most hosts, on both kinds of links: what the clock says of algorithms where cores
+    have time, and where not.
+    """
+    fast = [
+        point for point in found["links"]["points"] if (point["ranks"], point["width"]) == (16, 256)
+    ]
     rates = {"100 Mbit/s": fast, f"{found['slow']['megabits']} Mbit/s": found["slow"]["points"]}
     columns = [{point["series"]: point for point in points} for points in rates.values()]
-    return table(["16 hosts, width 256 [ms]", *rates], [[NAMES.get(name, name), *(shown(column[name]) for column in columns)]
-                                                        for name in ORDER if name in columns[0]])
+    return table(
+        ["16 hosts, width 256 [ms]", *rates],
+        [
+            [NAMES.get(name, name), *(shown(column[name]) for column in columns)]
+            for name in ORDER
+            if name in columns[0]
+        ],
+    )
 
 
 def far(found: Found) -> str:
@@ -89,24 +155,54 @@ def far(found: Found) -> str:
     rows = []
     for name in ORDER[:7]:
         mine = {point["ranks"]: point for point in points if point["series"] == name}
-        rows.append([name, *(f"{mine[each]['clock'] or mine[each]['form']:.3g}" + ("" if mine[each]["clock"] else " (form)") +
-                             (f" (groups of {mine[each]['inner']})" if name == "two_level" else "") for each in ranks)])
-    return table(["by the clock, width 256, 100 Mbit/s [s]", *(f"{each} hosts" for each in ranks)], rows)
+        rows.append(
+            [
+                name,
+                *(
+                    f"{mine[each]['clock'] or mine[each]['form']:.3g}"
+                    + ("" if mine[each]["clock"] else " (form)")
+                    + (f" (groups of {mine[each]['inner']})" if name == "two_level" else "")
+                    for each in ranks
+                ),
+            ]
+        )
+    return table(
+        ["by the clock, width 256, 100 Mbit/s [s]", *(f"{each} hosts" for each in ranks)], rows
+    )
 
 
 def ratios(found: Found) -> str:
     """Each tree over the ring: measured, by the clock, by formula."""
     points = [point for point in found["links"]["points"] if point["group"] == 1]
     rows = []
-    for ranks, width in [(8, width) for width in (16, 256, 4096)] + [(ranks, 256) for ranks in (2, 4, 16)]:
-        here = {point["series"]: point for point in points if point["ranks"] == ranks and point["width"] == width}
+    for ranks, width in [(8, width) for width in (16, 256, 4096)] + [
+        (ranks, 256) for ranks in (2, 4, 16)
+    ]:
+        here = {
+            point["series"]: point
+            for point in points
+            if point["ranks"] == ranks and point["width"] == width
+        }
         cells = []
         for name in ("tree", "butterfly", "halving(segments=4)"):
-            one, ring = here[name], here["ring"]
-            cells.append(f"{median(one['measured']) / median(ring['measured']):.2f} / {one['clock'] / ring['clock']:.2f} / "
-                         f"{one['form'] / ring['form']:.2f}")
+            one = here[name]
+            ring = here["ring"]
+            cells.append(
+                f"{median(one['measured']) / median(ring['measured']):.2f} / "
+                f"{one['clock'] / ring['clock']:.2f} / "
+                f"{one['form'] / ring['form']:.2f}"
+            )
         rows.append([str(ranks), f"{here['ring']['bytes'] / 1e6:.3g} MB", *cells])
-    return table(["hosts", "message", "tree / ring: measured, clock, formula", "butterfly / ring", "halving(4) / ring"], rows)
+    return table(
+        [
+            "hosts",
+            "message",
+            "tree / ring: measured, clock, formula",
+            "butterfly / ring",
+            "halving(4) / ring",
+        ],
+        rows,
+    )
 
 
 def steps(found: Found) -> str:
@@ -114,30 +210,82 @@ def steps(found: Found) -> str:
     for where in ("host", "links"):
         seen = [step for step in found[where]["steps"] if step["group"] == 1]
         for ranks, width in sorted({(step["ranks"], step["width"]) for step in seen}):
-            mine = {step["series"]: step for step in seen if (step["ranks"], step["width"]) == (ranks, width)}
-            epochs = [STEPS * median(mine[name]["measured"]) for name in ("none", "tree", "ring", "native")]
-            cells = [f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" for seconds in epochs]
-            rows.append([{"host": "one host", "links": "100 Mbit/s"}[where], str(ranks), str(width), *cells,
-                         f"{median(mine['tree']['measured']) / median(mine['ring']['measured']):.2f}",
-                         f"{foretold(found, mine['tree']) / foretold(found, mine['ring']):.2f}"])
-    return table(["where", "ranks", "width", "no exchange", "tree", "ring", "gloo's own", "tree / ring", "foretold"], rows)
+            mine = {
+                step["series"]: step
+                for step in seen
+                if (step["ranks"], step["width"]) == (ranks, width)
+            }
+            epochs = [
+                STEPS * median(mine[name]["measured"])
+                for name in ("none", "tree", "ring", "native")
+            ]
+            cells = [
+                f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" for seconds in epochs
+            ]
+            rows.append(
+                [
+                    {"host": "one host", "links": "100 Mbit/s"}[where],
+                    str(ranks),
+                    str(width),
+                    *cells,
+                    f"{median(mine['tree']['measured']) / median(mine['ring']['measured']):.2f}",
+                    f"{foretold(found, mine['tree']) / foretold(found, mine['ring']):.2f}",
+                ]
+            )
+    return table(
+        [
+            "where",
+            "ranks",
+            "width",
+            "no exchange",
+            "tree",
+            "ring",
+            "gloo's own",
+            "tree / ring",
+            "foretold",
+        ],
+        rows,
+    )
 
 
 def accuracy(found: Found) -> str:
     rows = found["accuracy"]["rows"]
     serial = {row["width"]: row["mean"] for row in rows if row["strategy"] == "serial"}
-    return table(["strategy", "width", "accuracy, mean ± deviation", "less serial's", "final parameters, by seed",
-                  "difference, float64"],
-                 [[row["strategy"], str(row["width"]), f"{row['mean']:.2f} ± {row['spread']:.2f}",
-                   f"{row['mean'] - serial[row['width']]:+.2f}", " ".join(row["digests"]),
-                   "" if row["difference"] is None else f"{row['difference']:.1e}"] for row in rows])
+    return table(
+        [
+            "strategy",
+            "width",
+            "accuracy, mean ± deviation",
+            "less serial's",
+            "final parameters, by seed",
+            "difference, float64",
+        ],
+        [
+            [
+                row["strategy"],
+                str(row["width"]),
+                f"{row['mean']:.2f} ± {row['spread']:.2f}",
+                f"{row['mean'] - serial[row['width']]:+.2f}",
+                " ".join(row["digests"]),
+                "" if row["difference"] is None else f"{row['difference']:.1e}",
+            ]
+            for row in rows
+        ],
+    )
 
 
 def weights(found: Found) -> str:
-    return table(["80 replicas", "after 1 epoch", "5", "10", "20", "replicas at the end"],
-                 [[name, *(f"{run['accuracies'][epoch - 1]:.2f}" for epoch in (1, 5, 10, 20)),
-                   "alone" if name.startswith("serial") else "equal" if run["equal"] else "not equal"]
-                  for name, run in found["weights"]["found"].items()])
+    return table(
+        ["80 replicas", "after 1 epoch", "5", "10", "20", "replicas at the end"],
+        [
+            [
+                name,
+                *(f"{run['accuracies'][epoch - 1]:.2f}" for epoch in (1, 5, 10, 20)),
+                "alone" if name.startswith("serial") else "equal" if run["equal"] else "not equal",
+            ]
+            for name, run in found["weights"]["found"].items()
+        ],
+    )
 
 
 def bugs(found: Found) -> str:
@@ -147,22 +295,63 @@ def bugs(found: Found) -> str:
         honest = mine[0]["accuracies"][-1]
         for row in mine:
             checks = row["checks"]
-            rows.append([f"{averaged}, {row['replicas']}", row["bug"] or "none", f"{row['accuracies'][-1]:.2f}",
-                         f"{row['accuracies'][-1] - honest:+.2f}", "yes" if row["equal"] else "**no**",
-                         f"**off by {checks['sum']:.3g}**" if checks["sum"] else "exact",
-                         "" if checks["serial"] is None else f"{checks['serial']:.1e}" if checks["serial"] < 1e-10
-                         else f"**{checks['serial']:.1e}**",
-                         f"**{checks['proof']}**" if checks["proof"] else "holds"])
-    return table(["averaged, replicas", "bug", "accuracy", "beside no bug", "replicas equal", "whole numbers",
-                  "from serial, float64", "proof"], rows)
+            rows.append(
+                [
+                    f"{averaged}, {row['replicas']}",
+                    row["bug"] or "none",
+                    f"{row['accuracies'][-1]:.2f}",
+                    f"{row['accuracies'][-1] - honest:+.2f}",
+                    "yes" if row["equal"] else "**no**",
+                    f"**off by {checks['sum']:.3g}**" if checks["sum"] else "exact",
+                    ""
+                    if checks["serial"] is None
+                    else f"{checks['serial']:.1e}"
+                    if checks["serial"] < 1e-10
+                    else f"**{checks['serial']:.1e}**",
+                    f"**{checks['proof']}**" if checks["proof"] else "holds",
+                ]
+            )
+    return table(
+        [
+            "averaged, replicas",
+            "bug",
+            "accuracy",
+            "beside no bug",
+            "replicas equal",
+            "whole numbers",
+            "from serial, float64",
+            "proof",
+        ],
+        rows,
+    )
 
 
 def rounding(found: Found) -> str:
-    return table(["replicas", "gradient", "median, ulps", "99.9 %, ulps", "largest error / largest gradient"],
-                 [[count, name, f"{row['median']:.2f}", f"{row['most']:.0f}", f"{row['relative']:.1e}"]
-                  for count, rows in found["rounding"]["of"].items() for name, row in rows.items()])
+    return table(
+        [
+            "replicas",
+            "gradient",
+            "median, ulps",
+            "99.9 %, ulps",
+            "largest error / largest gradient",
+        ],
+        [
+            [count, name, f"{row['median']:.2f}", f"{row['most']:.0f}", f"{row['relative']:.1e}"]
+            for count, rows in found["rounding"]["of"].items()
+            for name, row in rows.items()
+        ],
+    )
 
 
 def machines(found: Found) -> str:
-    return table(["part", "minutes", "machine"], [[name, f"{part['minutes']:.1f}", ", ".join(
-        f"{key} {value}" for key, value in part["machine"].items())] for name, part in found.items()])
+    return table(
+        ["part", "minutes", "machine"],
+        [
+            [
+                name,
+                f"{part['minutes']:.1f}",
+                ", ".join(f"{key} {value}" for key, value in part["machine"].items()),
+            ]
+            for name, part in found.items()
+        ],
+    )

@@ -1,4 +1,6 @@
-"""Times for the ring-versus-tree experiment (ring_vs_tree.py): exchanges and steps, on one host, on limited links, by clock."""
+"""Times for the ring-versus-tree experiment (ring_vs_tree.py): exchanges and steps, on one
+host, on limited links, by clock.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,23 @@ from paragrad.strategies.data import Data
 from paragrad.strategies.table import strategy
 
 WIDTHS = (16, 64, 256, 1024, 4096)
-WIDTH = 256                                     # where ranks vary
-STEPPED = (16, 256, 4096)                       # widths whose whole steps are timed
-OURS = ("tree", "butterfly", "halving(segments=4)", "ring", "ring(blocking=true)", "ring_async(segments=2)", "two_level")
-STEPS = ("tree", "ring", "native")              # series whose whole steps are timed
-RANKS = (2, 4, 8, 16)                           # of one host
-HOSTS = ((8, 1), (4, 2), (2, 4), (2, 1), (4, 1), (16, 1))       # hosts and their ranks
+WIDTH = 256  # where ranks vary
+STEPPED = (16, 256, 4096)  # widths whose whole steps are timed
+OURS = (
+    "tree",
+    "butterfly",
+    "halving(segments=4)",
+    "ring",
+    "ring(blocking=true)",
+    "ring_async(segments=2)",
+    "two_level",
+)
+STEPS = ("tree", "ring", "native")  # series whose whole steps are timed
+RANKS = (2, 4, 8, 16)  # of one host
+HOSTS = ((8, 1), (4, 2), (2, 4), (2, 1), (4, 1), (16, 1))  # hosts and their ranks
 MEGABITS = 100
 SLOW = 40
-FAR = (32, 64, 128, 256, 512, 1024)             # hosts by the clock
+FAR = (32, 64, 128, 256, 512, 1024)  # hosts by the clock
 BATCH = 128
 
 
@@ -44,13 +54,17 @@ def bytes_of(width: int) -> int:
 
 
 def groups(ranks: int) -> int:
-    """Of two_level, where every rank has a link of its own: the square root, or the power of two below."""
+    """Of two_level, where every rank has a link of its own: the square root, or the power of
+    two below.
+    """
     return 2 ** ((ranks.bit_length() - 1) // 2)
 
 
 def schedule(series: str, inner: int = 1) -> Any:
     """The algorithm of a series; inner: ranks of a group of two_level."""
-    chosen = strategy(f"data(8, reduce={f'two_level(group={inner})' if series == 'two_level' else series})")
+    chosen = strategy(
+        f"data(8, reduce={f'two_level(group={inner})' if series == 'two_level' else series})"
+    )
     assert isinstance(chosen, Data)
     return chosen.reduce
 
@@ -68,25 +82,37 @@ def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
             widths = WIDTHS if ranks == 4 else (WIDTH,)
             facts = {"where": "host", "ranks": ranks, "group": 1}
             found["clusters"].append({**facts, **asdict(cluster)})
-            found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(15, 1), mpi=mpi, **facts)
+            found["points"] += exchanged(
+                bench, workers, widths, cluster, bench.rounds(15, 1), mpi=mpi, **facts
+            )
             found["steps"] += stepped(bench, workers, widths, bench.rounds(5, 1), **facts)
     return found
 
 
 @contextmanager
-def linked(bench: Bench, count: int, group: int, megabits: float, found: dict[str, Any]) -> Iterator[tuple[Workers, Cluster]]:
-    """Ranks on hosts with limited links, and what is measured of them; all packets have come, in order."""
+def linked(
+    bench: Bench, count: int, group: int, megabits: float, found: dict[str, Any]
+) -> Iterator[tuple[Workers, Cluster]]:
+    """Ranks on hosts with limited links, and what is measured of them; all packets have come,
+    in order.
+    """
     with hosts(count, megabits=megabits) as machines:
+
         def start(words: list[str]) -> Callable[[], object]:
             programs = machines.torchrun(words, ranks=group)
             return lambda: machines.finished(programs)
+
         with closing(Workers(__file__, "gloo", count * group, start)) as workers:
             cluster = workers.ask(("cluster", group))[0]
             yield workers, cluster
             faults = machines.faults()
-            found["clusters"].append({"ranks": count * group, "group": group, **asdict(cluster), **faults})
+            found["clusters"].append(
+                {"ranks": count * group, "group": group, **asdict(cluster), **faults}
+            )
             for name, fault in faults.items():
-                bench.figure(f"{name}, {count} hosts of {group} at {megabits:g} Mbit/s", fault, at_most=0)
+                bench.figure(
+                    f"{name}, {count} hosts of {group} at {megabits:g} Mbit/s", fault, at_most=0
+                )
 
 
 def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
@@ -96,46 +122,86 @@ def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
         with linked(bench, count, group, MEGABITS, found) as (workers, cluster):
             widths = WIDTHS if (count, group) == HOSTS[0] else (WIDTH,)
             facts = {"where": "links", "ranks": count * group, "group": group}
-            found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(5, 1), **facts)
+            found["points"] += exchanged(
+                bench, workers, widths, cluster, bench.rounds(5, 1), **facts
+            )
             found["steps"] += stepped(bench, workers, widths, bench.rounds(3, 1), **facts)
     return found
 
 
 def slow(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
-    """The most hosts on slower links, where the machine's cores have more time for each byte."""
+    """The most hosts on slower links, where the machine's cores have more time for each
+    byte.
+    """
     count, group = HOSTS[-1]
     found: dict[str, Any] = {"clusters": [], "megabits": SLOW}
     with linked(bench, count, group, SLOW, found) as (workers, cluster):
         facts = {"where": "slow", "ranks": count * group, "group": group}
-        found["points"] = list(exchanged(bench, workers, (WIDTH,), cluster, bench.rounds(5, 1), **facts))
+        found["points"] = list(
+            exchanged(bench, workers, (WIDTH,), cluster, bench.rounds(5, 1), **facts)
+        )
     return found
 
 
 def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
-    """More hosts than there are: by the clock and by closed form, from the link that `links` measured on 8 hosts."""
+    """More hosts than there are: by the clock and by closed form, from the link that `links`
+    measured on 8 hosts.
+    """
     if "links" not in found:
-        raise Refused("the clock goes on from the link that part `links` measures: --only links clock")
+        raise Refused(
+            "the clock goes on from the link that part `links` measures: --only links clock"
+        )
     count, group = HOSTS[0]
-    told = next(each for each in found["links"]["clusters"] if (each["ranks"], each["group"]) == (count * group, group))
-    cluster = Cluster(Link(**{**told["link"], "points": tuple(map(tuple, told["link"]["points"]))}), told["gamma"])
-    points, size = [], bytes_of(WIDTH)
+    told = next(
+        each
+        for each in found["links"]["clusters"]
+        if (each["ranks"], each["group"]) == (count * group, group)
+    )
+    cluster = Cluster(
+        Link(**{**told["link"], "points": tuple(map(tuple, told["link"]["points"]))}), told["gamma"]
+    )
+    points = []
+    size = bytes_of(WIDTH)
     for ranks in FAR[:2] if bench.quick else FAR:
         for series in OURS:
             algorithm = schedule(series, groups(ranks))
-            played = series != "ring(blocking=true)" or ranks <= 128       # two million messages, and none like another
-            points.append({"where": "links", "ranks": ranks, "group": 1, "width": WIDTH, "bytes": size, "series": series,
-                           "inner": groups(ranks), "form": formed(algorithm, ranks, size, cluster),
-                           "clock": simulated(algorithm, ranks, size // 4, cluster).seconds if played else None})
+            # two million messages, and none like another
+            played = series != "ring(blocking=true)" or ranks <= 128
+            points.append(
+                {
+                    "where": "links",
+                    "ranks": ranks,
+                    "group": 1,
+                    "width": WIDTH,
+                    "bytes": size,
+                    "series": series,
+                    "inner": groups(ranks),
+                    "form": formed(algorithm, ranks, size, cluster),
+                    "clock": simulated(algorithm, ranks, size // 4, cluster).seconds
+                    if played
+                    else None,
+                }
+            )
             print(f"{ranks} ranks: {series} {points[-1]['clock']}", file=sys.stderr, flush=True)
     return {"points": points}
 
 
-def exchanged(bench: Bench, workers: Workers, widths: tuple[int, ...], cluster: Cluster, rounds: int,
-              mpi: Workers | None = None, **facts: Any) -> Iterator[dict[str, Any]]:
+def exchanged(
+    bench: Bench,
+    workers: Workers,
+    widths: tuple[int, ...],
+    cluster: Cluster,
+    rounds: int,
+    mpi: Workers | None = None,
+    **facts: Any,
+) -> Iterator[dict[str, Any]]:
     """Every series at some widths: measured, by the clock, and by closed form."""
-    ranks, group = facts["ranks"], facts["group"]
+    ranks = facts["ranks"]
+    group = facts["group"]
     inner = group if group > 1 else groups(ranks)
-    algorithms = {name: schedule(name, inner) for name in OURS if name != "two_level" or 1 < inner < ranks}
+    algorithms = {
+        name: schedule(name, inner) for name in OURS if name != "two_level" or 1 < inner < ranks
+    }
     for width in widths:
         size = bytes_of(width)
 
@@ -143,48 +209,83 @@ def exchanged(bench: Bench, workers: Workers, widths: tuple[int, ...], cluster: 
             if name == "OpenMPI" and mpi is not None:
                 return max(mpi.ask(size))
             return max(workers.ask(("exchange", str(algorithms.get(name, name)), size)))
+
         series = [*algorithms, "native", *(["OpenMPI"] if mpi is not None else [])]
-        for name, taken in alternated({name: (lambda name=name: seconds(name)) for name in series}, rounds).items():
+        for name, taken in alternated(
+            {name: (lambda name=name: seconds(name)) for name in series}, rounds
+        ).items():
             algorithm = algorithms.get(name)
             clock = timed(algorithm, ranks, size // 4, cluster).seconds if algorithm else None
-            print(f"{ranks} ranks, {group} per link, {size / 1e6:.3g} MB, {name}: {median(taken):.4g} s" +
-                  (f", clock {clock / median(taken) - 1:+.0%}" if clock else ""), file=sys.stderr)
-            yield {**facts, "width": width, "bytes": size, "series": name, "inner": inner, "measured": taken, "clock": clock,
-                   "form": formed(algorithm, ranks, size, cluster) if algorithm else None}
+            print(
+                f"{ranks} ranks, {group} per link, {size / 1e6:.3g} MB, {name}: "
+                f"{median(taken):.4g} s"
+                + (f", clock {clock / median(taken) - 1:+.0%}" if clock else ""),
+                file=sys.stderr,
+            )
+            yield {
+                **facts,
+                "width": width,
+                "bytes": size,
+                "series": name,
+                "inner": inner,
+                "measured": taken,
+                "clock": clock,
+                "form": formed(algorithm, ranks, size, cluster) if algorithm else None,
+            }
 
 
 def formed(algorithm: Any, ranks: int, size: int, cluster: Cluster) -> float | None:
-    """The textbook's time: alpha, beta and gamma alone. None where it has none, as where ranks share a link."""
+    """The textbook's time: alpha, beta and gamma alone. None where it has none, as where ranks
+    share a link.
+    """
     if cluster.group > 1:
         return None
-    link = Link(cluster.link.alpha + cluster.link.latency + 2 * cluster.link.overhead, cluster.link.beta)
+    link = Link(
+        cluster.link.alpha + cluster.link.latency + 2 * cluster.link.overhead, cluster.link.beta
+    )
     try:
         return closed_form(algorithm, ranks, size // 4, Cluster(link, cluster.gamma))
     except LookupError:
         return None
 
 
-def stepped(bench: Bench, workers: Workers, widths: tuple[int, ...], rounds: int, **facts: Any) -> Iterator[dict[str, Any]]:
+def stepped(
+    bench: Bench, workers: Workers, widths: tuple[int, ...], rounds: int, **facts: Any
+) -> Iterator[dict[str, Any]]:
     """Seconds of whole training steps, and of steps without any exchange."""
     for width in sorted({*widths} & {*STEPPED}):
         names = ["none", *STEPS]
-        times = alternated({name: (lambda name=name, width=width: max(workers.ask(("step", name, width)))) for name in names},
-                           rounds)
+        times = alternated(
+            {
+                name: (lambda name=name, width=width: max(workers.ask(("step", name, width))))
+                for name in names
+            },
+            rounds,
+        )
         for name in names:
-            yield {**facts, "width": width, "bytes": bytes_of(width), "series": name, "measured": times[name]}
+            yield {
+                **facts,
+                "width": width,
+                "bytes": bytes_of(width),
+                "series": name,
+                "measured": times[name],
+            }
 
 
-# ---- in a rank ---------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def worker_of_mpi(address: str) -> None:
     """OpenMPI's own all-reduce, timed as the others are."""
     import numpy
     from mpi4py import MPI
+
     world = MPI.COMM_WORLD
     watch = Stopwatch(SimpleNamespace(barrier=world.Barrier, agreed=world.bcast))
 
     def exchange(size: int) -> float:
-        vector, result = numpy.zeros(size // 4, dtype=numpy.float32), numpy.empty(size // 4, dtype=numpy.float32)
+        vector = numpy.zeros(size // 4, dtype=numpy.float32)
+        result = numpy.empty(size // 4, dtype=numpy.float32)
         return watch.seconds(size, lambda: world.Allreduce(vector, result))
+
     serve(address, exchange)
 
 
@@ -199,6 +300,7 @@ def worker(address: str) -> None:
     from paragrad.planner.measuring import added, measured_link
     from paragrad.players.wire import all_reduce
     from paragrad.world.joining import joined_from_environment
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 
@@ -210,15 +312,24 @@ def worker(address: str) -> None:
         return watch.seconds((name, size), lambda: all_reduce(algorithm, vector, world))
 
     def cluster(group: int) -> Cluster:
-        """The links between hosts and inside of one, as rank 0 sees them; all ranks are on one machine and share its cores."""
-        found = Cluster(measured_link(world, peer=group)[0], added(), measured_link(world)[0] if group > 1 else None, group,
-                        sharing=world.size, cores=os.cpu_count() or 1)
-        return world.agreed(found)      # type: ignore[no-any-return]
+        """The links between hosts and inside of one, as rank 0 sees them; all ranks are on one
+        machine and share its cores.
+        """
+        found = Cluster(
+            measured_link(world, peer=group)[0],
+            added(),
+            measured_link(world)[0] if group > 1 else None,
+            group,
+            sharing=world.size,
+            cores=os.cpu_count() or 1,
+        )
+        return world.agreed(found)  # type: ignore[no-any-return]
 
     def step(name: str, width: int) -> float:
         """The median of some steps after the first, each from the same moment on all ranks."""
         job = pg.job("mnist-mlp", width=width)
-        model, taken = job.built_model(), []
+        model = job.built_model()
+        taken = []
         samples = TensorDataset(torch.rand(4 * BATCH, 1, 28, 28), torch.randint(10, (4 * BATCH,)))
         optimizer = job.optimizer(model.parameters())
         if name == "none":
@@ -243,7 +354,12 @@ def worker(address: str) -> None:
 
     with joined_from_environment("gloo") as world:
         watch = Stopwatch(world)
-        serve(address, lambda order: {"cluster": cluster, "exchange": exchange, "step": step}[order[0]](*order[1:]))
+        serve(
+            address,
+            lambda order: {"cluster": cluster, "exchange": exchange, "step": step}[order[0]](
+                *order[1:]
+            ),
+        )
     dist.destroy_process_group()
 
 

@@ -1,22 +1,27 @@
-"""Parameter servers: what a push and a pull cost beside the copies they are, and where a server's link is full.
+"""Parameter servers: what a push and a pull cost beside the copies they are, and where a
+server's link is full.
 
-    python benchmarks/server.py --check             # hosts of this machine at 100 Mbit/s (root, iproute2)
-    python benchmarks/server.py --check --page      # the same, written into docs/server.md
+    python benchmarks/server.py --check             # hosts of this machine at 100 Mbit/s (root,
+    iproute2) python benchmarks/server.py --check --page      # the same, written into
+    docs/server.md
 
 | figure                                                                                             | bar          |
 |----------------------------------------------------------------------------------------------------|--------------|
-| time of a push and a pull, two workers and one server on one host, over two copies by their sockets | at most 1.5  |
+| time of a push and a pull, two workers and one server on one host, over two copies by their
+sockets | at most 1.5  |
 | of the links, server(4, servers=4), every process on a host of its own at 100 Mbit/s               | at least 0.9 |
 
-4 MB of parameters. The copies go through the very same sockets, by pyzmq alone: both workers send as many bytes, both hear that
-they came, ask, and get as many back. A push and a pull are what makes a step: gradients are put into one vector, looked at,
-added up and divided, and parameters are put into their places; what the optimizer (SGD) takes for its update stands beside it.
-On one host (ipc) vectors lie in shared memory, and the sockets carry where; over TCP, with and without encryption, they carry
-all. Without a bar: seconds a step of 1 to 8 workers and 1, 2, 4
-servers, by their records, on one host and on as many hosts as processes: ranks 0 to p - 1 are the workers, those after them the
-servers, each alone behind a link of its own. A link carries both ways at a time, but all push before all pull: each way rests
-for half of a step, and the most that can be reached is the closed form 2 p n beta / S at a server's link, or 2 n beta at a
-worker's, where there are more servers than workers.
+4 MB of parameters. The copies go through the very same sockets, by pyzmq alone: both workers
+send as many bytes, both hear that they came, ask, and get as many back. A push and a pull are
+what makes a step: gradients are put into one vector, looked at, added up and divided, and
+parameters are put into their places; what the optimizer (SGD) takes for its update stands
+beside it. On one host (ipc) vectors lie in shared memory, and the sockets carry where; over
+TCP, with and without encryption, they carry all. Without a bar: seconds a step of 1 to 8
+workers and 1, 2, 4 servers, by their records, on one host and on as many hosts as processes:
+ranks 0 to p - 1 are the workers, those after them the servers, each alone behind a link of its
+own. A link carries both ways at a time, but all push before all pull: each way rests for half
+of a step, and the most that can be reached is the closed form 2 p n beta / S at a server's
+link, or 2 n beta at a worker's, where there are more servers than workers.
 """
 
 from __future__ import annotations
@@ -58,16 +63,23 @@ from paragrad.world.joining import joined_from_environment
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-SIDE, LAYERS = 512, 4
-BYTES = 4 * LAYERS * SIDE**2                            # of parameters: 4 MB
+SIDE = 512
+LAYERS = 4
+BYTES = 4 * LAYERS * SIDE**2  # of parameters: 4 MB
 TRANSPORTS = ("ipc", "TCP", "TCP, encrypted")
 WHOLE = torch.zeros(BYTES // 4)
-THEIRS, OURS, UPDATED = "two copies, pyzmq alone", "a push and a pull", "with SGD's update"
-TURNS = 30                                              # of which the median counts
-WORKERS, SERVERS, MEGABITS = (1, 2, 4, 8), (1, 2, 4), 100
+THEIRS = "two copies, pyzmq alone"
+OURS = "a push and a pull"
+UPDATED = "with SGD's update"
+TURNS = 30  # of which the median counts
+WORKERS = (1, 2, 4, 8)
+SERVERS = (1, 2, 4)
+MEGABITS = 100
 MOST = ("server(4, servers=4)", 4, 4)
-STEPS = 7                                               # of a training on hosts, of which the first three are not counted
-PAGE, RESULTS = DOCS / "server.md", FIGURES / "server.json"
+# of a training on hosts, of which the first three are not counted
+STEPS = 7
+PAGE = DOCS / "server.md"
+RESULTS = FIGURES / "server.json"
 
 
 def model() -> nn.Module:
@@ -77,20 +89,27 @@ def model() -> nn.Module:
 @dataclass(frozen=True)
 class Setting:
     """A job whose steps compute next to nothing."""
+
     steps: int = STEPS
 
     def job(self) -> pg.Job:
         inputs = torch.randn(64, SIDE, generator=torch.Generator().manual_seed(0))
-        return pg.Job(name="contention", model=model, loss=nn.functional.mse_loss, epochs=1000, batch=16,
-                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                      train=torch.utils.data.TensorDataset(inputs, inputs))
+        return pg.Job(
+            name="contention",
+            model=model,
+            loss=nn.functional.mse_loss,
+            epochs=1000,
+            batch=16,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            train=torch.utils.data.TensorDataset(inputs, inputs),
+        )
 
 
-# ---- a push and a pull, in two workers and a server --------------------------------------------------------------------------
+# ---- a push and a pull, in two workers and a server ------------------------------------------
 def copies(address: str) -> None:
     """Answer (transport, what) with the median of the seconds that it takes."""
     torch.set_num_threads(1)
-    heap.keep()                                         # as in the ranks of a training
+    heap.keep()  # as in the ranks of a training
     with joined_from_environment("gloo") as world:
         sides = {transport: side(world, transport) for transport in TRANSPORTS}
 
@@ -98,26 +117,30 @@ def copies(address: str) -> None:
             transport, whose = order
             turn = turns(sides[transport], whose)
             return median([in_step(world, turn) for _ in range(TURNS + 3)][3:])
+
         serve(address, answer)
 
 
 def side(world: World, transport: str) -> serving.Serving | asking.Asking:
     """This rank's, over a transport. Collective."""
-    made, strategy = model(), pg.strategy("server(2)")
+    made = model()
+    strategy = pg.strategy("server(2)")
     for parameter in made.parameters():
         parameter.grad = torch.full_like(parameter, 1e-6)
-    replica = Replica(Summed(made, nn.functional.mse_loss), torch.optim.SGD(made.parameters(), lr=0.01), full=2)
+    replica = Replica(
+        Summed(made, nn.functional.mse_loss), torch.optim.SGD(made.parameters(), lr=0.01), full=2
+    )
     with contextlib.ExitStack() as stack:
         if transport != "ipc":
             stack.enter_context(mock.patch.object(serving, "own_host", return_value="127.0.0.1"))
         if transport == "TCP":
             stack.enter_context(mock.patch.object(serving, "Listening", bare))
         if world.rank < 2:
-            asks = asking.Asking(strategy, replica, world, Log(None), None)     # type: ignore[arg-type]
-            _ = asks.lie                                # they look whether vectors may
+            asks = asking.Asking(strategy, replica, world, Log(None), None)
+            _ = asks.lie  # they look whether vectors may
             return asks
-        serves = serving.Serving(strategy, replica, world, Log(None), None)     # type: ignore[arg-type]
-        for _ in range(2 if transport == "ipc" else 0):     # they look whether vectors may lie
+        serves = serving.Serving(strategy, replica, world, Log(None), None)
+        for _ in range(2 if transport == "ipc" else 0):  # they look whether vectors may lie
             answered(serves)
         return serves
 
@@ -145,7 +168,8 @@ def in_step(world: World, turn: Callable[[], object]) -> float:
 
 
 def taken(own: serving.Serving) -> None:
-    for _ in range(4):                                  # two pushes, two that ask for the update
+    # two pushes, two that ask for the update
+    for _ in range(4):
         answered(own)
 
 
@@ -164,7 +188,8 @@ def stepped(own: asking.Asking) -> None:
 
 def handed(own: serving.Serving) -> None:
     """What the server does, without what is ours."""
-    line, vector = own.listening.socket, bytes_of(WHOLE)
+    line = own.listening.socket
+    vector = bytes_of(WHOLE)
     pushed = [line.recv_multipart(copy=False) for _ in range(2)]
     for whose, *_ in pushed:
         line.send_multipart([whose.bytes, b"done"])
@@ -183,29 +208,58 @@ def copied(own: asking.Asking) -> None:
 
 def pushes_and_pulls(bench: Bench) -> None:
     workers = Workers(__file__, "copies", 3)
-    measures = {(transport, whose): lambda order=(transport, whose): max(workers.ask(order)[:2])      # type: ignore[misc]
-                for transport in TRANSPORTS for whose in (THEIRS, OURS, UPDATED)}
-    found = alternated({f"{transport}, {whose} [s]": each for (transport, whose), each in measures.items()},
-                       bench.rounds(15, quick=5))
+    measures = {
+        (transport, whose): lambda order=(transport, whose): max(workers.ask(order)[:2])
+        for transport in TRANSPORTS
+        for whose in (THEIRS, OURS, UPDATED)
+    }
+    found = alternated(
+        {f"{transport}, {whose} [s]": each for (transport, whose), each in measures.items()},
+        bench.rounds(15, quick=5),
+    )
     workers.close()
     bench.measured |= found
     for transport in TRANSPORTS:
         for what, bar in ((OURS, 1.5 if transport == "ipc" else None), (UPDATED, None)):
-            bench.figure(f"{transport}, {what} over {THEIRS}", at_most=bar,
-                         value=ratios(found[f"{transport}, {what} [s]"], found[f"{transport}, {THEIRS} [s]"]))
-    bench.figure(f"{OURS}, encrypted over not", ratios(found[f"TCP, encrypted, {OURS} [s]"], found[f"TCP, {OURS} [s]"]))
+            bench.figure(
+                f"{transport}, {what} over {THEIRS}",
+                at_most=bar,
+                value=ratios(
+                    found[f"{transport}, {what} [s]"], found[f"{transport}, {THEIRS} [s]"]
+                ),
+            )
+    bench.figure(
+        f"{OURS}, encrypted over not",
+        ratios(found[f"TCP, encrypted, {OURS} [s]"], found[f"TCP, {OURS} [s]"]),
+    )
 
 
-# ---- steps of trainings ------------------------------------------------------------------------------------------------------
+# ---- steps of trainings ----------------------------------------------------------------------
 def on_hosts(cluster: Cluster, folder: Path, workers: int, servers: int) -> float:
-    """Seconds a step. Each rank is started as torchrun would start it, without its agent, which would cost as much again."""
-    place, size = tempfile.mkdtemp(dir=folder), workers + servers
-    told = {"WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": cluster.hosts[0].name,
-            "MASTER_PORT": str(PORT)}
-    words = [sys.executable, str(Path(__file__).resolve()), "--worker", f"server({workers}, servers={servers})", place]
-    programs = [cluster.start(rank, words, environment={**told, "RANK": str(rank)}) for rank in range(size)]
+    """Seconds a step. Each rank is started as torchrun would start it, without its agent, which
+    would cost as much again.
+    """
+    place = tempfile.mkdtemp(dir=folder)
+    size = workers + servers
+    told = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": cluster.hosts[0].name,
+        "MASTER_PORT": str(PORT),
+    }
+    words = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--worker",
+        f"server({workers}, servers={servers})",
+        place,
+    ]
+    programs = [
+        cluster.start(rank, words, environment={**told, "RANK": str(rank)}) for rank in range(size)
+    ]
     cluster.finished(programs, timeout=300.0)
-    run, = Path(place).iterdir()
+    (run,) = Path(place).iterdir()
     starts = [line["start"] for line in Record(run).of("step", 0)]
     return (starts[-1] - starts[3]) / (len(starts) - 4)
 
@@ -227,32 +281,59 @@ def steps(bench: Bench, folder: Path) -> None:
     some = [(1, 1), (4, 1), (4, 2)] if bench.quick else list(pairs())
     most = WORKERS[-1] + SERVERS[-1]
     with Ranks(most) as ranks:
-        found = alternated({f"one host, {workers} to {servers} [ms]":
-                            ours(ranks, f"server({workers}, servers={servers})", Setting(25), folder)
-                            for workers, servers in some}, 1 if bench.quick else 2)
+        found = alternated(
+            {
+                f"one host, {workers} to {servers} [ms]": ours(
+                    ranks, f"server({workers}, servers={servers})", Setting(25), folder
+                )
+                for workers, servers in some
+            },
+            1 if bench.quick else 2,
+        )
     with hosts(most, megabits=MEGABITS) as cluster:
-        measures = {f"hosts, {workers} to {servers} [s]": partial(on_hosts, cluster, folder, workers, servers)
-                    for workers, servers in some}
+        measures = {
+            f"hosts, {workers} to {servers} [s]": partial(
+                on_hosts, cluster, folder, workers, servers
+            )
+            for workers, servers in some
+        }
         found |= alternated(measures, 1)
-        repeated = alternated({"most": partial(on_hosts, cluster, folder, 4, 4)}, 1 if bench.quick else 2)["most"]
+        repeated = alternated(
+            {"most": partial(on_hosts, cluster, folder, 4, 4)}, 1 if bench.quick else 2
+        )["most"]
         found["hosts, 4 to 4 [s]"] = found.get("hosts, 4 to 4 [s]", []) + repeated
         for name, fault in cluster.faults().items():
             bench.figure(name, fault)
     bench.measured |= found
-    bench.figure("of the links, server(4, servers=4)", [closed_form(4, 4) / each for each in found["hosts, 4 to 4 [s]"]],
-                 at_least=0.9)
+    bench.figure(
+        "of the links, server(4, servers=4)",
+        [closed_form(4, 4) / each for each in found["hosts, 4 to 4 [s]"]],
+        at_least=0.9,
+    )
     for workers, servers in some:
-        bench.figure(f"of the closed form, {workers} to {servers}",
-                     [closed_form(workers, servers) / each for each in found[f"hosts, {workers} to {servers} [s]"]])
+        bench.figure(
+            f"of the closed form, {workers} to {servers}",
+            [
+                closed_form(workers, servers) / each
+                for each in found[f"hosts, {workers} to {servers} [s]"]
+            ],
+        )
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------
 def copies_told(bench: Bench) -> str:
     def shown(transport: str, what: str) -> str:
-        over = "" if what == THEIRS else f" ({bench.figures[f'{transport}, {what} over {THEIRS}']['value']:.2f})"
+        over = (
+            ""
+            if what == THEIRS
+            else f" ({bench.figures[f'{transport}, {what} over {THEIRS}']['value']:.2f})"
+        )
         return milliseconds(median(bench.measured[f"{transport}, {what} [s]"])) + over
-    return table(["4 MB, two workers, one server [ms]", *TRANSPORTS],
-                 [[what, *(shown(each, what) for each in TRANSPORTS)] for what in (THEIRS, OURS, UPDATED)])
+
+    return table(
+        ["4 MB, two workers, one server [ms]", *TRANSPORTS],
+        [[what, *(shown(each, what) for each in TRANSPORTS)] for what in (THEIRS, OURS, UPDATED)],
+    )
 
 
 def steps_told(bench: Bench) -> str:
@@ -260,18 +341,33 @@ def steps_told(bench: Bench) -> str:
         own = median(bench.measured[f"hosts, {workers} to {servers} [s]"])
         form = closed_form(workers, servers)
         return f"{own:.2f} ({form:.2f}: {form / own:.2f})"
-    many = table(["workers, a link each", *(f"servers: {servers}" for servers in SERVERS)],
-                 [[str(workers), *(shown(workers, servers) for servers in SERVERS)] for workers in WORKERS])
-    one = table(["workers, one host [ms]", *(f"servers: {servers}" for servers in SERVERS)],
-                [[str(workers), *(f"{median(bench.measured[f'one host, {workers} to {servers} [ms]']):.1f}"
-                                  for servers in SERVERS)] for workers in WORKERS])
+
+    many = table(
+        ["workers, a link each", *(f"servers: {servers}" for servers in SERVERS)],
+        [[str(workers), *(shown(workers, servers) for servers in SERVERS)] for workers in WORKERS],
+    )
+    one = table(
+        ["workers, one host [ms]", *(f"servers: {servers}" for servers in SERVERS)],
+        [
+            [
+                str(workers),
+                *(
+                    f"{median(bench.measured[f'one host, {workers} to {servers} [ms]']):.1f}"
+                    for servers in SERVERS
+                ),
+            ]
+            for workers in WORKERS
+        ],
+    )
     return f"{many}\n\n{one}"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=("copies", "steps"), help="one of the two parts")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/server.md, and their figures")
+    parser.add_argument(
+        "--page", action="store_true", help="write the tables of docs/server.md, and their figures"
+    )
 
 
 def main() -> None:
@@ -280,7 +376,9 @@ def main() -> None:
         kind, place = bench.options.worker
         copies(place) if kind == "copies" else trained(kind, place)
         return
-    if bench.options.page and (bench.quick or bench.options.only or bench.options.rounds or bench.options.json):
+    if bench.options.page and (
+        bench.quick or bench.options.only or bench.options.rounds or bench.options.json
+    ):
         sys.exit("the page is of everything, in full: give no other option but --check")
     if bench.options.only != "steps":
         pushes_and_pulls(bench)
@@ -289,7 +387,13 @@ def main() -> None:
             steps(bench, Path(folder))
     if bench.options.page:
         bench.keep(RESULTS)
-        PAGE.write_text(filled(filled(PAGE.read_text(), "copies", copies_told(bench)), "contention", steps_told(bench)))
+        PAGE.write_text(
+            filled(
+                filled(PAGE.read_text(), "copies", copies_told(bench)),
+                "contention",
+                steps_told(bench),
+            )
+        )
     bench.finish()
 
 

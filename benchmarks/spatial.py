@@ -1,19 +1,24 @@
-"""Steps of one image over two ranks on one host: ours, and bounds; what travels, and what is kept.
+"""Steps of one image over two ranks on one host: ours, and bounds; what travels, and what is
+kept.
 
-    python benchmarks/spatial.py --check            # both ranks on this machine, one thread each
+    python benchmarks/spatial.py --check            # both ranks on this machine, one thread
+    each
 
 | figure | bar |
 |---|---|
 | speed over the bound's: every size | at least 0.9 |
 | bytes that a rank sends in a step, off those of the plan | 0 |
-| bytes that a rank fetches for a layer, off the closed form's (samples x channels x columns x half a kernel) | 0 |
+| bytes that a rank fetches for a layer, off the closed form's (samples x channels x columns x
+half a kernel) | 0 |
 | activations of the fullest rank, over serial's | at most 0.56 |
 
-Six 3x3 convolutions of 32 channels, each with a ReLU, on one image of 256 x 256 and of 1024 x 1024; the mean of each channel,
-and cross-entropy; float32, SGD. The bound is of two processes that each make a step of their half of the image, without
-exchange, both at once. Ours is a whole training, timed by its record from step to step; the bound a loop over images in
-memory. Beside it, without a bar: the bound in step (its processes wait for each other after every step, so that each step takes
-as long as the slower of them), one worker with one thread, and with all.
+Six 3x3 convolutions of 32 channels, each with a ReLU, on one image of 256 x 256 and of 1024 x
+1024; the mean of each channel, and cross-entropy; float32, SGD. The bound is of two processes
+that each make a step of their half of the image, without exchange, both at once. Ours is a
+whole training, timed by its record from step to step; the bound a loop over images in memory.
+Beside it, without a bar: the bound in step (its processes wait for each other after every step,
+so that each step takes as long as the slower of them), one worker with one thread, and with
+all.
 """
 
 from __future__ import annotations
@@ -36,22 +41,32 @@ from paragrad.techniques.width.spatial import look
 from paragrad.verbs.train import train
 from paragrad.world.launching import Ranks
 
-RANKS, CHANNELS, LAYERS, KERNEL, IMAGES = 2, 32, 6, 3, 2
+RANKS = 2
+CHANNELS = 32
+LAYERS = 6
+KERNEL = 3
+IMAGES = 2
 
 
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(each for _ in range(LAYERS) for each in (
-            nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=KERNEL // 2), nn.ReLU())))
+        self.layers = nn.Sequential(
+            *(
+                each
+                for _ in range(LAYERS)
+                for each in (nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=KERNEL // 2), nn.ReLU())
+            )
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).mean((2, 3))                          # type: ignore[no-any-return]
+        return self.layers(x).mean((2, 3))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Setting:
     """Rows and columns of the image."""
+
     size: int
 
     def __str__(self) -> str:
@@ -59,23 +74,35 @@ class Setting:
 
     def data(self, part: int = 1) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
-        return (torch.randn(IMAGES, CHANNELS, self.size // part, self.size, generator=draw),
-                torch.randint(CHANNELS, (IMAGES,), generator=draw))
+        return (
+            torch.randn(IMAGES, CHANNELS, self.size // part, self.size, generator=draw),
+            torch.randint(CHANNELS, (IMAGES,), generator=draw),
+        )
 
     def job(self) -> pg.Job:
-        return pg.Job(name="benchmark", model=Convolutions, loss=nn.functional.cross_entropy, epochs=1000, batch=1,
-                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()))
+        return pg.Job(
+            name="benchmark",
+            model=Convolutions,
+            loss=nn.functional.cross_entropy,
+            epochs=1000,
+            batch=1,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            train=lambda folder: torch.utils.data.TensorDataset(*self.data()),
+        )
 
     @property
     def steps(self) -> int:
         """A few seconds of them."""
-        return max(6, min(40, int(20 * (256 / self.size)**2)))
+        return max(6, min(40, int(20 * (256 / self.size) ** 2)))
 
 
 SETTINGS = [Setting(256), Setting(1024)]
-PEERS = {"halves": "the bound", "halves, in step": "the bound in step",
-         "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
+PEERS = {
+    "halves": "the bound",
+    "halves, in step": "the bound in step",
+    "serial(threads=1)": "serial with one thread",
+    "serial": "serial with all threads",
+}
 
 
 def main() -> None:
@@ -86,15 +113,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
         peers = {kind: Workers(__file__, kind, RANKS) for kind in ("halves", "halves, in step")}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
-            measures = {strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
-                        for strategy in ("spatial(2)", "serial(threads=1)", "serial")}
+            measures = {
+                strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
+                for strategy in ("spatial(2)", "serial(threads=1)", "serial")
+            }
             print(f"{setting} [ms]", flush=True)
             measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
             found = alternated(measures, bench.rounds(5 if setting == SETTINGS[0] else 3, quick=2))
             bench.measured.setdefault("ms per step", {})[str(setting)] = found
             for kind, name in PEERS.items():
-                bench.figure(f"speed over {name}, {setting}", ratios(found[kind], found["spatial(2)"]),
-                             at_least=0.9 if kind == "halves" else None)
+                bench.figure(
+                    f"speed over {name}, {setting}",
+                    ratios(found[kind], found["spatial(2)"]),
+                    at_least=0.9 if kind == "halves" else None,
+                )
         for workers in peers.values():
             workers.close()
     counted(bench)
@@ -108,27 +140,44 @@ def options(parser: argparse.ArgumentParser) -> None:
 def counted(bench: Bench) -> None:
     """What is not of time: bytes and memory."""
     setting = SETTINGS[0]
-    plan = look(strategy("spatial(2)"), Convolutions(), setting.data()[0][:1])       # type: ignore[arg-type]
+    plan = look(strategy("spatial(2)"), Convolutions(), setting.data()[0][:1])
     closed = CHANNELS * setting.size * (KERNEL // 2) * 4
     fetched = [note.bytes for note in plan.notes if note.what == "fetched"]
     assert len(fetched) == LAYERS
     with tempfile.TemporaryDirectory() as folder:
-        runs = {each: train(setting.job(), each, runs=folder, limit=2) for each in ("serial", "spatial(2)")}
+        runs = {
+            each: train(setting.job(), each, runs=folder, limit=2)
+            for each in ("serial", "spatial(2)")
+        }
         records = {each: Record(run.folder) for each, run in runs.items()}
     sent = [line["sent"]["spatial"]["bytes"] for line in records["spatial(2)"].of("step", 0)]
-    bench.figure("bytes that a rank sends in a step, off the plan's", max(abs(each - plan.bytes) for each in sent), at_most=0)
-    bench.figure("bytes that a rank fetches for a layer, off the closed form's", max(abs(each - closed) for each in fetched),
-                 at_most=0)
+    bench.figure(
+        "bytes that a rank sends in a step, off the plan's",
+        max(abs(each - plan.bytes) for each in sent),
+        at_most=0,
+    )
+    bench.figure(
+        "bytes that a rank fetches for a layer, off the closed form's",
+        max(abs(each - closed) for each in fetched),
+        at_most=0,
+    )
     held = {each: record.fullest["activations"] for each, record in records.items()}
-    bench.figure("activations of the fullest rank, over serial's", [held["spatial(2)"] / held["serial"]], at_most=0.56)
+    bench.figure(
+        "activations of the fullest rank, over serial's",
+        [held["spatial(2)"] / held["serial"]],
+        at_most=0.56,
+    )
 
 
-# ---- in a rank -----------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def loop(setting: Setting) -> Loop:
     model = Convolutions()
     inputs, targets = setting.data(RANKS)
-    return Loop(torch.optim.SGD(model.parameters(), lr=0.01), backward_of(model, nn.functional.cross_entropy),
-                shuffled(inputs, targets, 1))
+    return Loop(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        backward_of(model, nn.functional.cross_entropy),
+        shuffled(inputs, targets, 1),
+    )
 
 
 if __name__ == "__main__":

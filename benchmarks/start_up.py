@@ -7,8 +7,9 @@
 | script, first step of the second call, 2 ranks                                        | at most 0.3  |
 | command, serial; 2 and 4 ranks over torchrun with plain DDP; script, first call       | (no bar)     |
 
-The commands are `python -m paragrad train digits`, and `torchrun` with `start_up_ddp.py`: the same data, model, batch and
-optimizer. In one round each runs once. Everything is timed from outside, by the files that appear.
+The commands are `python -m paragrad train digits`, and `torchrun` with `start_up_ddp.py`: the
+same data, model, batch and optimizer. In one round each runs once. Everything is timed from
+outside, by the files that appear.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pathlib import Path
 
 from common import Bench, alternated, differences, ratios
 
-LIMIT = 120.0           # seconds for a command
-LOOK = 0.002            # seconds between two looks at a file
+LIMIT = 120.0  # seconds for a command
+LOOK = 0.002  # seconds between two looks at a file
 HERE = Path(__file__).parent
 
 # two calls; each tells when it begins
@@ -41,21 +42,31 @@ SCRIPT = textwrap.dedent("""
 
 
 def stepped(folder: Path) -> bool:
-    """Has a run below the folder recorded its first step? (Or the peer, which makes a file of that name.)"""
+    """Has a run below the folder recorded its first step? (Or the peer, which makes a file of
+    that name.)
+    """
     return any(b'"step"' in path.read_bytes() for path in folder.glob("*/rank-0.jsonl"))
 
 
 def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[float], str]:
-    """Run a command to its end: when it was started, when the first step in each folder was done, what it printed."""
-    begun, seen = time.monotonic(), []
-    with tempfile.TemporaryFile("w+") as output, subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=HERE) as running:
+    """Run a command to its end: when it was started, when the first step in each folder was
+    done, what it printed.
+    """
+    begun = time.monotonic()
+    seen = []
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=HERE
+        ) as running,
+    ):
         while running.poll() is None:
             if len(seen) < len(folders) and stepped(folders[len(seen)]):
                 seen.append(time.monotonic())
             if time.monotonic() - begun > LIMIT:
                 running.kill()
-            time.sleep(LOOK)                            # torchrun and ours are looked at alike, from outside, by their files
+            # torchrun and ours are looked at alike, from outside, by their files
+            time.sleep(LOOK)
         output.seek(0)
         printed = output.read()
     if running.returncode or len(seen) < len(folders):
@@ -64,21 +75,42 @@ def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[
 
 
 def command(*words: str) -> Callable[[], float]:
-    """A measure: seconds from a command, which is given a folder as its last word, to its first step."""
+    """A measure: seconds from a command, which is given a folder as its last word, to its first
+    step.
+    """
+
     def measure() -> float:
         with tempfile.TemporaryDirectory() as folder:
             begun, (first,), _ = watched([sys.executable, "-m", *words, folder], [Path(folder)])
             return first - begun
+
     return measure
 
 
 def ours(strategy: str, backend: str) -> Callable[[], float]:
-    return command("paragrad", "train", "digits", "--strategy", strategy, "--backend", backend, "--epochs", "1", "--no-check",
-                   "--runs")
+    return command(
+        "paragrad",
+        "train",
+        "digits",
+        "--strategy",
+        strategy,
+        "--backend",
+        backend,
+        "--epochs",
+        "1",
+        "--no-check",
+        "--runs",
+    )
 
 
 def torchrun(workers: int) -> Callable[[], float]:
-    return command("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(HERE / "start_up_ddp.py"))
+    return command(
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(workers),
+        str(HERE / "start_up_ddp.py"),
+    )
 
 
 def calls(strategy: str, backend: str) -> tuple[float, float]:
@@ -87,7 +119,9 @@ def calls(strategy: str, backend: str) -> tuple[float, float]:
         folders = [Path(folder, name) for name in ("first", "second")]
         script = Path(folder, "script.py")
         script.write_text(SCRIPT)
-        _, seen, printed = watched([sys.executable, str(script), strategy, backend, *map(str, folders)], folders)
+        _, seen, printed = watched(
+            [sys.executable, str(script), strategy, backend, *map(str, folders)], folders
+        )
         called = [float(line) for line in printed.splitlines() if line.replace(".", "").isdigit()]
     first, second = (step - call for step, call in zip(seen, called, strict=True))
     return first, second
@@ -99,7 +133,8 @@ def main() -> None:
 
     bench = Bench(__doc__, options)
     rounds = bench.rounds(7, quick=2)
-    os.environ.pop("OMP_NUM_THREADS", None)             # torchrun chooses it; we divide the cores
+    # torchrun chooses it; we divide the cores
+    os.environ.pop("OMP_NUM_THREADS", None)
     second: dict[int, list[float]] = {2: [], 4: []}
 
     def script(workers: int) -> Callable[[], float]:
@@ -107,20 +142,37 @@ def main() -> None:
             first, again = calls(f"data({workers})", bench.options.backend)
             second[workers].append(again)
             return first
+
         return measure
 
-    times = alternated({
-        "serial": ours("serial", bench.options.backend),
-        **{f"data({workers})": ours(f"data({workers})", bench.options.backend) for workers in (2, 4)},
-        **{f"torchrun {workers}": torchrun(workers) for workers in (2, 4)},
-        **{f"script {workers}": script(workers) for workers in (2, 4)}}, rounds)
-    bench.measured = {**times, "script, second call": {str(workers): found for workers, found in second.items()}}
+    times = alternated(
+        {
+            "serial": ours("serial", bench.options.backend),
+            **{
+                f"data({workers})": ours(f"data({workers})", bench.options.backend)
+                for workers in (2, 4)
+            },
+            **{f"torchrun {workers}": torchrun(workers) for workers in (2, 4)},
+            **{f"script {workers}": script(workers) for workers in (2, 4)},
+        },
+        rounds,
+    )
+    bench.measured = {
+        **times,
+        "script, second call": {str(workers): found for workers, found in second.items()},
+    }
     bench.figure("command, serial", times["serial"])
     for workers, bar in ((2, 0.5), (4, 1.0)):
         found = times[f"data({workers})"]
         bench.figure(f"command, {workers} ranks", found)
-        bench.figure(f"command, {workers} ranks after serial", differences(found, times["serial"]), at_most=bar)
-        bench.figure(f"command, {workers} ranks over torchrun", ratios(found, times[f"torchrun {workers}"]))
+        bench.figure(
+            f"command, {workers} ranks after serial",
+            differences(found, times["serial"]),
+            at_most=bar,
+        )
+        bench.figure(
+            f"command, {workers} ranks over torchrun", ratios(found, times[f"torchrun {workers}"])
+        )
     for workers, bar in ((2, 0.3), (4, None)):
         bench.figure(f"script, first call, {workers} ranks", times[f"script {workers}"])
         bench.figure(f"script, second call, {workers} ranks", second[workers], at_most=bar)

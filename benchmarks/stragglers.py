@@ -1,19 +1,22 @@
 """Workers that are slow, always or now and then: who waits for them, and who does not.
 
-    python benchmarks/stragglers.py --check --data DIR
-    python benchmarks/stragglers.py --check --page --data DIR   # the same, written into docs/server.md
+    python benchmarks/stragglers.py --check --data DIR python benchmarks/stragglers.py --check
+    --page --data DIR   # the same, written into docs/server.md
 
 | figure | bar |
 |---|---|
-| samples a second, one worker always 3x slower: server(4, sync=asp) over server(4) | at least 1.8 |
+| samples a second, one worker always 3x slower: server(4, sync=asp) over server(4) | at least
+1.8 |
 | the same, data(4, shares=auto) over data(4), in their second epoch | at least 1.5 |
-| samples a second, every worker 3x slower in a random fifth of its steps: server(4, sync=asp) over server(4) | at least 1.3 |
+| samples a second, every worker 3x slower in a random fifth of its steps: server(4, sync=asp)
+over server(4) | at least 1.3 |
 | the same, server(4, sync=ssp(4)) over server(4) | at least 1.3 |
 | points of accuracy that asp and ssp(4) are below server(4), means of the seeds | at most 0.5 |
 
-mnist-mlp, an epoch a run (two of data), three seeds. A full share is stretched by waiting to 50 ms, another in proportion, so
-that the cores are not what is measured. Samples a second are of an epoch, from its first step's beginning to its last's end.
-The plot is of the first seed: the mean loss of a hundred shares after another, over the seconds since the run's first step.
+mnist-mlp, an epoch a run (two of data), three seeds. A full share is stretched by waiting to 50
+ms, another in proportion, so that the cores are not what is measured. Samples a second are of
+an epoch, from its first step's beginning to its last's end. The plot is of the first seed: the
+mean loss of a hundred shares after another, over the seconds since the run's first step.
 Without a bar: bsp with a backup worker, and local(4, every=16).
 """
 
@@ -34,20 +37,36 @@ import paragrad as pg
 from paragrad.record.record import Line, Record
 from paragrad.report.charts import COLOURS
 
-BSP, ASP, SSP, BACKUP = "server(4)", "server(4, sync=asp)", "server(4, sync=ssp(4))", "server(4, sync=bsp(backup=1))"
-DATA, AUTO, LOCAL = "data(4)", "data(4, shares=auto)", "local(4, every=16)"
-ALWAYS, SOMETIMES = "1=3x", "random:0.2=3x"
-CASES = {ALWAYS: (BSP, BACKUP, SSP, ASP, DATA, AUTO, LOCAL), SOMETIMES: (BSP, BACKUP, SSP, ASP, LOCAL)}
+BSP = "server(4)"
+ASP = "server(4, sync=asp)"
+SSP = "server(4, sync=ssp(4))"
+BACKUP = "server(4, sync=bsp(backup=1))"
+DATA = "data(4)"
+AUTO = "data(4, shares=auto)"
+LOCAL = "local(4, every=16)"
+ALWAYS = "1=3x"
+SOMETIMES = "random:0.2=3x"
+CASES = {
+    ALWAYS: (BSP, BACKUP, SSP, ASP, DATA, AUTO, LOCAL),
+    SOMETIMES: (BSP, BACKUP, SSP, ASP, LOCAL),
+}
 PACE = 0.05
-PAGE, RESULTS, PLOT = DOCS / "server.md", FIGURES / "stragglers.json", FIGURES / "stragglers.svg"
-TOLD = "The loss over seconds, of the first seed: one worker always 3x slower, and a random fifth of all steps 3x slower"
+PAGE = DOCS / "server.md"
+RESULTS = FIGURES / "stragglers.json"
+PLOT = FIGURES / "stragglers.svg"
+TOLD = (
+    "The loss over seconds, of the first seed: one worker always 3x slower, and a random fifth "
+    "of all steps 3x slower"
+)
 
 
 def steps(run: pg.Run) -> list[Line]:
     """Of all workers, as they ended."""
     record = Record(run.folder, spans=False)
-    return sorted((line for lines in record.ranks for line in lines if line["kind"] == "step"),
-                  key=lambda line: float(line["start"] + line["seconds"]))
+    return sorted(
+        (line for lines in record.ranks for line in lines if line["kind"] == "step"),
+        key=lambda line: float(line["start"] + line["seconds"]),
+    )
 
 
 def rates(run: pg.Run) -> list[float]:
@@ -55,18 +74,28 @@ def rates(run: pg.Run) -> list[float]:
     epochs: dict[int, list[Line]] = defaultdict(list)
     for line in steps(run):
         epochs[line["epoch"]].append(line)
-    return [sum(line["order"][1] - line["order"][0] for line in lines) / (
-        max(line["start"] + line["seconds"] for line in lines) - min(line["start"] for line in lines))
-        for _, lines in sorted(epochs.items())]
+    return [
+        sum(line["order"][1] - line["order"][0] for line in lines)
+        / (
+            max(line["start"] + line["seconds"] for line in lines)
+            - min(line["start"] for line in lines)
+        )
+        for _, lines in sorted(epochs.items())
+    ]
 
 
 def losses(run: pg.Run) -> list[tuple[float, float]]:
     """(seconds, the mean loss of the hundred shares until then)."""
     lines = steps(run)
     begun = min(line["start"] for line in lines)
-    parts = [lines[first:first + 100] for first in range(0, len(lines), 100)]
-    return [(part[-1]["start"] + part[-1]["seconds"] - begun,
-             sum(line["loss"][0] for line in part) / sum(line["loss"][1] for line in part)) for part in parts]
+    parts = [lines[first : first + 100] for first in range(0, len(lines), 100)]
+    return [
+        (
+            part[-1]["start"] + part[-1]["seconds"] - begun,
+            sum(line["loss"][0] for line in part) / sum(line["loss"][1] for line in part),
+        )
+        for part in parts
+    ]
 
 
 def drawn(curves: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
@@ -74,14 +103,22 @@ def drawn(curves: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
         for each, (slow, found) in zip(axes, curves.items(), strict=True):
             for number, text in enumerate(CASES[ALWAYS]):
                 if text in found:
-                    each.plot(*zip(*found[text], strict=True), label=text, color=COLOURS[number], linewidth=1)
+                    each.plot(
+                        *zip(*found[text], strict=True),
+                        label=text,
+                        color=COLOURS[number],
+                        linewidth=1,
+                    )
             each.set(title=f"--slow {slow}", xlabel="seconds", ylabel="loss", yscale="log")
+
     panels(PLOT, len(curves), 300, draw)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
-    parser.add_argument("--page", action="store_true", help="write the table of docs/server.md, and its figures")
+    parser.add_argument(
+        "--page", action="store_true", help="write the table of docs/server.md, and its figures"
+    )
 
 
 def main() -> None:
@@ -93,25 +130,62 @@ def main() -> None:
         for seed in range(bench.rounds(3, quick=1)):
             for slow, texts in CASES.items():
                 for text in texts:
-                    job = pg.job("mnist-mlp").replace(epochs=2 if text in (DATA, AUTO) else 1, seed=seed)
-                    run = pg.train(job, text, runs=folder, data=bench.options.data, slow=slow, pace=PACE)
+                    job = pg.job("mnist-mlp").replace(
+                        epochs=2 if text in (DATA, AUTO) else 1, seed=seed
+                    )
+                    run = pg.train(
+                        job, text, runs=folder, data=bench.options.data, slow=slow, pace=PACE
+                    )
                     found[slow][text].append(rates(run)[-1])
                     curves[slow].setdefault(text, losses(run))
                     if text not in (DATA, AUTO):
                         tested[text].append(run.test)
-                    print(f"seed {seed}, {slow}: {text} {found[slow][text][-1]:.0f} samples/s, {run.test:.2f} %", flush=True)
+                    print(
+                        f"seed {seed}, {slow}: {text} {found[slow][text][-1]:.0f} samples/s, "
+                        f"{run.test:.2f} %",
+                        flush=True,
+                    )
     bench.measured.update(rates=found, accuracies=tested)
-    bench.figure(f"{ALWAYS}: asp over bsp", ratios(found[ALWAYS][ASP], found[ALWAYS][BSP]), at_least=1.8)
-    bench.figure(f"{ALWAYS}: shares=auto over data", ratios(found[ALWAYS][AUTO], found[ALWAYS][DATA]), at_least=1.5)
-    bench.figure(f"{SOMETIMES}: asp over bsp", ratios(found[SOMETIMES][ASP], found[SOMETIMES][BSP]), at_least=1.3)
-    bench.figure(f"{SOMETIMES}: ssp(4) over bsp", ratios(found[SOMETIMES][SSP], found[SOMETIMES][BSP]), at_least=1.3)
+    bench.figure(
+        f"{ALWAYS}: asp over bsp", ratios(found[ALWAYS][ASP], found[ALWAYS][BSP]), at_least=1.8
+    )
+    bench.figure(
+        f"{ALWAYS}: shares=auto over data",
+        ratios(found[ALWAYS][AUTO], found[ALWAYS][DATA]),
+        at_least=1.5,
+    )
+    bench.figure(
+        f"{SOMETIMES}: asp over bsp",
+        ratios(found[SOMETIMES][ASP], found[SOMETIMES][BSP]),
+        at_least=1.3,
+    )
+    bench.figure(
+        f"{SOMETIMES}: ssp(4) over bsp",
+        ratios(found[SOMETIMES][SSP], found[SOMETIMES][BSP]),
+        at_least=1.3,
+    )
     for text in (ASP, SSP):
-        bench.figure(f"points of accuracy below bsp, {text}", mean(tested[BSP]) - mean(tested[text]), at_most=0.5)
+        bench.figure(
+            f"points of accuracy below bsp, {text}",
+            mean(tested[BSP]) - mean(tested[text]),
+            at_most=0.5,
+        )
     if bench.options.page:
         bench.keep(RESULTS)
-        rows = [[f"`{text}`", *(f"{mean(found[slow][text]):,.0f}" if found[slow][text] else "" for slow in CASES),
-                 f"{mean(tested[text]):.2f}" if text in tested else ""] for text in CASES[ALWAYS]]
-        head = ["strategy", "one always 3x slower (`--slow 1=3x`)", "a random fifth of all steps 3x slower", "accuracy [%]"]
+        rows = [
+            [
+                f"`{text}`",
+                *(f"{mean(found[slow][text]):,.0f}" if found[slow][text] else "" for slow in CASES),
+                f"{mean(tested[text]):.2f}" if text in tested else "",
+            ]
+            for text in CASES[ALWAYS]
+        ]
+        head = [
+            "strategy",
+            "one always 3x slower (`--slow 1=3x`)",
+            "a random fifth of all steps 3x slower",
+            "accuracy [%]",
+        ]
         drawn(curves)
         block = f"{table(head, rows)}{shown(PLOT.stem, TOLD)}"
         PAGE.write_text(filled(PAGE.read_text(), "stragglers", block))

@@ -1,6 +1,8 @@
-"""Steps of layers split over two ranks on one host: ours, DTensor's parallelize_module over gloo and over shm, and bounds.
+"""Steps of layers split over two ranks on one host: ours, DTensor's parallelize_module over
+gloo and over shm, and bounds.
 
-    python benchmarks/tensor.py --check             # both ranks on this machine, one thread each
+    python benchmarks/tensor.py --check             # both ranks on this machine, one thread
+    each
 
 | figure | bar |
 |---|---|
@@ -9,11 +11,13 @@
 | speed over DTensor on shm: every setting | at least 1.0 |
 | speed over the bound's: MLP, batch 64 | at least 0.85 |
 
-MLP 784-2048-2048-2048-10 in float32, cross-entropy, at batch 64 and 16; a GPT block, 512 wide, 8 heads, 128 tokens, batch
-4, mean squared error; SGD. The bound is of two processes that each make a step of their half of every layer, without exchange,
-both at once. Ours is a whole training, timed by its record from step to step; DTensor's (columns and rows named by hand) is a
-loop over batches cut out of tensors in memory. Beside it, without a bar: the bound in step (its processes
-wait for each other after every step, so that each step takes as long as the slower of them), and one worker with all threads.
+MLP 784-2048-2048-2048-10 in float32, cross-entropy, at batch 64 and 16; a GPT block, 512 wide,
+8 heads, 128 tokens, batch 4, mean squared error; SGD. The bound is of two processes that each
+make a step of their half of every layer, without exchange, both at once. Ours is a whole
+training, timed by its record from step to step; DTensor's (columns and rows named by hand) is a
+loop over batches cut out of tensors in memory. Beside it, without a bar: the bound in step (its
+processes wait for each other after every step, so that each step takes as long as the slower of
+them), and one worker with all threads.
 """
 
 from __future__ import annotations
@@ -37,9 +41,12 @@ from workers import Workers
 import paragrad as pg
 from paragrad.world.launching import Ranks
 
-RANKS, BATCHES = 2, 4
+RANKS = 2
+BATCHES = 4
 WIDTHS = (784, 2048, 2048, 2048, 10)
-WIDE, HEADS, TOKENS = 512, 8, 128
+WIDE = 512
+HEADS = 8
+TOKENS = 128
 
 
 class Block(nn.Module):
@@ -48,30 +55,41 @@ class Block(nn.Module):
     def __init__(self, part: int = 1) -> None:
         super().__init__()
         own = WIDE // part
-        self.before, self.after = nn.LayerNorm(WIDE), nn.LayerNorm(WIDE)
+        self.before = nn.LayerNorm(WIDE)
+        self.after = nn.LayerNorm(WIDE)
         self.query, self.key, self.value = (nn.Linear(WIDE, own) for _ in range(3))
-        self.out, self.up, self.down = nn.Linear(own, WIDE), nn.Linear(WIDE, 4 * own), nn.Linear(4 * own, WIDE)
+        self.out = nn.Linear(own, WIDE)
+        self.up = nn.Linear(WIDE, 4 * own)
+        self.down = nn.Linear(4 * own, WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
         normal = self.before(x)
-        heads = [each(normal).view(*x.shape[:2], -1, WIDE // HEADS).transpose(1, 2)
-                 for each in (self.query, self.key, self.value)]
+        heads = [
+            each(normal).view(*x.shape[:2], -1, WIDE // HEADS).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        ]
         mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
         x = x + self.out(mixed.reshape(*x.shape[:2], -1))
         return x + self.down(nn.functional.gelu(self.up(self.after(x))))
 
 
 def perceptron(part: int = 1) -> nn.Sequential:
-    """part: columns of the first layer, rows of the second, and so on; each gives and takes what a rank has of the others."""
+    """part: columns of the first layer, rows of the second, and so on; each gives and takes
+    what a rank has of the others.
+    """
     layers: list[nn.Module] = []
     for number, (into, out) in enumerate(itertools.pairwise(WIDTHS)):
-        layers += [nn.Linear(into // (part if number % 2 else 1), out // (1 if number % 2 else part)), nn.ReLU()]
+        layers += [
+            nn.Linear(into // (part if number % 2 else 1), out // (1 if number % 2 else part)),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers[:-1])
 
 
 @dataclass(frozen=True)
 class Setting:
     """A model and its global batch."""
+
     name: str
     batch: int
 
@@ -90,29 +108,44 @@ class Setting:
         return nn.functional.cross_entropy if self.deep else nn.functional.mse_loss
 
     def data(self) -> tuple[Tensor, Tensor]:
-        draw, count = torch.Generator().manual_seed(0), BATCHES * self.batch
+        draw = torch.Generator().manual_seed(0)
+        count = BATCHES * self.batch
         if self.deep:
-            return torch.randn(count, WIDTHS[0], generator=draw), torch.randint(WIDTHS[-1], (count,), generator=draw)
+            return torch.randn(count, WIDTHS[0], generator=draw), torch.randint(
+                WIDTHS[-1], (count,), generator=draw
+            )
         x, y = (torch.randn(count, TOKENS, WIDE, generator=draw) for _ in range(2))
         return x, y
 
     def job(self) -> pg.Job:
-        return pg.Job(name="benchmark", model=self.model, loss=self.loss, epochs=1000, batch=self.batch,
-                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()))
+        return pg.Job(
+            name="benchmark",
+            model=self.model,
+            loss=self.loss,
+            epochs=1000,
+            batch=self.batch,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            train=lambda folder: torch.utils.data.TensorDataset(*self.data()),
+        )
 
     @property
     def steps(self) -> int:
         """About a second of them."""
-        products = self.batch * (sum(map(math.prod, itertools.pairwise(WIDTHS))) if self.deep else
-                                 12 * WIDE**2 * TOKENS)
+        products = self.batch * (
+            sum(map(math.prod, itertools.pairwise(WIDTHS))) if self.deep else 12 * WIDE**2 * TOKENS
+        )
         return max(8, min(200, int(3e10 / (6 * products))))
 
 
 SETTINGS = [Setting("MLP", 64), Setting("MLP", 16), Setting("GPT block", 4)]
-PEERS = {"torch, gloo": "DTensor on gloo", "torch, shm": "DTensor on shm", "halves": "the bound",
-         "halves, in step": "the bound in step",
-         "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
+PEERS = {
+    "torch, gloo": "DTensor on gloo",
+    "torch, shm": "DTensor on shm",
+    "halves": "the bound",
+    "halves, in step": "the bound in step",
+    "serial(threads=1)": "serial with one thread",
+    "serial": "serial with all threads",
+}
 
 
 def main() -> None:
@@ -125,8 +158,10 @@ def main() -> None:
         peers = {kind: Workers(__file__, kind, RANKS) for kind in PEERS if "serial" not in kind}
         times = {}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
-            measures = {strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
-                        for strategy in ("tensor(2)", "serial(threads=1)", "serial")}
+            measures = {
+                strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
+                for strategy in ("tensor(2)", "serial(threads=1)", "serial")
+            }
             measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
             print(f"{setting} [ms]", flush=True)
             times[setting] = alternated(measures, bench.rounds(9, quick=2))
@@ -144,29 +179,52 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
     bench.measured["ms per step"] = {str(setting): found for setting, found in times.items()}
     for setting, found in times.items():
         first = setting == SETTINGS[0]
-        bars = {"torch, gloo": 1.3, "torch, shm": 1.0, "halves": 0.85 if first else None, "halves, in step": None,
-                "serial(threads=1)": 1.5 if first else None, "serial": None}
+        bars = {
+            "torch, gloo": 1.3,
+            "torch, shm": 1.0,
+            "halves": 0.85 if first else None,
+            "halves, in step": None,
+            "serial(threads=1)": 1.5 if first else None,
+            "serial": None,
+        }
         for kind, name in PEERS.items():
-            bench.figure(f"speed over {name}, {setting}", ratios(found[kind], found["tensor(2)"]), at_least=bars[kind])
+            bench.figure(
+                f"speed over {name}, {setting}",
+                ratios(found[kind], found["tensor(2)"]),
+                at_least=bars[kind],
+            )
 
 
-# ---- in a rank -----------------------------------------------------------------------------------------------------------
+# ---- in a rank -------------------------------------------------------------------------------
 def loop(kind: str, setting: Setting) -> Loop:
     model = setting.model(RANKS) if "halves" in kind else parallelized(setting.model())
-    return Loop(torch.optim.SGD(model.parameters(), lr=0.01), backward_of(model, setting.loss),
-                shuffled(*setting.data(), setting.batch))
+    return Loop(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        backward_of(model, setting.loss),
+        shuffled(*setting.data(), setting.batch),
+    )
 
 
 def parallelized(model: nn.Module) -> nn.Module:
     """By torch.distributed.tensor.parallel, with the plan that its tutorial has."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
     columns: dict[str, Any]
     if isinstance(model, Block):
         columns = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
         columns |= {name: RowwiseParallel() for name in ("out", "down")}
     else:
-        columns = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+        columns = {
+            "0": ColwiseParallel(),
+            "2": RowwiseParallel(),
+            "4": ColwiseParallel(),
+            "6": RowwiseParallel(),
+        }
     return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), columns)
 
 

@@ -1,4 +1,6 @@
-"""Milliseconds a step, from step to step: of whole trainings of ours, by their records, and of loops in workers."""
+"""Milliseconds a step, from step to step: of whole trainings of ours, by their records, and of
+loops in workers.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,32 @@ class Setting(Protocol):
     def steps(self) -> int: ...
 
 
-def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path,
-         settings: Settings | None = None) -> Callable[[], float]:
+def ours(
+    ranks: Ranks, strategy: str, setting: Setting, folder: Path, settings: Settings | None = None
+) -> Callable[[], float]:
     number = itertools.count()
 
     def milliseconds() -> float:
         place = folder / f"{strategy}-{setting}-{next(number)}"
         place.mkdir(parents=True)
-        run(ranks, tried(ranks, admitted(setting.job(), strategy, replace(settings or Settings(), limit=setting.steps))), place)
-        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
+        run(
+            ranks,
+            tried(
+                ranks,
+                admitted(
+                    setting.job(), strategy, replace(settings or Settings(), limit=setting.steps)
+                ),
+            ),
+            place,
+        )
+        return between(
+            [
+                line["start"]
+                for line in lines_of(place / "rank-0.jsonl", spans=False)
+                if line["kind"] == "step"
+            ]
+        )
+
     return milliseconds
 
 
@@ -51,47 +70,61 @@ def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
 
 
 def of_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
-    """In a rank that torchrun started: when each step of a plain loop over DDP on gloo began, on parts of a job's first
-    samples."""
+    """In a rank that torchrun started: when each step of a plain loop over DDP on gloo began,
+    on parts of a job's first samples.
+    """
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     samples = opened(job.train, data)
-    inputs, targets = (torch.stack([torch.as_tensor(samples[number][place]) for number in range(batch)])
-                       [dist.get_rank()::dist.get_world_size()] for place in (0, 1))
+    inputs, targets = (
+        torch.stack([torch.as_tensor(samples[number][place]) for number in range(batch)])[
+            dist.get_rank() :: dist.get_world_size()
+        ]
+        for place in (0, 1)
+    )
     model = nn.parallel.DistributedDataParallel(job.built_model())
-    optimizer, starts = job.optimizer(model.parameters()), list[float]()
+    optimizer = job.optimizer(model.parameters())
+    starts = list[float]()
     for _ in range(steps):
         starts.append(time.perf_counter())
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    dist.barrier()                              # who is done first would close what the others still read
+    # who is done first would close what the others still read
+    dist.barrier()
     dist.destroy_process_group()
     return starts
 
 
-# ---- in a rank of a peer -------------------------------------------------------------------------------------------------
+# ---- in a rank of a peer ---------------------------------------------------------------------
 @dataclass(frozen=True)
 class Loop:
-    """What a loop over batches is made of. step: of inputs and targets, to their gradients;  batch: of the number of a step."""
+    """What a loop over batches is made of. step: of inputs and targets, to their gradients;
+    batch: of the number of a step.
+    """
+
     update: torch.optim.Optimizer
     step: Callable[[Tensor, Tensor], object]
     batch: Callable[[int], tuple[Tensor, Tensor]]
 
 
 def looped(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
-    """Answer each setting with the moments at which steps began, as one would write them with torch alone.
+    """Answer each setting with the moments at which steps began, as one would write them with
+    torch alone.
 
-    kind: of the peer; its ranks meet over gloo where it says so, otherwise over shm, and after every step if it is in step.
+    kind: of the peer; its ranks meet over gloo where it says so, otherwise over shm, and after
+    every step if it is in step.
     """
     import paragrad.world.backends  # noqa: F401
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if "gloo" in kind else "shm")
 
     def starts(setting: Setting) -> list[float]:
         torch.manual_seed(0)
-        loop, found = made(setting), []
+        loop = made(setting)
+        found = []
         for number in range(setting.steps):
             found.append(time.perf_counter())
             inputs, targets = loop.batch(number)
@@ -102,11 +135,14 @@ def looped(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
                 dist.barrier()
         dist.barrier()
         return found
+
     serve(address, starts)
     dist.destroy_process_group()
 
 
-def backward_of(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], None]:
+def backward_of(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], None]:
     return lambda inputs, targets: loss(model(inputs), targets).backward()
 
 

@@ -1,4 +1,6 @@
-"""Processes that stay up and are given orders: worlds of different kinds can so be measured in turn."""
+"""Processes that stay up and are given orders: worlds of different kinds can so be measured in
+turn.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,24 @@ from typing import Any
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np"]
-LIMIT = 300.0           # seconds until all have started, though many share a core
+LIMIT = 300.0  # seconds until all have started, though many share a core
 
 
 class Workers:
-    """`count` processes `file --worker kind ADDRESS`, started by torchrun (or mpirun), each with a socket of its own.
+    """`count` processes `file --worker kind ADDRESS`, started by torchrun (or mpirun), each
+    with a socket of its own.
 
-    starter: the words before, or a function of the words that starts them in another way and returns how to wait for their end.
+    starter: the words before, or a function of the words that starts them in another way and
+    returns how to wait for their end.
     """
 
-    def __init__(self, file: str, kind: str, count: int,
-                 starter: list[str] | Callable[[list[str]], Callable[[], object]] = TORCHRUN) -> None:
+    def __init__(
+        self,
+        file: str,
+        kind: str,
+        count: int,
+        starter: list[str] | Callable[[list[str]], Callable[[], object]] = TORCHRUN,
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
         address = str(Path(self.folder.name) / "socket")
         words = [file, "--worker", kind, address]
@@ -34,18 +43,22 @@ class Workers:
             listener.bind(address)
             listener.listen(count)
             listener.settimeout(LIMIT)
-            self.ended = started(starter, count, words) if isinstance(starter, list) else starter(words)
+            self.ended = (
+                started(starter, count, words) if isinstance(starter, list) else starter(words)
+            )
             self.sockets: list[Connection] = []
             try:
                 while len(self.sockets) < count:
                     self.sockets.append(Connection(listener.accept()[0].detach()))
             except TimeoutError:
-                for each in self.sockets:           # whose orders end: they end too
+                for each in self.sockets:  # whose orders end: they end too
                     each.close()
                 with suppress(subprocess.TimeoutExpired):
                     self.ended()
                 self.folder.cleanup()
-                raise RuntimeError(f"{len(self.sockets)} of {count} workers have come after {LIMIT:g} s") from None
+                raise RuntimeError(
+                    f"{len(self.sockets)} of {count} workers have come after {LIMIT:g} s"
+                ) from None
         self.pids: list[int] = [each.recv() for each in self.sockets]
 
     def ask(self, order: Any) -> list[Any]:
@@ -56,7 +69,7 @@ class Workers:
 
     def close(self) -> None:
         for each in self.sockets:
-            with suppress(BrokenPipeError):     # it has failed, and said why
+            with suppress(BrokenPipeError):  # it has failed, and said why
                 each.send(None)
         self.ended()
         self.folder.cleanup()
@@ -65,7 +78,12 @@ class Workers:
 def started(starter: list[str], count: int, words: list[str]) -> Callable[[], object]:
     """Start processes of this host; how to wait for their end."""
     interpreter = [sys.executable] if starter is MPIRUN else []
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.Popen([*starter, str(count), *interpreter, *words], env=environment)
     return lambda: process.wait(timeout=60)
 
@@ -78,17 +96,18 @@ def serve(address: str, answer: Callable[[Any], Any]) -> None:
         orders.send(answer(order))
 
 
-LONG = 0.25             # seconds: what takes longer is run once, the rest up to so often
+LONG = 0.25  # seconds: what takes longer is run once, the rest up to so often
 REPEATS = 10
 
 
 class Stopwatch:
-    """In a rank: seconds of an exchange, of several in a row where they are short. The first of a kind is not timed: it makes
-    connections and memory. Collective.
+    """In a rank: seconds of an exchange, of several in a row where they are short. The first of
+    a kind is not timed: it makes connections and memory. Collective.
     """
 
     def __init__(self, world: Any) -> None:
-        self.world, self.seen = world, set[Any]()
+        self.world = world
+        self.seen = set[Any]()
 
     def seconds(self, kind: Any, exchange: Callable[[], object]) -> float:
         if kind not in self.seen:
@@ -106,20 +125,27 @@ class Stopwatch:
         return (time.perf_counter() - start) / times
 
 
-def serve_backwards(address: str, models: Callable[[], Mapping[str, Any]], losses: Callable[[], Callable[[Any], Any]]) -> None:
-    """In a rank over gloo, with one thread: orders name a model, whose forward and backward is timed. losses: makes the loss of
-    a model, on data of this rank's own.
+def serve_backwards(
+    address: str,
+    models: Callable[[], Mapping[str, Any]],
+    losses: Callable[[], Callable[[Any], Any]],
+) -> None:
+    """In a rank over gloo, with one thread: orders name a model, whose forward and backward is
+    timed. losses: makes the loss of a model, on data of this rank's own.
     """
     import torch
 
     from paragrad.world.joining import joined_from_environment
+
     torch.set_num_threads(1)
     with joined_from_environment("gloo") as world:
-        made, watch = models(), Stopwatch(world)
+        made = models()
+        watch = Stopwatch(world)
         torch.manual_seed(world.rank)
         loss = losses()
 
         def once(name: str) -> None:
             made[name].zero_grad()
             loss(made[name]).backward()
+
         serve(address, lambda name: watch.seconds(name, lambda: once(name)))

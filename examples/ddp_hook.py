@@ -1,4 +1,5 @@
-"""Our all-reduces and compressors under torch's DistributedDataParallel, and nothing else of this library.
+"""Our all-reduces and compressors under torch's DistributedDataParallel, and nothing else of
+this library.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py
     torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "halving(segments=2)"
@@ -19,18 +20,26 @@ import paragrad.backends  # registers shm, for ranks of one host
 named = sys.argv[1] if len(sys.argv) > 1 else "ring"
 dist.init_process_group(sys.argv[2] if len(sys.argv) > 2 else "gloo")
 torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 5)))
+model = nn.parallel.DistributedDataParallel(
+    nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 5))
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 if named.startswith("dgc"):
-    model.register_comm_hook(*pg.hook(named, optimizer=optimizer))          # whose momentum it takes over
+    # whose momentum it takes over
+    model.register_comm_hook(*pg.hook(named, optimizer=optimizer))
 else:
-    model.register_comm_hook(*pg.hook(named))                               # a schedule is proved before it is used
+    # a schedule is proved before it is used
+    model.register_comm_hook(*pg.hook(named))
 
-torch.manual_seed(dist.get_rank())              # each rank has data of its own
+torch.manual_seed(dist.get_rank())  # each rank has data of its own
 for _ in range(20):
-    inputs, targets = torch.randn(16, 20), torch.randint(5, (16,))
+    inputs = torch.randn(16, 20)
+    targets = torch.randint(5, (16,))
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
-print(f"rank {dist.get_rank()}: {sum(parameter.double().sum().item() for parameter in model.parameters()):.6f}")
+print(
+    f"rank {dist.get_rank()}: "
+    f"{sum(parameter.double().sum().item() for parameter in model.parameters()):.6f}"
+)
 dist.destroy_process_group()

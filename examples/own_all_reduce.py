@@ -1,4 +1,5 @@
-"""An all-reduce of your own: who sends what to whom. It is proved, drawn, priced, played, checked and compared like ours.
+"""An all-reduce of your own: who sends what to whom. It is proved, drawn, priced, played,
+checked and compared like ours.
 
     python examples/own_all_reduce.py
     paragrad train examples/own_all_reduce.py --strategy "data(3, reduce=gossip)"
@@ -8,10 +9,13 @@ import paragrad as pg
 
 
 class Gossip(pg.AllReduce):
-    """Along a line of ranks each tells the next what it has heard; then the last one's news comes back."""
+    """Along a line of ranks each tells the next what it has heard; then the last one's news
+    comes back.
+    """
 
     def program(self, rank, size):
-        for part in range(size):                    # the vector has as many equal parts as there are ranks
+        # the vector has as many equal parts as there are ranks
+        for part in range(size):
             if rank > 0:
                 yield pg.Recv(rank - 1, part, add=True)
             if rank < size - 1:
@@ -41,7 +45,10 @@ if __name__ == "__main__":
     machine, _ = read_machine(file, cores())
     for reduce in (Gossip(), pg.Ring()):
         found = simulate(pg.Data(3, reduce=reduce), 100_000, machine)
-        print(f"{reduce}: {1e6 * found.timeline.seconds:.0f} us for 100 KB over 3 ranks, by the clock on this machine")
+        print(
+            f"{reduce}: {1e6 * found.timeline.seconds:.0f} us for 100 KB over 3 ranks, by the "
+            f"clock on this machine"
+        )
     print()
     table = pg.compare(job, ["serial", pg.Data(3, reduce=pg.Ring()), pg.Data(3, reduce=Gossip())])
     print(table)

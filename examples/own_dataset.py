@@ -1,8 +1,10 @@
-"""A dataset of your own: sentences of different lengths as dicts, a collate that pads, a transform that draws.
+"""A dataset of your own: sentences of different lengths as dicts, a collate that pads, a
+transform that draws.
 
     paragrad train examples/own_dataset.py --strategy "data(2)" --loaders 1
 
-Every sample counts once an epoch, its transform draws the same whoever loads it, and padding does not count (-100).
+Every sample counts once an epoch, its transform draws the same whoever loads it, and padding
+does not count (-100).
 """
 
 import random
@@ -14,7 +16,8 @@ from torch.utils.data import Dataset
 
 import paragrad as pg
 
-WORDS, NOISE = 40, 0.1
+WORDS = 40
+NOISE = 0.1
 
 
 class Sentences(Dataset):
@@ -24,16 +27,24 @@ class Sentences(Dataset):
         return 500
 
     def __getitem__(self, index):
-        length, word = 5 + index % 7, index % WORDS
+        length = 5 + index % 7
+        word = index % WORDS
         words = [word := (2 * word + 1) % WORDS for _ in range(length)]
-        inputs = [random.randrange(WORDS) if random.random() < NOISE else each for each in words[:-1]]        # a transform
+        # a transform
+        inputs = [
+            random.randrange(WORDS) if random.random() < NOISE else each for each in words[:-1]
+        ]
         return {"words": torch.tensor(inputs), "labels": torch.tensor(words[1:])}
 
 
 def padded(samples):
     """The samples of a batch, as long as the longest."""
-    return {name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=filling)
-            for name, filling in (("words", 0), ("labels", -100))}
+    return {
+        name: pad_sequence(
+            [sample[name] for sample in samples], batch_first=True, padding_value=filling
+        )
+        for name, filling in (("words", 0), ("labels", -100))
+    }
 
 
 class Reader(nn.Module):
@@ -41,12 +52,22 @@ class Reader(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.out = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
+        self.embedding = nn.Embedding(WORDS, 32)
+        self.out = nn.Linear(32, WORDS)
 
     def forward(self, words, labels):
         return self.out(self.embedding(words))
 
 
-job = pg.Job(name="sentences", model=Reader, train=Sentences(), batch=50, epochs=5, collate=padded,
-             loss=lambda output, sample: nn.functional.cross_entropy(output.flatten(0, 1), sample["labels"].flatten()),
-             optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.02))
+job = pg.Job(
+    name="sentences",
+    model=Reader,
+    train=Sentences(),
+    batch=50,
+    epochs=5,
+    collate=padded,
+    loss=lambda output, sample: nn.functional.cross_entropy(
+        output.flatten(0, 1), sample["labels"].flatten()
+    ),
+    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+)

@@ -1,11 +1,13 @@
-"""Your own loop: the same file is serial training under `python` and parallel training under a launcher.
+"""Your own loop: the same file is serial training under `python` and parallel training under a
+launcher.
 
     python examples/own_loop.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py
     mpirun -np 2 python examples/own_loop.py
     srun -n 2 python examples/own_loop.py
 
-All end with the same parameters, within the rounding of float64. A file name as argument: where to save them.
+All end with the same parameters, within the rounding of float64. A file name as argument: where
+to save them.
 """
 
 import sys
@@ -19,19 +21,27 @@ from torch.utils.data import TensorDataset
 import paragrad as pg
 
 images, labels = load_digits(return_X_y=True)
-digits = TensorDataset(torch.tensor(images / 16), torch.tensor(labels))         # float64
+digits = TensorDataset(torch.tensor(images / 16), torch.tensor(labels))  # float64
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-with pg.parallelize(model, nn.functional.cross_entropy, optimizer, strategy="data(auto)") as trainer:
+with pg.parallelize(
+    model, nn.functional.cross_entropy, optimizer, strategy="data(auto)"
+) as trainer:
     for epoch in range(3):
-        for inputs, target in trainer.batches(digits, batch=64, epoch=epoch):   # this rank's share of each global batch
-            result = trainer.step(inputs, target)                               # forward, backward, exchange, update
-        accuracy = trainer.evaluate(digits, pg.accuracy)                        # every sample once, over all ranks
+        # this rank's share of each global batch
+        for inputs, target in trainer.batches(digits, batch=64, epoch=epoch):
+            # forward, backward, exchange, update
+            result = trainer.step(inputs, target)
+        # every sample once, over all ranks
+        accuracy = trainer.evaluate(digits, pg.accuracy)
         if trainer.world.rank == 0:
-            print(f"epoch {epoch}: loss of the last batch {result.loss:.4f}, accuracy {accuracy:.2f} %, "
-                  f"{trainer.world.size} worker(s)")
+            print(
+                f"epoch {epoch}: loss of the last batch {result.loss:.4f}, accuracy {accuracy:.2f} "
+                f"%, "
+                f"{trainer.world.size} worker(s)"
+            )
     if trainer.world.rank == 0 and len(sys.argv) > 1:
         save_file(model.state_dict(), sys.argv[1])

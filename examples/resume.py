@@ -1,6 +1,6 @@
 """Stop and go on, under another strategy and another number of workers, as if nothing had been.
 
-    python examples/resume.py
+python examples/resume.py
 """
 
 import paragrad as pg
@@ -8,7 +8,8 @@ import paragrad as pg
 if __name__ == "__main__":
     job = pg.job("digits").replace(epochs=2)
     whole = pg.train(job, "serial")
-    half = pg.train(job.replace(epochs=1), "data(3)", save=10)          # a checkpoint every ten steps, and at the end
+    # a checkpoint every ten steps, and at the end
+    half = pg.train(job.replace(epochs=1), "data(3)", save=10)
     rest = pg.train(job, "data(2, reduce=ring)", resume=half.folder)
     print(f"straight through {whole.losses[-1]:.4f}, in two halves {rest.losses[-1]:.4f}")
     print(rest.audit)

@@ -14,31 +14,43 @@ from hypothesis import settings
 from paragrad.verbs import memory, train, verify
 from paragrad.world.launching import Ranks
 
-# a test never takes its world from the shell that runs it (its data only where it asks for the fixture `data`)
+# a test never takes its world from the shell that runs it (its data only where it asks for the
+# fixture `data`)
 for name in list(os.environ):
-    if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith(
-            ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")):
+    if name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ) or name.startswith(("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")):
         os.environ.pop(name)
 # neither how quick a machine is at the moment decides a test, nor which values were drawn today
 settings.register_profile("untimed", deadline=None, derandomize=True)
 settings.load_profile("untimed")
-os.environ.pop("PYTHONUNBUFFERED", None)                # with it the lines that two ranks print at once are not whole
+# with it the lines that two ranks print at once are not whole
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 def pytest_runtest_setup() -> None:
     if time.time() > float(os.environ.get("PARAGRAD_TESTS_UNTIL", "inf")):
-        pytest.skip("no time is left: PARAGRAD_TESTS_UNTIL is over (.ci/run ends within half an hour)")
+        pytest.skip(
+            "no time is left: PARAGRAD_TESTS_UNTIL is over (.ci/run ends within half an hour)"
+        )
 
 
-@pytest.hookimpl(tryfirst=True)                         # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the rows of a test that is a `sample(n)`, all but every n-th are of the table."""
     rows: Counter[str] = Counter()
     for item in items:
         if sample := item.get_closest_marker("sample"):
             (every,), test = sample.args, item.nodeid.partition("[")[0]
-            place, rows[test] = rows[test], rows[test] + 1
-            if (place + place // every) % every:        # the diagonal, where parametrizations are stacked
+            place = rows[test]
+            rows[test] = rows[test] + 1
+            # the diagonal, where parametrizations are stacked
+            if (place + place // every) % every:
                 item.add_marker(pytest.mark.table)
 
 
@@ -59,13 +71,17 @@ class Kept(Ranks):
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Ranks]:
-    """Four ranks that serve every test of the session; `pool.run(function, *arguments, size=3)`.
+    """Four ranks that serve every test of the session; `pool.run(function, *arguments,
+    size=3)`.
 
-    A rank that waits 20 s for another, or a run that takes 60 s, fails the test and names the rank.
+    A rank that waits 20 s for another, or a run that takes 60 s, fails the test and names the
+    rank.
     """
     ranks = Kept(4)
     run = ranks.run
-    ranks.run = lambda *args, timeout=20.0, **kwargs: run(*args, timeout=min(timeout, 20.0), **{"deadline": 60.0, **kwargs})
+    ranks.run = lambda *args, timeout=20.0, **kwargs: run(
+        *args, timeout=min(timeout, 20.0), **{"deadline": 60.0, **kwargs}
+    )
     yield ranks
     ranks.close()
 

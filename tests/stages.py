@@ -1,4 +1,6 @@
-"""A pipeline in small: the words of a schedule over slots of any names, for the tests of every player."""
+"""A pipeline in small: the words of a schedule over slots of any names, for the tests of every
+player.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from paragrad.schedules.actions import Compute, Program, Recv, ScheduleError, Se
 
 @dataclass(frozen=True)
 class Forwards:
-    """Every micro-batch goes through all ranks in turn, a stage each; of its passes the forwards alone."""
+    """Every micro-batch goes through all ranks in turn, a stage each; of its passes the
+    forwards alone.
+    """
+
     micros: int
 
     def program(self, rank: int, size: int) -> Program:
@@ -32,6 +37,12 @@ def forward(rank: int, action: Compute, held: Held) -> None:
     held[action.at] |= 1 << rank
 
 
-THROUGH = Goal(before=lambda schedule, size: [{}] * size,
-               after=lambda schedule, size: [*[{}] * (size - 1), dict.fromkeys(schedule.slots(1), (1 << size) - 1)],
-               compute=forward, named="the forward of stage {}".format)
+THROUGH = Goal(
+    before=lambda schedule, size: [{}] * size,
+    after=lambda schedule, size: [
+        *[{}] * (size - 1),
+        dict.fromkeys(schedule.slots(1), (1 << size) - 1),
+    ],
+    compute=forward,
+    named="the forward of stage {}".format,
+)

@@ -1,7 +1,8 @@
-"""paragrad: train one plain PyTorch model on many workers, any way the field knows, and see that it was the same training.
+"""paragrad: train one plain PyTorch model on many workers, any way the field knows, and see
+that it was the same training.
 
-Importing it is cheap: what a public name needs is imported when the name is first used, so that the command can start the
-server of its ranks before it imports torch itself.
+Importing it is cheap: what a public name needs is imported when the name is first used, so that
+the command can start the server of its ranks before it imports torch itself.
 """
 
 import importlib
@@ -22,12 +23,28 @@ if typing.TYPE_CHECKING:
     from paragrad.schedules.direct import Direct
     from paragrad.schedules.double_tree import DoubleTree
     from paragrad.schedules.halving import Halving
-    from paragrad.schedules.pipeline import Gpipe, Interleaved, OneFOneB, PipelineSchedule, ZeroBubble
+    from paragrad.schedules.pipeline import (
+        Gpipe,
+        Interleaved,
+        OneFOneB,
+        PipelineSchedule,
+        ZeroBubble,
+    )
     from paragrad.schedules.ring import Ring, RingAsync
     from paragrad.schedules.star import Star
     from paragrad.schedules.tree import Tree
     from paragrad.schedules.two_level import TwoLevel
-    from paragrad.strategies.compressors import Bf16, Compressor, Dgc, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
+    from paragrad.strategies.compressors import (
+        Bf16,
+        Compressor,
+        Dgc,
+        Fp16,
+        Int8,
+        OneBit,
+        PowerSgd,
+        Threshold,
+        TopK,
+    )
     from paragrad.strategies.data import Data, Native
     from paragrad.strategies.federated import Dirichlet, Even, Federated
     from paragrad.strategies.local import Elastic, Local, Mean, Nesterov
@@ -50,37 +67,135 @@ if typing.TYPE_CHECKING:
     from paragrad.version import __version__ as __version__
     from paragrad.world.axes import Axis
 
-__all__ = ["AllReduce", "Asp", "Axis", "Bf16", "Bsp", "Butterfly", "Certificate", "Codec", "Compressor", "Data", "Decimal",
-           "Dgc", "Direct", "Dirichlet", "DoubleTree", "Elastic", "Even", "Exchange", "Federated", "Flag", "Fp16", "Gpipe",
-           "Halving", "Held", "Int8", "Integer", "Interleaved", "Job", "Local", "Mean", "Native", "Nesterov", "OneBit",
-           "OneFOneB", "Passes", "Pipeline", "PipelineSchedule", "Place", "PowerSgd", "Promise", "RankFailed", "Recv",
-           "Refused", "Ring", "RingAsync", "Run", "Send", "Serial", "Server", "Share", "Ssp", "Star", "StepFailed", "Strategy",
-           "Sums", "Table", "Tensor", "Threshold", "TopK", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy",
-           "compare", "hook", "job", "large_batch", "option", "parallelize", "strategy", "train", "verify"]
+__all__ = [
+    "AllReduce",
+    "Asp",
+    "Axis",
+    "Bf16",
+    "Bsp",
+    "Butterfly",
+    "Certificate",
+    "Codec",
+    "Compressor",
+    "Data",
+    "Decimal",
+    "Dgc",
+    "Direct",
+    "Dirichlet",
+    "DoubleTree",
+    "Elastic",
+    "Even",
+    "Exchange",
+    "Federated",
+    "Flag",
+    "Fp16",
+    "Gpipe",
+    "Halving",
+    "Held",
+    "Int8",
+    "Integer",
+    "Interleaved",
+    "Job",
+    "Local",
+    "Mean",
+    "Native",
+    "Nesterov",
+    "OneBit",
+    "OneFOneB",
+    "Passes",
+    "Pipeline",
+    "PipelineSchedule",
+    "Place",
+    "PowerSgd",
+    "Promise",
+    "RankFailed",
+    "Recv",
+    "Refused",
+    "Ring",
+    "RingAsync",
+    "Run",
+    "Send",
+    "Serial",
+    "Server",
+    "Share",
+    "Ssp",
+    "Star",
+    "StepFailed",
+    "Strategy",
+    "Sums",
+    "Table",
+    "Tensor",
+    "Threshold",
+    "TopK",
+    "Tree",
+    "TwoLevel",
+    "WholeBatch",
+    "Word",
+    "ZeroBubble",
+    "accuracy",
+    "compare",
+    "hook",
+    "job",
+    "large_batch",
+    "option",
+    "parallelize",
+    "strategy",
+    "train",
+    "verify",
+]
 
-# where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
-# tests/test_structure.py compares it with what type checkers are told above
-_HOMES = {name: home for home, names in {
-    "datasets.loading": "WholeBatch", "errors": "RankFailed Refused StepFailed", "jobs.finding": "job",
-    "jobs.job": "Job accuracy", "jobs": "large_batch",
-    "notation.choices": "Decimal Flag Integer Word option", "report.certificate": "Certificate", "report.run": "Run",
-    "report.table": "Table", "schedules.actions": "Recv Send",
-    "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",
-    "schedules.halving": "Halving", "schedules.pipeline": "Gpipe Interleaved OneFOneB PipelineSchedule ZeroBubble",
-    "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
-    "schedules.two_level": "TwoLevel",
-    "strategies.compressors": "Bf16 Compressor Dgc Fp16 Int8 OneBit PowerSgd Threshold TopK", "strategies.data": "Data Native",
-    "strategies.federated": "Dirichlet Even Federated",
-    "strategies.local": "Elastic Local Mean Nesterov", "strategies.pipeline": "Pipeline Place",
-    "strategies.serial": "Serial", "strategies.server": "Asp Bsp Server Ssp",
-    "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "strategies.tensor": "Tensor",
-    "techniques.compression.codec": "Codec", "techniques.cut": "Share",
-    "techniques.exchange": "Exchange", "techniques.layout": "Held", "techniques.passes": "Passes Sums",
-    "verbs.compare": "compare", "verbs.hook": "hook", "verbs.parallelize": "parallelize", "verbs.train": "train",
-    "verbs.verify": "verify", "version": "__version__", "world.axes": "Axis",
-}.items() for name in names.split()}
+# where each public name is, AllReduce and Strategy where all of ours are defined, so that no
+# other takes a name before them; tests/test_structure.py compares it with what type checkers
+# are told above
+_HOMES = {
+    name: home
+    for home, names in {
+        "datasets.loading": "WholeBatch",
+        "errors": "RankFailed Refused StepFailed",
+        "jobs.finding": "job",
+        "jobs.job": "Job accuracy",
+        "jobs": "large_batch",
+        "notation.choices": "Decimal Flag Integer Word option",
+        "report.certificate": "Certificate",
+        "report.run": "Run",
+        "report.table": "Table",
+        "schedules.actions": "Recv Send",
+        "schedules.butterfly": "Butterfly",
+        "schedules.direct": "Direct",
+        "schedules.double_tree": "DoubleTree",
+        "schedules.halving": "Halving",
+        "schedules.pipeline": "Gpipe Interleaved OneFOneB PipelineSchedule ZeroBubble",
+        "schedules.ring": "Ring RingAsync",
+        "schedules.star": "Star",
+        "schedules.tree": "Tree",
+        "schedules.two_level": "TwoLevel",
+        "strategies.compressors": "Bf16 Compressor Dgc Fp16 Int8 OneBit PowerSgd Threshold TopK",
+        "strategies.data": "Data Native",
+        "strategies.federated": "Dirichlet Even Federated",
+        "strategies.local": "Elastic Local Mean Nesterov",
+        "strategies.pipeline": "Pipeline Place",
+        "strategies.serial": "Serial",
+        "strategies.server": "Asp Bsp Server Ssp",
+        "strategies.strategy": "Promise",
+        "strategies.table": "AllReduce Strategy strategy",
+        "strategies.tensor": "Tensor",
+        "techniques.compression.codec": "Codec",
+        "techniques.cut": "Share",
+        "techniques.exchange": "Exchange",
+        "techniques.layout": "Held",
+        "techniques.passes": "Passes Sums",
+        "verbs.compare": "compare",
+        "verbs.hook": "hook",
+        "verbs.parallelize": "parallelize",
+        "verbs.train": "train",
+        "verbs.verify": "verify",
+        "version": "__version__",
+        "world.axes": "Axis",
+    }.items()
+    for name in names.split()
+}
 
-_MODULES = {"large_batch"}          # of these names: what they hold has names of its own
+_MODULES = {"large_batch"}  # of these names: what they hold has names of its own
 
 
 def __getattr__(name: str) -> typing.Any:
@@ -89,7 +204,8 @@ def __getattr__(name: str) -> typing.Any:
     home = f"paragrad.{_HOMES[name]}"
     if name in _MODULES:
         importlib.import_module(f"{home}.{name}")
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
     return value
 
 

@@ -1,4 +1,6 @@
-"""The command. It starts the server of its ranks before it imports torch itself, so that both import at once."""
+"""The command. It starts the server of its ranks before it imports torch itself, so that both
+import at once.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from paragrad.errors import Refused
 from paragrad.world.launched import launched
 from paragrad.world.signals import leaving_at_once
 
-STARTING = ("train", "compare", "verify")       # the verbs that start ranks
-ASKING = ("--help", "-h", "--dry-run")                # and what keeps them from it
+STARTING = ("train", "compare", "verify")  # the verbs that start ranks
+ASKING = ("--help", "-h", "--dry-run")  # and what keeps them from it
 
 
 def main() -> None:
@@ -21,23 +23,32 @@ def main() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        print("paragrad: the working directory was removed; change to one that is there", file=sys.stderr)
+        print(
+            "paragrad: the working directory was removed; change to one that is there",
+            file=sys.stderr,
+        )
         sys.exit(2)
     with leaving_at_once():
         if starts_ranks(sys.argv[1:]):
             from paragrad.world.launching import processes
+
             processes.server()
         from paragrad.verbs.cli import main as run
-        if uses_torch(sys.argv[1:]):            # a verb imports what it needs: Ctrl-C amid torch would be a traceback
+
+        # a verb imports what it needs: Ctrl-C amid torch would be a traceback
+        if uses_torch(sys.argv[1:]):
             importlib.import_module(f"paragrad.verbs.{sys.argv[1]}")
     try:
         run()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)        # it ends, and closes what it began: another Ctrl-C is no news
+        # it ends, and closes what it began: another Ctrl-C is no news
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def open_closed() -> None:
-    """Standard streams that were closed (`>&-`) lead to nobody: a file that is opened later would get their number."""
+    """Standard streams that were closed (`>&-`) lead to nobody: a file that is opened later
+    would get their number.
+    """
     while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(opened, True)
     os.close(opened)
@@ -46,16 +57,22 @@ def open_closed() -> None:
 
 
 def uses_torch(words: list[str]) -> bool:
-    return bool(words) and words[0] in (*STARTING, "work") and not any(word in ("--help", "-h") for word in words)
+    return (
+        bool(words)
+        and words[0] in (*STARTING, "work")
+        and not any(word in ("--help", "-h") for word in words)
+    )
 
 
 def starts_ranks(words: list[str]) -> bool:
-    """Will this command start ranks? Not where a launcher started it as one, nor where it only asks."""
+    """Will this command start ranks? Not where a launcher started it as one, nor where it only
+    asks.
+    """
     if not words or words[0] not in STARTING or any(word in ASKING for word in words):
         return False
     try:
         return launched() is None
-    except Refused:                             # the command itself will say why
+    except Refused:  # the command itself will say why
         return False
 
 

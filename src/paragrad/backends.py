@@ -1,3 +1,5 @@
-"""Backends of torch.distributed. Importing this registers them: `dist.init_process_group("shm")`."""
+"""Backends of torch.distributed. Importing this registers them:
+`dist.init_process_group("shm")`.
+"""
 
 import paragrad.world.backends  # noqa: F401

@@ -1,6 +1,8 @@
-"""Where a GPU is: the same training on it as on the CPU. Run: PYTHONPATH=src python3 -m pytest tests/gpu
+"""Where a GPU is: the same training on it as on the CPU. Run: PYTHONPATH=src python3 -m pytest
+tests/gpu
 
-One GPU is enough: its ranks share it and exchange through the host; NCCL is tested with one rank a GPU, where there are two.
+One GPU is enough: its ranks share it and exchange through the host; NCCL is tested with one
+rank a GPU, where there are two.
 """
 
 from __future__ import annotations
@@ -22,21 +24,37 @@ from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import CPU, World
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
+)
 
 DIGITS = pg.job("digits").replace(epochs=2)
 
 
 def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 10)
+    )
 
 
-@pytest.mark.parametrize("text", ["serial", "serial(micro=2)", "data(2, reduce=ring)", "data(2, reduce=native)",
-                                  "data(3, reduce=tree, shares=[3, 1, 2], micro=2)", "server(2)", "server(3, servers=2)",
-                                  "server(1, sync=asp)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "serial",
+        "serial(micro=2)",
+        "data(2, reduce=ring)",
+        "data(2, reduce=native)",
+        "data(3, reduce=tree, shares=[3, 1, 2], micro=2)",
+        "server(2)",
+        "server(3, servers=2)",
+        "server(1, sync=asp)",
+    ],
+)
 def test_digits_on_the_gpu_is_digits_on_the_cpu(text: str, tmp_path: Path) -> None:
     job = DIGITS.replace(dtype=torch.float64)
-    backend = "auto" if text != "data(2, reduce=native)" or torch.cuda.device_count() > 1 else "gloo"
+    backend = (
+        "auto" if text != "data(2, reduce=native)" or torch.cuda.device_count() > 1 else "gloo"
+    )
     here = pg.train(job, text, runs=tmp_path, device="cuda", backend=backend)
     there = pg.train(job, text, runs=tmp_path)
     assert here.header["device"] == "cuda"
@@ -51,18 +69,29 @@ class Attending(nn.Module):
         super().__init__()
         self.into = nn.Linear(8, 12)
         self.attention = nn.MultiheadAttention(12, 3, dropout=0.2, batch_first=True)
-        self.norm, self.dropout, self.out = nn.LayerNorm(12), nn.Dropout(0.1), nn.Linear(96, 10)
+        self.norm = nn.LayerNorm(12)
+        self.dropout = nn.Dropout(0.1)
+        self.out = nn.Linear(96, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.into(x.view(-1, 8, 8))
         x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
-        return self.out(self.dropout(x).flatten(1))                 # type: ignore[no-any-return]
+        return self.out(self.dropout(x).flatten(1))  # type: ignore[no-any-return]
 
 
 def convolving() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(),
-                         nn.Dropout2d(0.2), nn.Conv2d(6, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.1),
-                         nn.Linear(36, 10))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Dropout2d(0.2),
+        nn.Conv2d(6, 4, 3),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(36, 10),
+    )
 
 
 class Forking(nn.Module):
@@ -70,51 +99,103 @@ class Forking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = (nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 8))
-                                 for _ in range(2))
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 8))
+            for _ in range(2)
+        )
         self.out = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.cat([self.left(x), self.right(x)], 1))            # type: ignore[no-any-return]
+        return self.out(torch.cat([self.left(x), self.right(x)], 1))  # type: ignore[no-any-return]
 
 
 def tall() -> nn.Module:
     """Of so many rows that a halo travels meanwhile."""
-    return nn.Sequential(nn.Unflatten(1, (1, 64, 1)), nn.Conv2d(1, 6, (3, 1), padding=(1, 0)), nn.BatchNorm2d(6), nn.ReLU(),
-                         nn.Conv2d(6, 4, (3, 1), (2, 1), (1, 0)), nn.Dropout(0.1), nn.Flatten(), nn.Linear(128, 10))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 64, 1)),
+        nn.Conv2d(1, 6, (3, 1), padding=(1, 0)),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, (3, 1), (2, 1), (1, 0)),
+        nn.Dropout(0.1),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
 
 
 MODELS = {"normed": normed, "attending": Attending, "convolving": convolving}
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("text", ["tensor(2)", "tensor(3)", "data(2) * tensor(2)", "place(2)", "pipeline(2, micro=2)",
-                                  "pipeline(2, micro=2, schedule=zero_bubble)", "tensor(2) * pipeline(2, micro=2)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tensor(2)",
+        "tensor(3)",
+        "data(2) * tensor(2)",
+        "place(2)",
+        "pipeline(2, micro=2)",
+        "pipeline(2, micro=2, schedule=zero_bubble)",
+        "tensor(2) * pipeline(2, micro=2)",
+    ],
+)
 def test_a_cut_model_on_the_gpu_is_one_on_the_cpu(text: str, model: str, tmp_path: Path) -> None:
     """Also what dropout draws: by the element of the whole tensor, on either."""
     job = DIGITS.replace(model=MODELS[model], name=model, epochs=1, dtype=torch.float64)
     here = pg.train(job, text, runs=tmp_path, device="cuda", check=True)
-    there = pg.train(job, "serial(micro=2)" if "micro=2" in text else "serial", runs=tmp_path)      # statistics of each
+    # statistics of each
+    there = pg.train(job, "serial(micro=2)" if "micro=2" in text else "serial", runs=tmp_path)
     assert here.header["device"] == "cuda"
     assert here.losses == pytest.approx(there.losses, rel=1e-9)
 
 
-@pytest.mark.parametrize(("text", "model"), [("branch(2)", Forking), ("data(2) * branch(2)", Forking), *(
-    (text, model) for text in ("spatial(2)", "spatial(3)", "data(2) * spatial(2)", "spatial(2, dense=tensor)",
-                               "data(2, dense=tensor)") for model in (convolving, tall))])
-def test_images_in_pieces_and_branches_on_the_gpu(text: str, model: Callable[[], nn.Module], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("branch(2)", Forking),
+        ("data(2) * branch(2)", Forking),
+        *(
+            (text, model)
+            for text in (
+                "spatial(2)",
+                "spatial(3)",
+                "data(2) * spatial(2)",
+                "spatial(2, dense=tensor)",
+                "data(2, dense=tensor)",
+            )
+            for model in (convolving, tall)
+        ),
+    ],
+)
+def test_images_in_pieces_and_branches_on_the_gpu(
+    text: str, model: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     job = DIGITS.replace(model=model, name=model.__name__, epochs=1, dtype=torch.float64)
-    if model is not Forking:                # the first module made images of vectors: here they come as such
+    # the first module made images of vectors: here they come as such
+    if model is not Forking:
         first, *_ = model()
-        shaped = [TensorDataset(first(each.tensors[0]), each.tensors[1]) for each in (DIGITS.train, DIGITS.test)]
+        shaped = [
+            TensorDataset(first(each.tensors[0]), each.tensors[1])
+            for each in (DIGITS.train, DIGITS.test)
+        ]
         job = job.replace(model=lambda: model()[1:], train=shaped[0], test=shaped[1])
     here = pg.train(job, text, runs=tmp_path, device="cuda", check=True)
     there = pg.train(job, "serial", runs=tmp_path)
     assert here.losses == pytest.approx(there.losses, rel=1e-9)
 
 
-@pytest.mark.parametrize("text", ["data(2, reduce=ring)", "data(2, reduce=butterfly)", "data(2)", "tensor(2)",
-                                  "pipeline(2, micro=2)", "server(2)", "server(2, servers=2)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data(2, reduce=ring)",
+        "data(2, reduce=butterfly)",
+        "data(2)",
+        "tensor(2)",
+        "pipeline(2, micro=2)",
+        "server(2)",
+        "server(2, servers=2)",
+    ],
+)
 def test_verify_on_the_gpu(text: str, tmp_path: Path) -> None:
     for job in (DIGITS, DIGITS.replace(model=normed, name="normed")):
         certificate = pg.verify(job, text, runs=tmp_path, device="cuda")
@@ -123,7 +204,9 @@ def test_verify_on_the_gpu(text: str, tmp_path: Path) -> None:
 
 def test_nccl_with_a_gpu_per_rank(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
-        with pytest.raises(pg.Refused, match="backend nccl wants a GPU per rank; here are 1 for 2 ranks"):
+        with pytest.raises(
+            pg.Refused, match="backend nccl wants a GPU per rank; here are 1 for 2 ranks"
+        ):
             pg.train(DIGITS, "data(2)", runs=tmp_path, device="cuda", backend="nccl")
         pytest.skip("NCCL between ranks wants two GPUs, and this machine has one")
     run = pg.train(DIGITS, "data(2, reduce=native)", runs=tmp_path, device="cuda")
@@ -136,7 +219,9 @@ def test_bfloat16_and_resume_on_the_gpu(tmp_path: Path) -> None:
     first = pg.train(job, "data(2, reduce=ring)", runs=tmp_path, device="cuda", save=30)
     assert first.test is not None
     assert first.test > 80
-    resumed = pg.train(job.replace(epochs=3), "serial", runs=tmp_path, device="cuda", resume=first.folder)
+    resumed = pg.train(
+        job.replace(epochs=3), "serial", runs=tmp_path, device="cuda", resume=first.folder
+    )
     assert len(resumed.losses) == 23
 
 
@@ -145,19 +230,26 @@ def test_an_own_loop_on_the_gpu() -> None:
     model = nn.Linear(64, 10).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pg.parallelize(model, nn.functional.cross_entropy, optimizer, device="cuda") as trainer:
-        losses = [trainer.step(*batch).loss for batch in trainer.batches(DIGITS.train, batch=64, epoch=0)]
+        losses = [
+            trainer.step(*batch).loss for batch in trainer.batches(DIGITS.train, batch=64, epoch=0)
+        ]
     assert next(model.parameters()).is_cuda
     assert losses[-1] < losses[0]
 
 
 def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
+    return nn.Sequential(
+        nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
+    )
 
 
 def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[int]]:
-    """The losses of all steps, and the shares at the end: rank 0 on the GPU, the others on the CPU."""
+    """The losses of all steps, and the shares at the end: rank 0 on the GPU, the others on the
+    CPU.
+    """
     here = replace(world, device=torch.device("cuda", 0) if world.rank == 0 else CPU)
-    trainer, losses = Trainer.of_job(here, job, pg.strategy(chosen)), []
+    trainer = Trainer.of_job(here, job, pg.strategy(chosen))
+    losses = []
     try:
         for epoch in range(job.epochs):
             for each in trainer.batches(job.train, job.batch, epoch):
@@ -168,7 +260,9 @@ def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[in
 
 
 def test_shares_follow_a_gpu_beside_a_cpu(tmp_path: Path) -> None:
-    """The rank on the GPU gets most of every batch from the second epoch on, and it is serial's training."""
+    """The rank on the GPU gets most of every batch from the second epoch on, and it is serial's
+    training.
+    """
     job = DIGITS.replace(model=wide, name="wide", dtype=torch.float64, epochs=3, batch=512)
     serial = pg.train(job, "serial", runs=tmp_path)
     with Ranks(2) as ranks:
@@ -180,11 +274,20 @@ def test_shares_follow_a_gpu_beside_a_cpu(tmp_path: Path) -> None:
 
 
 def test_workers_on_a_gpu_wait_for_nobody(tmp_path: Path) -> None:
-    """Servers are on the CPU, from where they send; batch norm's statistics go there and back."""
+    """Servers are on the CPU, from where they send; batch norm's statistics go there and
+    back.
+    """
     job = DIGITS.replace(model=normed, name="normed")
     run = pg.train(job, "server(2, sync=asp)", runs=tmp_path, device="cuda", save=20)
     assert (run.audit.twice, run.audit.missed) == (0, 0)
-    assert len(pg.train(job.replace(epochs=3), "server(2)", runs=tmp_path, device="cuda", resume=run.folder).losses) == 23
+    assert (
+        len(
+            pg.train(
+                job.replace(epochs=3), "server(2)", runs=tmp_path, device="cuda", resume=run.folder
+            ).losses
+        )
+        == 23
+    )
 
 
 def settled(world: World, job: pg.Job) -> list[float]:
@@ -200,16 +303,20 @@ def settled(world: World, job: pg.Job) -> list[float]:
         for parameter, state in trainer.optimizer.state.items():
             assert {each.device for each in state.values()} == {parameter.device}
         means = [float(state["exp_avg"].abs().sum()) for state in trainer.optimizer.state.values()]
-        trainer.optimizer.step()            # its gradients are those of its own samples: what comes of it is its own too
+        # its gradients are those of its own samples: what comes of it is its own too
+        trainer.optimizer.step()
         return means
     finally:
         trainer.close()
 
 
 def test_states_of_replicas_on_two_devices_have_a_mean() -> None:
-    """They came back to the devices that they were sent from, and the sum over two failed. A fused Adam's step, a number, is a
-    tensor on its parameter's device."""
-    job = DIGITS.replace(dtype=torch.float64, optimizer=functools.partial(torch.optim.Adam, lr=1e-3, fused=True))
+    """They came back to the devices that they were sent from, and the sum over two failed. A
+    fused Adam's step, a number, is a tensor on its parameter's device.
+    """
+    job = DIGITS.replace(
+        dtype=torch.float64, optimizer=functools.partial(torch.optim.Adam, lr=1e-3, fused=True)
+    )
     with Ranks(2) as ranks:
         one, other = ranks.run(settled, job, size=2)
     assert one == pytest.approx(other, rel=1e-9)

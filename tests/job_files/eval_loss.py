@@ -7,4 +7,8 @@ class Heads(Net):
         return {"out": output} if self.training else output
 
 
-job = job.replace(model=Heads, metric=None, loss=lambda output, target: nn.functional.cross_entropy(output["out"], target))
+job = job.replace(
+    model=Heads,
+    metric=None,
+    loss=lambda output, target: nn.functional.cross_entropy(output["out"], target),
+)

@@ -8,7 +8,9 @@ from torch.utils.data import TensorDataset
 from paragrad import Job, accuracy
 
 images, labels = load_digits(return_X_y=True)
-digits = TensorDataset(torch.tensor(images / 16, dtype=torch.float32)[:150], torch.tensor(labels)[:150])
+digits = TensorDataset(
+    torch.tensor(images / 16, dtype=torch.float32)[:150], torch.tensor(labels)[:150]
+)
 
 
 class Net(nn.Module):
@@ -20,5 +22,14 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-job = Job(name="good", model=Net, loss=nn.functional.cross_entropy, train=digits, test=digits, metric=accuracy,
-          optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch=32, epochs=2)
+job = Job(
+    name="good",
+    model=Net,
+    loss=nn.functional.cross_entropy,
+    train=digits,
+    test=digits,
+    metric=accuracy,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    batch=32,
+    epochs=2,
+)

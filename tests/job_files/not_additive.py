@@ -1,3 +1,5 @@
 from good import *
 
-job = job.replace(loss=lambda output, target: (nn.functional.cross_entropy(output, target), len(target)))
+job = job.replace(
+    loss=lambda output, target: (nn.functional.cross_entropy(output, target), len(target))
+)

@@ -19,5 +19,12 @@ class Shrinks:
         return ([(torch.zeros(10), 0)] * 40)[index]
 
 
-job = pg.Job(name="shrinks", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy, train=Shrinks(), batch=12,
-             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=1)
+job = pg.Job(
+    name="shrinks",
+    model=lambda: nn.Linear(10, 4),
+    loss=nn.functional.cross_entropy,
+    train=Shrinks(),
+    batch=12,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    epochs=1,
+)

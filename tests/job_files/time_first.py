@@ -2,7 +2,9 @@ from good import *
 
 
 def time_first(samples):
-    return torch.stack([image.view(8, 8) for image, _ in samples], dim=1), torch.stack([label for _, label in samples])
+    return torch.stack([image.view(8, 8) for image, _ in samples], dim=1), torch.stack(
+        [label for _, label in samples]
+    )
 
 
 class OfRows(nn.Module):

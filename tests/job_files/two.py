@@ -1,3 +1,4 @@
 import good
 
-small, large = good.job.replace(batch=8), good.job.replace(batch=64)
+small = good.job.replace(batch=8)
+large = good.job.replace(batch=64)

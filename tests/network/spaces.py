@@ -11,7 +11,11 @@ from hosts import Cluster
 
 def spaces(holders: Iterable[int]) -> set[str]:
     """The network and process namespaces of hosts, by the processes that hold them."""
-    return {os.readlink(f"/proc/{holder}/ns/{kind}") for holder in holders for kind in ("net", "pid_for_children")}
+    return {
+        os.readlink(f"/proc/{holder}/ns/{kind}")
+        for holder in holders
+        for kind in ("net", "pid_for_children")
+    }
 
 
 def spaces_of(cluster: Cluster) -> set[str]:
@@ -25,6 +29,6 @@ def living_in(these: set[str]) -> list[int]:
         try:
             if these & {os.readlink(process / "ns" / kind) for kind in ("net", "pid")}:
                 found.append(int(process.name))
-        except OSError:                 # it has ended since
+        except OSError:  # it has ended since
             pass
     return found

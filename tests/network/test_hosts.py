@@ -1,4 +1,6 @@
-"""The cluster on one machine itself: what its hosts are, what it refuses, and that nothing is left of it."""
+"""The cluster on one machine itself: what its hosts are, what it refuses, and that nothing is
+left of it.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,23 @@ Clusters = Callable[..., AbstractContextManager[Cluster]]
 
 
 def machine() -> tuple[object, ...]:
-    """What a cluster could leave: interfaces, named namespaces, mounts, shared memory with its names, our children."""
+    """What a cluster could leave: interfaces, named namespaces, mounts, shared memory with its
+    names, our children.
+    """
     ours = [stat for stat in Path("/proc").glob("[0-9]*/stat") if parent(stat) == os.getpid()]
     named = Path("/run/netns")
-    return (socket.if_nameindex(), sorted(named.iterdir()) if named.is_dir() else [],
-            [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()], sorted(ours))
+    return (
+        socket.if_nameindex(),
+        sorted(named.iterdir()) if named.is_dir() else [],
+        [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()],
+        sorted(ours),
+    )
 
 
 def parent(stat: Path) -> int:
     try:
         return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:                     # it has ended since
+    except OSError:  # it has ended since
         return 0
 
 
@@ -56,31 +64,55 @@ def connected(name, port):
         except ConnectionRefusedError:
             pass                            # not listening yet
 """
-SERVE = "import socket, sys; socket.create_server(('', 29500)).accept()[0].sendall(sys.argv[1].encode())"
-ASK = CONNECTED + """
+SERVE = (
+    "import socket, sys; socket.create_server(('', "
+    "29500)).accept()[0].sendall(sys.argv[1].encode())"
+)
+ASK = (
+    CONNECTED
+    + """
 print(connected("host0", 29500).makefile().read())
 """
+)
 
 
 def test_two_clusters_at_once_do_not_meet(clusters: Clusters) -> None:
-    """The same names, addresses and ports: each has a network of its own, and the machine's has none of them."""
+    """The same names, addresses and ports: each has a network of its own, and the machine's has
+    none of them.
+    """
     with clusters(3, megabits=100) as one, clusters(2) as other:
-        programs = [one.start(0, [sys.executable, "-c", SERVE, "one"]), other.start(0, [sys.executable, "-c", SERVE, "other"])]
-        asked = [one.start(2, [sys.executable, "-c", ASK]), other.start(1, [sys.executable, "-c", ASK])]
+        programs = [
+            one.start(0, [sys.executable, "-c", SERVE, "one"]),
+            other.start(0, [sys.executable, "-c", SERVE, "other"]),
+        ]
+        asked = [
+            one.start(2, [sys.executable, "-c", ASK]),
+            other.start(1, [sys.executable, "-c", ASK]),
+        ]
         assert one.finished([*asked, *programs]) == ["one\n", "other\n", "", ""]
         assert not spaces_of(one) & spaces_of(other)
         assert [host.address for host in one.hosts] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
 
 def test_a_host_is_one_to_those_who_live_there(clusters: Clusters, tmp_path: Path) -> None:
-    """Its name, its interfaces, its processes and its /dev/shm are its own; the files are the machine's."""
-    look = ("hostname; pwd; ls /proc | grep -c '^[0-9]'; echo $GLOO_SOCKET_IFNAME; touch /dev/shm/mine; ls /dev/shm; "
-            "tc qdisc show dev eth0; ls /sys/class/net")
+    """Its name, its interfaces, its processes and its /dev/shm are its own; the files are the
+    machine's.
+    """
+    look = (
+        "hostname; pwd; ls /proc | grep -c '^[0-9]'; echo $GLOO_SOCKET_IFNAME; touch "
+        "/dev/shm/mine; ls /dev/shm; "
+        "tc qdisc show dev eth0; ls /sys/class/net"
+    )
     with clusters(2, megabits=12.5) as cluster:
         programs = [cluster.start(number, ["sh", "-c", look], folder=tmp_path) for number in (0, 1)]
         for number, text in enumerate(cluster.finished(programs)):
             name, folder, processes, interface, memory, limit, *devices = text.splitlines()
-            assert (name, folder, interface, memory) == (f"host{number}", str(tmp_path), "eth0", "mine")
+            assert (name, folder, interface, memory) == (
+                f"host{number}",
+                str(tmp_path),
+                "eth0",
+                "mine",
+            )
             assert int(processes) < 8
             assert "tbf" in limit
             assert "rate 12500Kbit" in limit
@@ -89,7 +121,9 @@ def test_a_host_is_one_to_those_who_live_there(clusters: Clusters, tmp_path: Pat
     assert not Path("/dev/shm/mine").exists()
 
 
-STREAMS = CONNECTED + """
+STREAMS = (
+    CONNECTED
+    + """
 import threading
 others = [name for name in ("host0", "host1", "host2", "host3") if name != socket.gethostname()]
 size = 2 << 20
@@ -113,14 +147,17 @@ with socket.create_server(("", 7000), backlog=len(others)) as listener:
     for thread in threads:
         thread.join()
 """
+)
 
 
 def test_no_packet_overtakes_another(clusters: Clusters) -> None:
-    """On a cable none does. Where a device's packets were handed on by both cores they did; TCP took that for loss, and
-    exchanges scattered by half.
+    """On a cable none does. Where a device's packets were handed on by both cores they did; TCP
+    took that for loss, and exchanges scattered by half.
     """
     with clusters(4, megabits=200) as cluster:
-        cluster.finished([cluster.start(number, [sys.executable, "-c", STREAMS]) for number in range(4)])
+        cluster.finished(
+            [cluster.start(number, [sys.executable, "-c", STREAMS]) for number in range(4)]
+        )
         assert cluster.faults() == {"packets dropped": 0, "packets out of order": 0}
 
 
@@ -134,7 +171,9 @@ with socket.create_server(("", 7000)) as listener:
         listener.accept()                   # and computes, until the other can send no more
         print(len(stream.read()))
 """
-HASTY = CONNECTED + """
+HASTY = (
+    CONNECTED
+    + """
 connection = connected("host0", 7000)
 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 connection.sendall(bytes(4 << 20))
@@ -149,22 +188,31 @@ except TimeoutError:
     connected("host0", 7000)
     print(sent)
 """
+)
 
 
 def test_a_host_that_is_busy_loses_no_packet(clusters: Clusters) -> None:
-    """Once its window had been opened by large messages, what it let through of small ones took more memory than its buffer
-    had: trainings on crowded cores lost packets, those behind them were counted as out of order, and the cable was blamed.
+    """Once its window had been opened by large messages, what it let through of small ones took
+    more memory than its buffer had: trainings on crowded cores lost packets, those behind them
+    were counted as out of order, and the cable was blamed.
     """
     with clusters(2) as cluster:
-        taken, sent = cluster.finished([cluster.start(number, [sys.executable, "-c", text])
-                                        for number, text in enumerate((BUSY, HASTY))])
+        taken, sent = cluster.finished(
+            [
+                cluster.start(number, [sys.executable, "-c", text])
+                for number, text in enumerate((BUSY, HASTY))
+            ]
+        )
         assert taken == sent
         assert cluster.faults() == {"packets dropped": 0, "packets out of order": 0}
 
 
 def test_a_program_that_fails_is_told_with_its_host(clusters: Clusters) -> None:
     with clusters(2) as cluster:
-        programs = [cluster.start(0, ["sh", "-c", "seq 100000"]), cluster.start(1, ["sh", "-c", "echo no luck >&2; exit 3"])]
+        programs = [
+            cluster.start(0, ["sh", "-c", "seq 100000"]),
+            cluster.start(1, ["sh", "-c", "echo no luck >&2; exit 3"]),
+        ]
         with pytest.raises(HostFailed, match="host1 ended with 3:\nno luck") as caught:
             cluster.finished(programs)
         assert caught.value.hosts == ["host1"]
@@ -175,10 +223,14 @@ def test_a_program_that_fails_is_told_with_its_host(clusters: Clusters) -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_nothing_is_left_after_an_exception(clusters: Clusters, kind: type[BaseException]) -> None:
-    with pytest.raises(kind), clusters(3, megabits=100) as cluster:         # noqa: PT012      # the body is what raises
-        programs = [cluster.start(number, ["sh", "-c", "trap '' TERM; sleep 1000 & sleep 1000"]) for number in range(3)]
+    # the body is what raises
+    with pytest.raises(kind), clusters(3, megabits=100) as cluster:  # noqa: PT012
+        programs = [
+            cluster.start(number, ["sh", "-c", "trap '' TERM; sleep 1000 & sleep 1000"])
+            for number in range(3)
+        ]
         found = spaces_of(cluster)
-        assert len(living_in(found)) >= 6           # who holds a host, and its first process
+        assert len(living_in(found)) >= 6  # who holds a host, and its first process
         raise kind
     assert living_in(found) == []
     assert all(program.process.returncode is not None for program in programs)
@@ -187,26 +239,43 @@ def test_nothing_is_left_after_an_exception(clusters: Clusters, kind: type[BaseE
 KILLED = """
 import os, signal, sys
 from hosts import hosts
-signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's job in the background is started with it ignored
+# a shell's job in the background is started with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with hosts(2, megabits=100) as cluster:
     for number, path in enumerate(sys.argv[1:]):
         os.mkfifo(path)
-        cluster.start(number, ["sh", "-c", f"(trap '' TERM INT HUP; sleep 1000) & echo > {path}; wait"])
+        cluster.start(number, ["sh", "-c",
+                f"(trap '' TERM INT HUP; sleep 1000) & echo > {path}; wait"])
         open(path).read()                               # until it runs
     print(*(host.holder for host in cluster.hosts), flush=True)
     signal.pause()
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
-def test_nothing_is_left_of_a_killed_process(clusters: Clusters, tmp_path: Path, how: signal.Signals) -> None:
-    """Nobody is there to tear it down: what holds a host ends as the pipe to it closes, and the system does the rest."""
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "0"), str(tmp_path / "1")], cwd=BENCHMARKS, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process, selectors.DefaultSelector() as waiting:
+@pytest.mark.parametrize(
+    "how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name
+)
+def test_nothing_is_left_of_a_killed_process(
+    clusters: Clusters, tmp_path: Path, how: signal.Signals
+) -> None:
+    """Nobody is there to tear it down: what holds a host ends as the pipe to it closes, and the
+    system does the rest.
+    """
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path / "0"), str(tmp_path / "1")],
+            cwd=BENCHMARKS,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process,
+        selectors.DefaultSelector() as waiting,
+    ):
         assert process.stdout is not None
         found = spaces(map(int, process.stdout.readline().split()))
         living = living_in(found)
-        assert len(living) >= 8                         # on each of two: who holds it, the first process, the shell, its child
+        # on each of two: who holds it, the first process, the shell, its child
+        assert len(living) >= 8
         for pid in living:
             waiting.register(os.pidfd_open(pid), selectors.EVENT_READ)
         process.send_signal(how)
@@ -237,41 +306,98 @@ except ValueError as error:
 
 
 def test_without_root_it_is_refused() -> None:
-    done = subprocess.run([sys.executable, "-c", UNPRIVILEGED], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60,
-                          check=True)
-    assert done.stdout == ("Refused a cluster on one machine needs root, who alone may make its namespaces; run it as root "
-                           "(sudo)\n"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", UNPRIVILEGED],
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == (
+        "Refused a cluster on one machine needs root, who alone may make its namespaces; run it as "
+        "root "
+        "(sudo)\n"
+    ), done.stderr
 
 
-@pytest.mark.parametrize(("count", "megabits", "message"), [
-    (0, None, r"hosts\(0\): give from 1 to 250 hosts"), (251, None, r"hosts\(251\): give from 1 to 250"),
-    (2, 0.0, r"hosts\(megabits=0\): give at least 1, or None")])
-def test_numbers_that_cannot_be_are_refused(count: int, megabits: float | None, message: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "megabits", "message"),
+    [
+        (0, None, r"hosts\(0\): give from 1 to 250 hosts"),
+        (251, None, r"hosts\(251\): give from 1 to 250"),
+        (2, 0.0, r"hosts\(megabits=0\): give at least 1, or None"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(
+    count: int, megabits: float | None, message: str
+) -> None:
     with pytest.raises(Refused, match=message):
         check(count, megabits)
 
 
-def test_missing_commands_are_refused_with_their_packages(clusters: Clusters, monkeypatch: pytest.MonkeyPatch,
-                                                          tmp_path: Path) -> None:
+def test_missing_commands_are_refused_with_their_packages(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("mount", "nsenter", "taskset", "unshare"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Refused, match=r"needs the command\(s\) ip, nstat, tc; on Debian: apt-get install iproute2 "), hosts(2):
+    with (
+        pytest.raises(
+            Refused,
+            match=r"needs the command\(s\) ip, nstat, tc; on Debian: apt-get install iproute2 ",
+        ),
+        hosts(2),
+    ):
         pytest.fail("it was made")
 
 
-@pytest.mark.parametrize(("program", "pattern", "told", "message"), [
-    ("unshare", "--pid", "unshare: unshare failed: Operation not permitted", "makes no namespaces: .* with CONFIG_NET_NS"),
-    ("ip", "type bridge", "Error: Unknown device type.", "makes no bridge: .* use a kernel with CONFIG_BRIDGE"),
-    ("ip", "type veth", "RTNETLINK answers: Operation not supported", "makes no veth pair: .* use a kernel with CONFIG_VETH"),
-    ("tc", "eth0", "Error: Specified qdisc kind is unknown.", r"makes no token bucket \(tbf\): .* CONFIG_NET_SCH_TBF")])
+@pytest.mark.parametrize(
+    ("program", "pattern", "told", "message"),
+    [
+        (
+            "unshare",
+            "--pid",
+            "unshare: unshare failed: Operation not permitted",
+            "makes no namespaces: .* with CONFIG_NET_NS",
+        ),
+        (
+            "ip",
+            "type bridge",
+            "Error: Unknown device type.",
+            "makes no bridge: .* use a kernel with CONFIG_BRIDGE",
+        ),
+        (
+            "ip",
+            "type veth",
+            "RTNETLINK answers: Operation not supported",
+            "makes no veth pair: .* use a kernel with CONFIG_VETH",
+        ),
+        (
+            "tc",
+            "eth0",
+            "Error: Specified qdisc kind is unknown.",
+            r"makes no token bucket \(tbf\): .* CONFIG_NET_SCH_TBF",
+        ),
+    ],
+)
 def test_a_kernel_that_lacks_something_is_refused_and_what_was_made_is_gone(
-        clusters: Clusters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, pattern: str, told: str,
-        message: str) -> None:
-    """Every kernel here has all of it, so the command that asks for it is given the kernel's answer: for the first host the
-    switch is there by then, and for the token bucket also the pair of interfaces and the other end's bucket."""
-    (tmp_path / program).write_text(f'#!/bin/sh\ncase "$*" in *"{pattern}"*) echo "{told}" >&2; exit 2;; esac\n'
-                                    f'exec {shutil.which(program)} "$@"\n')
+    clusters: Clusters,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    program: str,
+    pattern: str,
+    told: str,
+    message: str,
+) -> None:
+    """Every kernel here has all of it, so the command that asks for it is given the kernel's
+    answer: for the first host the switch is there by then, and for the token bucket also the
+    pair of interfaces and the other end's bucket.
+    """
+    (tmp_path / program).write_text(
+        f'#!/bin/sh\ncase "$*" in *"{pattern}"*) echo "{told}" >&2; exit 2;; esac\n'
+        f'exec {shutil.which(program)} "$@"\n'
+    )
     (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     with pytest.raises(Refused, match=message) as caught, hosts(2, megabits=100):

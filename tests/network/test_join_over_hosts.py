@@ -1,4 +1,6 @@
-"""A worker that joins from another host: a network of its own, nothing but an address and two public keys in common."""
+"""A worker that joins from another host: a network of its own, nothing but an address and two
+public keys in common.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,17 @@ TRAINS = """
         run = pg.train(job, "server(2, servers=2, sync=ssp(1))", listen="host0:4000", allow="allow")
         print(run.folder, run.audit)
 """
-JOIN = f"{sys.executable} -m paragrad join tcp://host0:4000 digits --server-key runs/*/office.key --key me.key_secret"
+JOIN = (
+    f"{sys.executable} -m paragrad join tcp://host0:4000 digits --server-key runs/*/office.key "
+    f"--key me.key_secret"
+)
 
 
 @pytest.mark.table
 def test_a_worker_joins_from_another_host(clusters: Clusters, tmp_path: Path) -> None:
-    """Its key is made by the first call, which says where it has to go. The ports follow each other."""
+    """Its key is made by the first call, which says where it has to go. The ports follow each
+    other.
+    """
     (tmp_path / "trains.py").write_text(textwrap.dedent(TRAINS))
     (tmp_path / "allow").mkdir()
     with clusters(2, megabits=100) as cluster:
@@ -68,7 +75,8 @@ WIDE = """
     from paragrad.verbs import elastic
 
     inputs = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
-    job = pg.Job(name="wide", model=lambda: nn.Linear(64, 20_000), loss=nn.functional.mse_loss, batch=4, epochs=2,
+    job = pg.Job(name="wide", model=lambda: nn.Linear(64, 20_000), loss=nn.functional.mse_loss,
+            batch=4, epochs=2,
                  optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
                  train=TensorDataset(inputs, torch.zeros(24, 20_000)))
 
@@ -80,14 +88,16 @@ WIDE = """
 
     elastic.Run = Held
     if __name__ == "__main__":
-        print(pg.train(job, "server(1, sync=ssp(1))", listen="host0:4000", allow="allow", timeout=30).folder)
+        print(pg.train(job, "server(1, sync=ssp(1))", listen="host0:4000", allow="allow",
+                timeout=30).folder)
 """
 
 
 @pytest.mark.table
 def test_a_vector_that_takes_its_time_travels_once(clusters: Clusters, tmp_path: Path) -> None:
-    """Each takes four seconds over this link. Both sides sent them again every second, behind themselves: who had joined ended,
-    for no answer came within half a minute."""
+    """Each takes four seconds over this link. Both sides sent them again every second, behind
+    themselves: who had joined ended, for no answer came within half a minute.
+    """
     (tmp_path / "trains.py").write_text(textwrap.dedent(WIDE))
     (tmp_path / "allow").mkdir()
     make_keys(tmp_path / "me.key_secret").rename(tmp_path / "allow" / "host1.key")

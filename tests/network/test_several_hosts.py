@@ -1,4 +1,6 @@
-"""Several hosts: torchrun across them, as the README says it, is the same training; and when one rank dies nobody stays."""
+"""Several hosts: torchrun across them, as the README says it, is the same training; and when
+one rank dies nobody stays.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ Clusters = Callable[..., AbstractContextManager[Cluster]]
 
 def typed(cluster: Cluster, lines: list[str], folder: Path) -> list[str]:
     """Each line into a shell of its host, which has no variables of ours; what they printed."""
-    programs = [cluster.start(host, ["sh", "-c", line], folder=folder, environment={"GLOO_SOCKET_IFNAME": None})
-                for host, line in enumerate(lines)]
+    programs = [
+        cluster.start(
+            host, ["sh", "-c", line], folder=folder, environment={"GLOO_SOCKET_IFNAME": None}
+        )
+        for host, line in enumerate(lines)
+    ]
     return cluster.finished(programs)
 
 
@@ -43,23 +49,28 @@ TRAINS = """
     from paragrad.schedules.tree import Tree
 
     def vector(rank, length):
-        return ((torch.arange(length) * (rank + 3) + 17 * rank) % 1009 - 500).double()      # whole numbers, no two ranks alike
+        # whole numbers, no two ranks alike
+        return ((torch.arange(length) * (rank + 3) + 17 * rank) % 1009 - 500).double()
 
-    points = torch.randn(150, 10, generator=torch.Generator().manual_seed(0)).double()      # a last batch of 22: 8, 7 and 7
+    # a last batch of 22: 8, 7 and 7
+    points = torch.randn(150, 10, generator=torch.Generator().manual_seed(0)).double()
     data = TensorDataset(points, points[:, :4].argmax(1))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 4)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, "data(auto, reduce=ring)") as trainer:
+    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, "data(auto,
+            reduce=ring)") as trainer:
         for epoch in range(5):
             for batch in trainer.batches(data, batch=32, epoch=epoch):
                 trainer.step(*batch)
         world = trainer.world
-        for schedule, length in itertools.product((Ring(), RingAsync(5), Tree(), Butterfly(), Star()), (1, 3, 1000, 100_003)):
+        for schedule, length in itertools.product((Ring(), RingAsync(5), Tree(), Butterfly(),
+                Star()), (1, 3, 1000, 100_003)):
             if world.size > 1:
                 mine = vector(world.rank, length)
                 all_reduce(schedule, mine, world)
-                assert torch.equal(mine, sum(vector(rank, length) for rank in range(world.size))), (schedule, length)
+                assert torch.equal(mine, sum(vector(rank, length) for rank in range(world.size))),
+                        (schedule, length)
         print(world.rank, "of", world.size, world.backend)
         if world.rank == 0:
             torch.save(model.state_dict(), sys.argv[1])
@@ -68,16 +79,22 @@ TRAINS = """
 
 @pytest.mark.table
 def test_three_hosts_train_as_one_worker_does_and_our_all_reduces_sum_right(
-        clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64; and every schedule over real links, exactly, with another vector on every rank."""
+    clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64; and every schedule over real links, exactly, with another vector on every
+    rank.
+    """
     script, here, there = (tmp_path / name for name in ("trains.py", "alone.pt", "three.pt"))
     script.write_text(textwrap.dedent(TRAINS))
     monkeypatch.setattr("sys.argv", [str(script), str(here)])
     runpy.run_path(str(script))
     with clusters(3, megabits=200) as cluster:
-        assert cluster.run([str(script), str(there)]) == [f"{rank} of 3 gloo\n" for rank in range(3)]
+        assert cluster.run([str(script), str(there)]) == [
+            f"{rank} of 3 gloo\n" for rank in range(3)
+        ]
         assert not any(cluster.faults().values())
-    ours, theirs = torch.load(there), torch.load(here)
+    ours = torch.load(there)
+    theirs = torch.load(here)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == torch.float64
@@ -91,9 +108,12 @@ def place(tmp_path: Path) -> Path:
         code = re.search(rf"```python\n# {name}\n(.*?)```", README, re.DOTALL)
         assert code is not None
         (tmp_path / name).write_text(code.group(1))
-    with open(tmp_path / "own.py", "a") as own:             # torchrun's Python has -u: two ranks may print into one line
-        own.write("total = sum(parameter.sum().item() for parameter in model.parameters())\n"
-                  "open(str(trainer.world.rank), 'w').write(f'{trainer.steps} {total}')\n")
+    # torchrun's Python has -u: two ranks may print into one line
+    with open(tmp_path / "own.py", "a") as own:
+        own.write(
+            "total = sum(parameter.sum().item() for parameter in model.parameters())\n"
+            "open(str(trainer.world.rank), 'w').write(f'{trainer.steps} {total}')\n"
+        )
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
     return tmp_path
@@ -106,13 +126,21 @@ LINES = re.findall(r"^GLOO_SOCKET_IFNAME=.* --nnodes 2 .*$", README, re.MULTILIN
 def test_the_commands_of_the_readme_as_typed(clusters: Clusters, place: Path) -> None:
     """Two hosts with two ranks each, to the same parameters as one worker's."""
     assert len(LINES) == 2
-    alone = subprocess.run([sys.executable, "own.py"], cwd=place, capture_output=True, text=True, timeout=60, check=True)
+    alone = subprocess.run(
+        [sys.executable, "own.py"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     _, steps, total = alone.stdout.split()
     with clusters(2, megabits=200) as cluster:
         assert all(typed(cluster, LINES, place))
     for rank in range(4):
         found, other = (place / str(rank)).read_text().split()
-        assert (found, float(other)) == (steps, pytest.approx(float(total), rel=1e-4))      # float32
+        # float32
+        assert (found, float(other)) == (steps, pytest.approx(float(total), rel=1e-4))
 
 
 @pytest.mark.table
@@ -130,7 +158,9 @@ def test_the_example_as_typed(clusters: Clusters, place: Path) -> None:
 def test_a_job_trains_over_hosts_and_the_first_has_its_run(clusters: Clusters, place: Path) -> None:
     train = 'per-node 1 -m paragrad train mine.py --strategy "data(auto)"'
     with clusters(2, megabits=200) as cluster:
-        first, other = typed(cluster, [line.replace("per-node 2 own.py", train) for line in LINES], place)
+        first, other = typed(
+            cluster, [line.replace("per-node 2 own.py", train) for line in LINES], place
+        )
     assert "0 missed" in first
     assert other == ""
     (run,) = (place / "runs").iterdir()
@@ -144,7 +174,8 @@ DIES = """
     from torch.utils.data import TensorDataset
     model = nn.Linear(4, 2)
     data = TensorDataset(torch.zeros(64, 4), torch.zeros(64, dtype=torch.long))
-    with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer:
+    with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(),
+            lr=0.1)) as trainer:
         for batch in trainer.batches(data, batch=8, epoch=0):
             trainer.step(*batch)
             if trainer.steps == 3 and trainer.world.rank == 1:
@@ -166,7 +197,8 @@ JOINS = """
     import torch
     import paragrad as pg
     model = torch.nn.Linear(2, 2)
-    with pg.parallelize(model, torch.nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)):
+    with pg.parallelize(model, torch.nn.functional.cross_entropy,
+            torch.optim.SGD(model.parameters(), lr=0.1)):
         print("it joined")
 """
 
@@ -175,26 +207,43 @@ JOINS = """
 def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) -> None:
     """Also where ranks 0 and 1 are on one host."""
     with clusters(2, megabits=200) as cluster:
-        told = cluster.run(["-m", "paragrad", "measure", "--interface", "eth0", "--output", "machine.json"], ranks=2,
-                           folder=tmp_path, timeout=120)
+        told = cluster.run(
+            ["-m", "paragrad", "measure", "--interface", "eth0", "--output", "machine.json"],
+            ranks=2,
+            folder=tmp_path,
+            timeout=120,
+        )
     machine, _ = read_machine(tmp_path / "machine.json", 1)
     assert list(machine.links) == ["gloo"]
     assert machine.hosts == 2
     assert "gloo over eth0" in machine.measured
-    assert machine.links["gloo"].beta > 1 / 25e6            # 200 Mbit/s carry less than 25 MB in a second
+    # 200 Mbit/s carry less than 25 MB in a second
+    assert machine.links["gloo"].beta > 1 / 25e6
     assert "machine.json" in told[0]
     assert not told[1]
 
 
 @pytest.mark.table
 def test_an_interface_that_is_not_there_is_refused_before_joining(clusters: Clusters) -> None:
-    """Nobody else has started: this rank would wait for the others, and asks for none of them."""
-    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host0",
-            "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0,nosuch0"}
+    """Nobody else has started: this rank would wait for the others, and asks for none of
+    them.
+    """
+    rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "host0",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0,nosuch0",
+    }
     with clusters(2) as cluster:
         program = cluster.start(0, [sys.executable, "-c", textwrap.dedent(JOINS)], environment=rank)
         with pytest.raises(HostFailed):
             cluster.finished([program])
         assert program.said()[1].splitlines()[-1] == (
-            "paragrad.errors.Refused: GLOO_SOCKET_IFNAME names nosuch0, and this host has lo, eth0; set it to the one by which "
-            "the other hosts reach this one (`ip address` shows their addresses), or unset it where all ranks are on this host")
+            "paragrad.errors.Refused: GLOO_SOCKET_IFNAME names nosuch0, and this host has lo, "
+            "eth0; set it to the one by which "
+            "the other hosts reach this one (`ip address` shows their addresses), or unset it "
+            "where all ranks are on this host"
+        )

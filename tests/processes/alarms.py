@@ -1,4 +1,6 @@
-"""A right job is never ended by the proof of its first step, nor is that left out: what our own jobs and the zoo's share."""
+"""A right job is never ended by the proof of its first step, nor is that left out: what our own
+jobs and the zoo's share.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ SEEDS = range(5)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def assert_proved(job: Job, strategy: str, seed: int, dtype: torch.dtype, runs: Path, limit: int | None = None) -> None:
-    """Train an epoch, or `limit` steps of it, with this seed: the first step, and whatever else is compared, is one worker's.
+def assert_proved(
+    job: Job, strategy: str, seed: int, dtype: torch.dtype, runs: Path, limit: int | None = None
+) -> None:
+    """Train an epoch, or `limit` steps of it, with this seed: the first step, and whatever else
+    is compared, is one worker's.
 
-    A run that is ended raises; one that goes on unproved ("not checked", whatever for) fails here.
+    A run that is ended raises; one that goes on unproved ("not checked", whatever for) fails
+    here.
     """
     has_lstm = any(isinstance(each, nn.LSTM) for each in job.built_model().modules())
     if has_lstm and dtype == torch.bfloat16 and not LSTM_IN_BFLOAT16:
         pytest.skip(NO_LSTM)
     run = pg.train(job.replace(dtype=dtype, seed=seed, epochs=1), strategy, runs=runs, limit=limit)
-    unproved = [f"{line['picked']}: {line['because']}" for line in run.of("choice") if line["what"] == "first step"]
+    unproved = [
+        f"{line['picked']}: {line['because']}"
+        for line in run.of("choice")
+        if line["what"] == "first step"
+    ]
     assert not unproved, f"{strategy}, seed {seed}: {unproved}"
     told = run.of("event")
     assert {event["name"] for event in told} == {"checked"}, told

@@ -1,7 +1,8 @@
 """A parameter server of somebody's own, outside the library: ranks that are no workers.
 
-Workers push gradients to one server, which sums them in the order of ranks and updates with the job's optimizer; they pull the
-parameters (Li et al. 2014). Bulk synchronous, so it is serial's training.
+Workers push gradients to one server, which sums them in the order of ranks and updates with the
+job's optimizer; they pull the parameters (Li et al. 2014). Bulk synchronous, so it is serial's
+training.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from paragrad.world.world import World
 
 class Central(pg.Strategy):
     """One parameter server, bulk synchronous."""
+
     workers: int = pg.option(pg.Integer())
     servers = 1
     replica = True
@@ -35,12 +37,16 @@ class Served(pg.Exchange):
 
     def __init__(self, replica: Any, world: World) -> None:
         super().__init__(replica)
-        room = world.among([[world.size - 1, *range(world.size - 1)]])          # the server first
+        # the server first
+        room = world.among([[world.size - 1, *range(world.size - 1)]])
         assert room is not None
-        self.room, self.weight = room, 1.0
-        self.trained = {name: each for name, each in self.summed.model.named_parameters() if each.requires_grad}
+        self.room = room
+        self.weight = 1.0
+        self.trained = {
+            name: each for name, each in self.summed.model.named_parameters() if each.requires_grad
+        }
 
-    # ---- a worker's side --------------------------------------------------------------------------------------------------
+    # ---- a worker's side ---------------------------------------------------------------------
     def ask(self, what: str, value: Any = None) -> Any:
         self.room.collected((what, value))
         return self.room.agreed(None)
@@ -48,7 +54,11 @@ class Served(pg.Exchange):
     def finish(self, weight: float, loss: float) -> None:
         own = [weight, loss, float(self.stop), self.doubt]
         gradients = {name: each.grad for name, each in self.trained.items()}
-        self.count("gradients", sum(each.nbytes for each in gradients.values() if each is not None), computed=False)
+        self.count(
+            "gradients",
+            sum(each.nbytes for each in gradients.values() if each is not None),
+            computed=False,
+        )
         self.told, sums = self.ask("push", (own, gradients))
         for name, parameter in self.trained.items():
             parameter.grad = sums[name]
@@ -61,9 +71,13 @@ class Served(pg.Exchange):
         self.weight = weight
 
     def update(self) -> None:
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         pulled, used = self.ask("update", (self.weight, settings))
-        self.optimizer._opt_called = True           # type: ignore[attr-defined]    # schedulers want to know
+        # schedulers want to know
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         with torch.no_grad():
             for parameter, value in zip(self.every, pulled, strict=True):
                 parameter.copy_(value)
@@ -71,12 +85,12 @@ class Served(pg.Exchange):
             parameter.grad = used[name]
 
     def state(self) -> State:
-        return self.ask("state")        # type: ignore[no-any-return]
+        return self.ask("state")  # type: ignore[no-any-return]
 
     def dismiss(self) -> None:
         self.ask("end")
 
-    # ---- the server's ------------------------------------------------------------------------------------------------------
+    # ---- the server's ------------------------------------------------------------------------
     def serve(self) -> None:
         what = ""
         while what != "end":
@@ -88,8 +102,10 @@ class Served(pg.Exchange):
         for name, parameter in self.trained.items():
             pushed = [gradients[name] for _, gradients in told if gradients[name] is not None]
             parameter.grad = sum(pushed[1:], pushed[0]) if pushed else None
-        return ([sum(numbers) for numbers in zip(*(own for own, _ in told), strict=True)],
-                {name: parameter.grad for name, parameter in self.trained.items()})
+        return (
+            [sum(numbers) for numbers in zip(*(own for own, _ in told), strict=True)],
+            {name: parameter.grad for name, parameter in self.trained.items()},
+        )
 
     def on_update(self, told: list[Any]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
         weight, settings = told[0]

@@ -1,7 +1,9 @@
-"""Strategies of somebody's own that cut the model, outside the library: columns of linear layers, and consecutive parts.
+"""Strategies of somebody's own that cut the model, outside the library: columns of linear
+layers, and consecutive parts.
 
-Small ones: what they show is that the seam bears a cut, with parts of tensors, tensors of which only one rank has any, tensors
-that several ranks own, random calls, a loss on one rank alone, and products with `data`.
+Small ones: what they show is that the seam bears a cut, with parts of tensors, tensors of which
+only one rank has any, tensors that several ranks own, random calls, a loss on one rank alone,
+and products with `data`.
 """
 
 from __future__ import annotations
@@ -23,13 +25,18 @@ from paragrad.world.world import World
 
 def held_whole(model: nn.Module, axis: World) -> dict[str, pg.Held]:
     """Replicated over the axis: the first rank's copy counts."""
-    return {name: pg.Held(name, tuple(tensor.shape), counts=axis.rank == 0)
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        name: pg.Held(name, tuple(tensor.shape), counts=axis.rank == 0)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
 
 
-# ---- columns: a part of the neurons of every linear layer -----------------------------------------------------------------
+# ---- columns: a part of the neurons of every linear layer ------------------------------------
 class Columns(pg.Strategy):
-    """Every linear layer's output features over ranks, gathered after it (as Megatron-LM's column-parallel layer)."""
+    """Every linear layer's output features over ranks, gathered after it (as Megatron-LM's
+    column-parallel layer).
+    """
+
     workers: int = pg.option(pg.Integer())
 
     @property
@@ -44,7 +51,8 @@ class Columns(pg.Strategy):
         held = held_whole(model, axis)
         shared = [id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False)]
         for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and shared.count(id(module.weight)) == 1:          # tied ones stay whole
+            # tied ones stay whole
+            if isinstance(module, nn.Linear) and shared.count(id(module.weight)) == 1:
                 rows = evenly(module.out_features, axis.size)
                 parent, _, own = name.rpartition(".")
                 setattr(model.get_submodule(parent), own, ColumnLinear(module, rows, axis))
@@ -58,11 +66,17 @@ class ColumnLinear(nn.Module):
     def __init__(self, whole: nn.Linear, rows: list[range], axis: World) -> None:
         super().__init__()
         mine = slice(rows[axis.rank].start, rows[axis.rank].stop)
-        self.weight, self.bias = _part(whole.weight, mine), None if whole.bias is None else _part(whole.bias, mine)
-        self.rows, self.axis = rows, axis
+        self.weight = _part(whole.weight, mine)
+        self.bias = None if whole.bias is None else _part(whole.bias, mine)
+        self.rows = rows
+        self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return Gathered.apply(nn.functional.linear(Copied.apply(x, self.axis), self.weight, self.bias), self.rows, self.axis)
+        return Gathered.apply(
+            nn.functional.linear(Copied.apply(x, self.axis), self.weight, self.bias),
+            self.rows,
+            self.axis,
+        )
 
 
 def _part(whole: nn.Parameter, mine: slice) -> nn.Parameter:
@@ -89,21 +103,25 @@ class Gathered(torch.autograd.Function):
     def forward(ctx: Any, mine: Tensor, rows: list[range], axis: World) -> Tensor:
         ctx.own = rows[axis.rank]
         wide = mine.new_zeros(*mine.shape[:-1], max(map(len, rows)))
-        wide[..., :mine.shape[-1]] = mine
-        return torch.cat([each[..., :len(row)] for each, row in zip(axis.gathered(wide), rows, strict=True)], -1)
+        wide[..., : mine.shape[-1]] = mine
+        return torch.cat(
+            [each[..., : len(row)] for each, row in zip(axis.gathered(wide), rows, strict=True)], -1
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0][..., ctx.own.start:ctx.own.stop], None, None
+        return gradients[0][..., ctx.own.start : ctx.own.stop], None, None
 
 
 TYPES = torch.float32, torch.float64, torch.bfloat16
 
 
-# ---- stages: consecutive parts of a Sequential, one after the other ---------------------------------------------------------
+# ---- stages: consecutive parts of a Sequential, one after the other --------------------------
 class Stages(pg.Strategy):
-    """Consecutive modules on consecutive ranks, one micro-batch at a time; parameters of several stages are owned by all of
-    them."""
+    """Consecutive modules on consecutive ranks, one micro-batch at a time; parameters of
+    several stages are owned by all of them.
+    """
+
     workers: int = pg.option(pg.Integer(2))
     micro: int = pg.option(pg.Integer(), default=1)
     cuts_micro = True
@@ -122,11 +140,21 @@ class Stages(pg.Strategy):
 
     def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         children = list(model.named_children())
-        stages = [children[part.start:part.stop] for part in evenly(len(children), axis.size)]
+        stages = [children[part.start : part.stop] for part in evenly(len(children), axis.size)]
         calls = iter(itertools.count())
-        draws = [[next(calls) for _, child in stage for module in child.modules() if isinstance(module, nn.Dropout)]
-                 for stage in stages]
-        names = [{name for name, tensor in _tensors(nn.Sequential(OrderedDict(stage)))} for stage in stages]
+        draws = [
+            [
+                next(calls)
+                for _, child in stage
+                for module in child.modules()
+                if isinstance(module, nn.Dropout)
+            ]
+            for stage in stages
+        ]
+        names = [
+            {name for name, tensor in _tensors(nn.Sequential(OrderedDict(stage)))}
+            for stage in stages
+        ]
         first = {id(tensor): name for name, tensor in reversed(_tensors(model))}
         owners: dict[str, list[int]] = {}
         for name, tensor in _tensors(model):
@@ -139,8 +167,12 @@ class Stages(pg.Strategy):
         for name, tensor in [*mine.named_parameters(), *mine.named_buffers()]:
             serial = first[id(tensor)]
             world = worlds.get(serial)
-            held[name] = pg.Held(serial, tuple(tensor.shape), counts=owners[serial][0] == axis.rank,
-                                 owners=() if world is None else (world,))
+            held[name] = pg.Held(
+                serial,
+                tuple(tensor.shape),
+                counts=owners[serial][0] == axis.rank,
+                owners=() if world is None else (world,),
+            )
         return pg.Share(mine, held, gives=axis.rank == axis.size - 1, draws=tuple(draws[axis.rank]))
 
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
@@ -148,7 +180,10 @@ class Stages(pg.Strategy):
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
 
 
 class OneAfterAnother(pg.Passes):
@@ -157,12 +192,14 @@ class OneAfterAnother(pg.Passes):
     def __init__(self, within: Any, exchange: pg.Exchange) -> None:
         super().__init__(within, exchange)
         self.line: World = within.world.along("stages")
-        self.first, self.last = self.line.rank == 0, self.line.rank == self.line.size - 1
+        self.first = self.line.rank == 0
+        self.last = self.line.rank == self.line.size - 1
 
     def gradients(self, micros: Any, count: int) -> Sums:
         own = Sums()
         for micro, inputs, target in micros:
-            samples = self.within.batch_norm.samples = len(micro.positions)
+            samples = len(micro.positions)
+            self.within.batch_norm.samples = samples
             with self.within.keyed(micro), self.within.batch_norm:
                 x = self._received(inputs)
                 with self.within.casting():
@@ -192,7 +229,9 @@ class OneAfterAnother(pg.Passes):
         return inputs if self.first else self._receive(-1)
 
     def _send(self, tensor: Tensor, step: int) -> None:
-        shape = torch.tensor([TYPES.index(tensor.dtype), tensor.dim(), *tensor.shape] + [0] * (6 - tensor.dim()))
+        shape = torch.tensor(
+            [TYPES.index(tensor.dtype), tensor.dim(), *tensor.shape] + [0] * (6 - tensor.dim())
+        )
         for each in (shape, tensor.detach().contiguous()):
             dist.send(each, group=self.line.group, group_dst=self.line.rank + step)
         self.exchange.count("activations", tensor.nbytes, computed=False)
@@ -204,4 +243,3 @@ class OneAfterAnother(pg.Passes):
         tensor = torch.zeros(sizes[:count], dtype=TYPES[kind])
         dist.recv(tensor, group=self.line.group, group_src=self.line.rank + step)
         return tensor
-

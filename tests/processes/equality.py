@@ -1,7 +1,8 @@
 """The equality table: strategy x model x workers, each the same training as serial.
 
-A row is a strategy as a function of its number of workers; a column a job. `NOT_EXACT` are the pairs that do not apply, with
-the reason. `make test` runs a covering sample, `make table` everything.
+A row is a strategy as a function of its number of workers; a column a job. `NOT_EXACT` are the
+pairs that do not apply, with the reason. `make test` runs a covering sample, `make table`
+everything.
 """
 
 from __future__ import annotations
@@ -32,23 +33,31 @@ from paragrad.world.world import World
 
 
 def resolved(text: str) -> Strategy:
-    """A strategy as ranks of this host run it; in shared memory only where that was asked for."""
+    """A strategy as ranks of this host run it; in shared memory only where that was asked
+    for.
+    """
     here = Here(2, backend="shm")
-    return resolve(strategy(text), replace(here, unshared=None) if "shared_memory" in text else here)
+    return resolve(
+        strategy(text), replace(here, unshared=None) if "shared_memory" in text else here
+    )
 
 
 def found(pool: Ranks, row: str, job: Job, steps: int = STEPS) -> Difference:
     """What every rank of a strategy says of its difference from serial."""
-    chosen, asks = resolved(row), functools.partial(difference, steps=steps)
+    chosen = resolved(row)
+    asks = functools.partial(difference, steps=steps)
     asks = functools.partial(however_small, asks) if "compress=" in row else asks
     answers = pool.run(asks, job, chosen, size=chosen.size)
     assert all(answer == answers[0] for answer in answers)
-    return answers[0]                           # type: ignore[no-any-return]
+    return answers[0]  # type: ignore[no-any-return]
 
 
-def seen(world: World, made: Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]) -> list[Any]:
+def seen(
+    world: World, made: Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]
+) -> list[Any]:
     """What is seen of a trainer after each of so many steps."""
-    trainer, found = Trainer.of_job(world, made, chosen), []
+    trainer = Trainer.of_job(world, made, chosen)
+    found = []
     try:
         for epoch in range(made.epochs):
             for fetched in trainer.batches(made.train, made.batch, epoch):
@@ -62,8 +71,11 @@ def seen(world: World, made: Job, chosen: Strategy, steps: int, look: Callable[[
 
 
 def however_small(function: Callable[..., Any], world: World, *args: Any, **more: Any) -> Any:
-    """On a rank: a function during which tensors are compressed however small they are, as those of these jobs."""
-    before, compressors.SMALL = compressors.SMALL, 1
+    """On a rank: a function during which tensors are compressed however small they are, as
+    those of these jobs.
+    """
+    before = compressors.SMALL
+    compressors.SMALL = 1
     try:
         return function(world, *args, **more)
     finally:
@@ -78,20 +90,29 @@ def whole(high: int, *shape: int, seed: int) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# 29 samples in batches of 12: the last batch has 5, which leaves some shares empty. 30 images: no micro-batch of the last
-# batch has one sample alone, which batch norm refuses (as in serial)
+# 29 samples in batches of 12: the last batch has 5, which leaves some shares empty. 30 images:
+# no micro-batch of the last batch has one sample alone, which batch norm refuses (as in serial)
 VECTORS = TensorDataset(numbers(29, 10, seed=1), whole(4, 29, seed=2))
 IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, seed=4))
-TEXT = TensorDataset(whole(11, 29, 7, seed=5), whole(11, 29, 7, seed=6).masked_fill(whole(4, 29, 7, seed=7) == 0, -100))
+TEXT = TensorDataset(
+    whole(11, 29, 7, seed=5),
+    whole(11, 29, 7, seed=6).masked_fill(whole(4, 29, 7, seed=7) == 0, -100),
+)
 
 
 def momentum(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)            # type: ignore[arg-type]
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
 
 def job(name: str, model: Callable[[], nn.Module], data: Dataset, **changes: object) -> Job:
-    settings = {"loss": functional.cross_entropy, "optimizer": momentum, "batch": 12, "epochs": 2, "seed": 5}
-    return Job(name=name, model=model, train=data, **{**settings, **changes})      # type: ignore[arg-type]
+    settings = {
+        "loss": functional.cross_entropy,
+        "optimizer": momentum,
+        "batch": 12,
+        "epochs": 2,
+        "seed": 5,
+    }
+    return Job(name=name, model=model, train=data, **{**settings, **changes})
 
 
 def mlp() -> nn.Module:
@@ -99,17 +120,38 @@ def mlp() -> nn.Module:
 
 
 def deep() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 12), nn.LayerNorm(12), nn.Tanh(),
-                         nn.Linear(12, 9), nn.GELU(), nn.Dropout(0.1), nn.Linear(9, 4))
+    return nn.Sequential(
+        nn.Linear(10, 12),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(12, 12),
+        nn.LayerNorm(12),
+        nn.Tanh(),
+        nn.Linear(12, 9),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(9, 4),
+    )
 
 
 def cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4)
+    )
 
 
 def normed_cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 6),
-                         nn.BatchNorm1d(6, affine=False, momentum=None), nn.ReLU(), nn.Linear(6, 4))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 6),
+        nn.BatchNorm1d(6, affine=False, momentum=None),
+        nn.ReLU(),
+        nn.Linear(6, 4),
+    )
 
 
 class Clamped(nn.Module):
@@ -117,28 +159,41 @@ class Clamped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.hidden = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
         for parameter in self.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.hidden(x)))         # type: ignore[no-any-return]
+        return self.out(torch.tanh(self.hidden(x)))  # type: ignore[no-any-return]
 
 
 class Activated(nn.BatchNorm2d):
-    """A subclass with a forward of its own, as timm's BatchNormAct2d: normalises, drops out, activates."""
+    """A subclass with a forward of its own, as timm's BatchNormAct2d: normalises, drops out,
+    activates.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.num_batches_tracked is not None
         if self.training:
             self.num_batches_tracked.add_(1)
-        x = functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training,
-                                  self.momentum or 0.0, self.eps)
+        x = functional.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum or 0.0,
+            self.eps,
+        )
         return functional.dropout(x, 0.1, self.training).tanh()
 
 
 def activated_cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3), Activated(4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), Activated(4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4)
+    )
 
 
 def synchronised_cnn() -> nn.Module:
@@ -162,7 +217,9 @@ class TiedLstm(nn.Module):
 
 
 class Lines(Dataset):
-    """Lines of text of unequal length, the first token drawn at random for every sample: a transform."""
+    """Lines of text of unequal length, the first token drawn at random for every sample: a
+    transform.
+    """
 
     def __len__(self) -> int:
         return 29
@@ -200,7 +257,8 @@ class TwoInputs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(10, 4), nn.Linear(10, 4)
+        self.left = nn.Linear(10, 4)
+        self.right = nn.Linear(10, 4)
 
     def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
         return self.left(x) * more["scale"].unsqueeze(1) + self.right(x + more["shift"])
@@ -218,7 +276,9 @@ class Nested(Dataset):
 
 
 class PartlyUsed(nn.Module):
-    """A frozen layer, a layer that is never used, and one that only samples with a large first input use."""
+    """A frozen layer, a layer that is never used, and one that only samples with a large first
+    input use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,14 +292,17 @@ class PartlyUsed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.frozen(x)) * self.scale
         large = x[:, :1] > 1.5
-        if large.any():                     # three of 29 samples: on most ranks, in most steps, none
+        # three of 29 samples: on most ranks, in most steps, none
+        if large.any():
             hidden = hidden + large * self.sometimes(x)
         return self.out(hidden)
 
 
 def last_alone(parameters: object) -> torch.optim.Optimizer:
-    """The optimizer holds the last layer only; the gradients of the others count for clipping, and must not pile up."""
-    return torch.optim.SGD(list(parameters)[2:], lr=0.1)                # type: ignore[call-overload]
+    """The optimizer holds the last layer only; the gradients of the others count for clipping,
+    and must not pile up.
+    """
+    return torch.optim.SGD(list(parameters)[2:], lr=0.1)  # type: ignore[call-overload]
 
 
 class InPlace(nn.Module):
@@ -258,12 +321,17 @@ class Recomputed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(10, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.first = nn.Linear(10, 16)
+        self.second = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
-        hidden = checkpoint(lambda h: functional.dropout(torch.tanh(self.second(h)), 0.5, self.training), hidden,
-                            use_reentrant=False)
+        hidden = checkpoint(
+            lambda h: functional.dropout(torch.tanh(self.second(h)), 0.5, self.training),
+            hidden,
+            use_reentrant=False,
+        )
         return self.out(functional.dropout(hidden, 0.1, self.training))
 
 
@@ -272,7 +340,7 @@ def dropping() -> nn.Module:
 
 
 def adam(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-2)                        # type: ignore[arg-type]
+    return torch.optim.Adam(parameters, lr=1e-2)  # type: ignore[arg-type]
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -290,12 +358,12 @@ class Untraced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, output: Tensor, target: Tensor) -> Tensor:
         kept = target != -100
-        ctx.save_for_backward(output, target, kept)                     # type: ignore[attr-defined]
+        ctx.save_for_backward(output, target, kept)  # type: ignore[attr-defined]
         return functional.cross_entropy(output, target) if kept.any() else output.sum() * 0
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
-        output, target, kept = ctx.saved_tensors                        # type: ignore[attr-defined]
+        output, target, kept = ctx.saved_tensors  # type: ignore[attr-defined]
         chances = output.softmax(1) - functional.one_hot(target.clamp(min=0), 4)
         return gradients[0] * chances * kept.unsqueeze(1) / max(int(kept.sum()), 1), None
 
@@ -304,27 +372,43 @@ def untraced(output: Tensor, target: Tensor) -> Tensor:
     return Untraced.apply(output, target)
 
 
-JOBS: dict[str, Job] = {each.name: each for each in (
-    job("mlp", mlp, VECTORS),
-    job("mlp, adam, clipped, scheduled", mlp, VECTORS, optimizer=adam, clip_norm=0.05, scheduler=stepped),
-    job("cnn", cnn, IMAGES),
-    job("cnn with batch norm", normed_cnn, IMAGES),
-    job("cnn with batch norm, adam", normed_cnn, IMAGES, optimizer=adam),
-    job("cnn with batch norm, activated, dropout", activated_cnn, IMAGES),
-    job("cnn with batch norm, synchronised", synchronised_cnn, IMAGES),
-    job("lstm, tied", TiedLstm, TEXT),
-    job("lstm, tied, loss as a pair", TiedLstm, TEXT, loss=token_loss, clip_norm=0.5),
-    job("mlp, weighted classes", mlp, VECTORS, loss=nn.CrossEntropyLoss(
-        weight=torch.tensor([1.0, 3.0, 0.5, 2.0]), label_smoothing=0.1)),
-    job("frozen and unused", PartlyUsed, VECTORS),
-    job("dropout", dropping, VECTORS),
-    job("dicts, padded, transformed", Predicting, Lines(), loss=labelled_loss, collate=padded),
-    job("nested inputs", TwoInputs, Nested()),
-    job("optimizer of the last layer", mlp, VECTORS, optimizer=last_alone, clip_norm=0.05),
-    job("in place", InPlace, VECTORS),
-    job("dropout, recomputed", Recomputed, VECTORS),
-    job("deep, adam, dropout, clipped", deep, VECTORS, clip_norm=0.2, optimizer=adam),
-)}
+JOBS: dict[str, Job] = {
+    each.name: each
+    for each in (
+        job("mlp", mlp, VECTORS),
+        job(
+            "mlp, adam, clipped, scheduled",
+            mlp,
+            VECTORS,
+            optimizer=adam,
+            clip_norm=0.05,
+            scheduler=stepped,
+        ),
+        job("cnn", cnn, IMAGES),
+        job("cnn with batch norm", normed_cnn, IMAGES),
+        job("cnn with batch norm, adam", normed_cnn, IMAGES, optimizer=adam),
+        job("cnn with batch norm, activated, dropout", activated_cnn, IMAGES),
+        job("cnn with batch norm, synchronised", synchronised_cnn, IMAGES),
+        job("lstm, tied", TiedLstm, TEXT),
+        job("lstm, tied, loss as a pair", TiedLstm, TEXT, loss=token_loss, clip_norm=0.5),
+        job(
+            "mlp, weighted classes",
+            mlp,
+            VECTORS,
+            loss=nn.CrossEntropyLoss(
+                weight=torch.tensor([1.0, 3.0, 0.5, 2.0]), label_smoothing=0.1
+            ),
+        ),
+        job("frozen and unused", PartlyUsed, VECTORS),
+        job("dropout", dropping, VECTORS),
+        job("dicts, padded, transformed", Predicting, Lines(), loss=labelled_loss, collate=padded),
+        job("nested inputs", TwoInputs, Nested()),
+        job("optimizer of the last layer", mlp, VECTORS, optimizer=last_alone, clip_norm=0.05),
+        job("in place", InPlace, VECTORS),
+        job("dropout, recomputed", Recomputed, VECTORS),
+        job("deep, adam, dropout, clipped", deep, VECTORS, clip_norm=0.2, optimizer=adam),
+    )
+}
 
 ROWS: dict[str, Callable[[int], str]] = {
     "native": lambda n: f"data({n}, reduce=native)",
@@ -337,46 +421,87 @@ ROWS: dict[str, Callable[[int], str]] = {
     "direct": lambda n: f"data({n}, reduce=direct)",
     "halving": lambda n: f"data({n}, reduce=halving)",
     "double_tree": lambda n: f"data({n}, reduce=double_tree(segments=2))",
-    "two_level": lambda n: f"data({n}, reduce=two_level(across=halving, group={2 if n % 2 == 0 else n}))",
+    "two_level": lambda n: (
+        f"data({n}, reduce=two_level(across=halving, group={2 if n % 2 == 0 else n}))"
+    ),
     "reproducible": lambda n: f"data({n}, reduce=ring(reproducible=true))",
     "auto": lambda n: f"data({n})",
     "uneven shares": lambda n: f"data({n}, reduce=ring, shares={[5, 2, 1, 1][:n]})",
     "micro-batches": lambda n: f"data({n}, reduce=tree, micro=2)",
-    "uneven shares and micro-batches": lambda n: f"data({n}, reduce=butterfly, shares={[1, 6, 1, 2][:n]}, micro=2)",
+    "uneven shares and micro-batches": lambda n: (
+        f"data({n}, reduce=butterfly, shares={[1, 6, 1, 2][:n]}, micro=2)"
+    ),
     "shared memory": lambda n: f"data({n}, state=shared_memory)",
-    "shared memory, uneven shares and micro-batches":
-        lambda n: f"data({n}, state=shared_memory, shares={[3, 1, 1, 2][:n]}, micro=2)",
+    "shared memory, uneven shares and micro-batches": lambda n: (
+        f"data({n}, state=shared_memory, shares={[3, 1, 1, 2][:n]}, micro=2)"
+    ),
     "fully sharded": lambda n: f"data({n}, state=fully_sharded)",
-    "fully sharded, uneven shares and micro-batches":
-        lambda n: f"data({n}, state=fully_sharded, shares={[3, 1, 1, 2][:n]}, micro=2)",
+    "fully sharded, uneven shares and micro-batches": lambda n: (
+        f"data({n}, state=fully_sharded, shares={[3, 1, 1, 2][:n]}, micro=2)"
+    ),
     "the largest, all of them": lambda n: f"data({n}, compress=top_k(1.0))",
-    "what is above nothing, in micro-batches":
-        lambda n: f"data({n}, compress=threshold(0), shares={[2, 1, 1, 3][:n]}, micro=2)",
+    "what is above nothing, in micro-batches": lambda n: (
+        f"data({n}, compress=threshold(0), shares={[2, 1, 1, 3][:n]}, micro=2)"
+    ),
     "own batch norm": lambda n: f"data({n}, batch_norm=share)",
     "server": lambda n: f"server({n})",
     "servers": lambda n: f"server({n}, servers=2)",
 }
-SERIAL = {"serial": "serial", "serial, micro-batches": "serial(micro=3)", "serial, threads": "serial(threads=2)"}
+SERIAL = {
+    "serial": "serial",
+    "serial, micro-batches": "serial(micro=3)",
+    "serial, threads": "serial(threads=2)",
+}
 
 WORKERS = (1, 2, 3, 4)
-BRIEF = 9               # steps of a covering sample, three epochs of most jobs; the whole tables take 20
+# steps of a covering sample, three epochs of most jobs; the whole tables take 20
+BRIEF = 9
 
 # strategies that are another training, and say so (test_local)
-LOOSER = ("local(2, every=3)", "local(3, every=end)", "local(2, every=2, after=3)", "local(2, outer=nesterov)",
-          "local(4, every=2, outer=elastic)", "local(2, every=2, reduce=ring) * place(2)", "local(2, every=2, compress=int8)",
-          "server(3, sync=asp)", "server(2, servers=2, sync=ssp(1), rate=by_staleness)")
+LOOSER = (
+    "local(2, every=3)",
+    "local(3, every=end)",
+    "local(2, every=2, after=3)",
+    "local(2, outer=nesterov)",
+    "local(4, every=2, outer=elastic)",
+    "local(2, every=2, reduce=ring) * place(2)",
+    "local(2, every=2, compress=int8)",
+    "server(3, sync=asp)",
+    "server(2, servers=2, sync=ssp(1), rate=by_staleness)",
+)
 # of them, those that compress gradients (test_compressed)
-COMPRESSED = tuple(f"data(2, compress={text})" for text in (
-    "top_k(0.05)", "threshold(0.001)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.05)"))
+COMPRESSED = tuple(
+    f"data(2, compress={text})"
+    for text in (
+        "top_k(0.05)",
+        "threshold(0.001)",
+        "one_bit",
+        "int8",
+        "power_sgd(2)",
+        "bf16",
+        "fp16",
+        "dgc(0.05)",
+    )
+)
 # of them, those that make no steps beside serial's (test_federated)
-IN_ROUNDS = ("federated(2, clients=4, fraction=0.5)", "federated(3, clients=3, fraction=1.0, split=dirichlet, reduce=ring)")
+IN_ROUNDS = (
+    "federated(2, clients=4, fraction=0.5)",
+    "federated(3, clients=3, fraction=1.0, split=dirichlet, reduce=ring)",
+)
 
 NOT_EXACT: dict[tuple[str, str], str] = {
-    ("own batch norm", column): "statistics of a share are not those of the batch" for column in JOBS
-    if "batch norm" in column}
+    ("own batch norm", column): "statistics of a share are not those of the batch"
+    for column in JOBS
+    if "batch norm" in column
+}
 
-CELLS = [(row, column, workers) for row in ROWS for column in JOBS for workers in WORKERS
-         if (row, column) not in NOT_EXACT]
+CELLS = [
+    (row, column, workers)
+    for row in ROWS
+    for column in JOBS
+    for workers in WORKERS
+    if (row, column) not in NOT_EXACT
+]
 
 
 def some(place: int) -> tuple[int, int]:
@@ -390,50 +515,99 @@ def covering() -> list[tuple[str, str, int]]:
     columns = list(JOBS)
     for place, row in enumerate(ROWS):
         for workers in some(place):
-            column = next(column for shift in range(len(columns))
-                          if (row, column := columns[(place + 2 * workers + shift) % len(columns)]) not in NOT_EXACT)
+            column = next(
+                column
+                for shift in range(len(columns))
+                if (row, column := columns[(place + 2 * workers + shift) % len(columns)])
+                not in NOT_EXACT
+            )
             cells.append((row, column, workers))
     return cells
 
 
-# ---- models in parts ---------------------------------------------------------------------------------------------------------
-IN_PARTS = ("place(2)", "place(3)", "pipeline(2, micro=2)", "pipeline(3, micro=3)", "pipeline(2, micro=3, schedule=gpipe)",
-            "pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=3, schedule=zero_bubble)",
-            "pipeline(2, micro=3, recompute=true)", "pipeline(2, micro=2, schedule=zero_bubble, recompute=true)",
-            "data(2) * pipeline(2, micro=2)", "data(2, reduce=ring) * place(2)", "pipeline(3, micro=4, schedule=gpipe)",
-            "pipeline(3, micro=3, schedule=interleaved)", "pipeline(3, micro=4, schedule=zero_bubble)", "pipeline(4, micro=4)",
-            "pipeline(4, micro=3, schedule=gpipe)", "pipeline(4, micro=4, schedule=interleaved)",
-            "pipeline(4, micro=5, schedule=zero_bubble)", "data(2) * pipeline(4, micro=4, schedule=interleaved)")
+# ---- models in parts -------------------------------------------------------------------------
+IN_PARTS = (
+    "place(2)",
+    "place(3)",
+    "pipeline(2, micro=2)",
+    "pipeline(3, micro=3)",
+    "pipeline(2, micro=3, schedule=gpipe)",
+    "pipeline(2, micro=2, schedule=interleaved)",
+    "pipeline(2, micro=3, schedule=zero_bubble)",
+    "pipeline(2, micro=3, recompute=true)",
+    "pipeline(2, micro=2, schedule=zero_bubble, recompute=true)",
+    "data(2) * pipeline(2, micro=2)",
+    "data(2, reduce=ring) * place(2)",
+    "pipeline(3, micro=4, schedule=gpipe)",
+    "pipeline(3, micro=3, schedule=interleaved)",
+    "pipeline(3, micro=4, schedule=zero_bubble)",
+    "pipeline(4, micro=4)",
+    "pipeline(4, micro=3, schedule=gpipe)",
+    "pipeline(4, micro=4, schedule=interleaved)",
+    "pipeline(4, micro=5, schedule=zero_bubble)",
+    "data(2) * pipeline(4, micro=4, schedule=interleaved)",
+)
 # modules that a forward calls one after another
-MODULES = {"mlp": 3, "mlp, adam, clipped, scheduled": 3, "cnn": 5, "cnn with batch norm": 9, "cnn with batch norm, adam": 9,
-           "cnn with batch norm, activated, dropout": 5, "cnn with batch norm, synchronised": 9, "lstm, tied": 3,
-           "lstm, tied, loss as a pair": 3, "mlp, weighted classes": 3, "frozen and unused": 2, "dropout": 4,
-           "dicts, padded, transformed": 3, "nested inputs": 2, "optimizer of the last layer": 3, "in place": 1,
-           "dropout, recomputed": 3, "deep, adam, dropout, clipped": 10}
+MODULES = {
+    "mlp": 3,
+    "mlp, adam, clipped, scheduled": 3,
+    "cnn": 5,
+    "cnn with batch norm": 9,
+    "cnn with batch norm, adam": 9,
+    "cnn with batch norm, activated, dropout": 5,
+    "cnn with batch norm, synchronised": 9,
+    "lstm, tied": 3,
+    "lstm, tied, loss as a pair": 3,
+    "mlp, weighted classes": 3,
+    "frozen and unused": 2,
+    "dropout": 4,
+    "dicts, padded, transformed": 3,
+    "nested inputs": 2,
+    "optimizer of the last layer": 3,
+    "in place": 1,
+    "dropout, recomputed": 3,
+    "deep, adam, dropout, clipped": 10,
+}
 
 
 def parts_of(row: str) -> int:
     """Into how many parts a model is cut."""
-    return int(row.split("place(")[-1].split("pipeline(")[-1][0]) * (2 if "interleaved" in row else 1)
+    return int(row.split("place(")[-1].split("pipeline(")[-1][0]) * (
+        2 if "interleaved" in row else 1
+    )
 
 
 # "frozen and unused" calls a third one for some batches
 TOO_FEW = [(row, column) for row in IN_PARTS for column in JOBS if MODULES[column] < parts_of(row)]
-# a micro-batch of the short last batch would be one sample, which batch norm refuses (as in serial)
-OF_ONE = [(row, column) for row in IN_PARTS for column in JOBS
-          if "batch norm" in column and ("micro=4" in row or "micro=5" in row)]
+# a micro-batch of the short last batch would be one sample, which batch norm refuses (as in
+# serial)
+OF_ONE = [
+    (row, column)
+    for row in IN_PARTS
+    for column in JOBS
+    if "batch norm" in column and ("micro=4" in row or "micro=5" in row)
+]
 
 
 @functools.cache
 def parts_cells() -> list[tuple[str, str]]:
-    return [(row, column) for row in IN_PARTS for column in JOBS if (row, column) not in (*TOO_FEW, *OF_ONE)]
+    return [
+        (row, column)
+        for row in IN_PARTS
+        for column in JOBS
+        if (row, column) not in (*TOO_FEW, *OF_ONE)
+    ]
 
 
 @functools.cache
 def covering_parts() -> set[tuple[str, str]]:
-    """Every row under some job, and the jobs that are not among these under a pipeline of two, if they have enough modules."""
+    """Every row under some job, and the jobs that are not among these under a pipeline of two,
+    if they have enough modules.
+    """
     met = {column for _, column in covering_rows()}
-    return covering_rows() | {(row, column) for row, column in parts_cells() if row == IN_PARTS[2] and column not in met}
+    return covering_rows() | {
+        (row, column) for row, column in parts_cells() if row == IN_PARTS[2] and column not in met
+    }
 
 
 @functools.cache
@@ -443,33 +617,52 @@ def covering_rows() -> set[tuple[str, str]]:
     return {(row, columns[row][place % len(columns[row])]) for place, row in enumerate(IN_PARTS)}
 
 
-# ---- layers in width ---------------------------------------------------------------------------------------------------------
-IN_WIDTH = ("tensor(2)", "tensor(3)", "tensor(4)", "tensor(2, pairs=false)", "data(2) * tensor(2)",
-            "data(2, reduce=ring) * tensor(2)", "place(2) * tensor(2)", "tensor(2) * pipeline(2, micro=2)",
-            "pipeline(2, micro=3, schedule=zero_bubble) * tensor(2)", "pipeline(2, micro=2, recompute=true) * tensor(2)",
-            "data(2) * tensor(2) * pipeline(2, micro=2)")
+# ---- layers in width -------------------------------------------------------------------------
+IN_WIDTH = (
+    "tensor(2)",
+    "tensor(3)",
+    "tensor(4)",
+    "tensor(2, pairs=false)",
+    "data(2) * tensor(2)",
+    "data(2, reduce=ring) * tensor(2)",
+    "place(2) * tensor(2)",
+    "tensor(2) * pipeline(2, micro=2)",
+    "pipeline(2, micro=3, schedule=zero_bubble) * tensor(2)",
+    "pipeline(2, micro=2, recompute=true) * tensor(2)",
+    "data(2) * tensor(2) * pipeline(2, micro=2)",
+)
 # a cut in front of a batch norm: what it is given is whole, and its statistics are divided
 BEFORE_A_NORM = ("place(2, cut=[1, 8]) * tensor(2)", "cnn with batch norm")
-WIDE = [(row, column) for row in IN_WIDTH for column in JOBS
-        if MODULES[column] >= (2 if "place" in row or "pipeline" in row else 1)] + [BEFORE_A_NORM]
+WIDE = [
+    (row, column)
+    for row in IN_WIDTH
+    for column in JOBS
+    if MODULES[column] >= (2 if "place" in row or "pipeline" in row else 1)
+] + [BEFORE_A_NORM]
 
 
-# ---- images in pieces --------------------------------------------------------------------------------------------------------
+# ---- images in pieces ------------------------------------------------------------------------
 class Residual(nn.Module):
-    """Blocks with skips, as residual networks have them: a stride, a pool that hangs over, groups, padding by reflection."""
+    """Blocks with skips, as residual networks have them: a stride, a pool that hangs over,
+    groups, padding by reflection.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect", bias=False)
-        self.norm, self.pool = nn.BatchNorm2d(4), nn.MaxPool2d(3, 2, 1, ceil_mode=True)
-        self.first, self.depth, self.around = nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=2), (
-            nn.Conv2d(4, 6, 1, 2))
-        self.groups, self.dropout, self.out = nn.GroupNorm(3, 6), nn.Dropout2d(0.2), nn.Linear(6, 4)
+        self.norm = nn.BatchNorm2d(4)
+        self.pool = nn.MaxPool2d(3, 2, 1, ceil_mode=True)
+        self.first = nn.Conv2d(4, 6, 3, 2, 1)
+        self.depth = nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=2)
+        self.around = nn.Conv2d(4, 6, 1, 2)
+        self.groups = nn.GroupNorm(3, 6)
+        self.dropout = nn.Dropout2d(0.2)
+        self.out = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(self.norm(self.stem(x)).relu())
         x = self.around(x) + self.groups(self.depth(self.first(x).relu()))
-        return self.out(self.dropout(x.relu()).mean((2, 3)))                # type: ignore[no-any-return]
+        return self.out(self.dropout(x.relu()).mean((2, 3)))  # type: ignore[no-any-return]
 
 
 class Pixels(nn.Module):
@@ -477,62 +670,114 @@ class Pixels(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.deep, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.up, self.out, self.dropout = nn.ConvTranspose2d(4, 3, 3, 2, 1, 1), nn.Conv2d(11, 4, 1), nn.Dropout(0.1)
+        self.down = nn.Conv2d(2, 4, 3, padding=1)
+        self.deep = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.up = nn.ConvTranspose2d(4, 3, 3, 2, 1, 1)
+        self.out = nn.Conv2d(11, 4, 1)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.down(x).tanh()
         second = self.norm(self.deep(functional.avg_pool2d(first, 2))).tanh()
         wide = functional.interpolate(second, scale_factor=2, mode="bilinear")
-        return self.out(self.dropout(torch.cat([first, self.up(second), wide], 1)))         # type: ignore[no-any-return]
+        return self.out(self.dropout(torch.cat([first, self.up(second), wide], 1)))
 
 
-LABELLED = TensorDataset(IMAGES.tensors[0], whole(4, 30, 8, 8, seed=8).masked_fill(whole(4, 30, 8, 8, seed=9) == 0, -100))
-OF_IMAGES = {**{name: each for name, each in JOBS.items() if each.train is IMAGES}, **{each.name: each for each in (
-    job("residual, clipped", Residual, IMAGES, clip_norm=0.3), job("pixels", Pixels, LABELLED, optimizer=adam))}}
-IN_PIECES = ("spatial(2)", "spatial(3)", "spatial(2, columns=2)", "spatial(1, columns=3)", "data(2) * spatial(2)",
-             "data(2, reduce=ring) * spatial(2)")
+LABELLED = TensorDataset(
+    IMAGES.tensors[0], whole(4, 30, 8, 8, seed=8).masked_fill(whole(4, 30, 8, 8, seed=9) == 0, -100)
+)
+OF_IMAGES = {
+    **{name: each for name, each in JOBS.items() if each.train is IMAGES},
+    **{
+        each.name: each
+        for each in (
+            job("residual, clipped", Residual, IMAGES, clip_norm=0.3),
+            job("pixels", Pixels, LABELLED, optimizer=adam),
+        )
+    },
+}
+IN_PIECES = (
+    "spatial(2)",
+    "spatial(3)",
+    "spatial(2, columns=2)",
+    "spatial(1, columns=3)",
+    "data(2) * spatial(2)",
+    "data(2, reduce=ring) * spatial(2)",
+)
 INTEGRATED = ("data(2, dense=tensor)", "data(3, dense=tensor)")
-# a last batch of 3, of which one rank has one: its batch norm was taken for one inside of samples
+# a last batch of 3, of which one rank has one: its batch norm was taken for one inside of
+# samples
 ONE_LEFT = job("batch norm, one left", normed_cnn, Subset(IMAGES, range(27)))
 OF_IMAGES[ONE_LEFT.name] = ONE_LEFT
-OF_PIECES = [*((row, column) for row in IN_PIECES for column in OF_IMAGES),
-             *((row, column) for row in INTEGRATED for column in {**JOBS, **OF_IMAGES} if column not in ("pixels",)),
-             *((row, column) for row in ("spatial(2, dense=tensor)", "data(2) * spatial(2, dense=tensor)")
-               for column in OF_IMAGES if column != "pixels")]                  # which has no fully connected layer
+OF_PIECES = [
+    *((row, column) for row in IN_PIECES for column in OF_IMAGES),
+    *(
+        (row, column)
+        for row in INTEGRATED
+        for column in {**JOBS, **OF_IMAGES}
+        if column not in ("pixels",)
+    ),
+    *(
+        (row, column)
+        for row in ("spatial(2, dense=tensor)", "data(2) * spatial(2, dense=tensor)")
+        # which has no fully connected layer
+        for column in OF_IMAGES
+        if column != "pixels"
+    ),
+]
 
 
-# ---- branches ----------------------------------------------------------------------------------------------------------------
+# ---- branches --------------------------------------------------------------------------------
 def arm(kernel: int, dropout: float = 0.1) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(dropout),
-                         nn.Conv2d(4, 3, kernel, padding=kernel // 2), nn.ReLU())
+    return nn.Sequential(
+        nn.Conv2d(4, 4, 1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Conv2d(4, 3, kernel, padding=kernel // 2),
+        nn.ReLU(),
+    )
 
 
 class Forking(nn.Module):
-    """Three branches that are put together, one of them a pool's, and two that are summed in three steps; dropout in some, so
-    that who lacks a branch must count what it draws."""
+    """Three branches that are put together, one of them a pool's, and two that are summed in
+    three steps; dropout in some, so that who lacks a branch must count what it draws.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.first = nn.ModuleList([arm(1), arm(3, 0.3), nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(4, 3, 1))])
+        self.first = nn.ModuleList(
+            [arm(1), arm(3, 0.3), nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(4, 3, 1))]
+        )
         self.second = nn.ModuleList([nn.Conv2d(9, 4, 3, padding=1), nn.Conv2d(9, 4, 1)])
-        self.norm, self.out = nn.BatchNorm2d(4), nn.Linear(64, 4)
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         x = torch.cat([each(x) for each in self.first], 1)
-        x = self.second[0](x) + self.second[1](functional.dropout(x, 0.2, self.training)) + self.norm(self.second[1](x))
-        return self.out(functional.max_pool2d(x, 2).flatten(1))             # type: ignore[no-any-return]
+        x = (
+            self.second[0](x)
+            + self.second[1](functional.dropout(x, 0.2, self.training))
+            + self.norm(self.second[1](x))
+        )
+        return self.out(functional.max_pool2d(x, 2).flatten(1))  # type: ignore[no-any-return]
 
 
 class Towers(nn.Module):
-    """Two networks on two inputs of their own, whose outputs are multiplied; one gives a dict."""
+    """Two networks on two inputs of their own, whose outputs are multiplied; one gives a
+    dict.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = nn.Sequential(nn.Linear(10, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4))
-        self.right, self.lstm = nn.Sequential(nn.Linear(10, 6), nn.GELU()), nn.LSTM(6, 4, batch_first=True)
+        self.left = nn.Sequential(
+            nn.Linear(10, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4)
+        )
+        self.right = nn.Sequential(nn.Linear(10, 6), nn.GELU())
+        self.lstm = nn.LSTM(6, 4, batch_first=True)
         self.scale = nn.Parameter(torch.ones(4))
 
     def seen(self, x: Tensor) -> dict[str, Tensor]:
@@ -540,7 +785,7 @@ class Towers(nn.Module):
         return {"hidden": hidden.squeeze(1)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) * self.seen(x)["hidden"] * self.scale           # type: ignore[no-any-return]
+        return self.left(x) * self.seen(x)["hidden"] * self.scale  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -548,7 +793,12 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.each = nn.ModuleList([nn.Sequential(nn.Linear(10, 5 + at), nn.Tanh(), nn.Linear(5 + at, 4)) for at in range(3)])
+        self.each = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(10, 5 + at), nn.Tanh(), nn.Linear(5 + at, 4))
+                for at in range(3)
+            ]
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(expert(x) for expert in self.each)
@@ -566,37 +816,51 @@ class Halved(torch.autograd.Function):
         return weight / 2
 
     @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> Tensor:                     # type: ignore[override]
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:  # type: ignore[override]
         return gradients[0] / 2
 
 
 class OddTowers(nn.Module):
-    """What else models do: a weight that an autograd function uses (it stayed that of the first step), attention with dropout
-    (its draws were not counted), towers that are looked at without a graph, a penalty of all weights, a type read off one."""
+    """What else models do: a weight that an autograd function uses (it stayed that of the first
+    step), attention with dropout (its draws were not counted), towers that are looked at
+    without a graph, a penalty of all weights, a type read off one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = (nn.ModuleDict({
-            "into": nn.Linear(2, 8), "attention": nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True),
-            "out": nn.Linear(8, 4)}) for _ in range(2))
-        self.halved, self.near, self.last = nn.Parameter(numbers(4, 4, seed=70)), 0.0, nn.Linear(4, 4)
+        self.left, self.right = (
+            nn.ModuleDict(
+                {
+                    "into": nn.Linear(2, 8),
+                    "attention": nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True),
+                    "out": nn.Linear(8, 4),
+                }
+            )
+            for _ in range(2)
+        )
+        self.halved = nn.Parameter(numbers(4, 4, seed=70))
+        self.near = 0.0
+        self.last = nn.Linear(4, 4)
 
     def tower(self, tower: nn.ModuleDict, x: Tensor) -> Tensor:
         x = tower["into"](x.view(-1, 5, 2)).to(next(tower.parameters()).dtype)
         x = x + tower["attention"](x, x, x, need_weights=False)[0]
-        return tower["out"](functional.dropout(x, 0.1, self.training)).mean(1)      # type: ignore[no-any-return]
+        return tower["out"](functional.dropout(x, 0.1, self.training)).mean(1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        left, right = self.tower(self.left, x), functional.linear(self.tower(self.right, x), Halved.apply(self.halved))
+        left = self.tower(self.left, x)
+        right = functional.linear(self.tower(self.right, x), Halved.apply(self.halved))
         with torch.no_grad():
             self.near = float((left - right).square().mean())
         penalty = sum(each.square().sum() for each in self.parameters())
-        return self.last(functional.dropout(left + right, 0.2, self.training)), penalty             # type: ignore[return-value]
+        return self.last(functional.dropout(left + right, 0.2, self.training)), penalty
 
 
 def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
     weight = torch.tensor(float(len(target)), dtype=output[1].dtype)
-    return functional.cross_entropy(output[0], target, reduction="sum") + 1e-3 * weight * output[1], weight
+    return functional.cross_entropy(output[0], target, reduction="sum") + 1e-3 * weight * output[
+        1
+    ], weight
 
 
 def by_hand(output: Tensor, target: Tensor) -> Tensor:
@@ -608,17 +872,34 @@ class LossInside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(10, 3), nn.Sequential(nn.Linear(10, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.left = nn.Linear(10, 3)
+        self.right = nn.Sequential(nn.Linear(10, 5), nn.Tanh(), nn.Linear(5, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.left(x) - x[:, :3]).square().mean() + (self.right(x) - x[:, 3:6]).square().mean()
+        return (self.left(x) - x[:, :3]).square().mean() + (
+            self.right(x) - x[:, 3:6]
+        ).square().mean()
 
 
-WITH_BRANCHES = {**{each.name: each for each in (
-    job("forks, clipped", Forking, IMAGES, clip_norm=0.3), job("towers", Towers, VECTORS, optimizer=adam),
-    job("experts", Experts, VECTORS, loss=of_all), job("odd towers", OddTowers, VECTORS, loss=penalised),
-    job("loss inside", LossInside, VECTORS, loss=by_hand))}, "residual, clipped": OF_IMAGES["residual, clipped"],
-    "nested inputs": JOBS["nested inputs"]}
+WITH_BRANCHES = {
+    **{
+        each.name: each
+        for each in (
+            job("forks, clipped", Forking, IMAGES, clip_norm=0.3),
+            job("towers", Towers, VECTORS, optimizer=adam),
+            job("experts", Experts, VECTORS, loss=of_all),
+            job("odd towers", OddTowers, VECTORS, loss=penalised),
+            job("loss inside", LossInside, VECTORS, loss=by_hand),
+        )
+    },
+    "residual, clipped": OF_IMAGES["residual, clipped"],
+    "nested inputs": JOBS["nested inputs"],
+}
 BRANCHED = ("branch(2)", "branch(3)", "data(2) * branch(2)", "data(2, reduce=ring) * branch(2)")
-OF_BRANCHES = [(row, column) for row in BRANCHED for column in WITH_BRANCHES
-               if row != "branch(3)" or column in ("forks, clipped", "experts")]        # the others have two
+OF_BRANCHES = [
+    (row, column)
+    for row in BRANCHED
+    for column in WITH_BRANCHES
+    # the others have two
+    if row != "branch(3)" or column in ("forks, clipped", "experts")
+]

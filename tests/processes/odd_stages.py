@@ -1,4 +1,6 @@
-"""Models of odd ways, to be cut in parts (`test_in_stages.py`): they take their inputs as the equality table's VECTORS are."""
+"""Models of odd ways, to be cut in parts (`test_in_stages.py`): they take their inputs as the
+equality table's VECTORS are.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Skipping(nn.Module):
-    """A parameter of its own, skips over several layers, a buffer written in place, a value of an early layer in the loss."""
+    """A parameter of its own, skips over several layers, a buffer written in place, a value of
+    an early layer in the loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +25,8 @@ class Skipping(nn.Module):
         self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        first = hidden = self.layers[0](x) * self.scale
+        first = self.layers[0](x) * self.scale
+        hidden = first
         for layer in self.layers[1:]:
             hidden = hidden + torch.tanh(layer(hidden))
         marked = torch.zeros_like(x)
@@ -35,7 +40,8 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.layer = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(3):
@@ -48,41 +54,57 @@ class Checkpointed(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.layers, self.reentrant = nn.ModuleList(nn.Linear(10, 10) for _ in range(4)), reentrant
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
+        self.reentrant = reentrant
         self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
-        x = checkpoint(lambda h: self.layers[2](torch.tanh(self.layers[1](h))), x, use_reentrant=self.reentrant)
+        x = checkpoint(
+            lambda h: self.layers[2](torch.tanh(self.layers[1](h))), x, use_reentrant=self.reentrant
+        )
         return self.out(self.layers[3](x))
 
 
 class DrawsAgain(nn.Module):
-    """Blocks recompute what they drop, and backward begins with the last: each was taken for the first one's draw."""
+    """Blocks recompute what they drop, and backward begins with the last: each was taken for
+    the first one's draw.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 10)
+            self.first = nn.Linear(10, 10)
+            self.second = nn.Linear(10, 10)
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(lambda h: self.second(functional.dropout(torch.tanh(self.first(h)), 0.3, self.training)), x,
-                              use_reentrant=False)
+            return checkpoint(
+                lambda h: self.second(
+                    functional.dropout(torch.tanh(self.first(h)), 0.3, self.training)
+                ),
+                x,
+                use_reentrant=False,
+            )
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.out = nn.Sequential(*(self.Block() for _ in range(6))), nn.Linear(10, 4)
+        self.blocks = nn.Sequential(*(self.Block() for _ in range(6)))
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.blocks(x))
 
 
 class Unpadded(nn.Module):
-    """Values of the inputs decide the shape of what crosses, and by torch.equal the way: a plan was kept for other values."""
+    """Values of the inputs decide the shape of what crosses, and by torch.equal the way: a plan
+    was kept for other values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -93,11 +115,14 @@ class Unpadded(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """One head on large and on small inputs: with the small ones it was taken as a whole, and watched so with all."""
+    """One head on large and on small inputs: with the small ones it was taken as a whole, and
+    watched so with all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
         self.head = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +132,9 @@ class Pyramid(nn.Module):
 
 
 class InputWithGradient(nn.Module):
-    """A module wants the gradient of what it is given (wav2vec 2.0's encoder): as it was timed alone its input was no leaf."""
+    """A module wants the gradient of what it is given (wav2vec 2.0's encoder): as it was timed
+    alone its input was no leaf.
+    """
 
     class Encoder(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -118,7 +145,9 @@ class InputWithGradient(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.second, self.out = self.Encoder(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.encoder = self.Encoder(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.second(torch.tanh(self.encoder(x)))))
@@ -132,9 +161,14 @@ class Nested(nn.Module):
             super().__init__()
             self.layer = nn.Linear(10, 10)
 
-        def forward(self, state: dict[str, Any], bias: Tensor | None = None) -> tuple[dict[str, Any], None]:
+        def forward(
+            self, state: dict[str, Any], bias: Tensor | None = None
+        ) -> tuple[dict[str, Any], None]:
             hidden = torch.tanh(self.layer(state["hidden"]))
-            return {"hidden": hidden if bias is None else hidden + bias, "seen": (*state["seen"], hidden)}, None
+            return {
+                "hidden": hidden if bias is None else hidden + bias,
+                "seen": (*state["seen"], hidden),
+            }, None
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,33 +191,43 @@ class Sometimes(nn.Module):
         self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, large = torch.tanh(self.first(x)), x[:, :1] > 1.5
+        hidden = torch.tanh(self.first(x))
+        large = x[:, :1] > 1.5
         if large.any():
             hidden = hidden + large * self.rare(hidden)
         return self.out(torch.tanh(self.second(hidden)))
 
 
 class SeenSamples(nn.Module):
-    """Counts its samples in a buffer, of which it puts another one in the place; both parts read it."""
+    """Counts its samples in a buffer, of which it puts another one in the place; both parts
+    read it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += len(x)
         self.steps = self.steps + 1
-        return self.out(torch.tanh(self.first(x)) * (1 + 0.01 * self.steps)) / (1 + 0.01 * self.seen)
+        return self.out(torch.tanh(self.first(x)) * (1 + 0.01 * self.steps)) / (
+            1 + 0.01 * self.seen
+        )
 
 
 class InPlace(nn.Module):
-    """Changes its inputs in place: before its first module, between two, and by what comes from the first."""
+    """Changes its inputs in place: before its first module, between two, and by what comes from
+    the first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(0.5)
@@ -207,11 +251,11 @@ class Registered(nn.Module):
     """Tensors go from one module to another in a dataclass of its own."""
 
     class Begins(nn.Linear):
-        def forward(self, x: Tensor) -> State:              # type: ignore[override]
+        def forward(self, x: Tensor) -> State:  # type: ignore[override]
             return State(super().forward(x), x)
 
     class Ends(nn.Linear):
-        def forward(self, state: State) -> Tensor:          # type: ignore[override]
+        def forward(self, state: State) -> Tensor:  # type: ignore[override]
             return super().forward(torch.tanh(state.hidden) + state.again)
 
     def __init__(self) -> None:
@@ -241,7 +285,9 @@ class Adversarial(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features, self.kinds, self.domain = nn.Linear(10, 10), nn.Linear(10, 4), nn.Linear(10, 4)
+        self.features = nn.Linear(10, 10)
+        self.kinds = nn.Linear(10, 4)
+        self.domain = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         features = torch.tanh(self.features(x))
@@ -250,11 +296,14 @@ class Adversarial(nn.Module):
 
 
 class Noting(nn.Module):
-    """Takes what forward hooks note of its modules, as transformers takes the logits of its routers."""
+    """Takes what forward hooks note of its modules, as transformers takes the logits of its
+    routers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.out = nn.ModuleList(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.out = nn.Linear(10, 4)
         self.noted: list[Tensor] = []
         for layer in self.layers:
             layer.register_forward_hook(self.note)
@@ -275,7 +324,9 @@ class OnDevice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.device(x.device):
@@ -290,7 +341,8 @@ class Routed(nn.Module):
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate, self.experts = nn.Linear(10, 3), nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+            self.gate = nn.Linear(10, 3)
+            self.experts = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
 
         def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             weight, chosen = self.gate(x).softmax(1).max(1)
@@ -298,12 +350,17 @@ class Routed(nn.Module):
             for number, expert in enumerate(self.experts):
                 places = (chosen == number).nonzero()[:, 0]
                 if len(places):
-                    out = out.index_add(0, places, weight[places, None] * torch.tanh(expert(x[places])))
+                    out = out.index_add(
+                        0, places, weight[places, None] * torch.tanh(expert(x[places]))
+                    )
             return out, {"balance": out * 2}
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.mixtures = nn.Linear(10, 10), nn.ModuleList(self.Mixture() for _ in range(2))
+        self.first, self.mixtures = (
+            nn.Linear(10, 10),
+            nn.ModuleList(self.Mixture() for _ in range(2)),
+        )
         self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -315,12 +372,15 @@ class Routed(nn.Module):
 
 
 class Gathering(nn.Module):
-    """Registers hooks in its first forward, and multiplies by what layers gave, each inside of a small block."""
+    """Registers hooks in its first forward, and multiplies by what layers gave, each inside of
+    a small block.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(3))
-        self.large, self.out = nn.Linear(10, 400), nn.Linear(400, 4)
+        self.large = nn.Linear(10, 400)
+        self.out = nn.Linear(400, 4)
         self.hooked = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -335,11 +395,15 @@ class Gathering(nn.Module):
 
 
 class SkipIsRead(nn.Module):
-    """Of two tensors that cross a cut one is saved for a backward before the other is changed in place: resnet18's skips."""
+    """Of two tensors that cross a cut one is saved for a backward before the other is changed
+    in place: resnet18's skips.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.skip, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.skip = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -349,11 +413,14 @@ class SkipIsRead(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Complex numbers cross the cut, whose gradients are zero in the first step, which proves nothing of them."""
+    """Complex numbers cross the cut, whose gradients are zero in the first step, which proves
+    nothing of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
         self.filter, self.mixing = (nn.Linear(6, 6, dtype=torch.complex128) for _ in range(2))
         self.gate = nn.Parameter(torch.zeros(10))
 
@@ -363,8 +430,24 @@ class Spectral(nn.Module):
         return self.out(hidden + self.gate * torch.fft.irfft(spectrum, 10))
 
 
-ODD = {"skipping": Skipping, "shared": Shared, "checkpointed": lambda: Checkpointed(False),
-       "checkpointed, reentrant": lambda: Checkpointed(True), "draws again": DrawsAgain, "nested": Nested,
-       "sometimes": Sometimes, "in place": InPlace, "dataclass": Registered, "autograd function": Adversarial,
-       "experts": Routed, "on a device": OnDevice, "noting": Noting, "gathering": Gathering, "skip is read": SkipIsRead,
-       "spectral": Spectral, "input with gradient": InputWithGradient, "unpadded": Unpadded, "pyramid": Pyramid}
+ODD = {
+    "skipping": Skipping,
+    "shared": Shared,
+    "checkpointed": lambda: Checkpointed(False),
+    "checkpointed, reentrant": lambda: Checkpointed(True),
+    "draws again": DrawsAgain,
+    "nested": Nested,
+    "sometimes": Sometimes,
+    "in place": InPlace,
+    "dataclass": Registered,
+    "autograd function": Adversarial,
+    "experts": Routed,
+    "on a device": OnDevice,
+    "noting": Noting,
+    "gathering": Gathering,
+    "skip is read": SkipIsRead,
+    "spectral": Spectral,
+    "input with gradient": InputWithGradient,
+    "unpadded": Unpadded,
+    "pyramid": Pyramid,
+}

@@ -1,7 +1,8 @@
 """Wrongs planted in ranks: what the library, a model or a job could get wrong, by their names.
 
-A job's model() is built in every rank, and plants the wrong there: it changes the library in that process, for as long as the
-rank lives. One worker's step beside (`made_alone`) stays right, and so does whatever only looks at a model.
+A job's model() is built in every rank, and plants the wrong there: it changes the library in
+that process, for as long as the rank lives. One worker's step beside (`made_alone`) stays
+right, and so does whatever only looks at a model.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ from paragrad.training import batches, trainer
 from paragrad.training.first_step import beside, look
 from paragrad.training.first_step import proof as first_step
 
-IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, 2, seed=4).masked_fill(whole(3, 30, 2, seed=8) == 0, -100))
+IMAGES = TensorDataset(
+    numbers(30, 2, 8, 8, seed=3),
+    whole(4, 30, 2, seed=4).masked_fill(whole(3, 30, 2, seed=8) == 0, -100),
+)
 
 
 class Working:
     """In a strategy's own step, and not where something only looks?"""
+
     looking = 0
 
     @classmethod
@@ -52,13 +57,16 @@ def rank() -> int:
 
 class Net(nn.Module):
     """Convolution, batch norm, dropout, two targets an image of which some do not count."""
-    forgetful = False           # one activation is lost
+
+    forgetful = False  # one activation is lost
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.out = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(36, 8)
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(36, 8)
         self.register_buffer("seen", torch.zeros(()))
-        self.counts = False     # a buffer counts its share
+        self.counts = False  # a buffer counts its share
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.conv(x))
@@ -70,12 +78,15 @@ class Net(nn.Module):
 
 
 def later(of: Any, name: str, change: Callable[[Any], Any]) -> None:
-    """Replace a function of a class or module, for the life of this process, by one that changes what it gives."""
+    """Replace a function of a class or module, for the life of this process, by one that
+    changes what it gives.
+    """
     original = getattr(of, name)
 
     def changed(*arguments: Any, **more: Any) -> Any:
         found = original(*arguments, **more)
         return found if Working.looking else change(found)
+
     mock.patch.object(of, name, changed).start()
 
 
@@ -89,8 +100,11 @@ def mean_of_means(net: Net) -> None:
 
 def mask_by_rank(net: Net) -> None:
     original = trainer.keyed
-    mock.patch.object(trainer, "keyed", lambda draws, seed, *more, **others: original(draws, seed + 1 + rank(), *more, **others)
-                      ).start()
+    mock.patch.object(
+        trainer,
+        "keyed",
+        lambda draws, seed, *more, **others: original(draws, seed + 1 + rank(), *more, **others),
+    ).start()
 
 
 def lost_activation(net: Net) -> None:
@@ -103,18 +117,26 @@ def buffer_by_share(net: Net) -> None:
 
 def stale_gradient(net: Net) -> None:
     """The last layer's bias keeps what it had before: nothing."""
+
     def forget(exchange: Any) -> None:
-        if isinstance(exchange, shared_memory.SharedMemory):        # whose `averaged` meets the other ranks
+        # whose `averaged` meets the other ranks
+        if isinstance(exchange, shared_memory.SharedMemory):
             exchange.mean[exchange.names.index("out.bias")].zero_()
         else:
             exchange.gradients()["out.bias"].zero_()
+
     _after_average(forget)
 
 
 def noise_by_rank(net: Net) -> None:
     def disturb(exchange: Any) -> None:
-        gradient = exchange.mean[0] if isinstance(exchange, shared_memory.SharedMemory) else exchange.gradients()["conv.weight"]
+        gradient = (
+            exchange.mean[0]
+            if isinstance(exchange, shared_memory.SharedMemory)
+            else exchange.gradients()["conv.weight"]
+        )
         gradient.add_(1e-3 * (1 + rank()))
+
     _after_average(disturb)
 
 
@@ -125,6 +147,7 @@ def _after_average(change: Callable[[Any], None]) -> None:
         def changed(self: Any, weight: float, original: Any = original) -> None:
             original(self, weight)
             change(self)
+
         mock.patch.object(kind, "average", changed).start()
 
 
@@ -134,7 +157,14 @@ def sample_twice(net: Net) -> None:
     def changed(*arguments: Any, **more: Any) -> Any:
         batch = original(*arguments, **more)
         first = batch.micros[0]
-        return replace(batch, micros=[replace(first, places=[*first.places[:-1], first.places[0]]), *batch.micros[1:]])
+        return replace(
+            batch,
+            micros=[
+                replace(first, places=[*first.places[:-1], first.places[0]]),
+                *batch.micros[1:],
+            ],
+        )
+
     mock.patch.object(trainer, "batch_of", changed).start()
 
 
@@ -144,6 +174,7 @@ def statistics_of_a_share(net: Net) -> None:
     def changed(self: Any, *arguments: Any, **more: Any) -> None:
         original(self, *arguments, **more)
         self.alone = True
+
     mock.patch.object(batch_norm.BatchNorm, "__init__", changed).start()
 
 
@@ -155,28 +186,36 @@ def running_statistics_of_a_share(net: Net) -> None:
         result = original(self, x, weight, bias, mean, *more)
         mean.add_(0.1 * x.mean((0, 2, 3)).detach())
         return result
+
     mock.patch.object(batch_norm.BatchNorm, "_whole", changed).start()
 
 
 def flat_pieces(net: Net) -> None:
-    """An optimizer that wants whole tensors sees pieces: what was tried of it says that any piece would do.
+    """An optimizer that wants whole tensors sees pieces: what was tried of it says that any
+    piece would do.
 
-    Of one rank alone it is nothing: all take the most careful answer, as ranks that cut differently would wait for one another,
-    or leave elements to nobody.
+    Of one rank alone it is nothing: all take the most careful answer, as ranks that cut
+    differently would wait for one another, or leave elements to nobody.
     """
     mock.patch.object(shared_memory, "updates_by", return_value=ELEMENT).start()
 
 
 class Centralised(torch.optim.SGD):
-    """Takes from each gradient its mean over the inputs, which a flat piece has not, and divides by the tensor's norm."""
+    """Takes from each gradient its mean over the inputs, which a flat piece has not, and
+    divides by the tensor's norm.
+    """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:                            # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    whole = parameter.grad - parameter.grad.mean(tuple(range(1, parameter.dim())), keepdim=True) \
-                        if parameter.dim() > 1 else parameter.grad
+                    whole = (
+                        parameter.grad
+                        - parameter.grad.mean(tuple(range(1, parameter.dim())), keepdim=True)
+                        if parameter.dim() > 1
+                        else parameter.grad
+                    )
                     parameter -= group["lr"] * whole / (whole.norm() + 1e-6)
 
 
@@ -187,15 +226,18 @@ def centralised(parameters: Any) -> torch.optim.Optimizer:
 @dataclass(frozen=True)
 class BeforeTheUpdate:
     """It shows in the first step, which ends a training: one of these kinds is named."""
+
     kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ByTheUpdate:
-    """All is right before the first update, and a training goes on; `verify` alone names it: a parameter.
+    """All is right before the first update, and a training goes on; `verify` alone names it: a
+    parameter.
 
     optimizer, strategy: with which it shows.
     """
+
     optimizer: Callable[[Any], torch.optim.Optimizer]
     strategy: str
 
@@ -218,21 +260,30 @@ WRONGS: dict[Callable[[Net], None], BeforeTheUpdate | ByTheUpdate] = {
 
 def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
     """A job with a wrong in every rank, or in one alone."""
+
     def build() -> Net:
         net = Net()
-        if dist.is_initialized() and alone in (None, rank()):       # not where the door builds it, or another rank
+        # not where the door builds it, or another rank
+        if dist.is_initialized() and alone in (None, rank()):
             for of, name in ((beside, "made_alone"), (first_step, "made_alone"), (look, "probed")):
                 original = getattr(of, name)
                 mock.patch.object(of, name, _looking(original)).start()
             wrong(net)
         return net
+
     shown = WRONGS[wrong]
-    return job(f"planted {wrong.__name__}", build, IMAGES, seed=7,
-               optimizer=shown.optimizer if isinstance(shown, ByTheUpdate) else momentum)
+    return job(
+        f"planted {wrong.__name__}",
+        build,
+        IMAGES,
+        seed=7,
+        optimizer=shown.optimizer if isinstance(shown, ByTheUpdate) else momentum,
+    )
 
 
 def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
     def looking(*arguments: Any, **more: Any) -> Any:
         with Working.look():
             return original(*arguments, **more)
+
     return looking

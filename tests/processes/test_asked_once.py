@@ -1,4 +1,6 @@
-"""Questions whose answers take their time, over connections that break, or whose other end stands still."""
+"""Questions whose answers take their time, over connections that break, or whose other end
+stands still.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,25 @@ from paragrad.techniques.served.reception import AGAIN, APPLIED
 from paragrad.techniques.served.sockets import Listening
 from paragrad.verbs import elastic
 
-WAIT = 20.0             # seconds for anything
+WAIT = 20.0  # seconds for anything
 VECTOR = torch.arange(60, dtype=torch.float64)
-PUSH = Header(Kind.PUSH, JOB, 1, shares=2, dtype=VECTOR.dtype, elements=60, numbers=(6.0, 3.0, 0.0, 6.0, 6.0))
+PUSH = Header(
+    Kind.PUSH, JOB, 1, shares=2, dtype=VECTOR.dtype, elements=60, numbers=(6.0, 3.0, 0.0, 6.0, 6.0)
+)
 PULL = Header(Kind.PULL, JOB, 1)
 
 
 class Asker:
     """Asks in a thread of its own, and keeps the answers."""
 
-    def __init__(self, at: Address, *questions: tuple[int, Header, Any], keys: Keys | None = None, seconds: float = WAIT,
-                 again: float = 0.05) -> None:
+    def __init__(
+        self,
+        at: Address,
+        *questions: tuple[int, Header, Any],
+        keys: Keys | None = None,
+        seconds: float = WAIT,
+        again: float = 0.05,
+    ) -> None:
         self.calling = Calling([at], 8 * 60, keys or Keys.made(), seconds, again)
         self.answers: list[Kind] = []
         self.failed: StepFailed | None = None
@@ -76,11 +86,15 @@ def taken(here: Listening) -> tuple[bytes, Header, int]:
     return came[0].bytes, unpacked(came[1].bytes), len(came)
 
 
-# ---- over one connection -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("question", [(0, PULL, ()), (0, PUSH, (b"\1\1\1", bytes_of(VECTOR)))], ids=["a pull", "a push"])
+# ---- over one connection ---------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "question", [(0, PULL, ()), (0, PUSH, (b"\1\1\1", bytes_of(VECTOR)))], ids=["a pull", "a push"]
+)
 def test_a_question_is_sent_whole_once_however_long_its_answer_takes(question: Any) -> None:
-    """It was sent again every silent second, and a pull was answered again with the whole vector: where that takes longer than
-    a second, the link was full of copies, and after some vectors the worker ended, for nothing came within its limit."""
+    """It was sent again every silent second, and a pull was answered again with the whole
+    vector: where that takes longer than a second, the link was full of copies, and after some
+    vectors the worker ended, for nothing came within its limit.
+    """
     with listening() as here:
         asker = Asker(here.address, question)
         whose, first, parts = taken(here)
@@ -88,16 +102,19 @@ def test_a_question_is_sent_whole_once_however_long_its_answer_takes(question: A
         here.answer(whose, first.answer(Kind.DONE))
         assert asker.end() == [Kind.DONE]
     assert (first.kind, parts) == (question[1].kind, 2 + len(question[2]))
-    assert {(each.kind, each.call, parts) for _, each, parts in reminders} == {(Kind.REMIND, first.call, 2)}
+    assert {(each.kind, each.call, parts) for _, each, parts in reminders} == {
+        (Kind.REMIND, first.call, 2)
+    }
 
 
 def test_who_is_told_that_its_question_is_there_waits_for_longer_than_its_limit() -> None:
     """Under bsp(backup) only the office said so, and no server whose others still computed."""
-    served, waits = server("server(3, sync=bsp(backup=1))"), 0
+    served = server("server(3, sync=bsp(backup=1))")
+    waits = 0
     with listening() as here:
         served.listening = here
         asker = Asker(here.address, (0, PUSH, (b"\1\1\1", bytes_of(VECTOR))), seconds=2.0)
-        while waits < 60:                               # three seconds, with 0.05 between them
+        while waits < 60:  # three seconds, with 0.05 between them
             came = here.take(WAIT)
             assert came is not None
             waits += unpacked(came[1].bytes).kind == Kind.REMIND
@@ -113,14 +130,15 @@ def test_every_answer_is_waited_for_as_long() -> None:
     with listening() as here:
         asker = Asker(here.address, *[(0, PULL, ())] * 8, seconds=3.0, again=0.5)
         questions = [taken(here) for _ in range(8)]
-        for whose, header, _ in questions:              # each when it is silent, four seconds in all
+        # each when it is silent, four seconds in all
+        for whose, header, _ in questions:
             while taken(here)[1].call != questions[-1][1].call:
                 pass
             here.answer(whose, header.answer(Kind.DONE))
         assert asker.end() == [Kind.DONE] * 8
 
 
-# ---- what a server says to a reminder ----------------------------------------------------------------------------------------
+# ---- what a server says to a reminder --------------------------------------------------------
 class Desk:
     """A server whose answers are kept."""
 
@@ -131,11 +149,15 @@ class Desk:
     def said(self, message: list[Any]) -> list[tuple[bytes, Kind, int]]:
         before = len(self.told.answers)
         self.served.taken(message)
-        return [(whose, header.kind, int(header.numbers[0]) if header.kind == Kind.DONE else -1)
-                for whose, header, _ in self.told.answers[before:]]
+        return [
+            (whose, header.kind, int(header.numbers[0]) if header.kind == Kind.DONE else -1)
+            for whose, header, _ in self.told.answers[before:]
+        ]
 
     def reminded(self, call: int, whose: bytes = b"w0", sender: int = 1) -> Kind:
-        (_, kind, _), = self.said(frames(Header(Kind.REMIND, JOB, sender, call=call), whose=whose))
+        ((_, kind, _),) = self.said(
+            frames(Header(Kind.REMIND, JOB, sender, call=call), whose=whose)
+        )
         return kind
 
 
@@ -146,38 +168,54 @@ def test_what_waits_is_there_and_what_was_lost_with_a_connection_is_missed() -> 
     assert desk.said(push(call=7, **more)) == []
     assert desk.reminded(7) == Kind.WAIT
     assert desk.reminded(8) == Kind.MISSED
-    assert desk.reminded(7, b"w0 again") == Kind.MISSED         # and it brings it over this connection
+    # and it brings it over this connection
+    assert desk.reminded(7, b"w0 again") == Kind.MISSED
     for _ in range(1000):
         assert desk.said(push(call=7, whose=b"w0 again", **more)) == []
     assert desk.reminded(7, b"w0 again") == Kind.WAIT
-    assert len(desk.served.pushes[0].waiting) == 2              # however often it comes
+    assert len(desk.served.pushes[0].waiting) == 2  # however often it comes
     told = desk.said(push(3.0, step=1, sender=2, shares=2, whose=b"w1"))
-    assert sorted(told) == [(b"w0", Kind.DONE, APPLIED), (b"w0 again", Kind.DONE, APPLIED), (b"w1", Kind.DONE, APPLIED)]
-    assert desk.reminded(7, b"w0 again") == Kind.MISSED         # it was answered
+    assert sorted(told) == [
+        (b"w0", Kind.DONE, APPLIED),
+        (b"w0 again", Kind.DONE, APPLIED),
+        (b"w1", Kind.DONE, APPLIED),
+    ]
+    assert desk.reminded(7, b"w0 again") == Kind.MISSED  # it was answered
 
 
 def test_who_brings_what_somebody_else_brought_does_not_have_it_sent_again() -> None:
-    """Of two that are at one ticket, for the first was late, each took the other's place, and knew of it by asking again."""
+    """Of two that are at one ticket, for the first was late, each took the other's place, and
+    knew of it by asking again.
+    """
     desk = Desk("server(3, sync=bsp(backup=1))")
     assert desk.said(push(100.0, step=0, call=5)) == []
     assert desk.said(push(1.0, step=0, sender=2, whose=b"w1", call=6)) == []
     assert [desk.reminded(5), desk.reminded(6, b"w1", 2)] == [Kind.WAIT, Kind.WAIT]
     told = desk.said(push(3.0, step=1, sender=3, whose=b"w2"))
-    assert sorted(told) == [(b"w0", Kind.DONE, AGAIN), (b"w1", Kind.DONE, APPLIED), (b"w2", Kind.DONE, APPLIED)]
-    assert torch.equal(desk.served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
+    assert sorted(told) == [
+        (b"w0", Kind.DONE, AGAIN),
+        (b"w1", Kind.DONE, APPLIED),
+        (b"w2", Kind.DONE, APPLIED),
+    ]
+    assert torch.equal(
+        desk.served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
+    )
     assert desk.said(push(3.0, step=2, sender=4, whose=b"w3")) == [(b"w3", Kind.DONE, LATE)]
 
 
 def test_a_pull_is_not_kept() -> None:
     desk = Desk("server(2, sync=asp)")
-    assert [kind for _, kind, _ in desk.said(frames(Header(Kind.PULL, JOB, 1, call=3)))] == [Kind.VALUES]
-    assert desk.reminded(3) == Kind.MISSED                      # comes behind the vector, of which it then is no question
+    assert [kind for _, kind, _ in desk.said(frames(Header(Kind.PULL, JOB, 1, call=3)))] == [
+        Kind.VALUES
+    ]
+    # comes behind the vector, of which it then is no question
+    assert desk.reminded(3) == Kind.MISSED
 
 
-# ---- connections that break --------------------------------------------------------------------------------------------------
+# ---- connections that break ------------------------------------------------------------------
 def test_what_is_lost_with_a_connection_is_asked_for_again() -> None:
     """A server that is killed, and there again at the same place."""
-    with tempfile.TemporaryDirectory() as folder:       # the path of a socket is a short one
+    with tempfile.TemporaryDirectory() as folder:  # the path of a socket is a short one
         at = Address(f"ipc://{folder}/server")
         with listening(at) as first:
             asker = Asker(at, (0, PUSH, (b"\1\1\1", bytes_of(VECTOR))))
@@ -192,8 +230,12 @@ def test_what_is_lost_with_a_connection_is_asked_for_again() -> None:
     assert served.shard.refused == {}
 
 
-def test_where_nobody_listens_any_more_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who came back, or joined, at the end of a training waited for all of its limit, and said that nobody had answered."""
+def test_where_nobody_listens_any_more_nobody_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who came back, or joined, at the end of a training waited for all of its limit, and said
+    that nobody had answered.
+    """
     monkeypatch.setattr(of_calling, "DESERTED", 0.3)
     mine = Keys.made()
     here = Listening(8 * 60, "127.0.0.1", Keys.made())
@@ -220,8 +262,10 @@ STANDS = """
 
 
 def test_who_stands_still_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeroMQ asked a silent connection whether it is there, and ended it after ten seconds, on one host too: a worker of bsp
-    that was stopped for longer lost the answer that came meanwhile, never asked again, and all stood still."""
+    """ZeroMQ asked a silent connection whether it is there, and ended it after ten seconds, on
+    one host too: a worker of bsp that was stopped for longer lost the answer that came
+    meanwhile, never asked again, and all stood still.
+    """
     monkeypatch.setattr(sockets, "BEAT", 20)
     with listening() as here:
         words = [sys.executable, "-c", textwrap.dedent(STANDS), here.address.at]
@@ -230,7 +274,8 @@ def test_who_stands_still_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) 
                 whose, header, _ = taken(here)
                 asker.send_signal(signal.SIGSTOP)
                 os.waitid(os.P_PID, asker.pid, os.WSTOPPED | os.WNOWAIT)
-                assert here.take(1.0) is None           # ten times as long as a connection could be silent
+                # ten times as long as a connection could be silent
+                assert here.take(1.0) is None
                 assert here.connections == 1
                 here.answer(whose, header.answer(Kind.DONE))
                 asker.send_signal(signal.SIGCONT)
@@ -240,35 +285,49 @@ def test_who_stands_still_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("seconds", "silent"), [(0.0, 10_000), (300.0, 300_000), (1e9, 2**31 - 1)])
-def test_between_hosts_a_connection_may_be_silent_for_the_limit(seconds: float, silent: int) -> None:
+def test_between_hosts_a_connection_may_be_silent_for_the_limit(
+    seconds: float, silent: int
+) -> None:
     """Where nobody asks again what is lost with it."""
     here = Listening(8 * 60, "127.0.0.1", Keys.made(), seconds=seconds)
     calling = Calling([here.address], 8 * 60, Keys.made(), seconds)
     try:
-        assert [each.getsockopt(sockets.zmq.HEARTBEAT_TIMEOUT) for each in (here.socket, *calling.sockets)] == [silent] * 2
+        assert [
+            each.getsockopt(sockets.zmq.HEARTBEAT_TIMEOUT)
+            for each in (here.socket, *calling.sockets)
+        ] == [silent] * 2
     finally:
         calling.close()
         here.close()
 
 
-# ---- a training --------------------------------------------------------------------------------------------------------------
-def test_more_that_are_late_than_a_step_can_do_without_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three were stopped, and the one that was left waited for them in its push, until it ended the run: no answer from
-    server 0. It is told that others are waited for; and others come for those who do not come back."""
+# ---- a training ------------------------------------------------------------------------------
+def test_more_that_are_late_than_a_step_can_do_without_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three were stopped, and the one that was left waited for them in its push, until
+    it ended the run: no answer from server 0. It is told that others are waited for; and others
+    come for those who do not come back.
+    """
+
     class Halved(elastic.Run):
         stopped = False
 
         def run(self) -> str:
-            self.office.limit = 1.0                     # not that of sockets: a server takes its time to be there
+            # not that of sockets: a server takes its time to be there
+            self.office.limit = 1.0
             return super().run()
 
         def look(self, epoch: int | None) -> None:
             super().look(epoch)
-            held = [number for number, each in self.office.members.items() if each.holds is not None]
+            held = [
+                number for number, each in self.office.members.items() if each.holds is not None
+            ]
             if not self.stopped and self.done >= 4 and len(held) == 3:
                 self.stopped = True
                 for number in held[:2]:
                     self.crew.members[number].signal(signal.SIGSTOP)
+
     monkeypatch.setattr(elastic, "Run", Halved)
     run = pg.train(vectors(epochs=6), "server(3, sync=bsp(backup=1))", runs=tmp_path, timeout=10)
     assert run.finished

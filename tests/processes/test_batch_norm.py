@@ -1,4 +1,6 @@
-"""Batch norm however a model computes it: the statistics of the whole micro-batch, equal to serial."""
+"""Batch norm however a model computes it: the statistics of the whole micro-batch, equal to
+serial.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,20 @@ from paragrad.world.world import World
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 BOUND = 1e-10
-# the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some are one sample
+# the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some
+# are one sample
 STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(3, shares=[6, 1, 1], micro=2)")
 
 
 class Plain(nn.Module):
-    """functional.batch_norm in a forward, imported by name: no module of torch's kind, no running statistics."""
+    """functional.batch_norm in a forward, imported by name: no module of torch's kind, no
+    running statistics.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.first = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +54,8 @@ class Recomputed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.reentrant = reentrant
-        self.first, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.first = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
         self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +63,9 @@ class Recomputed(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A batch norm that stays in eval mode in training (its statistics are fixed), before one that trains."""
+    """A batch norm that stays in eval mode in training (its statistics are fixed), before one
+    that trains.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,26 +92,40 @@ class Kept(Frozen):
 
 
 class Instances(nn.Module):
-    """Instance norm written with batch_norm, samples x channels as channels (as AdaIN is), and a standardised weight."""
+    """Instance norm written with batch_norm, samples x channels as channels (as AdaIN is), and
+    a standardised weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.out = nn.Parameter(torch.randn(4, 2, 3, 3)), nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4, 2, 3, 3))
+        self.out = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = batch_norm(self.weight.view(1, 4, -1), None, None, training=True, momentum=0.0).view_as(self.weight)
+        weight = batch_norm(
+            self.weight.view(1, 4, -1), None, None, training=True, momentum=0.0
+        ).view_as(self.weight)
         x = functional.conv2d(x, weight)
         x = batch_norm(x.reshape(1, -1, *x.shape[2:]), None, None, training=True).view_as(x)
         return self.out(x.relu().mean((2, 3)))
 
 
 def normed_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(10, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 4)
+    )
 
 
 def pooled_cnn() -> nn.Module:
     """Whose batch norm sees two values per channel and sample."""
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.MaxPool2d(3), nn.Flatten(2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.MaxPool2d(3),
+        nn.Flatten(2),
+        nn.BatchNorm1d(4),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
 
 
 def recomputed() -> nn.Module:
@@ -114,23 +137,35 @@ def recomputed_reentrant() -> nn.Module:
 
 
 def timm_activated() -> nn.Module:
-    for name in ("nms", "qnms"):                    # a CPU build of torchvision may lack the operators that it registers for
+    # a CPU build of torchvision may lack the operators that it registers for
+    for name in ("nms", "qnms"):
         with contextlib.suppress(RuntimeError):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
     from timm.layers import BatchNormAct2d
-    return nn.Sequential(nn.Conv2d(2, 4, 3), BatchNormAct2d(4, act_layer=nn.ELU), nn.Flatten(), nn.Linear(144, 4))
+
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), BatchNormAct2d(4, act_layer=nn.ELU), nn.Flatten(), nn.Linear(144, 4)
+    )
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
-    "a subclass with a forward of its own": (activated_cnn, IMAGES), "SyncBatchNorm": (synchronised_cnn, IMAGES),
-    "functional, by name": (Plain, VECTORS), "recomputed": (recomputed, VECTORS),
-    "recomputed, reentrant": (recomputed_reentrant, VECTORS), "frozen": (Frozen, VECTORS),
-    "cumulative mean": (normed_mlp, VECTORS), "instance norm and weights": (Instances, IMAGES)}
+    "a subclass with a forward of its own": (activated_cnn, IMAGES),
+    "SyncBatchNorm": (synchronised_cnn, IMAGES),
+    "functional, by name": (Plain, VECTORS),
+    "recomputed": (recomputed, VECTORS),
+    "recomputed, reentrant": (recomputed_reentrant, VECTORS),
+    "frozen": (Frozen, VECTORS),
+    "cumulative mean": (normed_mlp, VECTORS),
+    "instance norm and weights": (Instances, IMAGES),
+}
 
 
 def gentle(parameters: object) -> torch.optim.Optimizer:
     """In larger steps the rounding of one processor grew to 1.3e-10 in twenty."""
-    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)           # type: ignore[arg-type]
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)  # type: ignore[arg-type]
 
 
 def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
@@ -140,13 +175,16 @@ def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
     return certificate
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")          # the door looks without gradients
+# the door looks without gradients
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_norm_by_what_is_computed(kind: str, strategy: str, tmp_path: Path) -> None:
-    """A subclass's own forward was replaced by the plain one, and its activation lost (2.5 off at step 0); functional calls
-    took each share's own statistics; SyncBatchNorm refused the CPU; an instance norm would mix samples of two ranks."""
+    """A subclass's own forward was replaced by the plain one, and its activation lost (2.5 off
+    at step 0); functional calls took each share's own statistics; SyncBatchNorm refused the
+    CPU; an instance norm would mix samples of two ranks.
+    """
     model, data = KINDS[kind]
     same(job(kind, model, data, optimizer=gentle), strategy, tmp_path)
 
@@ -159,7 +197,9 @@ def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None
     same(job("timm", timm_activated, IMAGES), strategy, tmp_path)
 
 
-@pytest.mark.parametrize(("strategy", "batch"), [("data(3)", 3), ("data(3, reduce=tree)", 3), ("data(2, micro=2)", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "batch"), [("data(3)", 3), ("data(3, reduce=tree)", 3), ("data(2, micro=2)", 4)]
+)
 def test_one_sample_per_share(strategy: str, batch: int, tmp_path: Path) -> None:
     """torch refuses one value per channel in training; over all ranks there are more."""
     data = TensorDataset(*(tensor[:24] for tensor in IMAGES.tensors))
@@ -170,7 +210,9 @@ def test_one_sample_per_share(strategy: str, batch: int, tmp_path: Path) -> None
 class ByHand(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
-        return (x - mean) / (variance + self.eps).sqrt() * self.weight.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight.view(
+            1, -1, 1, 1
+        ) + self.bias.view(1, -1, 1, 1)
 
 
 class Stem(nn.Module):
@@ -178,8 +220,10 @@ class Stem(nn.Module):
 
     def __init__(self, norm: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> None:
         super().__init__()
-        self.patch, self.norm = nn.Conv2d(2, 4, 3, bias=False), norm(4)
-        self.first, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.patch = nn.Conv2d(2, 4, 3, bias=False)
+        self.norm = norm(4)
+        self.first = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(self.patch(x)).flatten(2).transpose(1, 2)
@@ -190,14 +234,20 @@ def by_hand() -> nn.Module:
     return Stem(ByHand)
 
 
-@pytest.mark.parametrize("strategy", ["serial", "data(2)",
-                                      "pipeline(2, micro=4, cut=[out])"])
+@pytest.mark.parametrize("strategy", ["serial", "data(2)", "pipeline(2, micro=4, cut=[out])"])
 def test_one_image_whose_gradient_comes_transposed(strategy: str, tmp_path: Path) -> None:
-    """torch's own backward is wrong there, by more than the gradient, in one layout of the work and not in another."""
+    """torch's own backward is wrong there, by more than the gradient, in one layout of the work
+    and not in another.
+    """
     data = TensorDataset(*(tensor[:9] for tensor in IMAGES.tensors))
-    model, alone = (Stem, "serial(micro=4)") if "micro" in strategy else (by_hand, "serial")        # whose batch is one
-    expected = pg.train(job("by hand", model, data, batch=8, dtype=torch.float64), alone, runs=tmp_path).model()
-    trained = pg.train(job("stem", Stem, data, batch=8, dtype=torch.float64), strategy, runs=tmp_path).model()
+    # whose batch is one
+    model, alone = (Stem, "serial(micro=4)") if "micro" in strategy else (by_hand, "serial")
+    expected = pg.train(
+        job("by hand", model, data, batch=8, dtype=torch.float64), alone, runs=tmp_path
+    ).model()
+    trained = pg.train(
+        job("stem", Stem, data, batch=8, dtype=torch.float64), strategy, runs=tmp_path
+    ).model()
     for (name, value), other in zip(trained.named_parameters(), expected.parameters(), strict=True):
         assert torch.allclose(value, other, rtol=1e-9, atol=1e-12), name
 
@@ -208,34 +258,54 @@ def built_in_eval() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.BatchNorm3d(4), nn.InstanceNorm2d(4, affine=True),
-                                  nn.BatchNorm2d(4).eval()])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(4),
+        nn.BatchNorm3d(4),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.BatchNorm2d(4).eval(),
+    ],
+)
 def test_backward_of_norms_in_either_layout(norm: nn.Module) -> None:
     norm = norm.double()
     shape = (1, 4, 3, 3, 3) if isinstance(norm, nn.BatchNorm3d) else (1, 4, 3, 3)
-    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    gradient = torch.randn((1, *shape[2:], 4), dtype=torch.float64, generator=torch.Generator().manual_seed(2)).movedim(-1, 1)
+    x = torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
+    gradient = torch.randn(
+        (1, *shape[2:], 4), dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    ).movedim(-1, 1)
     with BatchNorm(World(), norm, lambda payload: None, samples=1):
-        found, = torch.autograd.grad(norm(x), x, gradient)
+        (found,) = torch.autograd.grad(norm(x), x, gradient)
     over = [each for each in range(x.dim()) if each != 1]
     variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
     if not norm.training:
-        variance, mean = torch.ones_like(variance), torch.zeros_like(mean)
-    expected, = torch.autograd.grad((x - mean) / (variance + norm.eps).sqrt(), x, gradient)        # type: ignore[operator]
+        variance = torch.ones_like(variance)
+        mean = torch.zeros_like(mean)
+    (expected,) = torch.autograd.grad((x - mean) / (variance + norm.eps).sqrt(), x, gradient)
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_norm_that_train_keeps_in_eval() -> None:
-    """A loop begins with model.train(), for which the model has a way of its own: a job's never heard it."""
+    """A loop begins with model.train(), for which the model has a way of its own: a job's never
+    heard it.
+    """
     model = job("kept", Kept, VECTORS).built_model()
     assert not model.frozen.training
     assert model.rest.training
     assert not job("kept by a caller", built_in_eval, VECTORS).built_model().rest[1].training
-    assert not job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS).built_model()[1].training
+    assert (
+        not job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS)
+        .built_model()[1]
+        .training
+    )
 
 
 def test_which_running_statistics_were_changed() -> None:
-    """What a comparison may excuse after batch norm, by name: neither other buffers nor a frozen norm's."""
+    """What a comparison may excuse after batch norm, by name: neither other buffers nor a
+    frozen norm's.
+    """
     found = job("frozen", Frozen, VECTORS)
     trainer = Trainer.of_job(World(), found, pg.strategy("serial"))
     assert not trainer.batch_norm.computed
@@ -260,7 +330,9 @@ def test_a_batch_of_one_sample_is_refused_as_torch_does() -> None:
 
 
 def compiled() -> nn.Module:
-    return torch.compile(nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), backend="eager")  # type: ignore
+    return torch.compile(
+        nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), backend="eager"
+    )  # type: ignore
 
 
 def run_before() -> nn.Module:
@@ -272,6 +344,8 @@ def run_before() -> nn.Module:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [compiled, run_before])
 def test_a_compiled_batch_norm_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """A graph holds torch's own kernel: each rank took the statistics of its share, or waited for ever in the compiler."""
+    """A graph holds torch's own kernel: each rank took the statistics of its share, or waited
+    for ever in the compiler.
+    """
     with pytest.raises(RankFailed, match="batch norm in a compiled model"):
         pg.train(job("compiled", model, VECTORS), "data(2)", runs=tmp_path)

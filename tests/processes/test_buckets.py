@@ -1,4 +1,6 @@
-"""The buckets of an exchange: how many a small model has, and where the record says that their time went."""
+"""The buckets of an exchange: how many a small model has, and where the record says that their
+time went.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ from paragrad.world.launching import Ranks
 
 def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:
     width = 600 if dtype == torch.float32 else 290
-    model = nn.Sequential(nn.Linear(10, 400), nn.ReLU(), nn.Linear(400, width), nn.ReLU(), nn.Linear(width, 4)).to(dtype)
+    model = nn.Sequential(
+        nn.Linear(10, 400), nn.ReLU(), nn.Linear(400, width), nn.ReLU(), nn.Linear(width, 4)
+    ).to(dtype)
     assert 950_000 < sum(parameter.nbytes for parameter in model.parameters()) < 1_000_000
     return model
 
 
 def spans(pool: Ranks, folder: Path, text: str, dtype: torch.dtype = torch.float32) -> list[Line]:
     """Those of rank 1 that are an exchange's, of a training of some steps."""
-    job: pg.Job = make_job("small", lambda: just_below_a_megabyte(dtype), VECTORS).replace(dtype=dtype)
+    job: pg.Job = make_job("small", lambda: just_below_a_megabyte(dtype), VECTORS).replace(
+        dtype=dtype
+    )
     run(pool, admitted(job, text, Settings()), folder)
     record = Record(folder)
     assert len(record.of("step", rank=1)) > 3
@@ -37,8 +43,12 @@ def spans(pool: Ranks, folder: Path, text: str, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("reduce", ["ring", "ring(reproducible=true)", "native"])
-def test_below_a_megabyte_all_gradients_are_one_bucket(pool: Ranks, tmp_path: Path, reduce: str, dtype: torch.dtype) -> None:
-    """In every step, also after DDP has built its buckets anew: weight and loss have the gradients' type, and go with them."""
+def test_below_a_megabyte_all_gradients_are_one_bucket(
+    pool: Ranks, tmp_path: Path, reduce: str, dtype: torch.dtype
+) -> None:
+    """In every step, also after DDP has built its buckets anew: weight and loss have the
+    gradients' type, and go with them.
+    """
     found = spans(pool, tmp_path, f"data(2, reduce={reduce})", dtype)
     sends = [span for span in found if span["lane"] == "send"]
     assert {span["name"] for span in sends} == {"reduce 0"}
@@ -46,7 +56,9 @@ def test_below_a_megabyte_all_gradients_are_one_bucket(pool: Ranks, tmp_path: Pa
 
 
 @pytest.mark.parametrize("reduce", ["ring", "star(reproducible=true)"])
-def test_the_record_says_what_an_exchange_waited_for(pool: Ranks, tmp_path: Path, reduce: str) -> None:
+def test_the_record_says_what_an_exchange_waited_for(
+    pool: Ranks, tmp_path: Path, reduce: str
+) -> None:
     """Late others, messages, and the rest, one after the other within the whole."""
     found = spans(pool, tmp_path, f"data(3, reduce={reduce})")
     for step in {span["step"] for span in found}:
@@ -55,7 +67,8 @@ def test_the_record_says_what_an_exchange_waited_for(pool: Ranks, tmp_path: Path
         assert {part["bytes"] for part in parts} == {None}
         start = whole["start"]
         for part in parts:
-            assert part["start"] == pytest.approx(start, abs=2e-6)              # as exact as the record
+            # as exact as the record
+            assert part["start"] == pytest.approx(start, abs=2e-6)
             start += part["seconds"]
         assert start <= whole["start"] + whole["seconds"] + 4e-6
     total = Counter[bool]()

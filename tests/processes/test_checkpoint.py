@@ -1,4 +1,6 @@
-"""Stop and resume: saved under one strategy, loaded under another, and the training goes on as if nothing had been."""
+"""Stop and resume: saved under one strategy, loaded under another, and the training goes on as
+if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -57,25 +59,59 @@ def in64(job: Job) -> Job:
     return job.replace(dtype=torch.float64, epochs=4)
 
 
-# name -> job: plain momentum; Adam, clipping and a scheduler; batch norm; dropout; transforms; groups of their own
-RESUMED = {**{name: in64(JOBS[name]) for name in (
-    "mlp", "mlp, adam, clipped, scheduled", "cnn with batch norm", "dropout", "frozen and unused",
-    "dicts, padded, transformed", "lstm, tied")},
-    "two groups": in64(make_job("two groups", mlp, VECTORS, scheduler=stepped, optimizer=lambda parameters: (
-        lambda each: torch.optim.AdamW([{"params": each[:2], "lr": 0.01}, {"params": each[2:], "weight_decay": 0.1}]))(
-        list(parameters))))}
+# name -> job: plain momentum; Adam, clipping and a scheduler; batch norm; dropout; transforms;
+# groups of their own
+RESUMED = {
+    **{
+        name: in64(JOBS[name])
+        for name in (
+            "mlp",
+            "mlp, adam, clipped, scheduled",
+            "cnn with batch norm",
+            "dropout",
+            "frozen and unused",
+            "dicts, padded, transformed",
+            "lstm, tied",
+        )
+    },
+    "two groups": in64(
+        make_job(
+            "two groups",
+            mlp,
+            VECTORS,
+            scheduler=stepped,
+            optimizer=lambda parameters: (
+                lambda each: torch.optim.AdamW(
+                    [{"params": each[:2], "lr": 0.01}, {"params": each[2:], "weight_decay": 0.1}]
+                )
+            )(list(parameters)),
+        )
+    ),
+}
 BRANCHED = {"residual, clipped": in64(OF_IMAGES["residual, clipped"])}
 
 
-def steps_from(world: World, job: Job, chosen: Strategy, saved: Saved | None, first: int, count: int,
-               folder: Path | None = None) -> dict[str, Tensor]:
-    """The state after steps first..first+count, from a checkpoint or from the start; saved below folder, if there is one."""
+def steps_from(
+    world: World,
+    job: Job,
+    chosen: Strategy,
+    saved: Saved | None,
+    first: int,
+    count: int,
+    folder: Path | None = None,
+) -> dict[str, Tensor]:
+    """The state after steps first..first+count, from a checkpoint or from the start; saved
+    below folder, if there is one.
+    """
     trainer = Trainer.of_job(world, job, chosen)
     try:
         if saved is not None:
             saving.restore(trainer, saved)
         order = job.order(len(job.train))
-        places = [(step // order.steps, list(order.batches())[step % order.steps]) for step in range(first, first + count)]
+        places = [
+            (step // order.steps, list(order.batches())[step % order.steps])
+            for step in range(first, first + count)
+        ]
         for fetched in trainer.batches_at(job.train, order, places):
             trainer.step(*parted(fetched))
         if folder is not None:
@@ -85,66 +121,168 @@ def steps_from(world: World, job: Job, chosen: Strategy, saved: Saved | None, fi
         trainer.close()
 
 
-PAIRS = [("data(3, reduce=ring)", "serial"), ("data(3, shares=[3, 1, 2])", "data(2, reduce=tree)"),
-         ("serial", "data(4, reduce=butterfly)"), ("data(2)", "data(2)")]
+PAIRS = [
+    ("data(3, reduce=ring)", "serial"),
+    ("data(3, shares=[3, 1, 2])", "data(2, reduce=tree)"),
+    ("serial", "data(4, reduce=butterfly)"),
+    ("data(2)", "data(2)"),
+]
 # every other job with one pair, each pair with a job; `make table` has all
-MOVES = [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}",
-                      marks=[] if place % (2 * len(PAIRS)) == 2 * PAIRS.index(pair) else [pytest.mark.table])
-         for place, name in enumerate(RESUMED) for pair in PAIRS]
+MOVES = [
+    pytest.param(
+        name,
+        *pair,
+        id=f"{name}: {' to '.join(pair)}",
+        marks=[] if place % (2 * len(PAIRS)) == 2 * PAIRS.index(pair) else [pytest.mark.table],
+    )
+    for place, name in enumerate(RESUMED)
+    for pair in PAIRS
+]
 
 
 # models in parts: each to serial and back, mid-epoch, and ten pairs of them all
-IN_PARTS = ("place(2)", "pipeline(2, micro=3)", "pipeline(3, micro=4, schedule=gpipe, recompute=true)",
-            "pipeline(2, micro=4, schedule=zero_bubble)", "data(2) * pipeline(2, micro=2)", "data(2, reduce=ring) * place(2)")
+IN_PARTS = (
+    "place(2)",
+    "pipeline(2, micro=3)",
+    "pipeline(3, micro=4, schedule=gpipe, recompute=true)",
+    "pipeline(2, micro=4, schedule=zero_bubble)",
+    "data(2) * pipeline(2, micro=2)",
+    "data(2, reduce=ring) * place(2)",
+)
 CUT = ("mlp, adam, clipped, scheduled", "lstm, tied", "dropout")
-AMONG = random.Random(0).sample(list(itertools.permutations([*IN_PARTS, "data(3, reduce=ring)"], 2)), 10)
-MOVES += [pytest.param(CUT[place % len(CUT)], *pair, id=f"{CUT[place % len(CUT)]}: {' to '.join(pair)}",
-                       marks=[pytest.mark.table] if place % 5 else [])
-          for place, pair in enumerate([*((each, "serial") for each in IN_PARTS), *(("serial", each) for each in IN_PARTS),
-                                        *AMONG])]
+AMONG = random.Random(0).sample(
+    list(itertools.permutations([*IN_PARTS, "data(3, reduce=ring)"], 2)), 10
+)
+MOVES += [
+    pytest.param(
+        CUT[place % len(CUT)],
+        *pair,
+        id=f"{CUT[place % len(CUT)]}: {' to '.join(pair)}",
+        marks=[pytest.mark.table] if place % 5 else [],
+    )
+    for place, pair in enumerate(
+        [*((each, "serial") for each in IN_PARTS), *(("serial", each) for each in IN_PARTS), *AMONG]
+    )
+]
 
 
 # layers in width: each to serial and back, mid-epoch, and ten pairs with all others
 IN_WIDTH = ("tensor(2)", "tensor(3)", "data(2) * tensor(2)", "tensor(2) * pipeline(2, micro=2)")
-WIDE = random.Random(1).sample([pair for pair in itertools.permutations([*IN_WIDTH, *IN_PARTS, "data(3, reduce=ring)"], 2)
-                                if {*pair} & {*IN_WIDTH}], 10)
-MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[pytest.mark.table] if place % 5 else [])
-          for place, (name, pair) in enumerate(zip(itertools.cycle((*CUT, "two groups")), [
-              *((each, "serial") for each in IN_WIDTH), *(("serial", each) for each in IN_WIDTH), *WIDE], strict=False))]
+WIDE = random.Random(1).sample(
+    [
+        pair
+        for pair in itertools.permutations([*IN_WIDTH, *IN_PARTS, "data(3, reduce=ring)"], 2)
+        if {*pair} & {*IN_WIDTH}
+    ],
+    10,
+)
+MOVES += [
+    pytest.param(
+        name,
+        *pair,
+        id=f"{name}: {' to '.join(pair)}",
+        marks=[pytest.mark.table] if place % 5 else [],
+    )
+    for place, (name, pair) in enumerate(
+        zip(
+            itertools.cycle((*CUT, "two groups")),
+            [
+                *((each, "serial") for each in IN_WIDTH),
+                *(("serial", each) for each in IN_WIDTH),
+                *WIDE,
+            ],
+            strict=False,
+        )
+    )
+]
 
 
 # images in pieces, and neurons beside samples: the same
-PIECES = ("spatial(2)", "spatial(2, columns=2)", "data(2) * spatial(2)", "spatial(2, dense=tensor)", "data(3, dense=tensor)")
-AROUND = random.Random(2).sample([pair for pair in itertools.permutations([*PIECES, "tensor(2)", "place(2)", "data(2)"], 2)
-                                  if {*pair} & {*PIECES}], 10)
-MOVES += [pytest.param("cnn with batch norm", *pair, id=f"images: {' to '.join(pair)}",
-                       marks=[pytest.mark.table] if place % 8 else [])
-          for place, pair in enumerate([*((each, "serial") for each in PIECES), *(("serial", each) for each in PIECES),
-                                        *AROUND])]
+PIECES = (
+    "spatial(2)",
+    "spatial(2, columns=2)",
+    "data(2) * spatial(2)",
+    "spatial(2, dense=tensor)",
+    "data(3, dense=tensor)",
+)
+AROUND = random.Random(2).sample(
+    [
+        pair
+        for pair in itertools.permutations([*PIECES, "tensor(2)", "place(2)", "data(2)"], 2)
+        if {*pair} & {*PIECES}
+    ],
+    10,
+)
+MOVES += [
+    pytest.param(
+        "cnn with batch norm",
+        *pair,
+        id=f"images: {' to '.join(pair)}",
+        marks=[pytest.mark.table] if place % 8 else [],
+    )
+    for place, pair in enumerate(
+        [*((each, "serial") for each in PIECES), *(("serial", each) for each in PIECES), *AROUND]
+    )
+]
 
 
 # branches: the same
 FORKED = ("branch(2)", "data(2) * branch(2)", "spatial(2)")
-MOVES += [pytest.param(*BRANCHED, *pair, id=f"branches: {' to '.join(pair)}",
-                       marks=[pytest.mark.table] if place % 6 else [])
-          for place, pair in enumerate(itertools.permutations((*FORKED, "serial"), 2)) if "branch" in "".join(pair)]
+MOVES += [
+    pytest.param(
+        *BRANCHED,
+        *pair,
+        id=f"branches: {' to '.join(pair)}",
+        marks=[pytest.mark.table] if place % 6 else [],
+    )
+    for place, pair in enumerate(itertools.permutations((*FORKED, "serial"), 2))
+    if "branch" in "".join(pair)
+]
 
 
 # sharded over ranks: to serial and back, and between others
 SHARDED = "data(3, state=fully_sharded)"
-MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[pytest.mark.table] if place % 4 else [])
-          for place, (name, pair) in enumerate(itertools.product(
-              ("mlp, adam, clipped, scheduled", "frozen and unused", "cnn with batch norm", "lstm, tied", "two groups"),
-              ((SHARDED, "serial"), ("serial", SHARDED), (SHARDED, "data(2, state=fully_sharded)"),
-               ("data(3, state=shared_memory)", SHARDED), (SHARDED, "place(2)"), ("place(2)", SHARDED))))
-          if "place" not in "".join(pair) or name in CUT]
+MOVES += [
+    pytest.param(
+        name,
+        *pair,
+        id=f"{name}: {' to '.join(pair)}",
+        marks=[pytest.mark.table] if place % 4 else [],
+    )
+    for place, (name, pair) in enumerate(
+        itertools.product(
+            (
+                "mlp, adam, clipped, scheduled",
+                "frozen and unused",
+                "cnn with batch norm",
+                "lstm, tied",
+                "two groups",
+            ),
+            (
+                (SHARDED, "serial"),
+                ("serial", SHARDED),
+                (SHARDED, "data(2, state=fully_sharded)"),
+                ("data(3, state=shared_memory)", SHARDED),
+                (SHARDED, "place(2)"),
+                ("place(2)", SHARDED),
+            ),
+        )
+    )
+    if "place" not in "".join(pair) or name in CUT
+]
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "before", "after"), MOVES)
-def test_saved_here_loaded_there(pool: Ranks, tmp_path: Path, name: str, before: str, after: str) -> None:
-    """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not Adam from the start.)"""
-    job, early, late = {**RESUMED, **BRANCHED}[name], resolved(before), resolved(after)
+def test_saved_here_loaded_there(
+    pool: Ranks, tmp_path: Path, name: str, before: str, after: str
+) -> None:
+    """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not
+    Adam from the start.)
+    """
+    job = {**RESUMED, **BRANCHED}[name]
+    early = resolved(before)
+    late = resolved(after)
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.size)
     found = checkpoint.found(tmp_path, job, examined(job))
@@ -155,11 +293,13 @@ def test_saved_here_loaded_there(pool: Ranks, tmp_path: Path, name: str, before:
 
 def trained(pool: Ranks, folder: Path, job: Job, text: str, **settings: object) -> pg.Run:
     folder.mkdir()
-    return run(pool, admitted(job, text, Settings(**settings)), folder)         # type: ignore[arg-type]
+    return run(pool, admitted(job, text, Settings(**settings)), folder)  # type: ignore[arg-type]
 
 
 def test_a_run_goes_on_where_another_was_saved(pool: Ranks, tmp_path: Path) -> None:
-    """Saved every 4 steps of 6; resumed from 4: the losses of steps 4 and 5, and an audit over both runs."""
+    """Saved every 4 steps of 6; resumed from 4: the losses of steps 4 and 5, and an audit over
+    both runs.
+    """
     job = in64(JOBS["mlp"]).replace(epochs=2)
     whole = trained(pool, tmp_path / "whole", job, "data(3)", save=4)
     steps = sorted(path.name for path in whole.folder.glob("checkpoint-*"))
@@ -168,8 +308,15 @@ def test_a_run_goes_on_where_another_was_saved(pool: Ranks, tmp_path: Path) -> N
     half = trained(pool, tmp_path / "resumed", job, "data(2, reduce=ring)", resume=whole.folder)
     assert half.losses == pytest.approx(whole.losses[4:], rel=1e-10)
     assert half.header["resumed"] == {"run": str(whole.folder), "step": 4}
-    assert (half.audit.epochs, half.audit.seen, half.audit.twice, half.audit.missed) == (1, 29, 0, 0)
-    longer = trained(pool, tmp_path / "longer", job.replace(epochs=3), "serial", resume=whole.folder)
+    assert (half.audit.epochs, half.audit.seen, half.audit.twice, half.audit.missed) == (
+        1,
+        29,
+        0,
+        0,
+    )
+    longer = trained(
+        pool, tmp_path / "longer", job.replace(epochs=3), "serial", resume=whole.folder
+    )
     assert [line["step"] for line in longer.of("step")] == list(range(4, 9))
 
 
@@ -178,7 +325,8 @@ class Waves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phases = self.same = nn.Parameter(torch.randn(10, 6, dtype=torch.complex64))
+        self.phases = nn.Parameter(torch.randn(10, 6, dtype=torch.complex64))
+        self.same = self.phases
         self.out = nn.Linear(6, 4)
         self.register_buffer("turn", torch.tensor(0.6 + 0.8j))
 
@@ -187,12 +335,22 @@ class Waves(nn.Module):
 
 
 def test_complex_weights_in_float64_are_saved(tmp_path: Path) -> None:
-    """safetensors have no complex128: the training was done, then "KeyError: torch.complex128", and its model was lost."""
-    job = in64(make_job("waves", Waves, VECTORS, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01)))
+    """safetensors have no complex128: the training was done, then "KeyError: torch.complex128",
+    and its model was lost.
+    """
+    job = in64(
+        make_job(
+            "waves",
+            Waves,
+            VECTORS,
+            optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        )
+    )
     straight = pg.train(job, "data(2)", runs=tmp_path)
     half = pg.train(job.replace(epochs=2), "data(2, reduce=ring)", save=4, runs=tmp_path)
     on = pg.train(job, "serial", resume=half.folder, runs=tmp_path)
-    expected, found = straight.model().state_dict(), on.model().state_dict()
+    expected = straight.model().state_dict()
+    found = on.model().state_dict()
     for name, value in expected.items():
         assert value.dtype == (torch.float64 if name.startswith("out") else torch.complex128)
         assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-14)
@@ -201,22 +359,42 @@ def test_complex_weights_in_float64_are_saved(tmp_path: Path) -> None:
 def test_the_newest_two_are_kept_and_nothing_half_written(pool: Ranks, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path / "run", JOBS["mlp"], "data(2)", save=1)
     assert sorted(path.name for path in finished.folder.iterdir()) == [
-        "checkpoint-00000005", "checkpoint-00000006", "model.safetensors", "rank-0.jsonl", "rank-1.jsonl", "run.jsonl"]
+        "checkpoint-00000005",
+        "checkpoint-00000006",
+        "model.safetensors",
+        "rank-0.jsonl",
+        "rank-1.jsonl",
+        "run.jsonl",
+    ]
 
 
 def test_an_epoch_is_tested_and_counted_once(pool: Ranks, tmp_path: Path) -> None:
-    """Resumed at an epoch's end, a run tested that epoch again and counted it in its own audit too; where the run that was
-    saved ended before its test, the test is the resumed run's to make."""
+    """Resumed at an epoch's end, a run tested that epoch again and counted it in its own audit
+    too; where the run that was saved ended before its test, the test is the resumed run's to
+    make.
+    """
     job = in64(JOBS["mlp"]).replace(epochs=1, test=VECTORS)
     first = trained(pool, tmp_path / "first", job, "data(2)", save=3)
     assert first.audit.epochs == 1
-    second = trained(pool, tmp_path / "second", job.replace(epochs=2), "serial", resume=first.folder)
+    second = trained(
+        pool, tmp_path / "second", job.replace(epochs=2), "serial", resume=first.folder
+    )
     assert [line["epoch"] for line in second.of("epoch")] == [1]
     assert (second.audit.epochs, second.audit.seen, second.audit.twice) == (1, 29, 0)
-    reached = trained(pool, tmp_path / "reached", job.replace(epochs=2), "serial", resume=first.folder, until="loss=1e9")
-    assert (reached.of("step"), reached.of("epoch")) == ([], [])            # the first run's test was good enough
+    reached = trained(
+        pool,
+        tmp_path / "reached",
+        job.replace(epochs=2),
+        "serial",
+        resume=first.folder,
+        until="loss=1e9",
+    )
+    # the first run's test was good enough
+    assert (reached.of("step"), reached.of("epoch")) == ([], [])
     lines = (first.folder / "rank-0.jsonl").read_text().splitlines(keepends=True)
-    (first.folder / "rank-0.jsonl").write_text("".join(line for line in lines if '"kind":"epoch"' not in line))
+    (first.folder / "rank-0.jsonl").write_text(
+        "".join(line for line in lines if '"kind":"epoch"' not in line)
+    )
     third = trained(pool, tmp_path / "third", job.replace(epochs=2), "serial", resume=first.folder)
     assert [line["epoch"] for line in third.of("epoch")] == [0, 1]
     assert third.of("epoch")[0]["test"]["value"] == pytest.approx(first.test, rel=1e-10)
@@ -224,7 +402,9 @@ def test_an_epoch_is_tested_and_counted_once(pool: Ranks, tmp_path: Path) -> Non
 
 
 def test_one_checkpoint_is_asked_for_by_its_folder(tmp_path: Path) -> None:
-    """--resume RUN/checkpoint-00000002 was refused: that folder holds no checkpoint, it said."""
+    """--resume RUN/checkpoint-00000002 was refused: that folder holds no checkpoint, it
+    said.
+    """
     job = JOBS["mlp"]
     steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     steps_from(World(), job, Serial(threads=1), newest(tmp_path), 2, 1, tmp_path)
@@ -232,7 +412,9 @@ def test_one_checkpoint_is_asked_for_by_its_folder(tmp_path: Path) -> None:
     assert (found.step, found.because, found.folder.parent) == (2, "asked for", tmp_path.resolve())
     assert newest(tmp_path).step == 3
     harm(tmp_path / "checkpoint-00000002" / FILES[0], "flipped")
-    with pytest.raises(pg.Refused, match=r"checkpoint-00000002 is damaged .*; give the folder of its run"):
+    with pytest.raises(
+        pg.Refused, match=r"checkpoint-00000002 is damaged .*; give the folder of its run"
+    ):
         newest(tmp_path / "checkpoint-00000002")
 
 
@@ -251,8 +433,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], L.LRScheduler]] = {
     "CyclicLR": lambda optimizer: L.CyclicLR(optimizer, 0.01, 0.2, step_size_up=3),
     "OneCycleLR": lambda optimizer: L.OneCycleLR(optimizer, 0.2, total_steps=12),
     "SequentialLR": lambda optimizer: L.SequentialLR(
-        optimizer, [L.LinearLR(optimizer, total_iters=3), L.MultiStepLR(optimizer, [2, 4])], [3]),
-    "ChainedScheduler": lambda optimizer: L.ChainedScheduler([L.ConstantLR(optimizer, total_iters=6), L.StepLR(optimizer, 5)])}
+        optimizer, [L.LinearLR(optimizer, total_iters=3), L.MultiStepLR(optimizer, [2, 4])], [3]
+    ),
+    "ChainedScheduler": lambda optimizer: L.ChainedScheduler(
+        [L.ConstantLR(optimizer, total_iters=6), L.StepLR(optimizer, 5)]
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -266,15 +452,32 @@ def test_every_scheduler_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -
     assert max(differences(state, expected).values()) <= 1e-12
 
 
-OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+OPTIMIZERS = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -> None:
-    """To the bit: state in float32 (NAdam's product) stays in float32; a learning rate that is a tensor stays one."""
+    """To the bit: state in float32 (NAdam's product) stays in float32; a learning rate that is
+    a tensor stays one.
+    """
     job = in64(JOBS["mlp"]).replace(
-        scheduler=SCHEDULERS["MultiStepLR"], optimizer=lambda parameters: getattr(torch.optim, name)(
-            parameters, lr=torch.tensor(0.01, dtype=torch.float64) if name == "Adam" else 0.01))
+        scheduler=SCHEDULERS["MultiStepLR"],
+        optimizer=lambda parameters: getattr(torch.optim, name)(
+            parameters, lr=torch.tensor(0.01, dtype=torch.float64) if name == "Adam" else 0.01
+        ),
+    )
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
     state = steps_from(World(), job, Serial(threads=1), newest(tmp_path), SAVED, 5)
@@ -283,37 +486,59 @@ def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -
 
 def test_a_full_disk_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """safetensors raises an error of its own, which had no file, and no repair."""
+
     def full(*_: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
+
     monkeypatch.setattr(tensor_files, "save_file", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*partial/optimizer\.safetensors'"):
+    with pytest.raises(
+        OSError, match=r"No space left on device: '.*partial/optimizer\.safetensors'"
+    ):
         steps_from(World(), JOBS["mlp"], Serial(threads=1), None, 0, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_holds_another_training_is_not_mixed_with_it(tmp_path: Path) -> None:
-    """A second training saved into the folder of a longer one: its checkpoints were deleted at once, as the older ones."""
+    """A second training saved into the folder of a longer one: its checkpoints were deleted at
+    once, as the older ones.
+    """
     job = JOBS["mlp"]
     steps_from(World(), job, Serial(threads=1), None, 0, 6, tmp_path)
-    with pytest.raises(StepFailed, match="checkpoint-00000006 is there, of a later step: another training was saved in"):
+    with pytest.raises(
+        StepFailed,
+        match="checkpoint-00000006 is there, of a later step: another training was saved in",
+    ):
         steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     held = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)                                       # by who saves there at this moment
-    with pytest.raises(StepFailed, match=f"another training is saving in {tmp_path}; give each a folder of its own"):
+    # by who saves there at this moment
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(
+        StepFailed, match=f"another training is saving in {tmp_path}; give each a folder of its own"
+    ):
         steps_from(World(), job, Serial(threads=1), None, 0, 8, tmp_path)
     os.close(held)
-    harm(tmp_path / "checkpoint-00000006" / FILES[0], "flipped")           # a damaged one is no training to keep
+    # a damaged one is no training to keep
+    harm(tmp_path / "checkpoint-00000006" / FILES[0], "flipped")
     steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     assert newest(tmp_path).step == 2
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["flipped", *(pytest.param(how, marks=pytest.mark.table) for how in ("cut", "removed"))])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(pool: Ranks, tmp_path: Path, name: str, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    ["flipped", *(pytest.param(how, marks=pytest.mark.table) for how in ("cut", "removed"))],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    pool: Ranks, tmp_path: Path, name: str, damage: str
+) -> None:
     job = JOBS["mlp, adam, clipped, scheduled"]
     parent = trained(pool, tmp_path / "run", job, "data(2)", save=2).folder
     harm(parent / "checkpoint-00000006" / name, damage)
-    with pytest.warns(UserWarning, match=f"checkpoint-00000006 is damaged .{name} .*; taking the one before it"):
+    with pytest.warns(
+        UserWarning, match=f"checkpoint-00000006 is damaged .{name} .*; taking the one before it"
+    ):
         found = newest(parent)
     assert found.step == 4
     with pytest.warns(UserWarning, match="is damaged"):
@@ -322,7 +547,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(pool: Ranks, tmp
     assert choice["picked"] == "checkpoint-00000004"
     assert f"checkpoint-00000006 is damaged ({name}" in choice["because"]
     harm(parent / "checkpoint-00000004" / name, damage)
-    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(pg.Refused, match="no checkpoint is whole"):
+    with (
+        pytest.warns(UserWarning, match="is damaged"),
+        pytest.raises(pg.Refused, match="no checkpoint is whole"),
+    ):
         newest(parent)
 
 
@@ -331,11 +559,15 @@ def harm(path: Path, damage: str) -> None:
     if damage == "removed":
         path.unlink()
     else:
-        path.write_bytes(content[:-7] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+        path.write_bytes(
+            content[:-7] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1])
+        )
 
 
 class InForward(nn.Sequential):
-    """As mlp by its repr, but for its name, which is told to be the same; its forward is another."""
+    """As mlp by its repr, but for its name, which is told to be the same; its forward is
+    another.
+    """
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -351,36 +583,76 @@ def wider() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 17), nn.Tanh(), nn.Linear(17, 4))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model": wider}, r"saved with model \(0\): Linear\(in_features=10, out_features=16, .*, and job mlp has \(0\): Linear\("),
-    ({"batch": 13}, "saved with batch 12, and job mlp has 13; give --batch 12"),
-    ({"seed": 6}, "saved with seed 5, and job mlp has 6; give --seed 5"),
-    ({"optimizer": lambda parameters: torch.optim.Adam(parameters)}, "saved with optimizer SGD, and job mlp has Adam"),
-    ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9)}, "saved with lr of group 0 0.1, and"),
-    ({"scheduler": stepped}, "saved with scheduler None, and job mlp has StepLR"),
-    ({"clip_norm": 1.0}, "saved with clip_norm None, and job mlp has 1.0"),
-    ({"epochs": 0}, "has 3 steps behind it, and job mlp wants 0; give more --epochs"),
-    ({"dtype": torch.float64}, "saved with dtype float32"),
-    ({"name": "other"}, "resume it as it was"),
-    ({"model": lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4))},
-     r"saved with model \(1\): Tanh\(\), and job mlp has \(1\): ReLU\(\); resume it as it was"),
-    ({"model": lambda: InForward()}, r"whose loss before training was \d.*: other data, other transforms, or another forward"),
-    ({"loss": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)},
-     "saved with loss cross_entropy, and job mlp has cross_entropy, label_smoothing=0.1"),
-    ({"train": TensorDataset(VECTORS.tensors[0] + 0.1, VECTORS.tensors[1])}, "whose loss before training was"),
-    ({"model": lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4), nn.Dropout(0.1))},
-     r"saved with model nothing more, and job mlp has \(3\): Dropout")],
-    ids=lambda each: each if isinstance(each, str) else " ".join(each))
-def test_another_job_is_refused(pool: Ranks, tmp_path: Path, changes: dict[str, object], message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": wider},
+            r"saved with model \(0\): Linear\(in_features=10, out_features=16, .*, and job mlp has "
+            r"\(0\): Linear\(",
+        ),
+        ({"batch": 13}, "saved with batch 12, and job mlp has 13; give --batch 12"),
+        ({"seed": 6}, "saved with seed 5, and job mlp has 6; give --seed 5"),
+        (
+            {"optimizer": lambda parameters: torch.optim.Adam(parameters)},
+            "saved with optimizer SGD, and job mlp has Adam",
+        ),
+        (
+            {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9)},
+            "saved with lr of group 0 0.1, and",
+        ),
+        ({"scheduler": stepped}, "saved with scheduler None, and job mlp has StepLR"),
+        ({"clip_norm": 1.0}, "saved with clip_norm None, and job mlp has 1.0"),
+        ({"epochs": 0}, "has 3 steps behind it, and job mlp wants 0; give more --epochs"),
+        ({"dtype": torch.float64}, "saved with dtype float32"),
+        ({"name": "other"}, "resume it as it was"),
+        (
+            {"model": lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4))},
+            r"saved with model \(1\): Tanh\(\), and job mlp has \(1\): ReLU\(\); resume it as it "
+            r"was",
+        ),
+        (
+            {"model": lambda: InForward()},
+            r"whose loss before training was \d.*: other data, other transforms, or another "
+            r"forward",
+        ),
+        (
+            {"loss": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)},
+            "saved with loss cross_entropy, and job mlp has cross_entropy, label_smoothing=0.1",
+        ),
+        (
+            {"train": TensorDataset(VECTORS.tensors[0] + 0.1, VECTORS.tensors[1])},
+            "whose loss before training was",
+        ),
+        (
+            {
+                "model": lambda: nn.Sequential(
+                    nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4), nn.Dropout(0.1)
+                )
+            },
+            r"saved with model nothing more, and job mlp has \(3\): Dropout",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else " ".join(each),
+)
+def test_another_job_is_refused(
+    pool: Ranks, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     parent = trained(pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3).folder
     with pytest.raises(pg.Refused, match=message):
         admitted(JOBS["mlp"].replace(**changes), "serial", Settings(resume=parent))
-    with pytest.raises(pg.Refused, match="holds no checkpoint; give the folder of a run that was saved"):
+    with pytest.raises(
+        pg.Refused, match="holds no checkpoint; give the folder of a run that was saved"
+    ):
         admitted(JOBS["mlp"], "serial", Settings(resume=tmp_path))
 
 
-def edited(folder: Path, change: Callable[[dict[str, Any]], object] = lambda state: None,
-           tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None, name: str = "model.safetensors") -> None:
+def edited(
+    folder: Path,
+    change: Callable[[dict[str, Any]], object] = lambda state: None,
+    tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    name: str = "model.safetensors",
+) -> None:
     """A checkpoint that somebody changed, its sums made anew."""
     state = json.loads((folder / "state.json").read_text())
     if tensors is not None:
@@ -395,29 +667,73 @@ def in_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "step -5": (lambda folder: edited(folder, lambda state: state.update(step=-5)), "state.json is of step -5"),
-    "half a step": (lambda folder: edited(folder, lambda state: state.update(step=2.5)), "state.json has 2.5 as step"),
-    "another step": (lambda folder: edited(folder, lambda state: state.update(step=1)), "state.json is of step 1"),
+    "step -5": (
+        lambda folder: edited(folder, lambda state: state.update(step=-5)),
+        "state.json is of step -5",
+    ),
+    "half a step": (
+        lambda folder: edited(folder, lambda state: state.update(step=2.5)),
+        "state.json has 2.5 as step",
+    ),
+    "another step": (
+        lambda folder: edited(folder, lambda state: state.update(step=1)),
+        "state.json is of step 1",
+    ),
     "no step": (lambda folder: edited(folder, lambda state: state.pop("step")), "KeyError: 'step'"),
-    "a list": (lambda folder: (folder / "state.json").write_text("[]"), "state.json does not match"),
-    "groups": (lambda folder: edited(folder, lambda state: state["optimizer"].update(groups=3)), "has 3 as optimizer's groups"),
-    "no lr": (lambda folder: edited(folder, lambda state: state["optimizer"]["groups"][0].pop("lr")),
-              "has no lr of group 0 of the optimizer"),
-    "lr of letters": (lambda folder: edited(folder, lambda state: state["optimizer"]["groups"][0].update(lr="high")),
-                      "has 'high' as lr of group 0 of the optimizer, which is a number"),
-    "float32": (lambda folder: edited(folder, tensors=in_float32), "model.safetensors holds other tensors than were saved"),
-    "state in part": (lambda folder: edited(folder, tensors=lambda own: dict(list(own.items())[1:]),
-                                            name="optimizer.safetensors"), "optimizer.safetensors holds other tensors"),
-    "no state": (lambda folder: edited(folder, tensors=lambda own: {}, name="optimizer.safetensors"),
-                 "optimizer.safetensors holds other tensors"),
-    "strange": (lambda folder: edited(folder, lambda state: (
-        state.pop("tensors"), state["optimizer"]["scalars"].update(nobody={"step": 3}))), "KeyError: 'nobody'"),
-    "a fifo": (lambda folder: ((folder / SUMS).unlink(), os.mkfifo(folder / SUMS)), "SHA256SUMS is missing")}
+    "a list": (
+        lambda folder: (folder / "state.json").write_text("[]"),
+        "state.json does not match",
+    ),
+    "groups": (
+        lambda folder: edited(folder, lambda state: state["optimizer"].update(groups=3)),
+        "has 3 as optimizer's groups",
+    ),
+    "no lr": (
+        lambda folder: edited(folder, lambda state: state["optimizer"]["groups"][0].pop("lr")),
+        "has no lr of group 0 of the optimizer",
+    ),
+    "lr of letters": (
+        lambda folder: edited(
+            folder, lambda state: state["optimizer"]["groups"][0].update(lr="high")
+        ),
+        "has 'high' as lr of group 0 of the optimizer, which is a number",
+    ),
+    "float32": (
+        lambda folder: edited(folder, tensors=in_float32),
+        "model.safetensors holds other tensors than were saved",
+    ),
+    "state in part": (
+        lambda folder: edited(
+            folder, tensors=lambda own: dict(list(own.items())[1:]), name="optimizer.safetensors"
+        ),
+        "optimizer.safetensors holds other tensors",
+    ),
+    "no state": (
+        lambda folder: edited(folder, tensors=lambda own: {}, name="optimizer.safetensors"),
+        "optimizer.safetensors holds other tensors",
+    ),
+    "strange": (
+        lambda folder: edited(
+            folder,
+            lambda state: (
+                state.pop("tensors"),
+                state["optimizer"]["scalars"].update(nobody={"step": 3}),
+            ),
+        ),
+        "KeyError: 'nobody'",
+    ),
+    "a fifo": (
+        lambda folder: ((folder / SUMS).unlink(), os.mkfifo(folder / SUMS)),
+        "SHA256SUMS is missing",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
-    """Its sums made anew: twelve raw errors, five taken in silence, and a FIFO that was waited for."""
+    """Its sums made anew: twelve raw errors, five taken in silence, and a FIFO that was waited
+    for.
+    """
     job = JOBS["mlp, adam, clipped, scheduled"].replace(dtype=torch.float64)
     steps_from(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
     edit, message = EDITS[name]
@@ -429,7 +745,9 @@ def test_an_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: s
 
 
 def test_steps_beyond_eight_digits(tmp_path: Path) -> None:
-    """Folders were sorted as text: step 100,000,000 was taken for an earlier one than 99,999,999, and saving failed."""
+    """Folders were sorted as text: step 100,000,000 was taken for an earlier one than
+    99,999,999, and saving failed.
+    """
     trainer = Trainer.of_job(World(), JOBS["mlp"], Serial(threads=1))
     for step in (99_999_999, 100_000_000, 100_000_001):
         trainer.steps = step
@@ -448,6 +766,7 @@ def test_what_earlier_versions_saved_goes_on(tmp_path: Path) -> None:
         del state["tensors"]
         for name in SINCE:
             del state["identity"][name]
+
     edited(tmp_path / "checkpoint-00000003", as_before)
     assert checkpoint.found(tmp_path, job, examined(job)).step == 3
 
@@ -463,7 +782,8 @@ class Points(Dataset):
     seen = 0
 
     def __init__(self):
-        self.launcher = os.getpid()         # which makes it; ranks get what it made, though they run this file too
+        # which makes it; ranks get what it made, though they run this file too
+        self.launcher = os.getpid()
 
     def __len__(self):
         return 60
@@ -471,51 +791,98 @@ class Points(Dataset):
     def __getitem__(self, index):
         Points.seen += 1
         if Points.seen == 100 and os.environ.get("STOPS"):
-            os.kill(self.launcher if os.environ["STOPS"] == "launcher" else os.getppid(), signal.SIGTERM)
+            os.kill(self.launcher if os.environ["STOPS"] == "launcher" else os.getppid(),
+                    signal.SIGTERM)
         return torch.full((10,), index / 60, dtype=torch.float64), index % 4
 
-job = pg.Job(name="points", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy, train=Points(), batch=12,
-             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), epochs=20, dtype=torch.float64)
+job = pg.Job(name="points", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy,
+        train=Points(), batch=12,
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+                     epochs=20, dtype=torch.float64)
 """
 
 
 @pytest.mark.story
 def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
-    """The launcher is asked to stop while its ranks train; both stop after the same step, and resumed it ends as if never
-    stopped."""
+    """The launcher is asked to stop while its ranks train; both stop after the same step, and
+    resumed it ends as if never stopped.
+    """
     job = tmp_path / "points.py"
     job.write_text(STOPPED)
-    command = [sys.executable, "-m", "paragrad", "train", str(job), "--json", "--no-check", "--runs", str(tmp_path / "runs")]
-    first = subprocess.run([*command, "--strategy", "data(2, reduce=ring)"], capture_output=True, text=True, timeout=100,
-                           check=False, env={**os.environ, "STOPS": "launcher"})
+    command = [
+        sys.executable,
+        "-m",
+        "paragrad",
+        "train",
+        str(job),
+        "--json",
+        "--no-check",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    first = subprocess.run(
+        [*command, "--strategy", "data(2, reduce=ring)"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "STOPS": "launcher"},
+    )
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
     record = Record(Path(told["folder"]))
-    assert record.end["status"] == "stopped"                                    # type: ignore[index]
+    assert record.end["status"] == "stopped"  # type: ignore[index]
     steps = len(record.of("step"))
     assert 0 < steps < 100
     assert len(record.of("step", rank=1)) == steps
     assert told["stopped_at"] == steps
     assert "--strategy 'data(2, reduce=ring)'" in told["go_on_with"]
     assert told["go_on_with"].endswith(f"--resume {record.folder}")
-    second = subprocess.run(told["go_on_with"], shell=True, capture_output=True, text=True, timeout=100, check=False,
-                            env={key: value for key, value in os.environ.items() if key != "STOPS"})
+    second = subprocess.run(
+        told["go_on_with"],
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "STOPS"},
+    )
     assert second.returncode == 0, second.stderr
     whole = subprocess.run([*command], capture_output=True, text=True, timeout=100, check=False)
-    assert json.loads(second.stdout)["loss"] == pytest.approx(json.loads(whole.stdout)["loss"], rel=1e-10)
+    assert json.loads(second.stdout)["loss"] == pytest.approx(
+        json.loads(whole.stdout)["loss"], rel=1e-10
+    )
     assert json.loads(second.stdout)["audit"]["missed"] == 0
 
 
-@pytest.mark.parametrize(("typed", "expected"), [
-    ("paragrad train digits --strategy 'data(2)' --epochs 7 --runs 'my runs'",
-     "paragrad train digits --strategy 'data(2)' --epochs 7 --runs 'my runs' --data there --resume runs/new"),
-    ("paragrad train --resume runs/old digits --data=here", "paragrad train digits --data=here --resume runs/new"),
-    ("paragrad train digits --resume=runs/old --data here", "paragrad train digits --data here --resume runs/new"),
-    ("./paragrad train digits", "./paragrad train digits --data there --resume runs/new")])
-def test_how_to_go_on_is_said_as_it_was_typed(typed: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`go on with --resume RUN` left out --strategy, --epochs and all else, so what it said to type was another training."""
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (
+            "paragrad train digits --strategy 'data(2)' --epochs 7 --runs 'my runs'",
+            "paragrad train digits --strategy 'data(2)' --epochs 7 --runs 'my runs' --data there "
+            "--resume runs/new",
+        ),
+        (
+            "paragrad train --resume runs/old digits --data=here",
+            "paragrad train digits --data=here --resume runs/new",
+        ),
+        (
+            "paragrad train digits --resume=runs/old --data here",
+            "paragrad train digits --data here --resume runs/new",
+        ),
+        ("./paragrad train digits", "./paragrad train digits --data there --resume runs/new"),
+    ],
+)
+def test_how_to_go_on_is_said_as_it_was_typed(
+    typed: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`go on with --resume RUN` left out --strategy, --epochs and all else, so what it said to
+    type was another training.
+    """
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert listing.again(shlex.split(typed), Path("runs/new"), "there") == expected         # PARAGRAD_DATA=there
+    # PARAGRAD_DATA=there
+    assert listing.again(shlex.split(typed), Path("runs/new"), "there") == expected
 
 
 def test_how_the_program_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,11 +897,32 @@ def test_sigterm_under_torchrun(tmp_path: Path) -> None:
     """torchrun passes SIGTERM on to its ranks, which save and stop at the same step."""
     job = tmp_path / "points.py"
     job.write_text(STOPPED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paragrad",
-               "train", str(job), "--strategy", "data(2)", "--runs", str(tmp_path / "runs")]
-    subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "STOPS": "parent"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "paragrad",
+        "train",
+        str(job),
+        "--strategy",
+        "data(2)",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "STOPS": "parent"},
+    )
     record = Record(next((tmp_path / "runs").iterdir()))
-    assert record.end["status"] == "stopped"                                    # type: ignore[index]
+    assert record.end["status"] == "stopped"  # type: ignore[index]
     assert newest(record.folder).step == len(record.of("step", rank=1)) == len(record.of("step"))
 
 
@@ -561,12 +949,16 @@ class Finer(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            state.setdefault("sum", torch.zeros_like(parameter, dtype=torch.float64)).add_(parameter.grad.double())
+            state.setdefault("sum", torch.zeros_like(parameter, dtype=torch.float64)).add_(
+                parameter.grad.double()
+            )
         return super().step(closure)
 
 
 def test_state_that_is_finer_than_its_parameter_comes_back_as_it_was(tmp_path: Path) -> None:
-    """torch casts it to the parameter's type, and it was cast back after that: the digits between were lost."""
+    """torch casts it to the parameter's type, and it was cast back after that: the digits
+    between were lost.
+    """
     sums = []
     for loads in (False, True):
         torch.manual_seed(0)
@@ -587,13 +979,20 @@ def test_state_that_is_finer_than_its_parameter_comes_back_as_it_was(tmp_path: P
 
 
 def test_saving_leaves_what_others_write_in_the_folder(tmp_path: Path) -> None:
-    """Everything that ended in .partial was removed: a download under way, another command's trace."""
+    """Everything that ended in .partial was removed: a download under way, another command's
+    trace.
+    """
     for name in ("dataset.zip.partial", "trace.json.partial", "checkpoint-00000001.partial"):
         (tmp_path / name).write_text("half")
     model = mlp()
-    with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.01)) as trainer:
+    with pg.parallelize(
+        model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.01)
+    ) as trainer:
         trainer.save(tmp_path)
-    assert {path.name for path in tmp_path.glob("*.partial")} == {"dataset.zip.partial", "trace.json.partial"}
+    assert {path.name for path in tmp_path.glob("*.partial")} == {
+        "dataset.zip.partial",
+        "trace.json.partial",
+    }
 
 
 def test_a_mapping_that_would_not_come_back_is_refused_when_it_is_saved() -> None:

@@ -34,21 +34,34 @@ class Hasty(Choice):
         return size
 
     def program(self, rank: int, size: int) -> Program:
-        return (each for each in Ring().program(rank, size) if isinstance(each, Compute) or each.slot != 0)
+        return (
+            each
+            for each in Ring().program(rank, size)
+            if isinstance(each, Compute) or each.slot != 0
+        )
 
 
 def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
-    """What was picked among some, or why nothing was; how many exchanges were played for it, and what rank 0 proved."""
+    """What was picked among some, or why nothing was; how many exchanges were played for it,
+    and what rank 0 proved.
+    """
     played: list[Choice] = []
     proved: list[str] = []
 
     def proving(algorithm: Choice, size: int) -> None:
         proved.append(f"{algorithm} of {size}")
-        prove(algorithm, size)                                  # type: ignore[arg-type]
+        prove(algorithm, size)  # type: ignore[arg-type]
 
-    chooser = Chooser(world, Native(), lambda algorithm, vector: played.append(algorithm),
-                      Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"))
-    with patch.object(choosing, "candidates", lambda size, group: list(algorithms)), patch.object(choosing, "prove", proving):
+    chooser = Chooser(
+        world,
+        Native(),
+        lambda algorithm, vector: played.append(algorithm),
+        Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"),
+    )
+    with (
+        patch.object(choosing, "candidates", lambda size, group: list(algorithms)),
+        patch.object(choosing, "prove", proving),
+    ):
         try:
             said = ""
             for length in (100, 1000):
@@ -59,42 +72,71 @@ def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
 
 
 def test_what_is_no_all_reduce_is_never_played(pool: Ranks) -> None:
-    """`auto` played whatever stood in its list, while an algorithm that was named was proved at the door."""
+    """`auto` played whatever stood in its list, while an algorithm that was named was proved at
+    the door.
+    """
     for rank, (said, played, proved) in enumerate(pool.run(picked, Ring(), Hasty(), size=3)):
-        assert said == ("hasty is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 1 in slot 0: it never "
-                        "takes that slot; name another, such as reduce=native")
+        assert said == (
+            "hasty is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 1 in "
+            "slot 0: it never "
+            "takes that slot; name another, such as reduce=native"
+        )
         assert played == 0
-        assert proved == (["hasty of 3"] if rank == 0 else [])          # it is before the ring, as the quicker
+        # it is before the ring, as the quicker
+        assert proved == (["hasty of 3"] if rank == 0 else [])
 
 
 def test_what_is_tried_is_proved_once_for_all_lengths(pool: Ranks) -> None:
     """Groups of two levels too, by rank 0 for all."""
-    for rank, (said, played, proved) in enumerate(pool.run(picked, Ring(), TwoLevel(group=2), size=4)):
+    for rank, (said, played, proved) in enumerate(
+        pool.run(picked, Ring(), TwoLevel(group=2), size=4)
+    ):
         assert said in ("ring", "two_level(group=2)", "native")
         assert played > 0
         assert sorted(proved) == (["ring of 4", "two_level(group=2) of 4"] if rank == 0 else [])
 
 
 def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
-    """What was picked where the backend's own takes so many seconds and others from 1 ms on; how often each was timed."""
+    """What was picked where the backend's own takes so many seconds and others from 1 ms on;
+    how often each was timed.
+    """
     times: Counter[str] = Counter()
-    others: list[Choice] = [Ring(), Tree(), Star(), Butterfly(), Direct(), Halving(1), DoubleTree(1)]
+    others: list[Choice] = [
+        Ring(),
+        Tree(),
+        Star(),
+        Butterfly(),
+        Direct(),
+        Halving(1),
+        DoubleTree(1),
+    ]
 
     def seconds(chooser: Chooser, algorithm: Choice, vector: torch.Tensor, row: int) -> float:
         times[str(algorithm)] += 1
         return native if isinstance(algorithm, Native) else 1e-3 * (1 + others.index(algorithm))
 
-    chooser = Chooser(world, Native(), lambda algorithm, vector: None,
-                      Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"))
-    with patch.object(choosing, "candidates", lambda size, group: others), patch.object(Chooser, "_seconds", seconds):
+    chooser = Chooser(
+        world,
+        Native(),
+        lambda algorithm, vector: None,
+        Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"),
+    )
+    with (
+        patch.object(choosing, "candidates", lambda size, group: others),
+        patch.object(Chooser, "_seconds", seconds),
+    ):
         return str(chooser.pick(torch.zeros(1000))), dict(times)
 
 
-def test_the_backends_own_is_timed_to_the_last_and_nobody_is_dropped_after_one_turn(pool: Ranks) -> None:
-    """One disturbed turn of the first stage dropped what was the quickest, the backend's own too."""
+def test_the_backends_own_is_timed_to_the_last_and_nobody_is_dropped_after_one_turn(
+    pool: Ranks,
+) -> None:
+    """One disturbed turn of the first stage dropped what was the quickest, the backend's own
+    too.
+    """
     for native, best in ((1.0, "ring"), (1e-3, "native")):
         for said, times in pool.run(turns, native, size=3):
             assert said == best
             assert times["native"] == times["ring"] == max(times.values())
             assert min(times.values()) >= choosing.LEAST_TURNS
-            assert len(set(times.values())) > 1                         # there were stages
+            assert len(set(times.values())) > 1  # there were stages

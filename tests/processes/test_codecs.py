@@ -13,7 +13,14 @@ from torch import Tensor
 
 import paragrad as pg
 from paragrad.errors import Refused, StepFailed
-from paragrad.strategies.compressors import CHUNK, COMPRESSORS, SMALL, Compressor, count_of, matrix_of
+from paragrad.strategies.compressors import (
+    CHUNK,
+    COMPRESSORS,
+    SMALL,
+    Compressor,
+    count_of,
+    matrix_of,
+)
 from paragrad.strategies.table import strategy
 from paragrad.techniques.compression.codec import Codec, Payload, codec_of
 from paragrad.techniques.compression.feedback import Corrected, Feedback, key_of, shared_out
@@ -25,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def compressor(text: str) -> Compressor:
-    found = strategy(f"data(2, compress={text})").compress          # type: ignore[attr-defined]
+    found = strategy(f"data(2, compress={text})").compress  # type: ignore[attr-defined]
     assert isinstance(found, Compressor)
     return found
 
@@ -49,7 +56,9 @@ def vectors(draw: st.DrawFn) -> Tensor:
     """Of odd lengths, with zeros, of all sizes of numbers, on several chunks."""
     elements = draw(st.integers(1, 3 * CHUNK + 7))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    vector = torch.randn(elements, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64])))
+    vector = torch.randn(
+        elements, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64]))
+    )
     vector *= 10.0 ** draw(st.integers(-6, 6))
     vector[torch.rand(elements, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = 0.0
     return vector
@@ -57,23 +66,37 @@ def vectors(draw: st.DrawFn) -> Tensor:
 
 # ---- how far it is from what went in --------------------
 @given(vectors(), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
-def test_top_k_sends_exactly_so_many_and_none_that_is_left_is_larger(vector: Tensor, ratio: float) -> None:
+def test_top_k_sends_exactly_so_many_and_none_that_is_left_is_larger(
+    vector: Tensor, ratio: float
+) -> None:
     found = largest(vector, count := count_of(ratio, len(vector)))
-    assert len(found) == len(found.unique()) == count == max(1, min(len(vector), math.ceil(ratio * len(vector) - 1e-9)))
+    assert (
+        len(found)
+        == len(found.unique())
+        == count
+        == max(1, min(len(vector), math.ceil(ratio * len(vector) - 1e-9)))
+    )
     left = torch.ones(len(vector), dtype=torch.bool)
     left[found] = False
     assert not left.any() or vector[left].abs().max() <= vector[found].abs().min()
     out = through(f"top_k({ratio})", vector)
     assert torch.equal(out[found], vector[found])
-    # of any vector at least the part of its square that the ratio is (Stich et al. 2018, lemma A.1)
-    assert float((vector - out).square().sum()) <= (1 - count / len(vector)) * float(vector.square().sum()) * (1 + 1e-5)
+    # of any vector at least the part of its square that the ratio is (Stich et al. 2018, lemma
+    # A.1)
+    assert float((vector - out).square().sum()) <= (1 - count / len(vector)) * float(
+        vector.square().sum()
+    ) * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("elements", [FEW, FEW + 1, 100_003])
 @pytest.mark.parametrize("kind", ["normal", "rows", "zeros", "equal", "few large", "sorted"])
 @pytest.mark.parametrize("ratio", [0.0005, 0.01, 0.5])
-def test_the_largest_of_many_whatever_the_sample_says(elements: int, kind: str, ratio: float) -> None:
-    """The bound is guessed from every so manieth entry: rows of zeros, or of large ones, mislead it."""
+def test_the_largest_of_many_whatever_the_sample_says(
+    elements: int, kind: str, ratio: float
+) -> None:
+    """The bound is guessed from every so manieth entry: rows of zeros, or of large ones,
+    mislead it.
+    """
     vector = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     if kind == "rows":
         vector[torch.arange(elements) % 64 < 60] = 0.0
@@ -82,12 +105,14 @@ def test_the_largest_of_many_whatever_the_sample_says(elements: int, kind: str, 
     elif kind == "equal":
         vector = torch.full((elements,), -0.5)
     elif kind == "few large":
-        vector[::elements // 8192 | 1] *= 1000.0
+        vector[:: elements // 8192 | 1] *= 1000.0
     elif kind == "sorted":
         vector = vector.sort().values
     found = largest(vector, count := count_of(ratio, elements))
     assert len(found.unique()) == len(found) == count
-    assert torch.equal(vector[found].abs().sort().values, vector.abs().topk(count, sorted=True).values.flip(0))
+    assert torch.equal(
+        vector[found].abs().sort().values, vector.abs().topk(count, sorted=True).values.flip(0)
+    )
 
 
 @given(vectors(), st.floats(0.0, 2.0))
@@ -100,14 +125,15 @@ def test_threshold_sends_what_is_above_with_its_values(vector: Tensor, at: float
 def test_int8_is_within_a_step_of_its_chunk(vector: Tensor, draw: int) -> None:
     out = through("int8", vector, draw=draw)
     for start in range(0, len(vector), CHUNK):
-        chunk = vector[start:start + CHUNK]
+        chunk = vector[start : start + CHUNK]
         step = float(chunk.abs().max()) / 127
-        assert float((out[start:start + CHUNK] - chunk).abs().max()) <= step * (1 + 1e-5) + 1e-38
+        assert float((out[start : start + CHUNK] - chunk).abs().max()) <= step * (1 + 1e-5) + 1e-38
 
 
 def test_int8_is_right_on_average() -> None:
-    """Of 4,000 draws the mean is within five standard errors of what went in; rounding to the nearest would be off by up to
-    half a step."""
+    """Of 4,000 draws the mean is within five standard errors of what went in; rounding to the
+    nearest would be off by up to half a step.
+    """
     vector = torch.linspace(-1.0, 1.0, 257, dtype=torch.float64)
     codec = codec_of(compressor("int8"), vector.shape)
     every = torch.stack([codec.extract(codec.compress(vector, None, draw)) for draw in range(4000)])
@@ -120,36 +146,48 @@ def test_int8_is_right_on_average() -> None:
 def test_one_bit_is_the_means_of_a_chunk(vector: Tensor) -> None:
     out = through("one_bit", vector)
     for start in range(0, len(vector), CHUNK):
-        chunk, found = vector[start:start + CHUNK], out[start:start + CHUNK]
+        chunk = vector[start : start + CHUNK]
+        found = out[start : start + CHUNK]
         for side in (chunk >= 0, chunk < 0):
             if side.any():
                 wanted = float(chunk[side].mean())
-                assert float((found[side] - wanted).abs().max()) <= 1e-6 * float(chunk.abs().max()) + 1e-38
+                assert (
+                    float((found[side] - wanted).abs().max())
+                    <= 1e-6 * float(chunk.abs().max()) + 1e-38
+                )
 
 
 @given(vectors())
 def test_bf16_and_fp16_are_within_half_a_unit_in_their_last_place(vector: Tensor) -> None:
     assert bool(((through("bf16", vector) - vector).abs() <= vector.abs() * 2.0**-8 + 1e-38).all())
     top = float(vector.abs().max())
-    assert bool(((through("fp16", vector) - vector).abs() <= vector.abs() * 2.0**-11 + top * 2.0**-38).all())
+    assert bool(
+        ((through("fp16", vector) - vector).abs() <= vector.abs() * 2.0**-11 + top * 2.0**-38).all()
+    )
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 8), st.integers(0, 2**31))
-def test_power_sgd_of_a_matrix_of_that_rank_loses_nothing_and_otherwise_projects(rows: int, others: int, columns: int,
-                                                                                 seed: int) -> None:
+def test_power_sgd_of_a_matrix_of_that_rank_loses_nothing_and_otherwise_projects(
+    rows: int, others: int, columns: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     narrow = torch.randn(rows, min(columns, rows, others), generator=generator, dtype=torch.float64)
-    low = (narrow @ torch.randn(narrow.shape[1], others, generator=generator, dtype=torch.float64)).view(-1)
+    low = (
+        narrow @ torch.randn(narrow.shape[1], others, generator=generator, dtype=torch.float64)
+    ).view(-1)
     out = through(f"power_sgd({columns})", low, (rows, others))
     assert float((out - low).norm()) <= 1e-6 * float(low.norm())
     full = torch.randn(rows * others, generator=generator, dtype=torch.float64)
     left = full - through(f"power_sgd({columns})", full, (rows, others))
     assert float(left.norm()) <= float(full.norm()) * (1 + 1e-9)
-    assert abs(float(left @ (full - left))) <= 1e-6 * float(full @ full)                # at right angles to what was sent
+    # at right angles to what was sent
+    assert abs(float(left @ (full - left))) <= 1e-6 * float(full @ full)
 
 
 def test_power_sgd_goes_on_from_the_last_step() -> None:
-    """One step of the power method each time: of the same matrix, again and again, the largest singular vectors."""
+    """One step of the power method each time: of the same matrix, again and again, the largest
+    singular vectors.
+    """
     matrix = torch.randn(30, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     codec = codec_of(compressor("power_sgd(2)"), matrix.shape)
     for _ in range(200):
@@ -161,9 +199,12 @@ def test_power_sgd_goes_on_from_the_last_step() -> None:
 
 
 def test_power_sgd_begins_anew_where_it_went_on_from_nothing() -> None:
-    """After a gradient of zeros (below a head that begins as zeros) the next factor is the first rows of the matrix, and where
-    those are always 0 (what an embedding pads with) nothing was sent any more."""
-    codec, feedback = codec_of(compressor("power_sgd(2)"), (100, 60)), Feedback()
+    """After a gradient of zeros (below a head that begins as zeros) the next factor is the
+    first rows of the matrix, and where those are always 0 (what an embedding pads with) nothing
+    was sent any more.
+    """
+    codec = codec_of(compressor("power_sgd(2)"), (100, 60))
+    feedback = Feedback()
     generator = torch.Generator().manual_seed(5)
     for step in range(30):
         matrix = torch.randn(100, 60, generator=generator, dtype=torch.float64) * (step > 0)
@@ -177,7 +218,9 @@ def test_power_sgd_begins_anew_where_it_went_on_from_nothing() -> None:
 
 
 def test_fp16_of_float64_knows_its_range() -> None:
-    """What float32 does not hold came back as inf, and what is nearly nothing had no power of two."""
+    """What float32 does not hold came back as inf, and what is nearly nothing had no power of
+    two.
+    """
     for most in (1e60, 1e-320, 1e300):
         vector = torch.tensor([most, -most / 2, 0.0], dtype=torch.float64)
         out = through("fp16", vector)
@@ -185,33 +228,48 @@ def test_fp16_of_float64_knows_its_range() -> None:
 
 
 # ---- sizes --------------------
-@pytest.mark.parametrize(("text", "shape"), [
-    (text, shape) for text in ("top_k(0.01)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.01)")
-    for shape in ((64, 32), (2049,), (17, 5, 3, 11), (30, 4096)) if compressor(text).compresses(shape)])
-def test_a_payload_has_the_bytes_that_the_compressor_says(text: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        (text, shape)
+        for text in ("top_k(0.01)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.01)")
+        for shape in ((64, 32), (2049,), (17, 5, 3, 11), (30, 4096))
+        if compressor(text).compresses(shape)
+    ],
+)
+def test_a_payload_has_the_bytes_that_the_compressor_says(
+    text: str, shape: tuple[int, ...]
+) -> None:
     chosen = compressor(text)
     vector = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(1))
     codec = codec_of(chosen, shape)
     payload, _ = one_rank(codec, vector)
     wanted = chosen.sends(shape, 4)
-    if isinstance(codec, Factors):                      # the factor that all agree on travels too, before
+    # the factor that all agree on travels too, before
+    if isinstance(codec, Factors):
         wanted -= codec.rows * codec.columns * 4
     assert sum(each.nbytes for each in payload) == wanted
 
 
 def test_small_tensors_are_sent_as_they_are() -> None:
     for cls in COMPRESSORS:
-        text = {"threshold": "threshold(0.1)", "top_k": "top_k(0.1)", "dgc": "dgc(0.1)"}.get(cls.name, cls.name)
+        text = {"threshold": "threshold(0.1)", "top_k": "top_k(0.1)", "dgc": "dgc(0.1)"}.get(
+            cls.name, cls.name
+        )
         halves = cls.name in ("bf16", "fp16")
         assert compressor(text).compresses((SMALL - 1,)) is halves
         assert compressor(text).compresses((2 * SMALL, 2 * SMALL))
-    assert not compressor("power_sgd(64)").compresses((64, 64))         # its factors would be twice the matrix
+    # its factors would be twice the matrix
+    assert not compressor("power_sgd(64)").compresses((64, 64))
     assert matrix_of((8, 3, 5, 5)) == (8, 75)
 
 
 def test_payloads_of_any_types_travel_in_one_message() -> None:
-    payloads = [(torch.arange(3, dtype=torch.int8), torch.randn(2, 1)), (torch.arange(5), torch.randn(5, dtype=torch.float64)),
-                (torch.empty(0, dtype=torch.int32), torch.empty(0))]
+    payloads = [
+        (torch.arange(3, dtype=torch.int8), torch.randn(2, 1)),
+        (torch.arange(5), torch.randn(5, dtype=torch.float64)),
+        (torch.empty(0, dtype=torch.int32), torch.empty(0)),
+    ]
     kinds = [[(each.dtype, tuple(each.shape)) for each in payload] for payload in payloads]
     message = packed(payloads, CPU)
     assert len(message) == length_of(kinds)
@@ -220,7 +278,9 @@ def test_payloads_of_any_types_travel_in_one_message() -> None:
 
 
 # ---- what is not finite --------------------
-@pytest.mark.parametrize("text", ["top_k(0.01)", "threshold(0.1)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "text", ["top_k(0.01)", "threshold(0.1)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_refused(text: str, value: float) -> None:
     vector = torch.randn(40_000)
@@ -231,12 +291,19 @@ def test_what_is_not_finite_is_refused(text: str, value: float) -> None:
 
 # ---- what is kept --------------------
 @settings(max_examples=30)
-@given(st.sampled_from(["top_k(0.1)", "threshold(0.5)", "one_bit", "power_sgd(1)"]), st.integers(1, 12), st.integers(0, 2**31))
+@given(
+    st.sampled_from(["top_k(0.1)", "threshold(0.5)", "one_bit", "power_sgd(1)"]),
+    st.integers(1, 12),
+    st.integers(0, 2**31),
+)
 def test_what_was_sent_and_what_is_kept_is_all(text: str, steps: int, seed: int) -> None:
     """In float64, over steps: nothing is lost, nothing counts twice."""
     generator = torch.Generator().manual_seed(seed)
-    shape, feedback, codec = (60, 70), Feedback(), codec_of(compressor(text), (60, 70))
-    whole, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(60 * 70, dtype=torch.float64)
+    shape = (60, 70)
+    feedback = Feedback()
+    codec = codec_of(compressor(text), (60, 70))
+    whole = torch.zeros(shape, dtype=torch.float64)
+    sent = torch.zeros(60 * 70, dtype=torch.float64)
     for _ in range(steps):
         gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
         whole += 0.25 * gradient
@@ -250,16 +317,22 @@ def test_what_was_sent_and_what_is_kept_is_all(text: str, steps: int, seed: int)
 
 @settings(max_examples=40)
 @given(st.integers(1, 20), st.sampled_from([0.0, 0.5, 0.9]), st.booleans(), st.integers(0, 2**31))
-def test_momentum_correction_is_the_closed_form(steps: int, momentum: float, nesterov: bool, seed: int) -> None:
-    """An entry that was last sent in step s has waited since: what is kept of it after step T is the sum of the updates that
-    SGD with momentum, begun anew after s, would have made of its gradients g(s+1) ... g(T):
+def test_momentum_correction_is_the_closed_form(
+    steps: int, momentum: float, nesterov: bool, seed: int
+) -> None:
+    """An entry that was last sent in step s has waited since: what is kept of it after step T
+    is the sum of the updates that SGD with momentum, begun anew after s, would have made of its
+    gradients g(s+1) ... g(T):
 
-        sum over t of g(t) (1 - m^(T - t + 1)) / (1 - m),        with Nesterov's momentum one power of m more
+        sum over t of g(t) (1 - m^(T - t + 1)) / (1 - m),        with Nesterov's momentum one
+        power of m more
     """
     generator = torch.Generator().manual_seed(seed)
     elements = 3000
-    feedback, codec = Corrected(lambda name: (momentum, nesterov)), codec_of(compressor("dgc(0.05)"), (elements,))
-    gradients, last = [], torch.full((elements,), -1)
+    feedback = Corrected(lambda name: (momentum, nesterov))
+    codec = codec_of(compressor("dgc(0.05)"), (elements,))
+    gradients = []
+    last = torch.full((elements,), -1)
     for step in range(steps):
         gradients.append(torch.randn(elements, generator=generator, dtype=torch.float64))
         vector = feedback.compensated("w", gradients[-1], 1.0)
@@ -272,14 +345,19 @@ def test_momentum_correction_is_the_closed_form(steps: int, momentum: float, nes
         feedback.sent("w", codec, payload, None)
         last[payload[0].long()] = step
         assert not feedback.residual["w"][payload[0].long()].any()
-        assert not (momentum and feedback.velocity["w"][payload[0].long()].any())       # without one there is none
+        # without one there is none
+        assert not (momentum and feedback.velocity["w"][payload[0].long()].any())
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_without_masking_nothing_of_the_momentum_is_lost(nesterov: bool) -> None:
-    """What was sent and what waits is all that SGD with momentum would have made of all gradients."""
-    feedback, codec = Corrected(lambda name: (0.9, nesterov), masking=False), codec_of(compressor("dgc(0.05)"), (3000,))
-    sent, gradients = torch.zeros(3000, dtype=torch.float64), []
+    """What was sent and what waits is all that SGD with momentum would have made of all
+    gradients.
+    """
+    feedback = Corrected(lambda name: (0.9, nesterov), masking=False)
+    codec = codec_of(compressor("dgc(0.05)"), (3000,))
+    sent = torch.zeros(3000, dtype=torch.float64)
+    gradients = []
     generator = torch.Generator().manual_seed(4)
     for step in range(20):
         gradients.append(torch.randn(3000, generator=generator, dtype=torch.float64))
@@ -287,7 +365,7 @@ def test_without_masking_nothing_of_the_momentum_is_lost(nesterov: bool) -> None
         feedback.sent("w", codec, payload, None)
         codec.add(payload, sent)
         whole = sum(each * updates(step - t, 0.9, nesterov) for t, each in enumerate(gradients))
-        assert torch.allclose(sent + feedback.residual["w"], whole, atol=1e-11)         # type: ignore[arg-type]
+        assert torch.allclose(sent + feedback.residual["w"], whole, atol=1e-11)
 
 
 def updates(after: int, momentum: float, nesterov: bool) -> float:
@@ -298,36 +376,60 @@ def updates(after: int, momentum: float, nesterov: bool) -> float:
 
 def test_another_number_of_ranks_goes_on_with_equal_parts_of_the_sum() -> None:
     kept = {"w": {key_of("residual", rank): torch.arange(3.0) + 10 * rank for rank in range(4)}}
-    assert torch.equal(shared_out(kept, "w", "residual", 2, 4), torch.arange(3.0) + 20)         # type: ignore[arg-type]
+    assert torch.equal(shared_out(kept, "w", "residual", 2, 4), torch.arange(3.0) + 20)
     parts = [shared_out(kept, "w", "residual", rank, 3) for rank in range(3)]
-    assert torch.allclose(sum(parts[1:], parts[0]), 4 * torch.arange(3.0) + 60)                  # type: ignore[arg-type]
+    assert torch.allclose(sum(parts[1:], parts[0]), 4 * torch.arange(3.0) + 60)
     assert shared_out(kept, "v", "residual", 0, 3) is None
 
 
 # ---- the notation --------------------
-@pytest.mark.parametrize(("text", "said"), [
-    ("top_k(0)", "a number above 0, at most 1"), ("top_k(1.5)", "at most 1"), ("threshold(-1)", "a number from 0"),
-    ("power_sgd(0)", "a whole number from 1"), ("dgc(0.01, momentum=1)", "never forgets"), ("dgc(0.01, warmup=-1)", "from 0"),
-    ("dgc(2)", "at most 1"), ("topk(0.1)", "did you mean top_k?")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("top_k(0)", "a number above 0, at most 1"),
+        ("top_k(1.5)", "at most 1"),
+        ("threshold(-1)", "a number from 0"),
+        ("power_sgd(0)", "a whole number from 1"),
+        ("dgc(0.01, momentum=1)", "never forgets"),
+        ("dgc(0.01, warmup=-1)", "from 0"),
+        ("dgc(2)", "at most 1"),
+        ("topk(0.1)", "did you mean top_k?"),
+    ],
+)
 def test_bad_input_has_its_repair(text: str, said: str) -> None:
     with pytest.raises(Refused, match=said):
         strategy(f"data(2, compress={text})")
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("data(2, reduce=ring, compress=int8)", "does not add up along an all-reduce"),
-    ("data(2, reduce=ring, compress=one_bit)", "leave out reduce=ring"),
-    ("data(2, state=shared_memory, compress=top_k(0.1))", "an exchange of its own"),
-    ("data(2, state=fully_sharded, compress=bf16)", "an exchange of its own"),
-    ("data(2, dense=tensor, compress=bf16)", "leave out compress")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data(2, reduce=ring, compress=int8)", "does not add up along an all-reduce"),
+        ("data(2, reduce=ring, compress=one_bit)", "leave out reduce=ring"),
+        ("data(2, state=shared_memory, compress=top_k(0.1))", "an exchange of its own"),
+        ("data(2, state=fully_sharded, compress=bf16)", "an exchange of its own"),
+        ("data(2, dense=tensor, compress=bf16)", "leave out compress"),
+    ],
+)
 def test_what_does_not_fit_is_refused(text: str, said: str) -> None:
     with pytest.raises(Refused, match=said):
         strategy(text)
 
 
 def test_only_what_loses_nothing_is_exact() -> None:
-    exact = [text for text in ("top_k(1.0)", "threshold(0)", "top_k(0.5)", "int8", "bf16", "dgc(1.0)", "power_sgd(64)")
-             if strategy(f"data(2, compress={text})").exact]
+    exact = [
+        text
+        for text in (
+            "top_k(1.0)",
+            "threshold(0)",
+            "top_k(0.5)",
+            "int8",
+            "bf16",
+            "dgc(1.0)",
+            "power_sgd(64)",
+        )
+        if strategy(f"data(2, compress={text})").exact
+    ]
     assert exact == ["top_k(1.0)", "threshold(0)"]
 
 

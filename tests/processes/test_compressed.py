@@ -1,4 +1,6 @@
-"""data(n, compress=...): compressed gradients over ranks, beside plain torch that says what they should be."""
+"""data(n, compress=...): compressed gradients over ranks, beside plain torch that says what
+they should be.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ pytestmark = pytest.mark.usefixtures("warm")
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
 heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-LARGE, SMALL = "0.weight", "2.weight"           # of the model below: the one is compressed, the other not
+# of the model below: the one is compressed, the other not
+LARGE = "0.weight"
+SMALL = "2.weight"
 # of 29 samples in batches of 12 the last has 5: 2, 2 and 1 for three ranks
 STEPS = 7
 
@@ -50,15 +54,22 @@ def wide() -> nn.Module:
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", wide, VECTORS).replace(**{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes})
+    return job("vectors", wide, VECTORS).replace(
+        **{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes}
+    )
 
 
 def weights(trainer: Trainer) -> State:
     return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
 
 
-def steps_on(pool: Ranks, made: pg.Job, text: str, steps: int = STEPS,
-             look: Callable[[Trainer], Any] = weights) -> list[list[Any]]:
+def steps_on(
+    pool: Ranks,
+    made: pg.Job,
+    text: str,
+    steps: int = STEPS,
+    look: Callable[[Trainer], Any] = weights,
+) -> list[list[Any]]:
     chosen = resolved(text)
     return pool.run(seen, made, chosen, steps, look, size=chosen.size)
 
@@ -72,7 +83,9 @@ def close(one: State, other: State, within: float = 1e-11) -> bool:
 
 
 def parts_of(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> Any:
-    """For each step, ranks' parts of the mean gradient by the model's weights of then, and how large they are: plain torch."""
+    """For each step, ranks' parts of the mean gradient by the model's weights of then, and how
+    large they are: plain torch.
+    """
     order = made.order(len(made.train))
     for step in range(steps):
         indices = order.indices(step // order.steps, order.at(step % order.steps))
@@ -82,47 +95,83 @@ def parts_of(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> A
         for first, stop in itertools.pairwise(starts):
             model.zero_grad()
             if stop > first:
-                inputs, targets = (torch.stack([made.train[index][place] for index in indices[first:stop]]) for place in (0, 1))
-                functional.cross_entropy(model(inputs.double()), targets, reduction="sum").backward()
-            parts.append({name: torch.zeros_like(each) if each.grad is None else each.grad / len(indices)
-                          for name, each in model.named_parameters()})
+                inputs, targets = (
+                    torch.stack([made.train[index][place] for index in indices[first:stop]])
+                    for place in (0, 1)
+                )
+                functional.cross_entropy(
+                    model(inputs.double()), targets, reduction="sum"
+                ).backward()
+            parts.append(
+                {
+                    name: torch.zeros_like(each) if each.grad is None else each.grad / len(indices)
+                    for name, each in model.named_parameters()
+                }
+            )
         yield step, parts, [size / len(indices) for size in sizes]
 
 
 # ---- where nothing is lost it is serial's --------------------
-LOSSLESS = ("data({n}, compress=top_k(1.0))", "data({n}, compress=threshold(0))", "data({n}, compress=threshold(0), micro=2)",
-            "data({n}, compress=top_k(1.0), shares={shares})")
+LOSSLESS = (
+    "data({n}, compress=top_k(1.0))",
+    "data({n}, compress=threshold(0))",
+    "data({n}, compress=threshold(0), micro=2)",
+    "data({n}, compress=top_k(1.0), shares={shares})",
+)
 
 
 @pytest.mark.parametrize("row", LOSSLESS)
-@pytest.mark.parametrize("column", ["mlp, adam, clipped, scheduled", "lstm, tied", "cnn with batch norm", "frozen and unused",
-                                    "dropout"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        "mlp, adam, clipped, scheduled",
+        "lstm, tied",
+        "cnn with batch norm",
+        "frozen and unused",
+        "dropout",
+    ],
+)
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_without_loss_it_is_serials_training(pool: Ranks, row: str, column: str, workers: int) -> None:
+def test_without_loss_it_is_serials_training(
+    pool: Ranks, row: str, column: str, workers: int
+) -> None:
     text = row.format(n=workers, shares=[3, 1, 2][:workers])
     difference = found(pool, text, JOBS[column], steps=9)
     assert difference.value <= max(1e-10, difference.allowed), difference
 
 
-@pytest.mark.parametrize("text", [
-    "data(2, compress=top_k(1.0)) * pipeline(2, micro=2)", "data(2, compress=threshold(0)) * tensor(2)",
-    "data(2, compress=top_k(1.0)) * place(2)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data(2, compress=top_k(1.0)) * pipeline(2, micro=2)",
+        "data(2, compress=threshold(0)) * tensor(2)",
+        "data(2, compress=top_k(1.0)) * place(2)",
+    ],
+)
 def test_of_a_model_in_parts_too(pool: Ranks, text: str) -> None:
     task = functools.partial(however_small, distances)
-    assert max(pool.run(task, vectors(optimizer=heavy), resolved(text), Settings(), STEPS, size=4)[0]) < 1e-10
+    assert (
+        max(pool.run(task, vectors(optimizer=heavy), resolved(text), Settings(), STEPS, size=4)[0])
+        < 1e-10
+    )
 
 
 # ---- what is sent is what plain torch says --------------------
 def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
-    """Each rank's part of the mean gradient, and what it did not send before; of these the largest; the optimizer steps by the
-    sum. The short batch too: were sums fed back, and divided by its weight, what waits would count more than twice."""
-    made, ranks, ratio = vectors(optimizer=heavy), 3, 0.1
+    """Each rank's part of the mean gradient, and what it did not send before; of these the
+    largest; the optimizer steps by the sum. The short batch too: were sums fed back, and
+    divided by its weight, what waits would count more than twice.
+    """
+    made = vectors(optimizer=heavy)
+    ranks = 3
+    ratio = 0.1
     ours = steps_on(pool, made, f"data({ranks}, compress=top_k({ratio}))")
     model = made.model_to_train().double()
-    optimizer, waits = heavy(model.parameters()), [torch.zeros(220 * 10, dtype=torch.float64) for _ in range(ranks)]
+    optimizer = heavy(model.parameters())
+    waits = [torch.zeros(220 * 10, dtype=torch.float64) for _ in range(ranks)]
     for step, parts, _ in parts_of(made, model, [1] * ranks, STEPS):
         for name, parameter in model.named_parameters():
-            parameter.grad = sum(each[name] for each in parts)          # type: ignore[assignment]
+            parameter.grad = sum(each[name] for each in parts)  # type: ignore[assignment]
         total = torch.zeros(2200, dtype=torch.float64)
         for wait, part in zip(waits, parts, strict=True):
             wait += part[LARGE].view(-1)
@@ -134,21 +183,40 @@ def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
         assert close(ours[0][step], dict(model.named_parameters()))
 
 
-def deep_steps(made: pg.Job, ranks: int, ratio: float, momentum: float, *, nesterov: bool = False, decay: float = 0.0,
-               clip: float | None = None, steps: int = STEPS, later: tuple[int, int] = (1000, 1),
-               shares: list[int] | None = None) -> list[State]:
-    """Deep gradient compression in plain torch, without paragrad: algorithms 1 and 2 of Lin et al. 2018, decay beside them.
-    later: (step, ranks): from there on as many go on, with equal parts of the sums."""
-    model, rate = made.model_to_train().double(), 0.1
+def deep_steps(
+    made: pg.Job,
+    ranks: int,
+    ratio: float,
+    momentum: float,
+    *,
+    nesterov: bool = False,
+    decay: float = 0.0,
+    clip: float | None = None,
+    steps: int = STEPS,
+    later: tuple[int, int] = (1000, 1),
+    shares: list[int] | None = None,
+) -> list[State]:
+    """Deep gradient compression in plain torch, without paragrad: algorithms 1 and 2 of Lin et
+    al. 2018, decay beside them. later: (step, ranks): from there on as many go on, with equal
+    parts of the sums.
+    """
+    model = made.model_to_train().double()
+    rate = 0.1
     named = dict(model.named_parameters())
     u = [torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)]
     v = [torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)]
     dense = {name: torch.zeros_like(each) for name, each in named.items()}
     seen = []
-    for (step, parts, sizes), (_, then, _) in zip(parts_of(made, model, shares or [1] * ranks, steps),
-                                                  parts_of(made, model, [1] * later[1], steps), strict=True):
+    for (step, parts, sizes), (_, then, _) in zip(
+        parts_of(made, model, shares or [1] * ranks, steps),
+        parts_of(made, model, [1] * later[1], steps),
+        strict=True,
+    ):
         if step == later[0]:
-            u, v = ([sum(each[1:], each[0].clone()) / later[1] for _ in range(later[1])] for each in (u, v))
+            u, v = (
+                [sum(each[1:], each[0].clone()) / later[1] for _ in range(later[1])]
+                for each in (u, v)
+            )
         if step >= later[0]:
             parts = then
         if clip is not None:
@@ -175,13 +243,23 @@ def deep_steps(made: pg.Job, ranks: int, ratio: float, momentum: float, *, neste
     return seen
 
 
-@pytest.mark.parametrize("ways", [{}, {"nesterov": True}, {"decay": 0.01}, {"nesterov": True, "decay": 0.01}, {"clip": 0.3}])
+@pytest.mark.parametrize(
+    "ways",
+    [{}, {"nesterov": True}, {"decay": 0.01}, {"nesterov": True, "decay": 0.01}, {"clip": 0.3}],
+)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_dgc_is_as_published(pool: Ranks, ways: dict[str, Any], ranks: int) -> None:
-    """Momentum correction and factor masking, Nesterov's too; weight decay out of what waits, with a momentum of its own;
-    clipping on each rank before anything is added; small tensors dense, by SGD's momentum, unmasked."""
-    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=ways.get("nesterov", False),
-                            weight_decay=ways.get("decay", 0.0))
+    """Momentum correction and factor masking, Nesterov's too; weight decay out of what waits,
+    with a momentum of its own; clipping on each rank before anything is added; small tensors
+    dense, by SGD's momentum, unmasked.
+    """
+    sgd = functools.partial(
+        torch.optim.SGD,
+        lr=0.1,
+        momentum=0.9,
+        nesterov=ways.get("nesterov", False),
+        weight_decay=ways.get("decay", 0.0),
+    )
     made = vectors(optimizer=sgd, clip_norm=ways.get("clip"))
     ours = steps_on(pool, made, f"data({ranks}, compress=dgc(0.05, warmup=0))")[0]
     for one, other in zip(ours, deep_steps(made, ranks, 0.05, 0.9, **ways), strict=True):
@@ -189,22 +267,36 @@ def test_dgc_is_as_published(pool: Ranks, ways: dict[str, Any], ranks: int) -> N
 
 
 def test_dgc_may_have_its_own_momentum_and_clipping(pool: Ranks) -> None:
-    ours = steps_on(pool, vectors(), "data(2, compress=dgc(0.05, momentum=0.9, warmup=0, clip=0.3))")[0]
+    ours = steps_on(
+        pool, vectors(), "data(2, compress=dgc(0.05, momentum=0.9, warmup=0, clip=0.3))"
+    )[0]
     for one, other in zip(ours, deep_steps(vectors(), 2, 0.05, 0.9, clip=0.3), strict=True):
         assert close(one, other)
 
 
 def test_who_has_more_of_a_batch_may_have_more_of_its_norm(pool: Ranks) -> None:
     """All parts were clipped alike, so the larger ones more than their sum would be."""
-    ours = steps_on(pool, vectors(optimizer=heavy, clip_norm=0.3), "data(3, shares=[4, 1, 1], compress=dgc(0.05, warmup=0))")[0]
-    for one, other in zip(ours, deep_steps(vectors(), 3, 0.05, 0.9, clip=0.3, shares=[4, 1, 1]), strict=True):
+    ours = steps_on(
+        pool,
+        vectors(optimizer=heavy, clip_norm=0.3),
+        "data(3, shares=[4, 1, 1], compress=dgc(0.05, warmup=0))",
+    )[0]
+    for one, other in zip(
+        ours, deep_steps(vectors(), 3, 0.05, 0.9, clip=0.3, shares=[4, 1, 1]), strict=True
+    ):
         assert close(one, other)
 
 
 def test_a_part_of_a_pipeline_is_clipped_by_its_replicas_share(tmp_path: Path) -> None:
-    """The share of ranks without the loss was taken for 0, and their part of the model stood still."""
-    made, dgc = vectors(optimizer=heavy, clip_norm=0.3), "data(2, compress=dgc(0.05, warmup=0))"
-    plainly, parts = (pg.train(made, text, runs=tmp_path).model() for text in (dgc, f"{dgc} * pipeline(2, micro=2)"))
+    """The share of ranks without the loss was taken for 0, and their part of the model stood
+    still.
+    """
+    made = vectors(optimizer=heavy, clip_norm=0.3)
+    dgc = "data(2, compress=dgc(0.05, warmup=0))"
+    plainly, parts = (
+        pg.train(made, text, runs=tmp_path).model()
+        for text in (dgc, f"{dgc} * pipeline(2, micro=2)")
+    )
     assert close(plainly.state_dict(), parts.state_dict())
 
 
@@ -218,7 +310,9 @@ def momentum_kept(text: str, momentum: float) -> tuple[Momentum, torch.optim.SGD
 
 
 def test_a_scheduler_that_sets_momentum_later_is_no_second_owner() -> None:
-    """In a loop of one's own nobody knows of it before: what it made was left out in silence."""
+    """In a loop of one's own nobody knows of it before: what it made was left out in
+    silence.
+    """
     kept, optimizer, weight = momentum_kept("dgc(0.01, momentum=0.9)", 0.0)
     weight.grad, kept.given[weight] = torch.ones(3), 0
     optimizer.step()
@@ -249,37 +343,53 @@ def test_dgc_of_everything_is_sgd_without_momentum_where_tensors_are_large(pool:
 
 
 def test_dgc_of_everything_without_masking_is_sgd(pool: Ranks) -> None:
-    """With its momentum and decay, which are in other hands: the sum of both is what SGD's buffer was."""
+    """With its momentum and decay, which are in other hands: the sum of both is what SGD's
+    buffer was.
+    """
     made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
-    ours, serial = (steps_on(pool, made, text)[0] for text in ("data(2, compress=dgc(1.0, warmup=0, masking=false))", "serial"))
+    ours, serial = (
+        steps_on(pool, made, text)[0]
+        for text in ("data(2, compress=dgc(1.0, warmup=0, masking=false))", "serial")
+    )
     for one, other in zip(ours, serial, strict=True):
         assert close(one, other)
 
 
 def deeper() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 60), nn.Tanh(), nn.Linear(60, 4))
+    return nn.Sequential(
+        nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 60), nn.Tanh(), nn.Linear(60, 4)
+    )
 
 
 def in_small_buckets(world: World, *args: Any) -> list[Any]:
-    before, own_buckets.BYTES = own_buckets.BYTES, 1000
+    before = own_buckets.BYTES
+    own_buckets.BYTES = 1000
     try:
         return seen(world, *args)
     finally:
         own_buckets.BYTES = before
 
 
-@pytest.mark.parametrize("text", ["threshold(0.02)", "threshold(1000)", "top_k(0.01)", "dgc(0.01, warmup=0)", "one_bit"])
+@pytest.mark.parametrize(
+    "text", ["threshold(0.02)", "threshold(1000)", "top_k(0.01)", "dgc(0.01, warmup=0)", "one_bit"]
+)
 def test_what_travels_together_makes_no_difference(pool: Ranks, tmp_path: Path, text: str) -> None:
     """Sparse messages of several buckets, of different lengths on each rank, and empty ones."""
-    made, strategy = vectors(model=deeper, optimizer=heavy), f"data(3, compress={text})"
+    made = vectors(model=deeper, optimizer=heavy)
+    strategy = f"data(3, compress={text})"
     apart = pool.run(in_small_buckets, made, resolved(strategy), STEPS, weights, size=3)
     for one, other in zip(apart[0], steps_on(pool, made, strategy)[0], strict=True):
-        assert close(one, other)                        # small tensors are added up in another order
+        # small tensors are added up in another order
+        assert close(one, other)
     run = pg.train(made, strategy, runs=tmp_path, limit=2)
-    assert next(line["picked"] for line in run.of("choice") if line["what"] == "message").startswith(text[:-1].split(",")[0])
+    assert next(
+        line["picked"] for line in run.of("choice") if line["what"] == "message"
+    ).startswith(text[:-1].split(",")[0])
     large = ("0.weight", "2.weight")
-    still = equal({name: run.model().get_parameter(name) for name in large},
-                  {name: made.built_model().get_parameter(name) for name in large})
+    still = equal(
+        {name: run.model().get_parameter(name) for name in large},
+        {name: made.built_model().get_parameter(name) for name in large},
+    )
     assert still == (text == "threshold(1000)")
 
 
@@ -296,7 +406,7 @@ def test_a_scheduler_that_cycles_momentum_has_it_taken_over_in_every_step(pool: 
 
 
 def _momenta(trainer: Trainer) -> tuple[float, float, bool]:
-    momentum = trainer.exchange.momentum                    # type: ignore[union-attr]
+    momentum = trainer.exchange.momentum  # type: ignore[union-attr]
     kept = any(each.get("momentum_buffer") is not None for each in trainer.optimizer.state.values())
     return trainer.optimizer.param_groups[0]["momentum"], momentum.of(LARGE)[0], kept
 
@@ -307,31 +417,46 @@ LOSSY = [text.removeprefix("data(2, compress=")[:-1] for text in COMPRESSED]
 
 @pytest.mark.parametrize("text", LOSSY)
 def test_replicas_stay_equal_to_the_bit(pool: Ranks, text: str) -> None:
-    ranks = steps_on(pool, vectors(dtype=torch.float32, optimizer=heavy), f"data(3, compress={text})")
+    ranks = steps_on(
+        pool, vectors(dtype=torch.float32, optimizer=heavy), f"data(3, compress={text})"
+    )
     for other in ranks[1:]:
         assert all(map(equal, ranks[0], other))
 
 
 class Tied(nn.Module):
-    """Its first and its last layer are one tensor, of which each part has a copy, and more beside it than the other."""
+    """Its first and its last layer are one tensor, of which each part has a copy, and more
+    beside it than the other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.middle, self.last = nn.Linear(10, 220), nn.Linear(220, 10), nn.Linear(10, 220)
-        self.last.weight, self.out = self.embedding.weight, nn.Linear(220, 4)
+        self.embedding = nn.Linear(10, 220)
+        self.middle = nn.Linear(220, 10)
+        self.last = nn.Linear(10, 220)
+        self.last.weight = self.embedding.weight
+        self.out = nn.Linear(220, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(self.last(torch.tanh(self.middle(torch.tanh(self.embedding(inputs))))))     # type: ignore[no-any-return]
+        return self.out(self.last(torch.tanh(self.middle(torch.tanh(self.embedding(inputs))))))
 
 
 def by_serial_name(trainer: Trainer) -> State:
-    return {trainer.layout.held[name].name: each.detach().clone() for name, each in trainer.parameters.items()}
+    return {
+        trainer.layout.held[name].name: each.detach().clone()
+        for name, each in trainer.parameters.items()
+    }
 
 
-@pytest.mark.parametrize("text", ["bf16, reduce=ring", "power_sgd(1), reduce=tree", "threshold(0.001)", "dgc(0.3, warmup=0)"])
+@pytest.mark.parametrize(
+    "text",
+    ["bf16, reduce=ring", "power_sgd(1), reduce=tree", "threshold(0.001)", "dgc(0.3, warmup=0)"],
+)
 def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Ranks, text: str) -> None:
-    """Each part of the model sums its copy beside other tensors, so a ring of three begins elsewhere in it, or one sends it as
-    dense vectors: copies came to differ, and nobody looked, for it was no exact training."""
+    """Each part of the model sums its copy beside other tensors, so a ring of three begins
+    elsewhere in it, or one sends it as dense vectors: copies came to differ, and nobody looked,
+    for it was no exact training.
+    """
     made = vectors(model=Tied, dtype=torch.float32, optimizer=heavy)
     parts = steps_on(pool, made, f"data(3, compress={text}) * place(2)", look=by_serial_name)
     tied = [each[-1]["embedding.weight"] for each in parts if "embedding.weight" in each[-1]]
@@ -340,10 +465,15 @@ def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Ranks, text: str
 
 
 @pytest.mark.parametrize("text", ["bf16", "fp16", "power_sgd(1)"])
-@pytest.mark.parametrize("reduce", ["ring", "tree", "butterfly", "halving", "double_tree", "direct"])
+@pytest.mark.parametrize(
+    "reduce", ["ring", "tree", "butterfly", "halving", "double_tree", "direct"]
+)
 def test_what_adds_up_travels_along_any_all_reduce(pool: Ranks, text: str, reduce: str) -> None:
     made = vectors(dtype=torch.float32)
-    native, ours = (steps_on(pool, made, f"data(3, compress={text}{more})", 3) for more in ("", f", reduce={reduce}"))
+    native, ours = (
+        steps_on(pool, made, f"data(3, compress={text}{more})", 3)
+        for more in ("", f", reduce={reduce}")
+    )
     assert all(map(equal, ours[0], ours[2]))
     assert close(native[0][-1], ours[0][-1], 1e-3)
 
@@ -356,17 +486,26 @@ def test_verify_says_how_far_it_is(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("text", ["top_k(0.1)", "one_bit", "dgc(0.1, warmup=0)", "bf16", "power_sgd(1)"])
+@pytest.mark.parametrize(
+    "text", ["top_k(0.1)", "one_bit", "dgc(0.1, warmup=0)", "bf16", "power_sgd(1)"]
+)
 def test_parameters_of_any_real_or_complex_type(pool: Ranks, dtype: torch.dtype, text: str) -> None:
     if dtype.is_complex:
         data = TensorDataset(numbers(29, 60, seed=1).to(dtype), numbers(29, 60, seed=2).to(dtype))
-        made = vectors(model=lambda: nn.Linear(60, 60, dtype=dtype), loss=squares, train=data, dtype=torch.float32)
+        made = vectors(
+            model=lambda: nn.Linear(60, 60, dtype=dtype),
+            loss=squares,
+            train=data,
+            dtype=torch.float32,
+        )
     else:
         made = vectors(dtype=dtype)
     ranks = steps_on(pool, made, f"data(2, compress={text})", 3)
     assert all(map(equal, *ranks))
-    assert all(torch.view_as_real(each).isfinite().all() if each.is_complex() else each.isfinite().all()
-               for each in ranks[0][-1].values())
+    assert all(
+        torch.view_as_real(each).isfinite().all() if each.is_complex() else each.isfinite().all()
+        for each in ranks[0][-1].values()
+    )
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
@@ -380,18 +519,30 @@ def sent_by(trainer: Trainer) -> dict[str, int]:
 
 
 def test_bytes_on_the_wire(pool: Ranks) -> None:
-    """To each of two others 22 entries of 8 bytes; small tensors (220 + 880 + 4 numbers) along a ring."""
-    found = steps_on(pool, vectors(dtype=torch.float32), "data(3, compress=top_k(0.01))", 2, sent_by)[0][1]
-    assert found == {"told": 2 * 8 * (4 + 4) * 2 // 3, "compressed": 2 * 22 * 8, "dense": 2 * 4 * (220 + 880 + 4) * 2 // 3}
+    """To each of two others 22 entries of 8 bytes; small tensors (220 + 880 + 4 numbers) along
+    a ring.
+    """
+    found = steps_on(
+        pool, vectors(dtype=torch.float32), "data(3, compress=top_k(0.01))", 2, sent_by
+    )[0][1]
+    assert found == {
+        "told": 2 * 8 * (4 + 4) * 2 // 3,
+        "compressed": 2 * 22 * 8,
+        "dense": 2 * 4 * (220 + 880 + 4) * 2 // 3,
+    }
 
 
 def test_what_would_be_longer_than_dense_vectors_is_sent_so(pool: Ranks, tmp_path: Path) -> None:
-    """r p >= 1 (formulas: wire ratio): of the same entries, so the training is the same whatever carries them."""
+    """r p >= 1 (formulas: wire ratio): of the same entries, so the training is the same
+    whatever carries them.
+    """
     run = pg.train(vectors(dtype=torch.float32), "data(4, compress=top_k(0.3))", runs=tmp_path)
     told = [line for line in run.of("choice") if line["what"] == "message"]
     assert {line["picked"] for line in told} == {"dense"}
     sparse = pg.train(vectors(dtype=torch.float32), "data(2, compress=top_k(0.3))", runs=tmp_path)
-    assert {line["picked"] for line in sparse.of("choice") if line["what"] == "message"} == {"top_k(0.3)"}
+    assert {line["picked"] for line in sparse.of("choice") if line["what"] == "message"} == {
+        "top_k(0.3)"
+    }
 
 
 def test_time_of_compressing_and_extracting_is_in_the_record(tmp_path: Path) -> None:
@@ -406,15 +557,16 @@ class Bad(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.calls = wide(), 0
-        self.inner[0].weight.register_hook(self.late)           # type: ignore[operator, union-attr]
+        self.inner = wide()
+        self.calls = 0
+        self.inner[0].weight.register_hook(self.late)  # type: ignore[operator, union-attr]
 
     def late(self, gradient: Tensor) -> Tensor:
         self.calls += 1
         return gradient * (math.nan if self.calls > 6 else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)            # type: ignore[no-any-return]
+        return self.inner(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("text", LOSSY)
@@ -426,17 +578,37 @@ def test_a_gradient_that_is_not_finite_is_named(pool: Ranks, text: str) -> None:
 
 
 def cycling(optimizer: torch.optim.Optimizer) -> Any:
-    """Of momentum too: what it made of an SGD without any came on top of dgc's, and was left out in silence."""
+    """Of momentum too: what it made of an SGD without any came on top of dgc's, and was left
+    out in silence.
+    """
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
 
 
 REFUSED = {
-    "data(2, compress=dgc(0.1))": ({"optimizer": functools.partial(torch.optim.Adam, lr=0.01)}, "Adam has a memory of its own"),
-    "data(2, compress=dgc(0.2))": ({"optimizer": functools.partial(heavy, dampening=0.1)}, "dampening=0.1"),
-    "data(2, compress=dgc(0.3))": ({"optimizer": functools.partial(plain, maximize=True)}, "maximize=True"),
-    "data(2, compress=dgc(0.4, momentum=0.9))": ({"optimizer": heavy}, "momentum is given twice, 0.9 here and 0.9 by group 0"),
-    "data(2, compress=dgc(0.4, momentum=0.8))": ({"optimizer": plain, "scheduler": cycling}, "0.8 here and 0.95 by group 0"),
-    "data(2, compress=dgc(0.5, clip=1.0))": ({"clip_norm": 2.0}, "clipping is given twice, 1 here and clip_norm=2"),
+    "data(2, compress=dgc(0.1))": (
+        {"optimizer": functools.partial(torch.optim.Adam, lr=0.01)},
+        "Adam has a memory of its own",
+    ),
+    "data(2, compress=dgc(0.2))": (
+        {"optimizer": functools.partial(heavy, dampening=0.1)},
+        "dampening=0.1",
+    ),
+    "data(2, compress=dgc(0.3))": (
+        {"optimizer": functools.partial(plain, maximize=True)},
+        "maximize=True",
+    ),
+    "data(2, compress=dgc(0.4, momentum=0.9))": (
+        {"optimizer": heavy},
+        "momentum is given twice, 0.9 here and 0.9 by group 0",
+    ),
+    "data(2, compress=dgc(0.4, momentum=0.8))": (
+        {"optimizer": plain, "scheduler": cycling},
+        "0.8 here and 0.95 by group 0",
+    ),
+    "data(2, compress=dgc(0.5, clip=1.0))": (
+        {"clip_norm": 2.0},
+        "clipping is given twice, 1 here and clip_norm=2",
+    ),
 }
 
 
@@ -448,10 +620,21 @@ def test_refused_at_the_door(text: str, tmp_path: Path) -> None:
 
 
 # ---- saved and resumed --------------------
-@pytest.mark.parametrize("text", [
-    "top_k(0.05)", "dgc(0.05, warmup=0)", "one_bit", "int8", "power_sgd(1)", "dgc(0.05, warmup=3)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "top_k(0.05)",
+        "dgc(0.05, warmup=0)",
+        "one_bit",
+        "int8",
+        "power_sgd(1)",
+        "dgc(0.05, warmup=3)",
+    ],
+)
 def test_resumed_under_the_same_it_is_the_same_to_the_bit(tmp_path: Path, text: str) -> None:
-    """In the middle of an epoch, with decay; what waits, velocities, what decay made, and the last factor."""
+    """In the middle of an epoch, with decay; what waits, velocities, what decay made, and the
+    last factor.
+    """
     made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01), dtype=torch.float32)
     strategy = f"data(3, compress={text})"
     whole = pg.train(made, strategy, runs=tmp_path / "whole", save=4)
@@ -465,10 +648,14 @@ def test_resumed_under_the_same_it_is_the_same_to_the_bit(tmp_path: Path, text: 
 def test_at_step_300_of_mnist(data: Path, tmp_path: Path) -> None:
     """And under two workers, and serial, it goes on too, from the same weights."""
     made = pg.job("mnist-mlp", width=1024).replace(test=None, metric=None)
-    whole = pg.train(made, "data(4, compress=dgc(0.01))", runs=tmp_path, data=data, save=300, limit=320)
+    whole = pg.train(
+        made, "data(4, compress=dgc(0.01))", runs=tmp_path, data=data, save=300, limit=320
+    )
     folder = whole.folder / "checkpoint-00000300"
-    runs = {text: pg.train(made, text, runs=tmp_path, data=data, resume=folder, limit=320)
-            for text in ("data(4, compress=dgc(0.01))", "data(2, compress=dgc(0.01))", "serial")}
+    runs = {
+        text: pg.train(made, text, runs=tmp_path, data=data, resume=folder, limit=320)
+        for text in ("data(4, compress=dgc(0.01))", "data(2, compress=dgc(0.01))", "serial")
+    }
     assert all(len(run.losses) == 20 for run in runs.values())
     same = runs["data(4, compress=dgc(0.01))"]
     assert same.losses == whole.losses[300:]
@@ -478,64 +665,118 @@ def test_at_step_300_of_mnist(data: Path, tmp_path: Path) -> None:
 
 def test_another_number_of_ranks_goes_on_with_the_sum(tmp_path: Path) -> None:
     made = vectors(optimizer=heavy)
-    first = pg.train(made.replace(epochs=2), "data(4, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3)
+    first = pg.train(
+        made.replace(epochs=2), "data(4, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3
+    )
     before = load_file(first.folder / "checkpoint-00000006" / "strategy.safetensors")
     assert {name for name in before if name.startswith(LARGE)} == {
-        f"{LARGE}/{what} of {rank}" for what in ("unsent", "velocity") for rank in range(4)}
-    second = pg.train(made.replace(epochs=3), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, resume=first.folder)
+        f"{LARGE}/{what} of {rank}" for what in ("unsent", "velocity") for rank in range(4)
+    }
+    second = pg.train(
+        made.replace(epochs=3),
+        "data(2, compress=dgc(0.05, warmup=0))",
+        runs=tmp_path,
+        resume=first.folder,
+    )
     assert len(second.losses) == 3
-    assert close(second.model().state_dict(), deep_steps(made, 4, 0.05, 0.9, steps=9, later=(6, 2))[-1])
-    assert not [line for line in second.of("choice") if line["what"] == "checkpoint" and "without" in line["picked"]]
+    assert close(
+        second.model().state_dict(), deep_steps(made, 4, 0.05, 0.9, steps=9, later=(6, 2))[-1]
+    )
+    assert not [
+        line
+        for line in second.of("choice")
+        if line["what"] == "checkpoint" and "without" in line["picked"]
+    ]
 
 
 def test_serial_goes_on_with_the_momentum_and_names_what_it_leaves_out(tmp_path: Path) -> None:
     """SGD has its momentum again, and a buffer: the sum of all velocities."""
     made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
-    first = pg.train(made.replace(epochs=2), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3)
+    first = pg.train(
+        made.replace(epochs=2), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3
+    )
     folder = first.folder / "checkpoint-00000006"
     state = load_file(folder / "optimizer.safetensors")
-    assert set(state) == {f"{name}/momentum_buffer" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
+    assert set(state) == {
+        f"{name}/momentum_buffer" for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+    }
     kept = load_file(folder / "strategy.safetensors")
     total = kept[f"{LARGE}/decayed"] + sum(kept[f"{LARGE}/velocity of {rank}"] for rank in range(2))
     assert torch.allclose(state[f"{LARGE}/momentum_buffer"], total, atol=1e-14)
     run = pg.train(made, "serial", runs=tmp_path, resume=first.folder)
-    left = [line["picked"] for line in run.of("choice") if line["what"] == "checkpoint" and "without" in line["picked"]]
+    left = [
+        line["picked"]
+        for line in run.of("choice")
+        if line["what"] == "checkpoint" and "without" in line["picked"]
+    ]
     assert left == ["without decayed, unsent of 0, unsent of 1, velocity of 0, velocity of 1"]
     assert len(run.losses) == 6
 
 
-@pytest.mark.parametrize(("first", "second", "left"), [
-    ("dgc(0.05, warmup=0)", "top_k(1.0)", "without unsent of 0, unsent of 1, velocity of 0, velocity of 1"),
-    ("top_k(0.05)", "dgc(0.5, warmup=0)", "without residual of 0, residual of 1"), ("top_k(0.05)", "one_bit", None)])
-def test_what_waits_of_velocities_is_no_residual(tmp_path: Path, first: str, second: str, left: str | None) -> None:
-    """What dgc had not sent went on under top_k as gradients, and had SGD's momentum once more: 4.8 times as far."""
-    run = pg.train(vectors(optimizer=heavy, epochs=2), f"data(2, compress={first})", runs=tmp_path, save=3)
-    on = pg.train(vectors(optimizer=heavy, epochs=3), f"data(2, compress={second})", runs=tmp_path, resume=run.folder)
+@pytest.mark.parametrize(
+    ("first", "second", "left"),
+    [
+        (
+            "dgc(0.05, warmup=0)",
+            "top_k(1.0)",
+            "without unsent of 0, unsent of 1, velocity of 0, velocity of 1",
+        ),
+        ("top_k(0.05)", "dgc(0.5, warmup=0)", "without residual of 0, residual of 1"),
+        ("top_k(0.05)", "one_bit", None),
+    ],
+)
+def test_what_waits_of_velocities_is_no_residual(
+    tmp_path: Path, first: str, second: str, left: str | None
+) -> None:
+    """What dgc had not sent went on under top_k as gradients, and had SGD's momentum once more:
+    4.8 times as far.
+    """
+    run = pg.train(
+        vectors(optimizer=heavy, epochs=2), f"data(2, compress={first})", runs=tmp_path, save=3
+    )
+    on = pg.train(
+        vectors(optimizer=heavy, epochs=3),
+        f"data(2, compress={second})",
+        runs=tmp_path,
+        resume=run.folder,
+    )
     told = [line["picked"] for line in on.of("choice") if line["what"] == "checkpoint"]
     assert [each for each in told if each.startswith("without")] == ([left] if left else [])
-    if second == "top_k(1.0)":              # which loses nothing: serial, from the same checkpoint
-        serial = pg.train(vectors(optimizer=heavy, epochs=3), "serial", runs=tmp_path, resume=run.folder)
+    # which loses nothing: serial, from the same checkpoint
+    if second == "top_k(1.0)":
+        serial = pg.train(
+            vectors(optimizer=heavy, epochs=3), "serial", runs=tmp_path, resume=run.folder
+        )
         assert close(on.model().state_dict(), serial.model().state_dict())
 
 
 def test_what_waits_of_a_tensor_that_is_small_now_moves_the_weights(tmp_path: Path) -> None:
-    """Divided by two ranks it is sent as it is; what had not been sent of it is no gradient, and gets no momentum. Beside a run
-    that sends all of it at once."""
+    """Divided by two ranks it is sent as it is; what had not been sent of it is no gradient,
+    and gets no momentum. Beside a run that sends all of it at once.
+    """
     made = vectors(optimizer=heavy, epochs=2)
-    first = pg.train(made, "data(2, compress=dgc(0.05, warmup=0, masking=false))", runs=tmp_path, save=3)
+    first = pg.train(
+        made, "data(2, compress=dgc(0.05, warmup=0, masking=false))", runs=tmp_path, save=3
+    )
     whole = "data(2, compress=dgc(1.0, warmup=0, masking=false))"
-    one, other = (pg.train(made.replace(epochs=3), text, runs=tmp_path, resume=first.folder).model().state_dict()
-                  for text in (whole, f"{whole} * tensor(2)"))
+    one, other = (
+        pg.train(made.replace(epochs=3), text, runs=tmp_path, resume=first.folder)
+        .model()
+        .state_dict()
+        for text in (whole, f"{whole} * tensor(2)")
+    )
     assert close(one, other)
 
 
 class Rare(nn.Module):
     """A branch that is not taken any more after three steps."""
+
     steps: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.branch = wide(), nn.Linear(10, 220)
+        self.trunk = wide()
+        self.branch = nn.Linear(10, 220)
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -544,32 +785,53 @@ class Rare(nn.Module):
             inside = inside + self.branch(inputs)
         if self.training:
             self.steps += 1
-        return self.trunk[2](torch.tanh(inside))        # type: ignore[no-any-return]
+        return self.trunk[2](torch.tanh(inside))  # type: ignore[no-any-return]
 
 
 def test_what_no_gradient_has_come_to_since_is_kept_too(tmp_path: Path) -> None:
     """What a codec goes on from was in no further checkpoint before it was made anew."""
     made = vectors(model=Rare)
-    first = pg.train(made.replace(epochs=1), "data(2, compress=power_sgd(1))", runs=tmp_path, save=3)
-    on = pg.train(made.replace(epochs=2), "data(2, compress=power_sgd(1))", runs=tmp_path, resume=first.folder, save=3)
-    one, other = (load_file(sorted(run.folder.glob("checkpoint-*"))[-1] / "strategy.safetensors") for run in (first, on))
+    first = pg.train(
+        made.replace(epochs=1), "data(2, compress=power_sgd(1))", runs=tmp_path, save=3
+    )
+    on = pg.train(
+        made.replace(epochs=2),
+        "data(2, compress=power_sgd(1))",
+        runs=tmp_path,
+        resume=first.folder,
+        save=3,
+    )
+    one, other = (
+        load_file(sorted(run.folder.glob("checkpoint-*"))[-1] / "strategy.safetensors")
+        for run in (first, on)
+    )
     of_branch = {name for name in one if "branch.weight" in name}
-    assert len(of_branch) == 3                          # memory, and the residuals of two ranks
+    assert len(of_branch) == 3  # memory, and the residuals of two ranks
     assert all(torch.equal(one[name], other[name]) for name in of_branch)
 
 
-def test_a_terminal_is_told_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_is_told_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = vectors(optimizer=heavy, epochs=1)
     first = pg.train(made, "data(2, compress=top_k(0.1))", runs=tmp_path, save=2)
-    listing.run(pg.train(made.replace(epochs=2), "serial", runs=tmp_path, resume=first.folder), as_json=False)
-    assert "of the checkpoint: without residual of 0, residual of 1: serial(threads=" in capsys.readouterr().out
+    listing.run(
+        pg.train(made.replace(epochs=2), "serial", runs=tmp_path, resume=first.folder),
+        as_json=False,
+    )
+    assert (
+        "of the checkpoint: without residual of 0, residual of 1: serial(threads="
+        in capsys.readouterr().out
+    )
 
 
 def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
     made = vectors(optimizer=heavy)
     first = pg.train(made.replace(epochs=2), "serial", runs=tmp_path, save=3)
-    serial, run = (pg.train(made, text, runs=tmp_path, resume=first.folder)
-                   for text in ("serial", "data(2, compress=dgc(1.0, warmup=0, masking=false))"))
+    serial, run = (
+        pg.train(made, text, runs=tmp_path, resume=first.folder)
+        for text in ("serial", "data(2, compress=dgc(1.0, warmup=0, masking=false))")
+    )
     assert len(run.losses) == 6
     assert [line["picked"] for line in run.of("choice") if line["what"] == "momentum"] == ["0.9"]
     assert close(run.model().state_dict(), serial.model().state_dict())
@@ -580,12 +842,18 @@ def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
     torch.manual_seed(0)
     model = wide().double()
     optimizer = heavy(model.parameters())
-    with pg.parallelize(model, functional.cross_entropy, optimizer, strategy=strategy, seed=5) as trainer:
+    with pg.parallelize(
+        model, functional.cross_entropy, optimizer, strategy=strategy, seed=5
+    ) as trainer:
         for epoch in range(2):
             for inputs, targets in trainer.batches(VECTORS, batch=12, epoch=epoch):
                 trainer.step(inputs, targets)
     buffer = optimizer.state[model.get_parameter(LARGE)].get("momentum_buffer")
-    return dict(model.state_dict()), optimizer.param_groups[0]["momentum"], buffer is not None and bool(buffer.any())
+    return (
+        dict(model.state_dict()),
+        optimizer.param_groups[0]["momentum"],
+        buffer is not None and bool(buffer.any()),
+    )
 
 
 def test_in_a_loop_of_ones_own(pool: Ranks) -> None:
@@ -595,11 +863,14 @@ def test_in_a_loop_of_ones_own(pool: Ranks) -> None:
     assert [each[1:] for each in found] == [(0.9, True)] * 2
 
 
-# ---- under plain DDP ----------------------------------------------------------------------------------------------------
+# ---- under plain DDP -------------------------------------------------------------------------
 def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
-    """The weights after each step of plain DDP with a hook of ours, on equal parts that differ by rank. own: two parameters in
-    a bucket, so that DDP builds its buckets anew after the first step."""
+    """The weights after each step of plain DDP with a hook of ours, on equal parts that differ
+    by rank. own: two parameters in a bucket, so that DDP builds its buckets anew after the
+    first step.
+    """
     from torch.nn.parallel import DistributedDataParallel
+
     torch.manual_seed(0)
     model = wide().double()
     optimizer = heavy(model.parameters(), weight_decay=0.01)
@@ -607,7 +878,7 @@ def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
     ddp.register_comm_hook(*pg.hook(text, optimizer=optimizer) if own else pg.hook(text))
     seen = []
     for step in range(steps):
-        inputs, targets = (each[12 * (step % 2) + 4 * world.rank:][:4] for each in VECTORS.tensors)
+        inputs, targets = (each[12 * (step % 2) + 4 * world.rank :][:4] for each in VECTORS.tensors)
         optimizer.zero_grad()
         functional.cross_entropy(ddp(inputs.double()), targets).backward()
         optimizer.step()
@@ -618,21 +889,25 @@ def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
 def hook_steps(text: str, steps: int = 4) -> list[State]:
     """The same in plain torch, without DDP."""
     torch.manual_seed(0)
-    model, ranks, deep = wide().double(), 3, text.startswith("dgc")
-    momentum, decay = 0.9, 0.01
+    model = wide().double()
+    ranks = 3
+    deep = text.startswith("dgc")
+    momentum = 0.9
+    decay = 0.01
     named = dict(model.named_parameters())
     u, v = ([torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)] for _ in range(2))
     buffers = {name: torch.zeros_like(each) for name, each in named.items()}
     seen = []
     for step in range(steps):
-        total, means = torch.zeros(2200, dtype=torch.float64), {name: torch.zeros_like(each) for name, each in named.items()}
+        total = torch.zeros(2200, dtype=torch.float64)
+        means = {name: torch.zeros_like(each) for name, each in named.items()}
         for rank in range(ranks):
             model.zero_grad()
-            inputs, targets = (each[12 * (step % 2) + 4 * rank:][:4] for each in VECTORS.tensors)
+            inputs, targets = (each[12 * (step % 2) + 4 * rank :][:4] for each in VECTORS.tensors)
             functional.cross_entropy(model(inputs.double()), targets).backward()
             for name, each in named.items():
-                means[name] += each.grad / ranks            # type: ignore[operator]
-            u[rank] = (momentum * u[rank] if deep else 0.0) + named[LARGE].grad.view(-1) / ranks       # type: ignore[union-attr]
+                means[name] += each.grad / ranks  # type: ignore[operator]
+            u[rank] = (momentum * u[rank] if deep else 0.0) + named[LARGE].grad.view(-1) / ranks
             v[rank] = v[rank] + u[rank]
             where = v[rank].abs().topk(count_of(0.05, 2200)).indices
             total[where] += v[rank][where]
@@ -657,47 +932,69 @@ def test_a_hook_under_plain_ddp(pool: Ranks, text: str, backend: str) -> None:
     assert all(map(equal, ranks[0], ranks[2]))
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp16", "int8", "one_bit", "threshold(0.01)", "power_sgd(1)"])
+@pytest.mark.parametrize(
+    "text", ["bf16", "fp16", "int8", "one_bit", "threshold(0.01)", "power_sgd(1)"]
+)
 def test_every_compressor_is_a_hook(pool: Ranks, text: str) -> None:
     ranks, plain = (pool.run(hooked, each, False, size=2, backend="shm") for each in (text, "ring"))
     assert all(map(equal, *ranks))
     assert all(each.isfinite().all() for each in ranks[0][-1].values())
-    assert not torch.equal(ranks[0][0][LARGE], plain[0][0][LARGE])              # it really compresses
+    # it really compresses
+    assert not torch.equal(ranks[0][0][LARGE], plain[0][0][LARGE])
     found = pool.run(beside_torchs, text, 20, size=2, backend="shm")[0]
-    mean, sent = found[0][2], sum(ours for ours, *_ in found) / len(found)      # what is fed back, or drawn, comes to the mean
-    assert float((sent - mean).norm()) < 0.5 * float(mean.norm())        # type: ignore[union-attr]  # a sum would be 1 off
+    # what is fed back, or drawn, comes to the mean
+    mean = found[0][2]
+    sent = sum(ours for ours, *_ in found) / len(found)
+    # a sum would be 1 off
+    assert float((sent - mean).norm()) < 0.5 * float(mean.norm())  # type: ignore[union-attr]
 
 
 def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of the large weight in each step the gradient by our hook, by torch's own, and the mean, at fixed weights."""
+    """Of the large weight in each step the gradient by our hook, by torch's own, and the mean,
+    at fixed weights.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    def brain(state, bucket):  # type: ignore[no-untyped-def]       # DDP lets no hook of the other name through without NCCL
+    # DDP lets no hook of the other name through without NCCL
+    def brain(state, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(state, bucket)
+
     theirs: dict[str, tuple[Any, Any]] = {
-        "bf16": (None, brain), "fp16": (None, default_hooks.fp16_compress_hook),
-        "power_sgd(1)": (powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2,
-                                                     min_compression_rate=1), powerSGD_hook.powerSGD_hook)}
+        "bf16": (None, brain),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "power_sgd(1)": (
+            powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+            ),
+            powerSGD_hook.powerSGD_hook,
+        ),
+    }
     models = []
-    for hook in (pg.hook(text), theirs.get(text if world.backend == "gloo" else "fp16", theirs["fp16"]), pg.hook("ring")):
+    for hook in (
+        pg.hook(text),
+        theirs.get(text if world.backend == "gloo" else "fp16", theirs["fp16"]),
+        pg.hook("ring"),
+    ):
         torch.manual_seed(0)
         models.append(DistributedDataParallel(wide()))
         models[-1].register_comm_hook(*hook)
-    inputs, targets = (each[8 * world.rank:][:8] for each in VECTORS.tensors)
+    inputs, targets = (each[8 * world.rank :][:8] for each in VECTORS.tensors)
     found = []
     for _ in range(steps):
         for model in models:
             model.zero_grad()
             functional.cross_entropy(model(inputs), targets).backward()
         found.append(tuple(model.module.get_parameter(LARGE).grad.clone() for model in models))
-    return found                                        # type: ignore[return-value]
+    return found  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(("text", "eps"), [("bf16", 2**-8), ("fp16", 2**-11)])
 def test_halves_are_those_of_torchs_hooks(pool: Ranks, text: str, eps: float) -> None:
-    """Rounded before and after the sum, in both; fp16 is scaled here, so that small numbers keep their bits."""
-    (ours, theirs, mean), = pool.run(beside_torchs, text, 1, size=2, backend="gloo")[0]
+    """Rounded before and after the sum, in both; fp16 is scaled here, so that small numbers
+    keep their bits.
+    """
+    ((ours, theirs, mean),) = pool.run(beside_torchs, text, 1, size=2, backend="gloo")[0]
     most = float(mean.abs().max())
     assert 0 < float((ours - mean).abs().max()) <= 2 * eps * most
     assert float((ours - theirs).abs().max()) <= 3 * eps * most
@@ -706,17 +1003,22 @@ def test_halves_are_those_of_torchs_hooks(pool: Ranks, text: str, eps: float) ->
 
 def test_power_sgd_feeds_back_as_torchs_does(pool: Ranks) -> None:
     """Of the same gradient again and again what was sent comes to its sum."""
-    found = pool.run(beside_torchs, "power_sgd(1)", 40, size=2, backend="gloo")[0][2:]        # torch's begins with the third
+    # torch's begins with the third
+    found = pool.run(beside_torchs, "power_sgd(1)", 40, size=2, backend="gloo")[0][2:]
     mean = found[0][2]
     ours, theirs = (sum(each[which] for each in found) / len(found) for which in (0, 1))
-    away, peers = (float((each - mean).norm() / mean.norm()) for each in (ours, theirs))       # type: ignore[union-attr]
+    away, peers = (float((each - mean).norm() / mean.norm()) for each in (ours, theirs))
     assert away < 0.15
     assert away < 1.5 * peers
 
 
 def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any]) -> str:
     model = wide()
-    given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)} if momentum >= 0 else {}
+    given = (
+        {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)}
+        if momentum >= 0
+        else {}
+    )
     try:
         pg.hook(text, **given, **more)
     except pg.Refused as error:
@@ -724,30 +1026,45 @@ def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any])
     return "taken"
 
 
-@pytest.mark.parametrize(("text", "momentum", "more", "said"), [
-    ("dgc(0.01)", -1, {}, "keeps the momentum of your SGD, which would count twice; give it optimizer="),
-    ("dgc(0.01)", 0.9, {}, "give it steps_per_epoch=len(loader), or warmup=0"),
-    ("dgc(0.01, warmup=0, clip=1.0)", 0.9, {}, "leave out clip"),
-    ("dgc(0.01, warmup=0, momentum=0.5)", 0.9, {}, "momentum is given twice"),
-    ("top_k(0.01)", 0.9, {}, "wants no optimizer"),
-    ("ring", -1, {"steps_per_epoch": 3}, "wants no optimizer and no steps_per_epoch"),
-    ("topk(0.01)", -1, {}, "did you mean top_k?"),
-])
-def test_a_hook_that_lacks_something_is_refused(pool: Ranks, text: str, momentum: float, more: dict[str, Any],
-                                                said: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "momentum", "more", "said"),
+    [
+        (
+            "dgc(0.01)",
+            -1,
+            {},
+            "keeps the momentum of your SGD, which would count twice; give it optimizer=",
+        ),
+        ("dgc(0.01)", 0.9, {}, "give it steps_per_epoch=len(loader), or warmup=0"),
+        ("dgc(0.01, warmup=0, clip=1.0)", 0.9, {}, "leave out clip"),
+        ("dgc(0.01, warmup=0, momentum=0.5)", 0.9, {}, "momentum is given twice"),
+        ("top_k(0.01)", 0.9, {}, "wants no optimizer"),
+        ("ring", -1, {"steps_per_epoch": 3}, "wants no optimizer and no steps_per_epoch"),
+        ("topk(0.01)", -1, {}, "did you mean top_k?"),
+    ],
+)
+def test_a_hook_that_lacks_something_is_refused(
+    pool: Ranks, text: str, momentum: float, more: dict[str, Any], said: str
+) -> None:
     assert said in pool.run(hook_refused, text, momentum, more, size=2)[0]
 
 
 def hook_failing(world: World) -> str:
-    """What DDP's backward says of a gradient that is nan in the third step, on the last rank alone."""
+    """What DDP's backward says of a gradient that is nan in the third step, on the last rank
+    alone.
+    """
     from torch.nn.parallel import DistributedDataParallel
+
     model = wide()
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(*pg.hook("top_k(0.01)"))
     for step in range(4):
         scale = math.nan if step == 2 and world.rank == world.size - 1 else 1.0
         try:
-            (scale * functional.cross_entropy(ddp(VECTORS.tensors[0][:4]), VECTORS.tensors[1][:4])).backward()
+            (
+                scale
+                * functional.cross_entropy(ddp(VECTORS.tensors[0][:4]), VECTORS.tensors[1][:4])
+            ).backward()
         except Exception as error:
             return str(error)
     return "went on"
@@ -776,41 +1093,66 @@ class Turned(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "complex": Turned,
-    "strides": lambda: nn.Sequential(nn.Unflatten(1, (16, 5, 5)), nn.Conv2d(16, 20, 3)).double().to(
-        memory_format=torch.channels_last)}             # type: ignore[call-overload]
+    "strides": lambda: (
+        nn.Sequential(nn.Unflatten(1, (16, 5, 5)), nn.Conv2d(16, 20, 3))
+        .double()
+        .to(memory_format=torch.channels_last)
+    ),
+}  # type: ignore[call-overload]
 
 
-CASES = ("complex", "strides", "used before", "added", "momentum from the third step on", "closure", "adding up")
+CASES = (
+    "complex",
+    "strides",
+    "used before",
+    "added",
+    "momentum from the third step on",
+    "closure",
+    "adding up",
+)
 
 
 def beside_plain(world: World, text: str) -> dict[str, tuple[State, State]]:
     """Of every case the weights under a hook, and under DDP's own."""
-    return {case: (under_ddp(world, case, text), under_ddp(world, case, "")) for case in CASES
-            if text.startswith("dgc") or case in MODELS}
+    return {
+        case: (under_ddp(world, case, text), under_ddp(world, case, ""))
+        for case in CASES
+        if text.startswith("dgc") or case in MODELS
+    }
 
 
 def under_ddp(world: World, case: str, text: str) -> State:
     """The weights after some steps of DDP with a hook that loses nothing, or without one."""
     from torch.nn.parallel import DistributedDataParallel
+
     torch.manual_seed(0)
-    model = MODELS[case]() if case in MODELS else nn.Sequential(nn.Linear(400, 10), nn.Linear(10, 220)).double()
-    held, later = [*model.parameters()], list[nn.Parameter]()
+    model = (
+        MODELS[case]()
+        if case in MODELS
+        else nn.Sequential(nn.Linear(400, 10), nn.Linear(10, 220)).double()
+    )
+    held = [*model.parameters()]
+    later = list[nn.Parameter]()
     if case == "added":
         held, later = held[:2], held[2:]
     optimizer = heavy(held, weight_decay=0.05)
-    for _ in range(2 if case == "used before" else 0):                  # on all ranks alike
+    for _ in range(2 if case == "used before" else 0):  # on all ranks alike
         model(torch.ones(4, 400, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
     ddp = DistributedDataParallel(model)
     if text:
-        ddp.register_comm_hook(*pg.hook(text, optimizer=optimizer) if text.startswith("dgc") else pg.hook(text))
-    inputs = torch.randn(6, 8, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank))
+        ddp.register_comm_hook(
+            *pg.hook(text, optimizer=optimizer) if text.startswith("dgc") else pg.hook(text)
+        )
+    inputs = torch.randn(
+        6, 8, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank)
+    )
 
     def backward(step: int) -> Tensor:
         model.zero_grad()
         loss = ddp(inputs[step]).square().mean()
         loss.backward()
-        return loss                                     # type: ignore[no-any-return]
+        return loss  # type: ignore[no-any-return]
 
     for step in range(6):
         if case == "added" and step == 2:
@@ -818,8 +1160,9 @@ def under_ddp(world: World, case: str, text: str) -> State:
         if case == "momentum from the third step on":
             optimizer.param_groups[0]["momentum"] = 0.0 if step < 2 else 0.9
         if case == "closure":
-            with contextlib.suppress(ZeroDivisionError):            # a batch that the user leaves out
-                optimizer.step(lambda: 1 / 0)                       # type: ignore[arg-type, return-value]
+            # a batch that the user leaves out
+            with contextlib.suppress(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
             optimizer.step(functools.partial(backward, step))
             continue
         if case == "adding up":
@@ -834,9 +1177,11 @@ def under_ddp(world: World, case: str, text: str) -> State:
 
 @pytest.mark.parametrize("text", ["dgc(1.0, warmup=0, masking=false)", "top_k(1.0)"])
 def test_a_hook_that_loses_nothing_is_ddps_own(pool: Ranks, text: str) -> None:
-    """Of complex parameters half was exchanged; decay was that of other places where a parameter has strides of its own; a
-    group that was added had neither momentum nor decay; where momentum is 0 at first the last gradient stood for it; in a
-    closure it was 0, and for good where that failed."""
+    """Of complex parameters half was exchanged; decay was that of other places where a
+    parameter has strides of its own; a group that was added had neither momentum nor decay;
+    where momentum is 0 at first the last gradient stood for it; in a closure it was 0, and for
+    good where that failed.
+    """
     ranks = pool.run(beside_plain, text, size=2, backend="shm")
     assert [case for case, (ours, plainly) in ranks[0].items() if not close(ours, plainly)] == []
     assert [case for case in ranks[0] if not equal(ranks[0][case][0], ranks[1][case][0])] == []
@@ -844,8 +1189,12 @@ def test_a_hook_that_loses_nothing_is_ddps_own(pool: Ranks, text: str) -> None:
 
 def hook_misused(world: World, case: str) -> str:
     from torch.nn.parallel import DistributedDataParallel
-    model, other = wide(), nn.Linear(4, 4)
-    optimizer = heavy([*model.parameters(), *(other.parameters() if "from the first" in case else ())])
+
+    model = wide()
+    other = nn.Linear(4, 4)
+    optimizer = heavy(
+        [*model.parameters(), *(other.parameters() if "from the first" in case else ())]
+    )
     ddp = DistributedDataParallel(model)
     state, hook = pg.hook("dgc(0.1, warmup=0)", optimizer=optimizer)
     ddp.register_comm_hook(state, hook)
@@ -861,7 +1210,9 @@ def hook_misused(world: World, case: str) -> str:
         for step in range(2):
             with ddp.no_sync() if step and "no_sync" in case else contextlib.nullcontext():
                 through = model if step and case == "without DDP" else ddp
-                functional.cross_entropy(through(VECTORS.tensors[0][:4]), VECTORS.tensors[1][:4]).backward()
+                functional.cross_entropy(
+                    through(VECTORS.tensors[0][:4]), VECTORS.tensors[1][:4]
+                ).backward()
             if case == "closed":
                 state.close()
             if case != "two backwards":
@@ -871,26 +1222,58 @@ def hook_misused(world: World, case: str) -> str:
     return "taken"
 
 
-@pytest.mark.parametrize(("case", "said"), [
-    ("two models", "another dgc keeps the momentum of this optimizer already; give each model an optimizer of its own"),
-    ("parameters of another model", "group 1 of the optimizer has gradients that dgc was not given"),
-    ("parameters of another model from the first", "group 0 of the optimizer has gradients that dgc was not given"),
-    ("without DDP", "group 0 of the optimizer has gradients that dgc was not given, so this step was without momentum"),
-    ("no_sync", "group 0 of the optimizer has gradients that dgc was not given"),
-    ("a group that maximizes", "group 1 of the optimizer has maximize=True, which dgc does not take over; leave it out"),
-    ("closed", "its thread was ended by close(), and nobody would sum this gradient; make a new hook"),
-    ("two backwards", "dgc exchanged it twice, and the optimizer made no step in between; let several backwards add up "
-                      "under no_sync()")])
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (
+            "two models",
+            "another dgc keeps the momentum of this optimizer already; give each model an "
+            "optimizer of its own",
+        ),
+        (
+            "parameters of another model",
+            "group 1 of the optimizer has gradients that dgc was not given",
+        ),
+        (
+            "parameters of another model from the first",
+            "group 0 of the optimizer has gradients that dgc was not given",
+        ),
+        (
+            "without DDP",
+            "group 0 of the optimizer has gradients that dgc was not given, so this step was "
+            "without momentum",
+        ),
+        ("no_sync", "group 0 of the optimizer has gradients that dgc was not given"),
+        (
+            "a group that maximizes",
+            "group 1 of the optimizer has maximize=True, which dgc does not take over; leave it "
+            "out",
+        ),
+        (
+            "closed",
+            "its thread was ended by close(), and nobody would sum this gradient; make a new hook",
+        ),
+        (
+            "two backwards",
+            "dgc exchanged it twice, and the optimizer made no step in between; let several "
+            "backwards add up "
+            "under no_sync()",
+        ),
+    ],
+)
 def test_what_a_hook_of_dgc_cannot_be(pool: Ranks, case: str, said: str) -> None:
-    """Two hooks each put back what the other had set aside, and SGD ended without momentum; so did steps on gradients of
-    elsewhere; a group that maximizes decayed to the other side."""
+    """Two hooks each put back what the other had set aside, and SGD ended without momentum; so
+    did steps on gradients of elsewhere; a group that maximizes decayed to the other side.
+    """
     assert said in pool.run(hook_misused, case, size=2)[0]
 
 
 def hook_closed(world: World) -> tuple[State, State, bool]:
-    """The weights after a step with a hook and three without, beside those of an SGD that begins with the second step; is
-    nothing left of hooks that nobody has?"""
+    """The weights after a step with a hook and three without, beside those of an SGD that
+    begins with the second step; is nothing left of hooks that nobody has?
+    """
     from torch.nn.parallel import DistributedDataParallel
+
     torch.manual_seed(0)
     model = wide()
     optimizer = heavy(model.parameters(), weight_decay=0.05)
@@ -904,12 +1287,25 @@ def hook_closed(world: World) -> tuple[State, State, bool]:
     for each, by in ((model, optimizer), (alone, heavy(alone.parameters(), weight_decay=0.05))):
         for step in range(3):
             by.zero_grad()
-            functional.cross_entropy(each(VECTORS.tensors[0][step:][:4]), VECTORS.tensors[1][step:][:4]).backward()
+            functional.cross_entropy(
+                each(VECTORS.tensors[0][step:][:4]), VECTORS.tensors[1][step:][:4]
+            ).backward()
             by.step()
-    weak = [weakref.ref(each) for each in (state, pg.hook("ring")[0], pg.hook("dgc(0.1, warmup=0)", optimizer=optimizer)[0])]
+    weak = [
+        weakref.ref(each)
+        for each in (
+            state,
+            pg.hook("ring")[0],
+            pg.hook("dgc(0.1, warmup=0)", optimizer=optimizer)[0],
+        )
+    ]
     del state, ddp
     gc.collect()
-    return dict(model.state_dict()), dict(alone.state_dict()), [each() for each in weak] == [None] * 3
+    return (
+        dict(model.state_dict()),
+        dict(alone.state_dict()),
+        [each() for each in weak] == [None] * 3,
+    )
 
 
 def test_a_hook_that_is_closed_gives_the_optimizer_back(pool: Ranks) -> None:
@@ -919,11 +1315,15 @@ def test_a_hook_that_is_closed_gives_the_optimizer_back(pool: Ranks) -> None:
         assert gone
 
 
-# ---- one of a user's own ------------------------------------------------------------------------------------------------
+# ---- one of a user's own ---------------------------------------------------------------------
 class Louder(pg.Compressor):
-    """Every number, times a factor that grows with the epoch, and with each step that its codec remembers."""
+    """Every number, times a factor that grows with the epoch, and with each step that its codec
+    remembers.
+    """
+
     times: int = pg.option(pg.Integer(), default=1)
-    sums, feedback = True, False
+    sums = True
+    feedback = False
 
     def in_epoch(self, epoch: int) -> Louder:
         return dataclasses.replace(self, times=self.times + epoch)
@@ -937,7 +1337,9 @@ class Loud(pg.Codec):
         super().__init__(shape)
         self.times = times
 
-    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> tuple[Tensor, ...]:
+    def compress(
+        self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0
+    ) -> tuple[Tensor, ...]:
         return (vector * (self.times * (1 if self.memory is None else 1 + int(self.memory))),)
 
     def extract(self, payload: tuple[Tensor, ...], agreed: Tensor | None = None) -> Tensor:
@@ -948,15 +1350,19 @@ class Loud(pg.Codec):
 
 
 def test_one_of_a_users_own_is_another_one_in_each_epoch(pool: Ranks) -> None:
-    """Nobody asked what it is in an epoch, and what its codecs remembered was forgotten where it became another."""
+    """Nobody asked what it is in an epoch, and what its codecs remembered was forgotten where
+    it became another.
+    """
     made = vectors(optimizer=functools.partial(torch.optim.SGD, lr=0.005))
     ours = steps_on(pool, made, "data(2, compress=louder)")
     model = made.model_to_train().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     for step, parts, _ in parts_of(made, model, [1, 1], STEPS):
         for name, parameter in model.named_parameters():
-            parameter.grad = sum(each[name] for each in parts)          # type: ignore[assignment]
-        model.get_parameter(LARGE).grad *= (1 + step // made.order(len(made.train)).steps) * (1 + step)     # type: ignore[operator]
+            parameter.grad = sum(each[name] for each in parts)  # type: ignore[assignment]
+        model.get_parameter(LARGE).grad *= (1 + step // made.order(len(made.train)).steps) * (
+            1 + step
+        )  # type: ignore[operator]
         optimizer.step()
         assert close(ours[0][step], dict(model.named_parameters()))
 

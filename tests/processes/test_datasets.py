@@ -1,4 +1,6 @@
-"""Data files: found, fetched and refused; what the data sets make of them; and the jobs that train on them."""
+"""Data files: found, fetched and refused; what the data sets make of them; and the jobs that
+train on them.
+"""
 
 from __future__ import annotations
 
@@ -43,25 +45,39 @@ from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
 from paragrad.training.door import examined
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
-PLAY = "\n\n".join(f"FIRST CITIZEN:\nWe are accounted poor, {word}." for word in ("good", "bad", "mad", "sad") * 5) + "\n"
+PLAY = (
+    "\n\n".join(
+        f"FIRST CITIZEN:\nWe are accounted poor, {word}."
+        for word in ("good", "bad", "mad", "sad") * 5
+    )
+    + "\n"
+)
 
 
 def idx(array: numpy.ndarray) -> bytes:
     """An array as an IDX file."""
-    header = bytes([0, 0, CODES[array.dtype.str[1:]], array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    header = bytes([0, 0, CODES[array.dtype.str[1:]], array.ndim]) + struct.pack(
+        f">{array.ndim}I", *array.shape
+    )
     return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
 def pixels(count: int, size: int = 28) -> numpy.ndarray:
-    return (numpy.arange(count * size * size) * 7 % 256).astype(numpy.uint8).reshape(count, size, size)
+    return (
+        (numpy.arange(count * size * size) * 7 % 256).astype(numpy.uint8).reshape(count, size, size)
+    )
 
 
 def numbers(count: int) -> numpy.ndarray:
     return (numpy.arange(count) % 10).astype(numpy.uint8)
 
 
-SMALL = {"train-images-idx3-ubyte": idx(pixels(20)), "train-labels-idx1-ubyte": idx(numbers(20)),
-         "t10k-images-idx3-ubyte": idx(pixels(7)), "t10k-labels-idx1-ubyte": idx(numbers(7))}
+SMALL = {
+    "train-images-idx3-ubyte": idx(pixels(20)),
+    "train-labels-idx1-ubyte": idx(numbers(20)),
+    "t10k-images-idx3-ubyte": idx(pixels(7)),
+    "t10k-labels-idx1-ubyte": idx(numbers(7)),
+}
 
 
 @pytest.fixture
@@ -89,9 +105,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "paragrad" / "small"
 
 
-# ---- a server on this host ----------------------------------------------------------------------------------------------
+# ---- a server on this host -------------------------------------------------------------------
 class Server:
-    """Serves `bodies` by name; promises `extra` bytes more than it sends; answers nothing until `answering` is set."""
+    """Serves `bodies` by name; promises `extra` bytes more than it sends; answers nothing until
+    `answering` is set.
+    """
 
     def __init__(self) -> None:
         self.bodies: dict[str, bytes] = {}
@@ -118,11 +136,13 @@ class Server:
                 pass
 
             def finish(self) -> None:
-                with contextlib.suppress(OSError):          # the one who asked has gone
+                with contextlib.suppress(OSError):  # the one who asked has gone
                     super().finish()
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread = threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def __enter__(self) -> Server:
@@ -141,8 +161,10 @@ def server(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server of the data set `small`, two files of it."""
     with Server() as running:
         running.bodies = {"a.gz": gzip.compress(b"first"), "b.txt": b"second"}
-        originals = tuple(Original(f"{running.url}/{name}", hashlib.sha256(body).hexdigest())
-                          for name, body in running.bodies.items())
+        originals = tuple(
+            Original(f"{running.url}/{name}", hashlib.sha256(body).hexdigest())
+            for name, body in running.bodies.items()
+        )
         monkeypatch.setitem(SETS, "small", originals)
         yield running
 
@@ -151,7 +173,7 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-# ---- finding files ------------------------------------------------------------------------------------------------------
+# ---- finding files ---------------------------------------------------------------------------
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
 @pytest.mark.parametrize("below", [False, True], ids=["DIR", "DIR/mnist"])
 def test_a_given_folder_holds_the_files(tmp_path: Path, packed: bool, below: bool) -> None:
@@ -173,10 +195,15 @@ def test_what_a_file_is_decides_not_its_name(small: Path) -> None:
 
 
 def test_a_folder_that_holds_some_of_the_files_is_refused(small: Path) -> None:
-    """Filled up from the cache, the training set of one relative of MNIST would be tested on another's."""
+    """Filled up from the cache, the training set of one relative of MNIST would be tested on
+    another's.
+    """
     (small / "t10k-images-idx3-ubyte").unlink()
     (small / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(Refused, match=r"lacks t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte of the data set mnist; put"):
+    with pytest.raises(
+        Refused,
+        match=r"lacks t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte of the data set mnist; put",
+    ):
         located("mnist", small)
 
 
@@ -196,22 +223,36 @@ def test_checksums_are_those_of_the_originals(data: Path) -> None:
     assert checked, f"none of the files lies in {data} under its published name"
 
 
-# ---- downloading --------------------------------------------------------------------------------------------------------
-def test_downloads_once_then_the_cache(server: Server, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+# ---- downloading -----------------------------------------------------------------------------
+def test_downloads_once_then_the_cache(
+    server: Server, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     found = located("small", None)
-    assert {name: content(path) for name, path in found.items()} == {"a": b"first", "b.txt": b"second"}
-    assert capfd.readouterr().err == f"downloading {server.url}/a.gz\ndownloading {server.url}/b.txt\n"
+    assert {name: content(path) for name, path in found.items()} == {
+        "a": b"first",
+        "b.txt": b"second",
+    }
+    assert (
+        capfd.readouterr().err == f"downloading {server.url}/a.gz\ndownloading {server.url}/b.txt\n"
+    )
     assert left(cache) == ["a.gz", "b.txt"]
     assert located("small", None) == found
     assert server.asked == ["a.gz", "b.txt"]
     assert capfd.readouterr().err == ""
 
 
-def test_a_given_folder_without_the_files_starts_no_download(server: Server, cache: Path, tmp_path: Path) -> None:
-    """A slip in the name of a folder was answered with a download; nor is the cache taken for it."""
+def test_a_given_folder_without_the_files_starts_no_download(
+    server: Server, cache: Path, tmp_path: Path
+) -> None:
+    """A slip in the name of a folder was answered with a download; nor is the cache taken for
+    it.
+    """
     (tmp_path / "other").mkdir()
-    with pytest.raises(Refused, match=rf"other holds no file of the data set small; put a and b\.txt there, .*, or name no "
-                                      rf"folder .*: they are then downloaded once, from {server.url}$"):
+    with pytest.raises(
+        Refused,
+        match=rf"other holds no file of the data set small; put a and b\.txt there, .*, or name no "
+        rf"folder .*: they are then downloaded once, from {server.url}$",
+    ):
         located("small", tmp_path / "other")
     assert server.asked == []
     located("small", None)
@@ -219,7 +260,9 @@ def test_a_given_folder_without_the_files_starts_no_download(server: Server, cac
         located("small", tmp_path / "other")
 
 
-def test_a_given_folder_comes_before_the_cache_and_needs_no_checksum(server: Server, tmp_path: Path) -> None:
+def test_a_given_folder_comes_before_the_cache_and_needs_no_checksum(
+    server: Server, tmp_path: Path
+) -> None:
     (tmp_path / "a").write_bytes(b"mine")
     (tmp_path / "b.txt").write_bytes(b"mine too")
     assert located("small", tmp_path) == {"a": tmp_path / "a", "b.txt": tmp_path / "b.txt"}
@@ -240,7 +283,7 @@ def spoil(server: Server, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     elif how == "not found":
         del server.bodies["b.txt"]
     elif how == "cut":
-        located("small", None)                          # the first file is whole by then
+        located("small", None)  # the first file is whole by then
         (Path(pooch.os_cache("paragrad")) / "small" / "b.txt").unlink()
         server.extra = 5
     elif how == "silent":
@@ -252,15 +295,19 @@ def spoil(server: Server, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         monkeypatch.setattr(files, "LONGEST", -1.0)
 
 
-@pytest.mark.parametrize(("how", "message"), [
-    ("another file", "is not the original b.txt: its sha256 is not"),
-    ("not found", "HTTP Error 404"),
-    ("cut", "the connection broke off after 6 of 11 bytes"),
-    ("silent", "timed out"),
-    ("slow", "not finished after -1 seconds"),
-])
-def test_nothing_half_written_stays(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, how: str,
-                                    message: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("another file", "is not the original b.txt: its sha256 is not"),
+        ("not found", "HTTP Error 404"),
+        ("cut", "the connection broke off after 6 of 11 bytes"),
+        ("silent", "timed out"),
+        ("slow", "not finished after -1 seconds"),
+    ],
+)
+def test_nothing_half_written_stays(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, how: str, message: str
+) -> None:
     spoil(server, monkeypatch, how)
     with pytest.raises(Refused) as refusal:
         located("small", None)
@@ -270,13 +317,24 @@ def test_nothing_half_written_stays(server: Server, cache: Path, monkeypatch: py
     assert left(cache) == (["a.gz"] if len(SETS["small"]) == 2 else [])
 
 
-def test_without_network_it_says_what_to_put_where(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_it_says_what_to_put_where(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))                     # nobody listens there, and nobody else will
+        # nobody listens there, and nobody else will
+        deaf.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        monkeypatch.setitem(SETS, "small", tuple(Original(f"{url}/{name}", "0" * 64) for name in ("a.gz", "b.txt", "c.gz")))
-        with pytest.raises(Refused, match=r"a\.gz could not be got from http.*refused.*; or put a, b\.txt and c, each with or "
-                                          r"without \.gz, into a folder and give it with --data FOLDER"):
+        monkeypatch.setitem(
+            SETS,
+            "small",
+            tuple(Original(f"{url}/{name}", "0" * 64) for name in ("a.gz", "b.txt", "c.gz")),
+        )
+        with pytest.raises(
+            Refused,
+            match=r"a\.gz could not be got from http.*refused.*; or put a, b\.txt and c, each with "
+            r"or "
+            r"without \.gz, into a folder and give it with --data FOLDER",
+        ):
             located("small", None)
     assert left(cache) == []
 
@@ -288,14 +346,16 @@ def test_a_cache_that_cannot_be_written_is_refused(server: Server, cache: Path) 
         located("small", None)
 
 
-def test_without_pooch_it_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch, small: Path) -> None:
+def test_without_pooch_it_says_what_to_install(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, small: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(Refused, match=r"pip install pooch; or put train-images-idx3-ubyte, "):
         located("mnist", None)
-    assert len(located("mnist", small)) == 4            # a given folder does without
+    assert len(located("mnist", small)) == 4  # a given folder does without
 
 
-# ---- IDX ----------------------------------------------------------------------------------------------------------------
+# ---- IDX -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
 @pytest.mark.parametrize("code", CODES)
 def test_every_element_type(tmp_path: Path, code: str, packed: bool) -> None:
@@ -314,16 +374,31 @@ PACKED = gzip.compress(GOOD, mtime=0)
 DAMAGED = {
     "empty": (b"", "is no IDX file: it is empty"),
     "three bytes": (b"\0\0\x08", "is no IDX file: it begins with 00 00 08"),
-    "a web page": (b"<html>not found</html>", "is no IDX file: it begins with 3c 68 74 6d, and an IDX file with 00 00"),
-    "unknown type": (b"\0\0\x0a" + GOOD[3:], "there is no IDX element type 0a (08 ubyte, 09 byte, 0b short"),
+    "a web page": (
+        b"<html>not found</html>",
+        "is no IDX file: it begins with 3c 68 74 6d, and an IDX file with 00 00",
+    ),
+    "unknown type": (
+        b"\0\0\x0a" + GOOD[3:],
+        "there is no IDX element type 0a (08 ubyte, 09 byte, 0b short",
+    ),
     "no dimensions": (b"\0\0\x08\0", "its header says 0 dimensions"),
     "255 dimensions": (b"\0\0\x08\xff" + GOOD[4:], "its header says 255 dimensions"),
     "half a header": (GOOD[:11], "is cut off within the lengths of its 3 dimension(s)"),
     "no images": (GOOD[:4] + bytes(4) + GOOD[8:], "holds nothing: its header says 0 x 28 x 28"),
-    "one byte short": (GOOD[:-1], "is cut off: a header and 3 x 28 x 28 elements of type ubyte are 2368 bytes, and it"),
+    "one byte short": (
+        GOOD[:-1],
+        "is cut off: a header and 3 x 28 x 28 elements of type ubyte are 2368 bytes, and it",
+    ),
     "a header alone": (GOOD[:16], "is cut off: "),
-    "one byte long": (GOOD + b"\0", "is too long: a header and 3 x 28 x 28 elements of type ubyte are 2368 bytes, and"),
-    "another type": (b"\0\0\x0c" + GOOD[3:], "elements of type int are 9424 bytes, and it holds 2368"),
+    "one byte long": (
+        GOOD + b"\0",
+        "is too long: a header and 3 x 28 x 28 elements of type ubyte are 2368 bytes, and",
+    ),
+    "another type": (
+        b"\0\0\x0c" + GOOD[3:],
+        "elements of type int are 9424 bytes, and it holds 2368",
+    ),
     "huge lengths": (GOOD[:4] + b"\xff" * 12, "is cut off: "),
     "gzip cut in its end": (PACKED[:-5], "is cut off in the middle of its gzip data"),
     "gzip cut in the middle": (PACKED[:60], "is cut off in the middle of its gzip data"),
@@ -347,8 +422,11 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, body: bytes, message:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.binary(max_size=40) | st.binary(max_size=40).map(lambda rest: b"\0\0\x08\x01\0\0\0" + rest)
-       | st.binary(max_size=40).map(lambda rest: b"\x1f\x8b\x08\0" + rest))
+@given(
+    st.binary(max_size=40)
+    | st.binary(max_size=40).map(lambda rest: b"\0\0\x08\x01\0\0\0" + rest)
+    | st.binary(max_size=40).map(lambda rest: b"\x1f\x8b\x08\0" + rest)
+)
 @example(b"\0\0\x08\x08" + b"\0\0\0\x01" * 8 + b"\7")
 def test_any_bytes_are_read_or_refused(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "any").write_bytes(body)
@@ -360,21 +438,55 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, body: bytes) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"cannot be read \(Is a directory\); make it a readable file"):
+    with pytest.raises(
+        Refused, match=r"cannot be read \(Is a directory\); make it a readable file"
+    ):
         read(tmp_path)
 
 
-@pytest.mark.parametrize(("images", "labels", "message"), [
-    (numbers(5), pixels(5), "images has 1 dimension(s), 5, and images have 3; are images and labels swapped?"),
-    (numbers(5), numbers(5), "images has 1 dimension(s), 5, and images have 3; give the right file"),
-    (pixels(5), pixels(5), "labels has 3 dimension(s), 5 x 28 x 28, and labels have 1; give the right file"),
-    (pixels(5).astype("i4"), numbers(5), "images holds elements of torch.int32, and images are of type ubyte"),
-    (pixels(5), numbers(5).astype("f8"), "labels holds elements of torch.float64, and labels are of type ubyte"),
-    (pixels(5), numbers(4), "images holds 5 images and {folder}/labels 4 labels; give two files of one set"),
-    (pixels(5), numpy.array([1, 9, 10, 47, 0], numpy.uint8), "labels: label 2 is 10, and the 10 classes are numbered"),
-])
-def test_images_and_labels_are_checked_against_each_other(tmp_path: Path, images: numpy.ndarray, labels: numpy.ndarray,
-                                                          message: str) -> None:
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (
+            numbers(5),
+            pixels(5),
+            "images has 1 dimension(s), 5, and images have 3; are images and labels swapped?",
+        ),
+        (
+            numbers(5),
+            numbers(5),
+            "images has 1 dimension(s), 5, and images have 3; give the right file",
+        ),
+        (
+            pixels(5),
+            pixels(5),
+            "labels has 3 dimension(s), 5 x 28 x 28, and labels have 1; give the right file",
+        ),
+        (
+            pixels(5).astype("i4"),
+            numbers(5),
+            "images holds elements of torch.int32, and images are of type ubyte",
+        ),
+        (
+            pixels(5),
+            numbers(5).astype("f8"),
+            "labels holds elements of torch.float64, and labels are of type ubyte",
+        ),
+        (
+            pixels(5),
+            numbers(4),
+            "images holds 5 images and {folder}/labels 4 labels; give two files of one set",
+        ),
+        (
+            pixels(5),
+            numpy.array([1, 9, 10, 47, 0], numpy.uint8),
+            "labels: label 2 is 10, and the 10 classes are numbered",
+        ),
+    ],
+)
+def test_images_and_labels_are_checked_against_each_other(
+    tmp_path: Path, images: numpy.ndarray, labels: numpy.ndarray, message: str
+) -> None:
     (tmp_path / "images").write_bytes(idx(images))
     (tmp_path / "labels").write_bytes(idx(labels))
     with pytest.raises(Refused) as refusal:
@@ -382,7 +494,7 @@ def test_images_and_labels_are_checked_against_each_other(tmp_path: Path, images
     assert message.format(folder=tmp_path) in str(refusal.value)
 
 
-# ---- MNIST --------------------------------------------------------------------------------------------------------------
+# ---- MNIST -----------------------------------------------------------------------------------
 def test_a_batch_of_mnist(small: Path) -> None:
     dataset = mnist(small, train=True)
     images, labels = dataset[[3, 0, 13]]
@@ -394,40 +506,62 @@ def test_a_batch_of_mnist(small: Path) -> None:
     assert torch.allclose(images[:, 0].double(), expected, atol=1e-6)
     assert dataset[3][0].shape == (1, 28, 28)
     assert torch.equal(dataset[3][0], images[0])
-    assert dataset.tensors[0].dtype == torch.uint8              # kept as bytes
+    assert dataset.tensors[0].dtype == torch.uint8  # kept as bytes
 
 
 def test_a_whole_batch_is_fetched_at_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset, asked = mnist(small, train=True), []
+    dataset = mnist(small, train=True)
+    asked = []
     usual = type(dataset).__getitem__
-    monkeypatch.setattr(type(dataset), "__getitem__", lambda self, index: asked.append(index) or usual(self, index))
+    monkeypatch.setattr(
+        type(dataset), "__getitem__", lambda self, index: asked.append(index) or usual(self, index)
+    )
     assert torch.equal(Samples(dataset)[0, [4, 5]][0], usual(dataset, [4, 5])[0])
     assert asked == [[4, 5]]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))],
+    ids=["copy", "pickle"],
+)
 def test_mnist_can_be_copied(small: Path, copied: Callable[[object], object]) -> None:
     dataset = mnist(small, train=False)
-    assert all(torch.equal(*pair) for pair in zip(copied(dataset)[[1, 2]], dataset[[1, 2]], strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(copied(dataset)[[1, 2]], dataset[[1, 2]], strict=True)
+    )
 
 
 def test_images_of_another_size_are_refused(small: Path) -> None:
     (small / "train-images-idx3-ubyte").write_bytes(idx(pixels(20, size=32)))
-    with pytest.raises(Refused, match=r"train-images-idx3-ubyte holds images of 32x32 pixels; give images of 28x28"):
+    with pytest.raises(
+        Refused, match=r"train-images-idx3-ubyte holds images of 32x32 pixels; give images of 28x28"
+    ):
         mnist(small, train=True)
 
 
 def test_the_real_mnist(data: Path) -> None:
     train, test = mnist(data, train=True), mnist(data, train=False)
     assert (len(train), len(test)) == (60_000, 10_000)
-    assert torch.bincount(train.tensors[1]).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert torch.bincount(train.tensors[1]).tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
     images, labels = train[list(range(60_000))]
     assert labels[:8].tolist() == [5, 0, 4, 1, 9, 2, 1, 3]
     assert abs(float(images.mean())) < 1e-3
     assert abs(float(images.std()) - 1) < 1e-3
 
 
-# ---- text ---------------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------
 def plain(sample: torch.Tensor) -> str:
     return "".join(CHARACTERS[number] for number in sample)
 
@@ -441,33 +575,61 @@ def test_the_characters_are_in_order_and_65() -> None:
 def test_a_sample_is_a_speech(tmp_path: Path) -> None:
     text = "A:\nOne line.\n\nB:\nTwo\nlines.\n\n\nX\n\nYou\n" + "\n" * 600 + "C:\nThe rest.\n"
     (tmp_path / "input.txt").write_text(text, newline="")
-    assert [plain(sample) for sample in speeches(tmp_path, True, 100).samples] == ["A:\nOne line.", "B:\nTwo\nlines.", "You"]
-    assert [plain(sample) for sample in speeches(tmp_path, True, 5).samples] == ["A:\nOne", "B:\nTwo", "You"]
+    assert [plain(sample) for sample in speeches(tmp_path, True, 100).samples] == [
+        "A:\nOne line.",
+        "B:\nTwo\nlines.",
+        "You",
+    ]
+    assert [plain(sample) for sample in speeches(tmp_path, True, 5).samples] == [
+        "A:\nOne",
+        "B:\nTwo",
+        "You",
+    ]
     assert speeches(tmp_path, True, 5)[0].dtype == torch.int64
 
 
 def test_the_split_is_by_where_a_speech_begins(tmp_path: Path) -> None:
-    text = "\n\n".join([f"{character * 8}" for character in "abcdefghij"])          # speeches begin at 0, 10, ... 90 of 98
+    # speeches begin at 0, 10, ... 90 of 98
+    text = "\n\n".join([f"{character * 8}" for character in "abcdefghij"])
     (tmp_path / "input.txt").write_text(text)
     assert [plain(sample)[0] for sample in speeches(tmp_path, True, 8).samples] == list("abcdefghi")
     assert [plain(sample)[0] for sample in speeches(tmp_path, False, 8).samples] == ["j"]
 
 
-@pytest.mark.parametrize("change", [lambda text: text.replace(b"\n", b"\r\n"), gzip.compress], ids=["windows", "gz"])
-def test_the_same_text_in_other_clothes(tmp_path: Path, small: Path, change: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda text: text.replace(b"\n", b"\r\n"), gzip.compress], ids=["windows", "gz"]
+)
+def test_the_same_text_in_other_clothes(
+    tmp_path: Path, small: Path, change: Callable[[bytes], bytes]
+) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "input.txt").write_bytes(change(PLAY.encode()))
-    pairs = zip(speeches(tmp_path / "other", True, 50).samples, speeches(small, True, 50).samples, strict=True)
+    pairs = zip(
+        speeches(tmp_path / "other", True, 50).samples,
+        speeches(small, True, 50).samples,
+        strict=True,
+    )
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    (b"A:\nfine\nso 4ar", "input.txt, line 3, column 4: '4' is none of the 65 characters"),
-    ("\ufeffA:\nfine".encode(), r"input.txt, line 1, column 1: '\ufeff' is none of the 65 characters"),
-    (b"A:\nna\xefve", "input.txt is no UTF-8 text (byte 5)"),
-    (gzip.compress(b"A:\nfine", mtime=0)[:-3], "input.txt is cut off in the middle of its gzip data"),
-])
-def test_a_strange_text_is_refused_by_name_and_place(tmp_path: Path, body: bytes, message: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"A:\nfine\nso 4ar", "input.txt, line 3, column 4: '4' is none of the 65 characters"),
+        (
+            "\ufeffA:\nfine".encode(),
+            r"input.txt, line 1, column 1: '\ufeff' is none of the 65 characters",
+        ),
+        (b"A:\nna\xefve", "input.txt is no UTF-8 text (byte 5)"),
+        (
+            gzip.compress(b"A:\nfine", mtime=0)[:-3],
+            "input.txt is cut off in the middle of its gzip data",
+        ),
+    ],
+)
+def test_a_strange_text_is_refused_by_name_and_place(
+    tmp_path: Path, body: bytes, message: str
+) -> None:
     (tmp_path / "input.txt").write_bytes(body)
     with pytest.raises(Refused) as refusal:
         speeches(tmp_path, True, 10)
@@ -475,14 +637,18 @@ def test_a_strange_text_is_refused_by_name_and_place(tmp_path: Path, body: bytes
 
 
 def test_padding_is_never_a_target() -> None:
-    characters, targets = pad([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 3]), torch.tensor([1, 2, 4])])
+    characters, targets = pad(
+        [torch.tensor([5, 6, 7, 8]), torch.tensor([9, 3]), torch.tensor([1, 2, 4])]
+    )
     assert characters.tolist() == [[5, 6, 7], [9, 3, 0], [1, 2, 4]]
     assert targets.tolist() == [[6, 7, 8], [3, -100, -100], [2, 4, -100]]
     assert characters.dtype == targets.dtype == torch.int64
 
 
 def test_a_padded_batch_weighs_its_characters() -> None:
-    """The sum over a batch is the sum over its samples alone, however long the longest is; so is the weight."""
+    """The sum over a batch is the sum over its samples alone, however long the longest is; so
+    is the weight.
+    """
     samples = Speeches(["What say you?", "No, my lord; not so.", "Ay."], 12).samples
     torch.manual_seed(0)
     model = shakespeare_lstm(hidden=8).model().double()
@@ -495,38 +661,53 @@ def test_a_padded_batch_weighs_its_characters() -> None:
 
 
 def test_the_real_text(data: Path) -> None:
-    train, rest = speeches(data, True, 128), speeches(data, False, 128)
+    train = speeches(data, True, 128)
+    rest = speeches(data, False, 128)
     assert (len(train), len(rest)) == (6283, 939)
     assert plain(train[0]) == "First Citizen:\nBefore we proceed any further, hear me speak."
-    assert {len(sample) for sample in train.samples} == set(range(min(map(len, train.samples)), 130))
+    assert {len(sample) for sample in train.samples} == set(
+        range(min(map(len, train.samples)), 130)
+    )
     whole = speeches(data, True, 10**6).samples + speeches(data, False, 10**6).samples
     assert set(torch.cat(whole).tolist()) == set(range(65))
 
 
 def test_windows_of_the_text(small: Path) -> None:
     """Each begins where the last one ended; the next characters are those one further on."""
-    train, rest = windows(small, True, 20), windows(small, False, 20)
+    train = windows(small, True, 20)
+    rest = windows(small, False, 20)
     assert len(train) == (int(0.9 * len(PLAY)) - 1) // 20 > len(rest) > 0
     pairs = [(plain(x), plain(y)) for x, y in (train[index] for index in range(len(train)))]
-    assert "".join(x for x, _ in pairs) == PLAY[:20 * len(train)]
-    assert "".join(y for _, y in pairs) == PLAY[1:20 * len(train) + 1]
+    assert "".join(x for x, _ in pairs) == PLAY[: 20 * len(train)]
+    assert "".join(y for _, y in pairs) == PLAY[1 : 20 * len(train) + 1]
     assert plain(train[-1][0]) == pairs[-1][0]
     with pytest.raises(IndexError):
         train[len(train)]
 
 
 def test_windows_that_do_not_fit(small: Path) -> None:
-    with pytest.raises(Refused, match="has 89 characters to test with, and a window is 100 and the next; give a shorter one"):
+    with pytest.raises(
+        Refused,
+        match="has 89 characters to test with, and a window is 100 and the next; give a shorter "
+        "one",
+    ):
         windows(small, False, 100)
 
 
-# ---- the jobs -----------------------------------------------------------------------------------------------------------
-JOBS: list[Callable[[], Job]] = [mnist_mlp, mnist_cnn, shakespeare_lstm, partial(shakespeare_gpt, context=40), mnist_resnet]
+# ---- the jobs --------------------------------------------------------------------------------
+JOBS: list[Callable[[], Job]] = [
+    mnist_mlp,
+    mnist_cnn,
+    shakespeare_lstm,
+    partial(shakespeare_gpt, context=40),
+    mnist_resnet,
+]
 
 
 @pytest.mark.parametrize("make", JOBS)
-def test_making_a_job_reads_no_data_and_it_can_be_shipped(make: Callable[[], Job], monkeypatch: pytest.MonkeyPatch,
-                                                          small: Path) -> None:
+def test_making_a_job_reads_no_data_and_it_can_be_shipped(
+    make: Callable[[], Job], monkeypatch: pytest.MonkeyPatch, small: Path
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", lambda _: pytest.fail("data was read"))
         job = pickle.loads(cloudpickle.dumps(make()))
@@ -534,16 +715,27 @@ def test_making_a_job_reads_no_data_and_it_can_be_shipped(make: Callable[[], Job
     assert len(job.train(small)) > len(job.test(small)) > 0
 
 
-@pytest.mark.parametrize("make", [
-    *JOBS[:3], pytest.param(JOBS[3], marks=pytest.mark.table), mnist_resnet, partial(mnist_cnn, "batch"),
-    partial(mnist_cnn, "weight"), lambda: mnist_mlp(16, "sigmoid"), lambda: shakespeare_lstm(8, 5),
-                                  lambda: shakespeare_gpt(1, 8, 2, 5, 0.0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *JOBS[:3],
+        pytest.param(JOBS[3], marks=pytest.mark.table),
+        mnist_resnet,
+        partial(mnist_cnn, "batch"),
+        partial(mnist_cnn, "weight"),
+        lambda: mnist_mlp(16, "sigmoid"),
+        lambda: shakespeare_lstm(8, 5),
+        lambda: shakespeare_gpt(1, 8, 2, 5, 0.0),
+    ],
+)
 def test_a_job_passes_the_door_and_learns(make: Callable[[], Job], small: Path) -> None:
     job = make()
     facts = examined(job, small)
     read = job.train(small), job.test(small)
     assert (facts.samples, facts.test_samples) == tuple(map(len, read))
-    assert job.name == "shakespeare-gpt" or tuple(map(len, read)) == ((18, 2) if job.collate else (20, 7))
+    assert job.name == "shakespeare-gpt" or tuple(map(len, read)) == (
+        (18, 2) if job.collate else (20, 7)
+    )
     model = job.built_model()
     optimizer = job.optimizer(model.parameters())
     inputs, target = job.samples(job.train(small))[0, list(range(facts.samples))]
@@ -560,8 +752,14 @@ def test_a_job_passes_the_door_and_learns(make: Callable[[], Job], small: Path) 
 @pytest.mark.parametrize("width", [1, 100, 256])
 def test_the_width_sets_the_message(width: int) -> None:
     model = mnist_mlp(width).built_model()
-    assert sum(4 * parameter.numel() for parameter in model.parameters()) == 4 * (401_930 + 523 * width)
-    assert [layer.out_features for layer in model if isinstance(layer, nn.Linear)] == [512, width, 10]
+    assert sum(4 * parameter.numel() for parameter in model.parameters()) == 4 * (
+        401_930 + 523 * width
+    )
+    assert [layer.out_features for layer in model if isinstance(layer, nn.Linear)] == [
+        512,
+        width,
+        10,
+    ]
     assert model(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
 
 
@@ -582,18 +780,42 @@ def test_the_next_character_of_every_position() -> None:
     assert mnist_cnn().metric is mnist_mlp().metric is accuracy
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: mnist_mlp(activation="sigmod"), "job mnist-mlp: no activation 'sigmod'; did you mean sigmoid?"),
-    (lambda: mnist_cnn("layer"), "job mnist-cnn: no norm 'layer'; known: none, batch, weight"),
-    (lambda: mnist_resnet(0), "job mnist-resnet: width must be a whole number from 1, got 0"),
-    (lambda: inception_digits(0), "job inception-digits: width must be a whole number from 1, got 0"),
-    (lambda: mnist_mlp(width=0), "job mnist-mlp: width must be a whole number from 1, got 0"),
-    (lambda: shakespeare_lstm(hidden=0), "job shakespeare-lstm: hidden must be a whole number from 1, got 0"),
-    (lambda: shakespeare_lstm(length=-3), "job shakespeare-lstm: length must be a whole number from 1, got -3"),
-    (lambda: shakespeare_gpt(layers=0), "job shakespeare-gpt: layers must be a whole number from 1, got 0"),
-    (lambda: shakespeare_gpt(width=10, heads=4), "job shakespeare-gpt: width 10 is no multiple of heads 4; give one that is"),
-    (lambda: shakespeare_gpt(dropout=1), "job shakespeare-gpt: dropout must be a number from 0 to below 1, got 1"),
-])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: mnist_mlp(activation="sigmod"),
+            "job mnist-mlp: no activation 'sigmod'; did you mean sigmoid?",
+        ),
+        (lambda: mnist_cnn("layer"), "job mnist-cnn: no norm 'layer'; known: none, batch, weight"),
+        (lambda: mnist_resnet(0), "job mnist-resnet: width must be a whole number from 1, got 0"),
+        (
+            lambda: inception_digits(0),
+            "job inception-digits: width must be a whole number from 1, got 0",
+        ),
+        (lambda: mnist_mlp(width=0), "job mnist-mlp: width must be a whole number from 1, got 0"),
+        (
+            lambda: shakespeare_lstm(hidden=0),
+            "job shakespeare-lstm: hidden must be a whole number from 1, got 0",
+        ),
+        (
+            lambda: shakespeare_lstm(length=-3),
+            "job shakespeare-lstm: length must be a whole number from 1, got -3",
+        ),
+        (
+            lambda: shakespeare_gpt(layers=0),
+            "job shakespeare-gpt: layers must be a whole number from 1, got 0",
+        ),
+        (
+            lambda: shakespeare_gpt(width=10, heads=4),
+            "job shakespeare-gpt: width 10 is no multiple of heads 4; give one that is",
+        ),
+        (
+            lambda: shakespeare_gpt(dropout=1),
+            "job shakespeare-gpt: dropout must be a number from 0 to below 1, got 1",
+        ),
+    ],
+)
 def test_bad_arguments_are_refused(make: Callable[[], Job], message: str) -> None:
     with pytest.raises(Refused) as refusal:
         make()

@@ -24,13 +24,24 @@ from paragrad.verbs.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```console\n\$ paragrad ((?:draw|work|train .* --dry-run).*)\n((?:.*\n)*?)```$", re.MULTILINE)
-SHOWN = [(page.name, command, text) for page in PAGES for command, text in BLOCK.findall(page.read_text())]
+BLOCK = re.compile(
+    r"^```console\n\$ paragrad ((?:draw|work|train .* --dry-run).*)\n((?:.*\n)*?)```$", re.MULTILINE
+)
+SHOWN = [
+    (page.name, command, text)
+    for page in PAGES
+    for command, text in BLOCK.findall(page.read_text())
+]
 
 
-@pytest.mark.parametrize(("page", "command", "text"), SHOWN, ids=[f"{page}: {command}" for page, command, _ in SHOWN])
-def test_what_is_shown_is_what_is_printed(page: str, command: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})           # the pages were made on two cores
+@pytest.mark.parametrize(
+    ("page", "command", "text"), SHOWN, ids=[f"{page}: {command}" for page, command, _ in SHOWN]
+)
+def test_what_is_shown_is_what_is_printed(
+    page: str, command: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the pages were made on two cores
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert CliRunner().invoke(app, shlex.split(command)).stdout == text
 
 
@@ -43,7 +54,10 @@ def test_every_algorithm_is_drawn() -> None:
 def test_what_a_page_counts_is_what_the_proof_counts(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text()
     (schedule,) = re.findall(r"print\(prove\((pg\..+), \d+, 960\)\)", text)
-    rows = [tuple(map(int, row)) for row in re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)]
+    rows = [
+        tuple(map(int, row))
+        for row in re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    ]
     assert len(rows) == 4
     for size, *counts in rows:
         proof = prove(eval(schedule, {"pg": paragrad}), size, 960)
@@ -51,23 +65,44 @@ def test_what_a_page_counts_is_what_the_proof_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["counts", "crossover"])
-def test_what_all_reduces_cost_is_what_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_all_reduces_cost_is_what_is_printed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (ROOT / "docs" / "all_reduce.md").read_text()
-    ((code, printed),) = re.findall(rf"```python\n# {name}.py\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
+    ((code, printed),) = re.findall(
+        rf"```python\n# {name}.py\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL
+    )
     exec(code, {})
     assert capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize(("command", "figure"), re.findall(
-    r"\(`paragrad (draw .* --svg (docs/figures/.*\.svg))`\)", "".join(page.read_text() for page in PAGES)))
+@pytest.mark.parametrize(
+    ("command", "figure"),
+    re.findall(
+        r"\(`paragrad (draw .* --svg (docs/figures/.*\.svg))`\)",
+        "".join(page.read_text() for page in PAGES),
+    ),
+)
 def test_drawings_show_what_the_command_draws(command: str, figure: str, tmp_path: Path) -> None:
     """Arrow by arrow and label by label; another matplotlib may write their lines otherwise."""
+
     def shown(file: Path) -> list[str]:
-        texts = [text for element in ElementTree.fromstring(file.read_text()).iter()
-                 for text in (element.get("id", "").removeprefix("schedule-"), (element.text or "").strip())]
+        texts = [
+            text
+            for element in ElementTree.fromstring(file.read_text()).iter()
+            for text in (
+                element.get("id", "").removeprefix("schedule-"),
+                (element.text or "").strip(),
+            )
+        ]
         return [text for text in texts if re.fullmatch(r"message-\d+|[\d+-]+", text)]
 
-    assert CliRunner().invoke(app, shlex.split(command.replace(figure, str(tmp_path / "drawn.svg")))).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(app, shlex.split(command.replace(figure, str(tmp_path / "drawn.svg"))))
+        .exit_code
+        == 0
+    )
     assert shown(ROOT / figure) == shown(tmp_path / "drawn.svg") != []
 
 
@@ -78,7 +113,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_cpu_build_is_the_one_that_make_takes() -> None:
-    """The advice to install torch's CPU build first was undone by make, which pins another version."""
+    """The advice to install torch's CPU build first was undone by make, which pins another
+    version.
+    """
     (told,) = re.findall(r"pip install (torch==\S+) ", (ROOT / "README.md").read_text())
     assert told in (ROOT / "constraints.txt").read_text().splitlines()
 
@@ -89,7 +126,14 @@ def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     assert len(code.group(1).strip().splitlines()) <= 12
     job = tmp_path / "mine.py"
     job.write_text(code.group(1))
-    words = ["train", str(job), "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path / "runs")]
+    words = [
+        "train",
+        str(job),
+        "--strategy",
+        "data(2, reduce=ring)",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "0 missed" in result.stdout
@@ -98,9 +142,15 @@ def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
 
 
 def test_the_data_of_your_data_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page had no example. This one is saved and run as typed, and learns what it is about."""
+    """The page had no example. This one is saved and run as typed, and learns what it is
+    about.
+    """
     text = (ROOT / "docs" / "your_data.md").read_text()
-    code = re.search(r"```python\n# readings.py\n(.*?)```\n\n```sh\n.venv/bin/paragrad (.*)\n```", text, re.DOTALL)
+    code = re.search(
+        r"```python\n# readings.py\n(.*?)```\n\n```sh\n.venv/bin/paragrad (.*)\n```",
+        text,
+        re.DOTALL,
+    )
     assert code is not None
     (tmp_path / "readings.py").write_text(code.group(1))
     monkeypatch.chdir(tmp_path)
@@ -113,7 +163,9 @@ def test_the_data_of_your_data_trains(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_field_of_a_job_has_its_row() -> None:
     """No page listed what a Job takes."""
-    text = (ROOT / "docs" / "jobs.md").read_text().split("## The fields of a Job")[1].split("\n## ")[0]
+    text = (
+        (ROOT / "docs" / "jobs.md").read_text().split("## The fields of a Job")[1].split("\n## ")[0]
+    )
     rows = re.findall(r"^\| `(\w+)` \| .+ \| (?:`(.+?)`.*|needed) \|$", text, re.MULTILINE)
     assert [name for name, _ in rows] == [field.name for field in fields(Job)]
     for (_, default), field in zip(rows, fields(Job), strict=True):
@@ -121,11 +173,15 @@ def test_every_field_of_a_job_has_its_row() -> None:
 
 
 def ran(name: str, folder: Path, *words: str) -> str:
-    """What a Python block of the README prints, saved under the name in its first line and run in a folder."""
+    """What a Python block of the README prints, saved under the name in its first line and run
+    in a folder.
+    """
     code = re.search(rf"```python\n# {name}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
     (folder / name).write_text(code.group(1))
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -137,40 +193,79 @@ def test_the_own_loop_of_the_readme_is_the_same_training_under_torchrun(tmp_path
     (tmp_path / "mine.py").write_text(mine.group(1))
     alone = ran("own.py", tmp_path, sys.executable, "own.py").split()
     assert alone[:2] == ["0", "80"]
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             "--redirects", "1", "--log-dir", "logs", "own.py"]     # a file each: as -u has it, they may print into one line
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        # a file each: as -u has it, they may print into one line
+        "--redirects",
+        "1",
+        "--log-dir",
+        "logs",
+        "own.py",
+    ]
     ran("own.py", tmp_path, *words)
-    printed = sorted(file.read_text().split() for file in (tmp_path / "logs").glob("*/*/*/stdout.log"))
+    printed = sorted(
+        file.read_text().split() for file in (tmp_path / "logs").glob("*/*/*/stdout.log")
+    )
     assert [line[:2] for line in printed] == [["0", "80"], ["1", "80"]]
-    assert [float(line[2]) for line in printed] == [pytest.approx(float(alone[2]), rel=1e-4)] * 2       # float32
+    # float32
+    assert [float(line[2]) for line in printed] == [pytest.approx(float(alone[2]), rel=1e-4)] * 2
 
 
 JOB_FILE = re.compile(r"```python\n# (\w+\.py)\n(.*?\njob = pg\.Job\(.*?)```", re.DOTALL)
-EXAMPLES = [(page.name, name, code) for page in PAGES for name, code in JOB_FILE.findall(page.read_text())]
+EXAMPLES = [
+    (page.name, name, code) for page in PAGES for name, code in JOB_FILE.findall(page.read_text())
+]
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(("page", "name", "code"), EXAMPLES, ids=[f"{page}: {name}" for page, name, _ in EXAMPLES])
-def test_every_job_that_is_shown_is_the_same_training(page: str, name: str, code: str, tmp_path: Path) -> None:
-    """The page of one's own data had one that was 7.5e-2 off: a mean over padding, which differs by share."""
+@pytest.mark.parametrize(
+    ("page", "name", "code"), EXAMPLES, ids=[f"{page}: {name}" for page, name, _ in EXAMPLES]
+)
+def test_every_job_that_is_shown_is_the_same_training(
+    page: str, name: str, code: str, tmp_path: Path
+) -> None:
+    """The page of one's own data had one that was 7.5e-2 off: a mean over padding, which
+    differs by share.
+    """
     if "transformers" in code:
         if importlib.util.find_spec("transformers") is None:
             pytest.skip("transformers is not installed (make zoo)")
         zoo = str(ROOT / "tests" / "zoo")
-        code = f"import sys\nsys.path.insert(0, {zoo!r})\nimport foreign\nforeign.declare_operators()\n{code}"
+        code = (
+            f"import sys\nsys.path.insert(0, {zoo!r})\nimport "
+            f"foreign\nforeign.declare_operators()\n{code}"
+        )
     (tmp_path / name).write_text(code)
     for strategy in ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1])"):
-        words = ["verify", str(tmp_path / name), "--strategy", strategy, "--runs", str(tmp_path), "--json"]
+        words = [
+            "verify",
+            str(tmp_path / name),
+            "--strategy",
+            strategy,
+            "--runs",
+            str(tmp_path),
+            "--json",
+        ]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["same"]
 
 
-@pytest.mark.parametrize(("page", "example"), [("own_loop.md", "own_loop.py"), ("hook.md", "ddp_hook.py")])
+@pytest.mark.parametrize(
+    ("page", "example"), [("own_loop.md", "own_loop.py"), ("hook.md", "ddp_hook.py")]
+)
 def test_the_pages_show_what_is_tested(page: str, example: str) -> None:
     """Code and commands are the example's, which test_examples.py runs as it says."""
-    text, shown = (ROOT / "docs" / page).read_text(), (ROOT / "examples" / example).read_text()
+    text = (ROOT / "docs" / page).read_text()
+    shown = (ROOT / "examples" / example).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert blocks
     assert all(block in shown for block in blocks)
-    assert [line for line in text.splitlines() if line.startswith("torchrun") and line not in shown] == []
+    assert [
+        line for line in text.splitlines() if line.startswith("torchrun") and line not in shown
+    ] == []

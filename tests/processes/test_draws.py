@@ -30,10 +30,11 @@ LSTM = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
 
 
 def first(value: object) -> Tensor:
-    return value[0] if isinstance(value, tuple) else value      # type: ignore[return-value]
+    return value[0] if isinstance(value, tuple) else value  # type: ignore[return-value]
 
 
-# what draws a number of its own for every sample: functions of some samples, which are the first dimension of the result
+# what draws a number of its own for every sample: functions of some samples, which are the
+# first dimension of the result
 OWN: dict[str, Callable[[Tensor], object]] = {
     "attention": lambda x: ATTENTION(x, x, x, need_weights=False),
     "attention with weights": lambda x: ATTENTION(x, x, x),
@@ -48,16 +49,24 @@ OWN: dict[str, Callable[[Tensor], object]] = {
     "flattened tokens": lambda x: functional.dropout(x.flatten(0, 1)),
     "time first": lambda x: functional.dropout(x.transpose(0, 1)).transpose(0, 1),
     "path": lambda x: x * torch.empty(len(x), 1, 1).bernoulli_(0.8),
-    "rand_like": torch.rand_like, "randn_like": torch.randn_like, "randint_like": lambda x: torch.randint_like(x, 7),
-    "rand": lambda x: torch.rand(len(x), 3), "randn": lambda x: torch.randn(len(x), 3),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 7),
+    "rand": lambda x: torch.rand(len(x), 3),
+    "randn": lambda x: torch.randn(len(x), 3),
     "randint": lambda x: torch.randint(2**40, (len(x),)),
-    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()), "normal": lambda x: torch.normal(x, 1.0),
-    "normal, both": lambda x: torch.normal(x, x.abs()), "normal, deviation": lambda x: torch.normal(0.0, x.abs()),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "normal": lambda x: torch.normal(x, 1.0),
+    "normal, both": lambda x: torch.normal(x, x.abs()),
+    "normal, deviation": lambda x: torch.normal(0.0, x.abs()),
     "multinomial": lambda x: torch.multinomial(x[:, 0].exp(), 2),
     "multinomial, replaced": lambda x: torch.multinomial(x[:, 0].exp(), 20, replacement=True),
-    "rrelu": lambda x: functional.rrelu(x, training=True), "gumbel": lambda x: functional.gumbel_softmax(x),
-    "exponential": lambda x: torch.empty(len(x)).exponential_(), "geometric": lambda x: torch.empty(len(x)).geometric_(0.3),
-    "cauchy": lambda x: torch.empty(len(x)).cauchy_(), "log normal": lambda x: torch.empty(len(x)).log_normal_(),
+    "rrelu": lambda x: functional.rrelu(x, training=True),
+    "gumbel": lambda x: functional.gumbel_softmax(x),
+    "exponential": lambda x: torch.empty(len(x)).exponential_(),
+    "geometric": lambda x: torch.empty(len(x)).geometric_(0.3),
+    "cauchy": lambda x: torch.empty(len(x)).cauchy_(),
+    "log normal": lambda x: torch.empty(len(x)).log_normal_(),
     "fused dropout": lambda x: torch.native_dropout(x, 0.3, True),
 }
 
@@ -73,9 +82,10 @@ def test_a_part_of_the_batch_draws_its_part(name: str) -> None:
         with drawing(Keyed(draws, seed, step, places)):
             return first(OWN[name](X[places])).detach()
 
-    whole, part = drawn(list(range(6))), drawn([4, 1])
+    whole = drawn(list(range(6)))
+    part = drawn([4, 1])
     blocks = len(part) // 2
-    expected = torch.cat([whole[place * blocks:(place + 1) * blocks] for place in (4, 1)])
+    expected = torch.cat([whole[place * blocks : (place + 1) * blocks] for place in (4, 1)])
     assert torch.allclose(part, expected, atol=1e-6)
     assert not torch.equal(whole, drawn(list(range(6)), step=4))
     assert not torch.equal(whole, drawn(list(range(6)), seed=1))
@@ -93,23 +103,45 @@ def test_a_draw_that_no_sample_owns_is_the_same_for_all() -> None:
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("forward", "reason"), [
-    (lambda n: torch.randperm(n), "randperm of shape (2,) for two samples and (3,) for three, which mixes samples"),
-    (lambda n: functional.dropout(X[:n, 0] @ X[:n, 0].T), "no number of its own for each"),
-    (lambda n: torch.poisson(X[:n].exp()), "draws from torch, which differ with the number of samples"),
-    (lambda n: numpy.random.rand(n), "draws from numpy"),
-    (lambda n: [random.random() for _ in range(n)], "draws from random"),
-    (lambda n: torch.rand(n, generator=torch.Generator()), "uniform_ by a generator of its own"),
-    (lambda n: [torch.rand(3) for _ in range(n)], "other random calls where there are more samples"),
-])
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (
+            lambda n: torch.randperm(n),
+            "randperm of shape (2,) for two samples and (3,) for three, which mixes samples",
+        ),
+        (lambda n: functional.dropout(X[:n, 0] @ X[:n, 0].T), "no number of its own for each"),
+        (
+            lambda n: torch.poisson(X[:n].exp()),
+            "draws from torch, which differ with the number of samples",
+        ),
+        (lambda n: numpy.random.rand(n), "draws from numpy"),
+        (lambda n: [random.random() for _ in range(n)], "draws from random"),
+        (
+            lambda n: torch.rand(n, generator=torch.Generator()),
+            "uniform_ by a generator of its own",
+        ),
+        (
+            lambda n: [torch.rand(3) for _ in range(n)],
+            "other random calls where there are more samples",
+        ),
+    ],
+)
 def test_what_depends_on_the_layout_is_said(forward: Callable[[int], object], reason: str) -> None:
     draws = seen(forward)
     assert reason in (draws.by_layout or "")
 
 
-@pytest.mark.parametrize("forward", [
-    lambda n: random.random(), lambda n: numpy.random.rand(3), lambda n: torch.poisson(torch.ones(3)),
-    lambda n: torch.randperm(5), lambda n: torch.rand(())])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda n: random.random(),
+        lambda n: numpy.random.rand(3),
+        lambda n: torch.poisson(torch.ones(3)),
+        lambda n: torch.randperm(5),
+        lambda n: torch.rand(()),
+    ],
+)
 def test_what_does_not_depend_on_it_is_no_matter(forward: Callable[[int], object]) -> None:
     draws = seen(forward)
     assert draws
@@ -118,6 +150,7 @@ def test_what_does_not_depend_on_it_is_no_matter(forward: Callable[[int], object
 
 def test_padding_moves_no_number() -> None:
     """A share that is padded to less drew other masks than the whole batch."""
+
     def forward(samples: int, length: int = 7) -> Tensor:
         return functional.dropout(torch.ones(samples, length, 5))
 
@@ -131,24 +164,38 @@ def test_padding_moves_no_number() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_mask_is_random_with_the_right_share(p: float) -> None:
-    row, element = rows(12345, tuple(range(200)), 1, CPU), elements((5000,), CPU)
+    row = rows(12345, tuple(range(200)), 1, CPU)
+    element = elements((5000,), CPU)
     kept = (uniform(mixed(row.view(-1, 1) ^ element), torch.float64) >= p).double()
     noise = (p * (1 - p)) ** 0.5
-    assert abs(float(kept.mean()) - (1 - p)) < 5 * noise / 1000                 # 10^6 draws
+    assert abs(float(kept.mean()) - (1 - p)) < 5 * noise / 1000  # 10^6 draws
     centred = (kept - (1 - p)) / noise
-    between = (centred @ centred.T / 5000).fill_diagonal_(0)                    # samples are not alike
+    # samples are not alike
+    between = (centred @ centred.T / 5000).fill_diagonal_(0)
     assert float(between.abs().max()) < 6 / 5000**0.5
-    assert float((centred[:, 1:] * centred[:, :-1]).mean().abs()) < 5 / 1000    # nor are neighbours
+    # nor are neighbours
+    assert float((centred[:, 1:] * centred[:, :-1]).mean().abs()) < 5 / 1000
 
 
 MOMENTS = {
-    "uniform": (lambda x: x.uniform_(-1, 3), 1.0, 4 / 12**0.5), "normal": (lambda x: x.normal_(2, 3), 2.0, 3.0),
-    "exponential": (lambda x: x.exponential_(4), 0.25, 0.25), "geometric": (lambda x: x.geometric_(0.25), 4.0, 12**0.5),
-    "log normal": (lambda x: x.log_normal_(0, 0.5), 1.1331, 0.6039), "bernoulli": (lambda x: x.bernoulli_(0.3), 0.3, 0.21**0.5),
-    "whole": (lambda x: x.random_(10, 20), 14.5, (99 / 12)**0.5),
-    "by weights": (lambda x: torch.multinomial(torch.tensor([1.0, 3.0]).expand(len(x), 2), 1).double(), 0.75, 0.75**0.5 / 2),
-    "by weights, replaced": (lambda x: torch.multinomial(torch.tensor([1.0, 3.0]).expand(len(x), 2), 5, True).double(), 0.75,
-                             0.75**0.5 / 2)}
+    "uniform": (lambda x: x.uniform_(-1, 3), 1.0, 4 / 12**0.5),
+    "normal": (lambda x: x.normal_(2, 3), 2.0, 3.0),
+    "exponential": (lambda x: x.exponential_(4), 0.25, 0.25),
+    "geometric": (lambda x: x.geometric_(0.25), 4.0, 12**0.5),
+    "log normal": (lambda x: x.log_normal_(0, 0.5), 1.1331, 0.6039),
+    "bernoulli": (lambda x: x.bernoulli_(0.3), 0.3, 0.21**0.5),
+    "whole": (lambda x: x.random_(10, 20), 14.5, (99 / 12) ** 0.5),
+    "by weights": (
+        lambda x: torch.multinomial(torch.tensor([1.0, 3.0]).expand(len(x), 2), 1).double(),
+        0.75,
+        0.75**0.5 / 2,
+    ),
+    "by weights, replaced": (
+        lambda x: torch.multinomial(torch.tensor([1.0, 3.0]).expand(len(x), 2), 5, True).double(),
+        0.75,
+        0.75**0.5 / 2,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MOMENTS)
@@ -157,13 +204,18 @@ def test_mean_and_deviation(name: str, dtype: torch.dtype) -> None:
     draw, mean, deviation = MOMENTS[name]
     with drawing(Recording()):
         numbers = draw(torch.empty(200_000, 1, dtype=dtype)).double()
-    assert abs(float(numbers.mean()) - mean) < 5 * deviation / len(numbers)**0.5
+    assert abs(float(numbers.mean()) - mean) < 5 * deviation / len(numbers) ** 0.5
     assert float(numbers.std()) == pytest.approx(deviation, rel=0.05)
 
 
 def test_float32_and_float64_draw_the_same_numbers() -> None:
     """What is compared with float64 must have drawn alike there."""
-    for draw in (lambda x: x.uniform_(), lambda x: x.normal_(), lambda x: x.exponential_(), lambda x: x.bernoulli_(0.3)):
+    for draw in (
+        lambda x: x.uniform_(),
+        lambda x: x.normal_(),
+        lambda x: x.exponential_(),
+        lambda x: x.bernoulli_(0.3),
+    ):
         with drawing(Recording()):
             single = draw(torch.empty(1000))
         with drawing(Recording()):
@@ -189,8 +241,10 @@ def test_every_kernel_that_is_replaced_is_there() -> None:
 
 
 def test_a_call_keeps_its_place_where_two_ranks_saw_the_same() -> None:
-    """Of two equal dropouts one was left when ranks' looks were put together; the third call, of a weight whose rows are a
-    multiple of a rank's samples, was no longer found at its place: "not as in the first step", in every first step."""
+    """Of two equal dropouts one was left when ranks' looks were put together; the third call,
+    of a weight whose rows are a multiple of a rank's samples, was no longer found at its place:
+    "not as in the first step", in every first step.
+    """
     weight = torch.ones(64, 8)
 
     def forward(samples: int) -> None:
@@ -213,31 +267,44 @@ def test_a_call_keeps_its_place_where_two_ranks_saw_the_same() -> None:
 
 def test_a_draw_that_was_not_seen_at_first_ends_the_step() -> None:
     draws = seen(lambda samples: functional.dropout(X[:samples]))
-    with drawing(Keyed(draws, 0, 0, [0, 1, 2, 3])), pytest.raises(StepFailed, match="not as in the first step"):
+    with (
+        drawing(Keyed(draws, 0, 0, [0, 1, 2, 3])),
+        pytest.raises(StepFailed, match="not as in the first step"),
+    ):
         functional.dropout(torch.ones(7, 5, 8))
     with drawing(Keyed(draws, 0, 0, [0, 1, 2, 3], strict=False)):
         functional.dropout(torch.ones(7, 5, 8))
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")          # the inner of two reentrant ones
+# the inner of two reentrant ones
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_checkpointing_draws_the_same_mask_again(reentrant: bool, by_name: bool) -> None:
-    """Recomputation ran outside the keyed forward and drew another mask: a wrong gradient, in serial too; later still so where
-    dropout was imported by name, and nobody said a word."""
+    """Recomputation ran outside the keyed forward and drew another mask: a wrong gradient, in
+    serial too; later still so where dropout was imported by name, and nobody said a word.
+    """
     from torch.nn.functional import dropout
+
     layers = nn.ModuleList(nn.Linear(10, 10, dtype=torch.float64) for _ in range(3))
 
     def drop(h: Tensor) -> Tensor:
         return (dropout if by_name else functional.dropout)(h, 0.5)
 
     def block(h: Tensor) -> Tensor:
-        inner = checkpoint(lambda g: drop(torch.tanh(layers[1](g))), drop(h), use_reentrant=reentrant)      # nested
+        # nested
+        inner = checkpoint(
+            lambda g: drop(torch.tanh(layers[1](g))), drop(h), use_reentrant=reentrant
+        )
         return drop(inner)
 
     def forward(samples: int, use: bool = True) -> Tensor:
         hidden = torch.tanh(layers[0](X.double().view(24, 10)[:samples]))
-        hidden = checkpoint(block, hidden, use_reentrant=reentrant) if use else drop(torch.tanh(layers[1](drop(hidden))))
+        hidden = (
+            checkpoint(block, hidden, use_reentrant=reentrant)
+            if use
+            else drop(torch.tanh(layers[1](drop(hidden))))
+        )
         if not use:
             hidden = drop(hidden)
         return drop(layers[2](hidden)).sum()
@@ -265,6 +332,6 @@ def test_a_job_with_checkpointing_is_the_job_without() -> None:
             trainer.step(*next(trainer.batches(job.train, batch=12, epoch=0)))
         finally:
             equality.checkpoint = original
-        return trainer.gradients()["first.weight"]              # type: ignore[return-value]
+        return trainer.gradients()["first.weight"]  # type: ignore[return-value]
 
     assert torch.equal(gradient(True), gradient(False))

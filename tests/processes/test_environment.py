@@ -1,4 +1,6 @@
-"""What launchers say of their ranks: read, refused where it contradicts itself, and enough for the ranks to meet."""
+"""What launchers say of their ranks: read, refused where it contradicts itself, and enough for
+the ranks to meet.
+"""
 
 from __future__ import annotations
 
@@ -34,91 +36,216 @@ from paragrad.world.launched import (
 
 Variables = Callable[[int, int], dict[str, str]]
 
-OURS = {*LAUNCH_NAMES, "MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID", "SLURM_STEP_NODELIST",
-        *(name for names in VARIABLES.values() for name in names)}
-SHELL = {name: value for name, value in os.environ.items() if name not in OURS}        # no test is itself a rank
+OURS = {
+    *LAUNCH_NAMES,
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_NODEID",
+    "SLURM_STEP_NODELIST",
+    *(name for names in VARIABLES.values() for name in names),
+}
+# no test is itself a rank
+SHELL = {name: value for name, value in os.environ.items() if name not in OURS}
 
 
 def torchrun(rank: int, size: int) -> dict[str, str]:
-    return {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": f"{size}"}
+    return {
+        "RANK": f"{rank}",
+        "WORLD_SIZE": f"{size}",
+        "LOCAL_RANK": f"{rank}",
+        "LOCAL_WORLD_SIZE": f"{size}",
+    }
 
 
 def open_mpi(rank: int, size: int) -> dict[str, str]:
-    return {"OMPI_COMM_WORLD_RANK": f"{rank}", "OMPI_COMM_WORLD_SIZE": f"{size}", "OMPI_COMM_WORLD_LOCAL_RANK": f"{rank}",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": f"{size}", "PMIX_NAMESPACE": "prterun-host-7@1"}
+    return {
+        "OMPI_COMM_WORLD_RANK": f"{rank}",
+        "OMPI_COMM_WORLD_SIZE": f"{size}",
+        "OMPI_COMM_WORLD_LOCAL_RANK": f"{rank}",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": f"{size}",
+        "PMIX_NAMESPACE": "prterun-host-7@1",
+    }
 
 
 def mpich(rank: int, size: int) -> dict[str, str]:
-    return {"PMI_RANK": f"{rank}", "PMI_SIZE": f"{size}", "MPI_LOCALRANKID": f"{rank}", "MPI_LOCALNRANKS": f"{size}"}
+    return {
+        "PMI_RANK": f"{rank}",
+        "PMI_SIZE": f"{size}",
+        "MPI_LOCALRANKID": f"{rank}",
+        "MPI_LOCALNRANKS": f"{size}",
+    }
 
 
 def srun(rank: int, size: int) -> dict[str, str]:
-    return {"SLURM_PROCID": f"{rank}", "SLURM_STEP_NUM_TASKS": f"{size}", "SLURM_LOCALID": f"{rank}",
-            "SLURM_STEP_TASKS_PER_NODE": f"{size}", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "here",
-            "SLURM_NTASKS": f"{size}", "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0"}
+    return {
+        "SLURM_PROCID": f"{rank}",
+        "SLURM_STEP_NUM_TASKS": f"{size}",
+        "SLURM_LOCALID": f"{rank}",
+        "SLURM_STEP_TASKS_PER_NODE": f"{size}",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "here",
+        "SLURM_NTASKS": f"{size}",
+        "SLURM_JOB_ID": "41",
+        "SLURM_STEP_ID": "0",
+    }
 
 
 # one task of a step on each of two hosts
 TWO_HOSTS = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
 # rank 0 of 4 by the variables of the allocation, and alone
-SBATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_JOB_ID": "41",
-          "SLURM_NODEID": "0", "SLURM_GTIDS": "0", "SLURM_TASKS_PER_NODE": "4", "SLURM_JOB_NODELIST": "here"}
+SBATCH = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_JOB_ID": "41",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+    "SLURM_TASKS_PER_NODE": "4",
+    "SLURM_JOB_NODELIST": "here",
+}
 
 
-@pytest.mark.parametrize(("environment", "expected"), [
-    (torchrun(1, 3), Launched(1, 3, 1, 3, TORCHRUN)),
-    ({**torchrun(5, 8), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Launched(5, 8, 1, 4, TORCHRUN)),
-    ({"RANK": "1", "WORLD_SIZE": "2"}, Launched(1, 2, 1, 2, TORCHRUN)),
-    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, Launched(1, 2, 1, 2, TORCHRUN)),
-    (torchrun(0, 1), Launched(0, 1, 0, 1, TORCHRUN)),
-    (open_mpi(1, 3), Launched(1, 3, 1, 3, OPEN_MPI)),
-    ({**open_mpi(2, 4), "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, Launched(2, 4, 0, 2, OPEN_MPI)),
-    (mpich(1, 3), Launched(1, 3, 1, 3, MPICH)),
-    (srun(1, 3), Launched(1, 3, 1, 3, SRUN)),
-    ({**srun(6, 7), "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
-     Launched(6, 7, 0, 1, SRUN)),
-    ({**srun(4, 7), "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"},
-     Launched(4, 7, 0, 2, SRUN)),
-    ({**mpich(1, 3), **torchrun(0, 2)}, Launched(0, 2, 0, 2, TORCHRUN)),                    # torchrun under mpirun
-    ({**srun(1, 4), **torchrun(0, 2)}, Launched(0, 2, 0, 2, TORCHRUN)),                     # torchrun under srun
-    ({**srun(1, 4), **open_mpi(0, 2)}, Launched(0, 2, 0, 2, OPEN_MPI)),                     # mpirun in an allocation
-    ({**srun(0, 1), **mpich(1, 2)}, Launched(1, 2, 1, 2, MPICH)),                           # its proxies are a step of srun
-    ({**srun(1, 2), "PMI_RANK": "1", "PMI_SIZE": "2"}, Launched(1, 2, 1, 2, SRUN)),         # srun --mpi=pmi2
-])
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (torchrun(1, 3), Launched(1, 3, 1, 3, TORCHRUN)),
+        (
+            {**torchrun(5, 8), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            Launched(5, 8, 1, 4, TORCHRUN),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Launched(1, 2, 1, 2, TORCHRUN)),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            Launched(1, 2, 1, 2, TORCHRUN),
+        ),
+        (torchrun(0, 1), Launched(0, 1, 0, 1, TORCHRUN)),
+        (open_mpi(1, 3), Launched(1, 3, 1, 3, OPEN_MPI)),
+        (
+            {
+                **open_mpi(2, 4),
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            Launched(2, 4, 0, 2, OPEN_MPI),
+        ),
+        (mpich(1, 3), Launched(1, 3, 1, 3, MPICH)),
+        (srun(1, 3), Launched(1, 3, 1, 3, SRUN)),
+        (
+            {
+                **srun(6, 7),
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "3",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+            },
+            Launched(6, 7, 0, 1, SRUN),
+        ),
+        (
+            {
+                **srun(4, 7),
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+            },
+            Launched(4, 7, 0, 2, SRUN),
+        ),
+        # torchrun under mpirun
+        ({**mpich(1, 3), **torchrun(0, 2)}, Launched(0, 2, 0, 2, TORCHRUN)),
+        # torchrun under srun
+        ({**srun(1, 4), **torchrun(0, 2)}, Launched(0, 2, 0, 2, TORCHRUN)),
+        # mpirun in an allocation
+        ({**srun(1, 4), **open_mpi(0, 2)}, Launched(0, 2, 0, 2, OPEN_MPI)),
+        # its proxies are a step of srun
+        ({**srun(0, 1), **mpich(1, 2)}, Launched(1, 2, 1, 2, MPICH)),
+        # srun --mpi=pmi2
+        ({**srun(1, 2), "PMI_RANK": "1", "PMI_SIZE": "2"}, Launched(1, 2, 1, 2, SRUN)),
+    ],
+)
 def test_launched(environment: dict[str, str], expected: Launched) -> None:
     assert launched(environment) == expected
 
 
-@pytest.mark.parametrize("environment", [
-    {}, {"RANK": ""}, {"WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, SBATCH,
-    {name: SBATCH[name] for name in ("SLURM_NTASKS", "SLURM_JOB_ID")},                      # the shell of salloc
-    srun(0, 1), {**srun(0, 1), "PMI_RANK": "0", "PMI_SIZE": "1"}])                          # the shell of srun --pty
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"RANK": ""},
+        {"WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"},
+        SBATCH,
+        # the shell of salloc
+        {name: SBATCH[name] for name in ("SLURM_NTASKS", "SLURM_JOB_ID")},
+        # the shell of srun --pty
+        srun(0, 1),
+        {**srun(0, 1), "PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+)
 def test_not_launched(environment: dict[str, str]) -> None:
     assert launched(environment) is None
 
 
-@pytest.mark.parametrize(("environment", "message"), [
-    ({"RANK": "1"}, "here WORLD_SIZE, LOCAL_WORLD_SIZE must be set too; start all ranks with torchrun, or unset RANK"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, "here LOCAL_RANK, LOCAL_WORLD_SIZE must be set too"),
-    ({"OMPI_COMM_WORLD_RANK": "1"}, "here OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE must"),
-    ({"PMI_RANK": "1"}, "here PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS must be set too; start all ranks with mpirun"),
-    ({"MPI_LOCALRANKID": "1"}, "here PMI_RANK, PMI_SIZE, MPI_LOCALNRANKS must be set too"),
-    ({"SLURM_STEP_NUM_TASKS": "2"}, "here SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE must be set too"),
-    (torchrun(2, 2), "RANK says 2 and WORLD_SIZE 2; ranks count from 0 to one below their number"),
-    (open_mpi(3, 2), "OMPI_COMM_WORLD_RANK says 3 and OMPI_COMM_WORLD_SIZE 2"),
-    (mpich(2, 2), "PMI_RANK says 2 and PMI_SIZE 2"),
-    (srun(2, 2), "SLURM_PROCID says 2 and SLURM_STEP_NUM_TASKS 2"),
-    ({**torchrun(1, 2), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK says 1 and LOCAL_WORLD_SIZE 1"),
-    ({**mpich(1, 2), "MPI_LOCALNRANKS": "3"}, "MPI_LOCALNRANKS says 3 ranks on this host and PMI_SIZE 2 in all"),
-    ({**torchrun(0, 2), "RANK": "one"}, "RANK must be a whole number from 0, got 'one'"),
-    ({**torchrun(0, 2), "RANK": "-1"}, "RANK must be a whole number from 0, got '-1'"),
-    ({**open_mpi(0, 2), "OMPI_COMM_WORLD_SIZE": "2.0"}, "OMPI_COMM_WORLD_SIZE must be a whole number from 0, got '2.0'"),
-    ({**mpich(0, 2), "PMI_SIZE": "two"}, "PMI_SIZE must be a whole number from 0, got 'two'"),
-    ({**srun(0, 2), "SLURM_STEP_TASKS_PER_NODE": "2(y3)"}, "SLURM_STEP_TASKS_PER_NODE must be a whole number"),
-    ({**srun(0, 2), "SLURM_NODEID": "1"}, "SLURM_NODEID says 1 and SLURM_STEP_TASKS_PER_NODE has 1 node(s)"),
-    (torchrun(0, 0), "RANK says 0 and WORLD_SIZE 0"),
-])
-def test_contradictions_are_refused_with_the_repair(environment: dict[str, str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"RANK": "1"},
+            "here WORLD_SIZE, LOCAL_WORLD_SIZE must be set too; start all ranks with torchrun, or "
+            "unset RANK",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"},
+            "here LOCAL_RANK, LOCAL_WORLD_SIZE must be set too",
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1"},
+            "here OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE "
+            "must",
+        ),
+        (
+            {"PMI_RANK": "1"},
+            "here PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS must be set too; start all ranks with "
+            "mpirun",
+        ),
+        ({"MPI_LOCALRANKID": "1"}, "here PMI_RANK, PMI_SIZE, MPI_LOCALNRANKS must be set too"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2"},
+            "here SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE must be set too",
+        ),
+        (
+            torchrun(2, 2),
+            "RANK says 2 and WORLD_SIZE 2; ranks count from 0 to one below their number",
+        ),
+        (open_mpi(3, 2), "OMPI_COMM_WORLD_RANK says 3 and OMPI_COMM_WORLD_SIZE 2"),
+        (mpich(2, 2), "PMI_RANK says 2 and PMI_SIZE 2"),
+        (srun(2, 2), "SLURM_PROCID says 2 and SLURM_STEP_NUM_TASKS 2"),
+        (
+            {**torchrun(1, 2), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+            "LOCAL_RANK says 1 and LOCAL_WORLD_SIZE 1",
+        ),
+        (
+            {**mpich(1, 2), "MPI_LOCALNRANKS": "3"},
+            "MPI_LOCALNRANKS says 3 ranks on this host and PMI_SIZE 2 in all",
+        ),
+        ({**torchrun(0, 2), "RANK": "one"}, "RANK must be a whole number from 0, got 'one'"),
+        ({**torchrun(0, 2), "RANK": "-1"}, "RANK must be a whole number from 0, got '-1'"),
+        (
+            {**open_mpi(0, 2), "OMPI_COMM_WORLD_SIZE": "2.0"},
+            "OMPI_COMM_WORLD_SIZE must be a whole number from 0, got '2.0'",
+        ),
+        ({**mpich(0, 2), "PMI_SIZE": "two"}, "PMI_SIZE must be a whole number from 0, got 'two'"),
+        (
+            {**srun(0, 2), "SLURM_STEP_TASKS_PER_NODE": "2(y3)"},
+            "SLURM_STEP_TASKS_PER_NODE must be a whole number",
+        ),
+        (
+            {**srun(0, 2), "SLURM_NODEID": "1"},
+            "SLURM_NODEID says 1 and SLURM_STEP_TASKS_PER_NODE has 1 node(s)",
+        ),
+        (torchrun(0, 0), "RANK says 0 and WORLD_SIZE 0"),
+    ],
+)
+def test_contradictions_are_refused_with_the_repair(
+    environment: dict[str, str], message: str
+) -> None:
     with pytest.raises(Refused, match=re.escape(message)):
         launched(environment)
 
@@ -132,7 +259,10 @@ def where(environment: dict[str, str]) -> tuple[str, int] | None:
 @pytest.mark.parametrize("variables", [open_mpi, mpich, srun])
 def test_ranks_of_one_host_need_no_address(variables: Variables) -> None:
     assert where(variables(0, 2)) is None
-    assert where({**variables(0, 2), "MASTER_ADDR": "here", "MASTER_PORT": "29500"}) == ("here", 29500)
+    assert where({**variables(0, 2), "MASTER_ADDR": "here", "MASTER_PORT": "29500"}) == (
+        "here",
+        29500,
+    )
     with pytest.raises(Refused, match="MASTER_PORT must be set in the environment"):
         where({**variables(0, 2), "MASTER_ADDR": "here"})
 
@@ -141,40 +271,74 @@ def test_a_step_over_several_hosts_meets_at_its_first_at_a_port_of_its_own() -> 
     step = {**srun(0, 2), **TWO_HOSTS, "SLURM_STEP_NODELIST": "rack[07-08,11]"}
     assert where(step) == ("rack07", 20_000 + 16 * 41)
     assert where({**step, "SLURM_STEP_ID": "1"}) == ("rack07", 20_000 + 16 * 41 + 1)
-    assert where({**step, "SLURM_JOB_ID": "123456789"}) == ("rack07", 20_000 + 16 * 123456789 % 10_000)
+    assert where({**step, "SLURM_JOB_ID": "123456789"}) == (
+        "rack07",
+        20_000 + 16 * 123456789 % 10_000,
+    )
     with pytest.raises(Refused, match="export MASTER_ADDR"):
         where({**step, "SLURM_STEP_NODELIST": ""})
 
 
-@pytest.mark.parametrize(("nodes", "first"), [
-    ("here", "here"), ("a,b", "a"), ("node[3-5]", "node3"), ("node[03,07-09]", "node03"),
-    ("rack[02-04,7]-ib,login", "rack02-ib"), ("rack[1-2]node[08-12],x[1-2]", "rack1node08"),
-    ("node-1.example.org,node-2.example.org", "node-1.example.org")])
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("here", "here"),
+        ("a,b", "a"),
+        ("node[3-5]", "node3"),
+        ("node[03,07-09]", "node03"),
+        ("rack[02-04,7]-ib,login", "rack02-ib"),
+        ("rack[1-2]node[08-12],x[1-2]", "rack1node08"),
+        ("node-1.example.org,node-2.example.org", "node-1.example.org"),
+    ],
+)
 def test_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-@pytest.mark.parametrize(("environment", "message"), [
-    ({**torchrun(0, 2)}, "MASTER_ADDR, MASTER_PORT must be set in the environment"),
-    ({**torchrun(0, 2), "MASTER_ADDR": "localhost", "MASTER_PORT": "many"}, "MASTER_PORT must be a whole number"),
-    ({**torchrun(0, 2), "MASTER_ADDR": "localhost", "MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, got 65536"),
-    ({**open_mpi(0, 4), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun -x MASTER_ADDR=... -x MASTER_PORT=..."),
-    ({**mpich(0, 4), "MPI_LOCALNRANKS": "2"}, "mpirun -genv MASTER_ADDR ... -genv MASTER_PORT ..."),
-])
-def test_no_place_to_meet_is_refused_with_the_repair(environment: dict[str, str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({**torchrun(0, 2)}, "MASTER_ADDR, MASTER_PORT must be set in the environment"),
+        (
+            {**torchrun(0, 2), "MASTER_ADDR": "localhost", "MASTER_PORT": "many"},
+            "MASTER_PORT must be a whole number",
+        ),
+        (
+            {**torchrun(0, 2), "MASTER_ADDR": "localhost", "MASTER_PORT": "65536"},
+            "MASTER_PORT must be from 1 to 65535, got 65536",
+        ),
+        (
+            {**open_mpi(0, 4), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "mpirun -x MASTER_ADDR=... -x MASTER_PORT=...",
+        ),
+        (
+            {**mpich(0, 4), "MPI_LOCALNRANKS": "2"},
+            "mpirun -genv MASTER_ADDR ... -genv MASTER_PORT ...",
+        ),
+    ],
+)
+def test_no_place_to_meet_is_refused_with_the_repair(
+    environment: dict[str, str], message: str
+) -> None:
     with pytest.raises(Refused, match=re.escape(message)):
         where(environment)
 
 
-def test_the_rendezvous_file_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rendezvous_file_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    zero, one = (rendezvous_file(Launched(rank, 2, rank, 2, OPEN_MPI), 0, open_mpi(rank, 2)) for rank in (0, 1))
+    zero, one = (
+        rendezvous_file(Launched(rank, 2, rank, 2, OPEN_MPI), 0, open_mpi(rank, 2))
+        for rank in (0, 1)
+    )
     folder = zero.parent
     assert zero == one
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert rendezvous_file(Launched(0, 2, 0, 2, OPEN_MPI), 1, open_mpi(0, 2)) != zero
-    assert rendezvous_file(Launched(0, 2, 0, 2, SRUN), 0, {**srun(0, 2), "SLURM_STEP_ID": "9"}) != rendezvous_file(
-        Launched(0, 2, 0, 2, SRUN), 0, srun(0, 2))
+    assert rendezvous_file(
+        Launched(0, 2, 0, 2, SRUN), 0, {**srun(0, 2), "SLURM_STEP_ID": "9"}
+    ) != rendezvous_file(Launched(0, 2, 0, 2, SRUN), 0, srun(0, 2))
     folder.chmod(0o750)
     with pytest.raises(Refused, match="must be a folder that you alone can open; remove it"):
         rendezvous_file(Launched(0, 2, 0, 2, OPEN_MPI), 0, {})
@@ -191,14 +355,16 @@ SCRIPT = textwrap.dedent("""
     import json, os, signal, sys
     from pathlib import Path
     import torch
-    from paragrad.world.joining import joined_from_environment, launched_rank, launched_size, ranks_here
+    from paragrad.world.joining import joined_from_environment, launched_rank
+    from paragrad.world.joining import launched_size, ranks_here
 
     answers, folder, meetings = [], Path(sys.argv[1]), int(sys.argv[2])
     for meeting in range(meetings):
         with joined_from_environment(timeout=30.0) as world:
             world.prove()
             mine = torch.arange(3.0) + 10 ** world.rank + 1000 * meeting
-            answers.append([world.rank, world.size, world.all_reduced(mine).tolist(), world.twin().agreed(world.rank)])
+            answers.append([world.rank, world.size, world.all_reduced(mine).tolist(),
+                    world.twin().agreed(world.rank)])
             if "die" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
     said = [launched_rank(), launched_size(), ranks_here()]
@@ -207,10 +373,14 @@ SCRIPT = textwrap.dedent("""
 
 
 class Place:
-    """A folder with the script, a temporary folder for meeting files, and one for the answers."""
+    """A folder with the script, a temporary folder for meeting files, and one for the
+    answers.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.script, self.temporary, self.answers = path / "script.py", path / "temporary", path / "answers"
+        self.script = path / "script.py"
+        self.temporary = path / "temporary"
+        self.answers = path / "answers"
         self.script.write_text(SCRIPT)
         self.temporary.mkdir()
         self.answers.mkdir()
@@ -221,11 +391,23 @@ class Place:
 
     def check(self, size: int, meetings: int = 1, here: int | None = None) -> None:
         """Every rank was told and got the right thing, and no meeting file is left."""
-        found = [json.loads((self.answers / f"rank-{rank}.json").read_text()) for rank in range(size)]
-        sums = [[sum(number + 10 ** rank + 1000 * meeting for rank in range(size)) for number in (0., 1., 2.)]
-                for meeting in range(meetings)]
-        assert found == [[[[rank, size, sums[meeting], 0] for meeting in range(meetings)], [rank, size, here or size]]
-                         for rank in range(size)]
+        found = [
+            json.loads((self.answers / f"rank-{rank}.json").read_text()) for rank in range(size)
+        ]
+        sums = [
+            [
+                sum(number + 10**rank + 1000 * meeting for rank in range(size))
+                for number in (0.0, 1.0, 2.0)
+            ]
+            for meeting in range(meetings)
+        ]
+        assert found == [
+            [
+                [[rank, size, sums[meeting], 0] for meeting in range(meetings)],
+                [rank, size, here or size],
+            ]
+            for rank in range(size)
+        ]
         assert self.left() == []
 
     def left(self) -> list[Path]:
@@ -250,7 +432,9 @@ def finished(*processes: subprocess.Popen[str]) -> None:
 
 
 def started(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def free_port() -> str:
@@ -259,37 +443,84 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-@pytest.mark.parametrize("variables", [
-    pytest.param(open_mpi, marks=pytest.mark.story), *(pytest.param(each, marks=pytest.mark.table) for each in (mpich, srun))])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param(open_mpi, marks=pytest.mark.story),
+        *(pytest.param(each, marks=pytest.mark.table) for each in (mpich, srun)),
+    ],
+)
 def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables) -> None:
-    """Three times in a row: a second `train` of one script has to meet anew, and not in what the first left."""
+    """Three times in a row: a second `train` of one script has to meet anew, and not in what
+    the first left.
+    """
     finished(*(started(place.words(3), {**place.shell, **variables(rank, 2)}) for rank in (0, 1)))
     place.check(2, meetings=3)
 
 
 @pytest.mark.story
 def test_a_run_whose_folder_not_all_ranks_see_is_refused(place: Place, tmp_path: Path) -> None:
-    """Hosts with disks of their own: rank 1 said "No such file or directory", and the others that a connection was closed."""
+    """Hosts with disks of their own: rank 1 said "No such file or directory", and the others
+    that a connection was closed.
+    """
     processes = []
     for rank in (0, 1):
         (host := tmp_path / f"host-{rank}").mkdir()
-        processes.append(started(["env", "-C", str(host), sys.executable, "-m", "paragrad", "train", "digits", "--strategy",
-                                  "data(2)", "--backend", "gloo"], {**place.shell, **mpich(rank, 2)}))
+        processes.append(
+            started(
+                [
+                    "env",
+                    "-C",
+                    str(host),
+                    sys.executable,
+                    "-m",
+                    "paragrad",
+                    "train",
+                    "digits",
+                    "--strategy",
+                    "data(2)",
+                    "--backend",
+                    "gloo",
+                ],
+                {**place.shell, **mpich(rank, 2)},
+            )
+        )
     for process in processes:
         with process:
             _, complaints = process.communicate(timeout=60)
         assert process.returncode == 2
-        assert complaints.endswith("which rank 0 has made for the records of all, is not seen by rank(s) 1; give --runs a "
-                                   "folder that all hosts share\n")
+        assert complaints.endswith(
+            "which rank 0 has made for the records of all, is not seen by rank(s) 1; give --runs a "
+            "folder that all hosts share\n"
+        )
     assert list((tmp_path / "host-0" / "runs").iterdir()) == []
 
 
 @pytest.mark.story
-def test_ranks_of_a_launcher_leave_a_trace_of_a_run_that_fails(place: Place, tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_leave_a_trace_of_a_run_that_fails(
+    place: Place, tmp_path: Path
+) -> None:
     (job := tmp_path / "breaks.py").write_text(BREAKS)
     (trace := tmp_path / "trace.json")
-    processes = [started([sys.executable, "-m", "paragrad", "train", str(job), "--strategy", "data(2)", "--trace", str(trace),
-                          "--runs", str(tmp_path / "runs")], {**place.shell, **mpich(rank, 2)}) for rank in (0, 1)]
+    processes = [
+        started(
+            [
+                sys.executable,
+                "-m",
+                "paragrad",
+                "train",
+                str(job),
+                "--strategy",
+                "data(2)",
+                "--trace",
+                str(trace),
+                "--runs",
+                str(tmp_path / "runs"),
+            ],
+            {**place.shell, **mpich(rank, 2)},
+        )
+        for rank in (0, 1)
+    ]
     for process in processes:
         with process:
             _, complaints = process.communicate(timeout=60)
@@ -314,16 +545,20 @@ class Breaks(nn.Linear):
         return super().forward(x)
 
 numbers = torch.Generator().manual_seed(1)
-data = TensorDataset(torch.randn(48, 6, generator=numbers), torch.randint(3, (48,), generator=numbers))
-JOB = pg.Job(model=lambda: Breaks(6, 3), loss=nn.functional.cross_entropy, train=data, batch=4, epochs=1, name="breaks",
+data = TensorDataset(torch.randn(48, 6, generator=numbers), torch.randint(3, (48,),
+        generator=numbers))
+JOB = pg.Job(model=lambda: Breaks(6, 3), loss=nn.functional.cross_entropy, train=data, batch=4,
+        epochs=1, name="breaks",
              optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 """
 
 
 @pytest.mark.table
 def test_nothing_is_left_of_many_meetings(place: Place) -> None:
-    """The store's own clean-up counts who has finished and who still holds it, one after the other: of ranks that left at the
-    same moment each took another for the last, and one meeting in sixty left its file."""
+    """The store's own clean-up counts who has finished and who still holds it, one after the
+    other: of ranks that left at the same moment each took another for the last, and one meeting
+    in sixty left its file.
+    """
     finished(*(started(place.words(60), {**place.shell, **mpich(rank, 3)}) for rank in (0, 1, 2)))
     place.check(3, meetings=60)
 
@@ -332,33 +567,57 @@ def test_nothing_is_left_of_many_meetings(place: Place) -> None:
 @pytest.mark.parametrize("variables", [torchrun, open_mpi, mpich, srun])
 def test_two_ranks_meet_at_the_address_they_were_given(place: Place, variables: Variables) -> None:
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    finished(*(started(place.words(3), {**place.shell, **variables(rank, 2), **given}) for rank in (0, 1)))
+    finished(
+        *(
+            started(place.words(3), {**place.shell, **variables(rank, 2), **given})
+            for rank in (0, 1)
+        )
+    )
     place.check(2, meetings=3)
 
 
 @pytest.mark.table
 def test_a_step_over_two_hosts_meets_at_the_first(place: Place) -> None:
-    for job in range(1, 600):                               # a job whose port is free on this machine
-        step = {**TWO_HOSTS, "SLURM_STEP_NODELIST": "localhost,elsewhere", "SLURM_JOB_ID": str(job), "GLOO_SOCKET_IFNAME": "lo"}
+    # a job whose port is free on this machine
+    for job in range(1, 600):
+        step = {
+            **TWO_HOSTS,
+            "SLURM_STEP_NODELIST": "localhost,elsewhere",
+            "SLURM_JOB_ID": str(job),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         try:
             socket.create_server(where({**srun(0, 2), **step})).close()
         except OSError:
             continue
         break
-    finished(*(started(place.words(), {**place.shell, **srun(rank, 2), **step, "SLURM_NODEID": str(rank)}) for rank in (0, 1)))
+    finished(
+        *(
+            started(
+                place.words(), {**place.shell, **srun(rank, 2), **step, "SLURM_NODEID": str(rank)}
+            )
+            for rank in (0, 1)
+        )
+    )
     place.check(2, here=1)
 
 
 def by_hand(place: Place, *more: str) -> list[str]:
-    """A shell that launches two ranks, each in a shell of its own; to them it is the launcher."""
+    """A shell that launches two ranks, each in a shell of its own; to them it is the
+    launcher.
+    """
     wrapped = shlex.quote(shlex.join(place.words(1, *more)) + "; exit $?")
-    variables = [shlex.join(f"{name}={value}" for name, value in mpich(rank, 2).items()) for rank in (0, 1)]
+    variables = [
+        shlex.join(f"{name}={value}" for name, value in mpich(rank, 2).items()) for rank in (0, 1)
+    ]
     return ["sh", "-c", " ".join(f"env {each} sh -c {wrapped} &" for each in variables) + " wait"]
 
 
 @pytest.mark.table
 def test_ranks_wrapped_in_shells_meet_and_a_crashed_launch_is_swept(place: Place) -> None:
-    """A killed rank cannot remove the meeting file. The next launch does not meet in it, and removes it."""
+    """A killed rank cannot remove the meeting file. The next launch does not meet in it, and
+    removes it.
+    """
     finished(started(by_hand(place, "die"), place.shell))
     (left,) = place.left()
     assert stat.S_IMODE(left.parent.stat().st_mode) == 0o700
@@ -368,7 +627,8 @@ def test_ranks_wrapped_in_shells_meet_and_a_crashed_launch_is_swept(place: Place
 
 @pytest.mark.table
 def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -> None:
-    place.script.write_text(textwrap.dedent("""
+    place.script.write_text(
+        textwrap.dedent("""
         from paragrad.errors import RankFailed
         from paragrad.world.joining import joined_from_environment
         try:
@@ -376,18 +636,30 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
                 pass
         except RankFailed as error:
             print(error)
-    """))
+    """)
+    )
     port = free_port()
     at_an_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    elsewhere = {**at_an_address, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    elsewhere = {
+        **at_an_address,
+        "MPI_LOCALRANKID": "0",
+        "MPI_LOCALNRANKS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     cases: list[tuple[dict[str, str], str]] = [
-        ({}, str(place.temporary)), (at_an_address, f"127.0.0.1:{port}"),
-        (elsewhere, "GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by")]
-    processes = [started(place.words(), {**place.shell, **mpich(1, 2), **given}) for given, _ in cases]
+        ({}, str(place.temporary)),
+        (at_an_address, f"127.0.0.1:{port}"),
+        (elsewhere, "GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by"),
+    ]
+    processes = [
+        started(place.words(), {**place.shell, **mpich(1, 2), **given}) for given, _ in cases
+    ]
     for process, (_, told) in zip(processes, cases, strict=True):
         with process:
             answer, complaints = process.communicate(timeout=60)
-        assert answer.startswith("rank 1: the 2 ranks of mpirun (MPICH) did not meet at "), complaints
+        assert answer.startswith("rank 1: the 2 ranks of mpirun (MPICH) did not meet at "), (
+            complaints
+        )
         assert told in answer
         assert "(limit 1 s): " in answer
         assert "; see that all of them run, or set MASTER_ADDR" in answer
@@ -395,40 +667,64 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
 
 
 def test_a_process_group_of_the_users_is_the_world_and_stays(place: Place, tmp_path: Path) -> None:
-    place.script.write_text(textwrap.dedent("""
+    place.script.write_text(
+        textwrap.dedent("""
         import sys
         import torch, torch.distributed as dist
-        from paragrad.world.joining import joined_from_environment, launched_rank, launched_size, ranks_here
+        from paragrad.world.joining import joined_from_environment, launched_rank
+        from paragrad.world.joining import launched_size, ranks_here
         rank = int(sys.argv[-1])
         assert (launched_rank(), launched_size(), ranks_here()) == (0, None, None)
-        dist.init_process_group("gloo", init_method=f"file://{sys.argv[-2]}", rank=rank, world_size=2)
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[-2]}", rank=rank,
+                world_size=2)
         assert (launched_rank(), launched_size(), ranks_here()) == (rank, 2, 2)
         for _ in range(2):
             with joined_from_environment(timeout=30.0) as world:
-                assert (world.rank, world.size, world.backend, world.group) == (rank, 2, "gloo", dist.group.WORLD)
+                assert (world.rank, world.size, world.backend, world.group) == (rank, 2, "gloo",
+                        dist.group.WORLD)
                 assert world.all_reduced(torch.tensor([1.0 + rank])).item() == 3
         assert dist.is_initialized()
         answer = torch.tensor([1.0 + rank])
         dist.all_reduce(answer)
         assert answer.item() == 3
         dist.destroy_process_group()
-    """))
-    finished(*(started(place.words(1, str(tmp_path / "store"), str(rank)), {**place.shell, "GLOO_SOCKET_IFNAME": "lo"})
-               for rank in (0, 1)))
+    """)
+    )
+    finished(
+        *(
+            started(
+                place.words(1, str(tmp_path / "store"), str(rank)),
+                {**place.shell, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in (0, 1)
+        )
+    )
     assert place.left() == []
 
 
 @pytest.mark.table
 def test_torchrun_itself(place: Place) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     finished(started([*torchrun, *place.words(3)[1:]], place.shell))
     place.check(2, meetings=3)
 
 
 def mpirun_of_open_mpi() -> list[str] | None:
     found = shutil.which("mpirun")
-    if not found or "Open MPI" not in subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30,
-                                                     check=False).stdout:
+    if (
+        not found
+        or "Open MPI"
+        not in subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=30, check=False
+        ).stdout
+    ):
         return None
     return [found, "--oversubscribe", *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
 

@@ -48,7 +48,7 @@ from paragrad.verbs.lockstep import STEPS, difference, differences
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-BOUND = 1e-10       # float64
+BOUND = 1e-10  # float64
 
 
 def checked(pool: Ranks, text: str, job: Job, steps: int = BRIEF) -> Difference:
@@ -74,14 +74,21 @@ def test_pairs_that_do_not_apply_say_so(pool: Ranks, row: str, column: str) -> N
     assert checked(pool, text, JOBS[column]).value > 1e-6
 
 
-# plain torch draws other dropout masks (ours: test_dropout.py); micro-batches change what batch norm sees, there as here
-PLAIN = [(row, column) for row in SERIAL for column in JOBS
-         if "dropout" not in column and not ("batch norm" in column and "micro" in row)]
+# plain torch draws other dropout masks (ours: test_dropout.py); micro-batches change what batch
+# norm sees, there as here
+PLAIN = [
+    (row, column)
+    for row in SERIAL
+    for column in JOBS
+    if "dropout" not in column and not ("batch norm" in column and "micro" in row)
+]
 
 
 @pytest.mark.parametrize(("row", "column"), PLAIN)
 def test_serial_is_plain_pytorch(row: str, column: str) -> None:
-    """Serial itself against a loop anyone would write: mean loss, backward, clip, step, per whole batch."""
+    """Serial itself against a loop anyone would write: mean loss, backward, clip, step, per
+    whole batch.
+    """
     job = JOBS[column].replace(dtype=torch.float64)
     trainer = Trainer.of_job(World(), job, resolved(SERIAL[row]))
     order = job.order(len(job.train))
@@ -91,7 +98,11 @@ def test_serial_is_plain_pytorch(row: str, column: str) -> None:
     for epoch, positions in [(step // 3, list(order.batches())[step % 3]) for step in range(6)]:
         for fetched in trainer.batches_at(job.train, order, [(epoch, positions)]):
             trainer.step(*parted(fetched))
-        inputs, target = parted(brought(job.samples(job.train)[epoch, order.indices(epoch, positions)], CPU, torch.float64))
+        inputs, target = parted(
+            brought(
+                job.samples(job.train)[epoch, order.indices(epoch, positions)], CPU, torch.float64
+            )
+        )
         model.zero_grad()
         loss = job.built_loss()(called(model, inputs), target)
         (loss if isinstance(loss, Tensor) else loss[0] / loss[1]).backward()
@@ -108,10 +119,15 @@ def test_serial_is_plain_pytorch(row: str, column: str) -> None:
 
 
 def trainer_state(model: nn.Module) -> dict[str, Tensor]:
-    return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **dict(model.named_buffers())}
+    return {
+        **{name: parameter.detach() for name, parameter in model.named_parameters()},
+        **dict(model.named_buffers()),
+    }
 
 
-def one_step(world: World, job: Job, chosen: Strategy, reverse: bool = False) -> Mapping[str, Tensor | None]:
+def one_step(
+    world: World, job: Job, chosen: Strategy, reverse: bool = False
+) -> Mapping[str, Tensor | None]:
     """The gradients and parameters after one step, by name; of a server none."""
     trainer = Trainer.of_job(world, job, chosen, reverse=reverse)
     try:
@@ -120,7 +136,10 @@ def one_step(world: World, job: Job, chosen: Strategy, reverse: bool = False) ->
             return {}
         trainer.step(*parted(next(trainer.batches(job.train, job.batch, epoch=0))))
         gradients = {f"gradient of {name}": value for name, value in trainer.gradients().items()}
-        found = {name: None if value is None else value.clone() for name, value in {**gradients, **trainer.state()}.items()}
+        found = {
+            name: None if value is None else value.clone()
+            for name, value in {**gradients, **trainer.state()}.items()
+        }
         dismiss(trainer)
         return found
     finally:
@@ -128,30 +147,50 @@ def one_step(world: World, job: Job, chosen: Strategy, reverse: bool = False) ->
 
 
 # one serial batch is no reference for the statistics of micro-batches
-IN_FLOAT32 = [(ROWS[row](2 + (list(ROWS).index(row) + list(JOBS).index(column)) % 3), column) for row in ROWS for column in JOBS
-              if "adam" not in column and (row, column) not in NOT_EXACT and not ("batch norm" in column and "micro" in row)]
+IN_FLOAT32 = [
+    (ROWS[row](2 + (list(ROWS).index(row) + list(JOBS).index(column)) % 3), column)
+    for row in ROWS
+    for column in JOBS
+    if "adam" not in column
+    and (row, column) not in NOT_EXACT
+    and not ("batch norm" in column and "micro" in row)
+]
 WIDTH = [*WIDE, *OF_PIECES, *OF_BRANCHES]
-IN_FLOAT32 += [(row, column) for row, column in [*parts_cells(), *(cell for cell in WIDTH if "adam" not in cell[1])]
-               if not ("batch norm" in column and "micro" in row)]
+IN_FLOAT32 += [
+    (row, column)
+    for row, column in [*parts_cells(), *(cell for cell in WIDTH if "adam" not in cell[1])]
+    if not ("batch norm" in column and "micro" in row)
+]
 EVERY_JOB = {**JOBS, **OF_IMAGES, **WITH_BRANCHES}
 
 
 def covered(place: int, cell: tuple[str, str]) -> bool:
-    """Every eighth cell of data, of models in parts each row once, some in width; `make table` has all."""
+    """Every eighth cell of data, of models in parts each row once, some in width; `make table`
+    has all.
+    """
     if cell[0] in IN_PARTS:
         return cell in covering_rows() and not cell[0].startswith("data(2) * pipeline(4")
     return (place + place // len(JOBS)) % (24 if cell in WIDTH else 8) == 0
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("text", "column"), [
-    pytest.param(*cell, marks=[] if covered(place, cell) else pytest.mark.table) for place, cell in enumerate(IN_FLOAT32)])
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [
+        pytest.param(*cell, marks=[] if covered(place, cell) else pytest.mark.table)
+        for place, cell in enumerate(IN_FLOAT32)
+    ],
+)
 def test_float32_errs_no_more_than_serial_does(pool: Ranks, text: str, column: str) -> None:
-    """One step from the same state: error against float64 at most 4 times serial's or the rounding twin's."""
-    job, chosen = EVERY_JOB[column], resolved(text)
+    """One step from the same state: error against float64 at most 4 times serial's or the
+    rounding twin's.
+    """
+    job = EVERY_JOB[column]
+    chosen = resolved(text)
     like = Serial(threads=1)
     exact = one_step(World(), job.replace(dtype=torch.float64), like)
-    serial, twin = one_step(World(), job, like), one_step(World(), job, like, reverse=True)
+    serial = one_step(World(), job, like)
+    twin = one_step(World(), job, like, reverse=True)
     ours = pool.run(one_step, job, chosen, size=chosen.size)[0]
     floor = 8 * torch.finfo(torch.float32).eps
     allowed = 4 * max(largest(serial, exact), largest(twin, exact))
@@ -163,12 +202,20 @@ def largest(ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None
     noise = 1e3 * torch.finfo(torch.float32).eps
     gradients = [name for name in exact if name.startswith("gradient")]
     others = [name for name in ours if name not in gradients]
-    return max(max(differences({name: in64[name] for name in names}, {name: exact[name] for name in names}, noise).values())
-               for names in (gradients, others))
+    return max(
+        max(
+            differences(
+                {name: in64[name] for name in names}, {name: exact[name] for name in names}, noise
+            ).values()
+        )
+        for names in (gradients, others)
+    )
 
 
 def whole_model() -> nn.Module:
-    """Whole weights: with whole inputs and a loss that is linear, every gradient is a whole number."""
+    """Whole weights: with whole inputs and a loss that is linear, every gradient is a whole
+    number.
+    """
     model = nn.Linear(10, 4)
     with torch.no_grad():
         model.weight.copy_(torch.arange(40.0).view(4, 10) - 20)
@@ -181,18 +228,25 @@ def whole_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     return (output * (target.view(-1, 1) - 1)).sum(), len(output)
 
 
-WHOLE = make_job("whole numbers", whole_model, torch.utils.data.TensorDataset(
-    (VECTORS.tensors[0] * 3).round(), VECTORS.tensors[1]), loss=whole_loss, batch=16,
-    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+WHOLE = make_job(
+    "whole numbers",
+    whole_model,
+    torch.utils.data.TensorDataset((VECTORS.tensors[0] * 3).round(), VECTORS.tensors[1]),
+    loss=whole_loss,
+    batch=16,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+)
 
 
-@pytest.mark.parametrize("workers", [3, *(pytest.param(workers, marks=pytest.mark.table) for workers in (1, 2, 4))])
+@pytest.mark.parametrize(
+    "workers", [3, *(pytest.param(workers, marks=pytest.mark.table) for workers in (1, 2, 4))]
+)
 @pytest.mark.parametrize("row", ROWS)
 def test_whole_numbers_bit_for_bit(pool: Ranks, row: str, workers: int) -> None:
     expected = one_step(World(), WHOLE, Serial(threads=1))
     chosen = resolved(ROWS[row](workers))
     for result in pool.run(one_step, WHOLE, chosen, size=chosen.size)[:workers]:
-        assert all(torch.equal(result[name], expected[name]) for name in expected)      # type: ignore[arg-type]
+        assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 def many_steps(world: World, job: Job, chosen: Strategy, steps: int = 40) -> dict[str, Tensor]:
@@ -210,27 +264,55 @@ def many_steps(world: World, job: Job, chosen: Strategy, steps: int = 40) -> dic
 def test_two_workers_are_bit_identical_whatever_the_algorithm(pool: Ranks) -> None:
     """A sum of two floats commutes; in float32, over several epochs."""
     job = make_job("mlp", mlp, VECTORS)
-    results = [result for row in ("native", "ring", "ring, blocking", "ring_async", "tree", "butterfly", "star",
-                                          "direct", "halving", "double_tree", "two_level")
-               for result in pool.run(many_steps, job, resolved(ROWS[row](2)), size=2)]
+    results = [
+        result
+        for row in (
+            "native",
+            "ring",
+            "ring, blocking",
+            "ring_async",
+            "tree",
+            "butterfly",
+            "star",
+            "direct",
+            "halving",
+            "double_tree",
+            "two_level",
+        )
+        for result in pool.run(many_steps, job, resolved(ROWS[row](2)), size=2)
+    ]
     for result in results:
         assert all(torch.equal(result[name], results[0][name]) for name in result)
 
 
-REPRODUCIBLE = ("star", "tree", "double_tree(segments=3", "butterfly", "halving", "direct", "ring", "ring_async(segments=5",
-                "two_level(across=tree, group=2")
+REPRODUCIBLE = (
+    "star",
+    "tree",
+    "double_tree(segments=3",
+    "butterfly",
+    "halving",
+    "direct",
+    "ring",
+    "ring_async(segments=5",
+    "two_level(across=tree, group=2",
+)
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_reproducible_sums_are_bit_identical_whatever_the_algorithm(pool: Ranks, backend: str) -> None:
+def test_reproducible_sums_are_bit_identical_whatever_the_algorithm(
+    pool: Ranks, backend: str
+) -> None:
     """100 steps in float32 on four ranks; without `reproducible` a ring and a star differ."""
     job = make_job("mlp", mlp, VECTORS)
 
     def trained(option: str, *names: str) -> list[dict[str, Tensor]]:
         texts = [f"data(4, reduce={name}{', ' if '(' in name else '('}{option}))" for name in names]
-        return [result for text in texts
-                for result in pool.run(many_steps, job, resolved(text), 100, size=4, backend=backend)]
+        return [
+            result
+            for text in texts
+            for result in pool.run(many_steps, job, resolved(text), 100, size=4, backend=backend)
+        ]
 
     first, *others = trained("reproducible=true", *REPRODUCIBLE)
     assert all(torch.equal(other[name], first[name]) for other in others for name in first)
@@ -257,12 +339,16 @@ def test_the_difference_is_what_the_document_says() -> None:
     assert differences(ours, theirs) == {"a": 0.5, "b": pytest.approx(1e-9 / 4e-6), "c": 0.0}
     assert differences({"a": None}, {"a": torch.ones(1)}) == {"a": math.inf}
     assert differences({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)}) == {"a": math.inf}
-    assert differences({"a": torch.tensor([1e-20])}, {"a": torch.tensor([math.nan])}, noise=1.0) == {"a": math.inf}
+    assert differences(
+        {"a": torch.tensor([1e-20])}, {"a": torch.tensor([math.nan])}, noise=1.0
+    ) == {"a": math.inf}
 
 
 @pytest.mark.parametrize("bug", SABOTAGES)
 def test_a_planted_bug_is_seen_and_named(pool: Ranks, bug: str) -> None:
-    """The proof refuses both at the door; here they are played, and the comparison with serial says what and where."""
+    """The proof refuses both at the door; here they are played, and the comparison with serial
+    says what and where.
+    """
     settings = Settings(sabotage=bug)
     arguments = difference, JOBS["mlp"], resolved("data(2, reduce=ring)"), settings
     if bug == "mean_twice":

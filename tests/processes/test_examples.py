@@ -16,9 +16,12 @@ pytestmark = pytest.mark.story
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PROGRAMS = {"paragrad": [sys.executable, "-m", "paragrad"], "python": [sys.executable],
-            "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-ELSEWHERE = {"mpirun", "srun"}                          # in tests of joining a world
+PROGRAMS = {
+    "paragrad": [sys.executable, "-m", "paragrad"],
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+ELSEWHERE = {"mpirun", "srun"}  # in tests of joining a world
 
 
 def typed(path: Path) -> list[str]:
@@ -27,24 +30,46 @@ def typed(path: Path) -> list[str]:
     return [line.strip() for line in re.findall(r"^    (\w+ .*)$", told, re.MULTILINE)]
 
 
-COMMANDS = [(path.name, line) for path in sorted(EXAMPLES.glob("*.py")) for line in typed(path)
-            if line.split()[0] not in ELSEWHERE]
+COMMANDS = [
+    (path.name, line)
+    for path in sorted(EXAMPLES.glob("*.py"))
+    for line in typed(path)
+    if line.split()[0] not in ELSEWHERE
+]
 
 
-# long ones, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py resumes as resume.py does
-LONG = {'torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "halving(segments=2)"',
-        'paragrad train examples/own_job.py --strategy "data(2)"', "python examples/resume.py",
-        'paragrad compare examples/own_compressor.py --strategies "data(2, reduce=ring); data(2, compress=random_k(0.5))"',
-        "python examples/own_loop.py", "python examples/own_all_reduce.py",
-        'paragrad compare examples/own_job.py --strategies "serial; data(2); data(2, reduce=ring)"'}
+# long ones, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py
+# resumes as resume.py does
+LONG = {
+    'torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "halving(segments=2)"',
+    'paragrad train examples/own_job.py --strategy "data(2)"',
+    "python examples/resume.py",
+    'paragrad compare examples/own_compressor.py --strategies "data(2, reduce=ring); data(2, '
+    'compress=random_k(0.5))"',
+    "python examples/own_loop.py",
+    "python examples/own_all_reduce.py",
+    'paragrad compare examples/own_job.py --strategies "serial; data(2); data(2, reduce=ring)"',
+}
 
 
-@pytest.mark.parametrize(("name", "line"), [
-    pytest.param(name, line, marks=pytest.mark.table if line in LONG else (), id=line) for name, line in COMMANDS])
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        pytest.param(name, line, marks=pytest.mark.table if line in LONG else (), id=line)
+        for name, line in COMMANDS
+    ],
+)
 def test_as_typed(name: str, line: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     program, *words = shlex.split(re.sub(r"\s{2,}#.*", "", line))
-    ran = subprocess.run([*PROGRAMS[program], *words], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    ran = subprocess.run(
+        [*PROGRAMS[program], *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     if name == "resume.py":
         straight, halves = re.findall(r"\d+\.\d+", ran.stdout)
@@ -52,7 +77,7 @@ def test_as_typed(name: str, line: str, tmp_path: Path) -> None:
         assert "0 twice, 0 missed" in ran.stdout
     if name == "ddp_hook.py":
         first, second = re.findall(r"rank \d: (-?\d+\.\d{6})", ran.stdout)
-        assert first == second                          # replicas stay equal
+        assert first == second  # replicas stay equal
 
 
 def test_every_file_says_what_to_type() -> None:
@@ -62,12 +87,23 @@ def test_every_file_says_what_to_type() -> None:
 def test_the_notebook(tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
+
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook,
+        timeout=100,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
     shown = notebook.cells[2].outputs[-1]["data"]["text/html"]
     assert shown.count("<tr>") == 4
-    for cell in notebook.cells[2:4]:                    # one bar below each, whatever number of runs it made
-        bars = [text for output in cell.outputs if "<progress" in (text := output.get("data", {}).get("text/html", ""))]
+    # one bar below each, whatever number of runs it made
+    for cell in notebook.cells[2:4]:
+        bars = [
+            text
+            for output in cell.outputs
+            if "<progress" in (text := output.get("data", {}).get("text/html", ""))
+        ]
         assert len(bars) == 1
         done, steps = re.findall(r'value="(\d+)" max="(\d+)"', bars[0])[0]
         assert done == steps

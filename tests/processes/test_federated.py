@@ -1,4 +1,6 @@
-"""federated: clients with samples of their own train in rounds, and their weights are averaged."""
+"""federated: clients with samples of their own train in rounds, and their weights are
+averaged.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from equality import IMAGES, IN_ROUNDS, JOBS, VECTORS, Clamped, adam, job, mlp, normed_cnn, resolved, stepped
+from equality import (
+    IMAGES,
+    IN_ROUNDS,
+    JOBS,
+    VECTORS,
+    Clamped,
+    adam,
+    job,
+    mlp,
+    normed_cnn,
+    resolved,
+    stepped,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
@@ -29,7 +43,10 @@ from paragrad.training.settings import Settings
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.filterwarnings("ignore:.* clients takes part in a round")]
+pytestmark = [
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.filterwarnings("ignore:.* clients takes part in a round"),
+]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
@@ -38,7 +55,8 @@ heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 def vectors(**changes: Any) -> pg.Job:
     return job("vectors", mlp, VECTORS).replace(
-        **{"epochs": 3, "dtype": torch.float64, "optimizer": heavy, "batch": 4, **changes})
+        **{"epochs": 3, "dtype": torch.float64, "optimizer": heavy, "batch": 4, **changes}
+    )
 
 
 def trained(made: pg.Job, text: str, folder: Path, **more: Any) -> tuple[State, Record]:
@@ -48,7 +66,9 @@ def trained(made: pg.Job, text: str, folder: Path, **more: Any) -> tuple[State, 
 
 def close(one: State, other: State, within: float = 1e-10) -> bool:
     return one.keys() == other.keys() and all(
-        torch.allclose(one[name].double(), other[name].double(), rtol=0, atol=within) for name in one)
+        torch.allclose(one[name].double(), other[name].double(), rtol=0, atol=within)
+        for name in one
+    )
 
 
 def rounds_of(made: pg.Job, text: str) -> Rounds:
@@ -59,19 +79,26 @@ def rounds_of(made: pg.Job, text: str) -> Rounds:
 
 def without(rounds: Rounds, *lost: int) -> Rounds:
     """The same, where these clients take no part."""
+
     class Left(Rounds):
         def parts(self, number: int) -> list[Part]:
             return [part for part in super().parts(number) if part.client not in lost]
-    return Left(rounds.clients, rounds.order, 1, rounds.taking, rounds.passes, rounds.epochs, rounds.asked)
+
+    return Left(
+        rounds.clients, rounds.order, 1, rounds.taking, rounds.passes, rounds.epochs, rounds.asked
+    )
 
 
-# ---- it is federated averaging -----------------------------------------------------------------------------------------------
+# ---- it is federated averaging ---------------------------------------------------------------
 def averaged(made: pg.Job, rounds: Rounds) -> State:
-    """As McMahan et al. write it, in a loop of plain torch. Which samples, whose turn and which order are the rounds'."""
+    """As McMahan et al. write it, in a loop of plain torch. Which samples, whose turn and which
+    order are the rounds'.
+    """
     model = made.built_model()
     for number in range(rounds.count):
         begun = {name: each.clone() for name, each in model.state_dict().items()}
-        ended, counts = [], []
+        ended = []
+        counts = []
         for part in rounds.parts(number):
             model.load_state_dict(begun)
             optimizer = made.optimizer(model.parameters())
@@ -84,19 +111,34 @@ def averaged(made: pg.Job, rounds: Rounds) -> State:
                 optimizer.step()
             ended.append({name: each.clone() for name, each in model.state_dict().items()})
             counts.append(len(rounds.clients[part.client]))
-        model.load_state_dict({name: sum(count * each[name] for count, each in zip(counts, ended, strict=True)) / sum(counts)
-                               for name in begun})
+        model.load_state_dict(
+            {
+                name: sum(count * each[name] for count, each in zip(counts, ended, strict=True))
+                / sum(counts)
+                for name in begun
+            }
+        )
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize(("text", "changes"), [
-    ("federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=5)", {}),
-    ("federated(1, clients=3, fraction=1.0, rounds=3, reduce=native)", {"optimizer": adam, "clip_norm": 0.05}),
-    ("federated(3, clients=5, fraction=0.6, rounds=4, split=dirichlet(0.3), reduce=ring)", {}),
-    ("federated(2, clients=9, fraction=0.1, rounds=4, reduce=tree)", {"batch": 3})])
-def test_it_is_federated_averaging_written_out(tmp_path: Path, text: str, changes: dict[str, Any]) -> None:
-    """29 samples: clients have unequal numbers of them. With a fraction of 0.1 of 9 clients it is one a round, so a worker has
-    nothing to do."""
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=5)", {}),
+        (
+            "federated(1, clients=3, fraction=1.0, rounds=3, reduce=native)",
+            {"optimizer": adam, "clip_norm": 0.05},
+        ),
+        ("federated(3, clients=5, fraction=0.6, rounds=4, split=dirichlet(0.3), reduce=ring)", {}),
+        ("federated(2, clients=9, fraction=0.1, rounds=4, reduce=tree)", {"batch": 3}),
+    ],
+)
+def test_it_is_federated_averaging_written_out(
+    tmp_path: Path, text: str, changes: dict[str, Any]
+) -> None:
+    """29 samples: clients have unequal numbers of them. With a fraction of 0.1 of 9 clients it
+    is one a round, so a worker has nothing to do.
+    """
     made = vectors(**changes)
     found, _ = trained(made, text, tmp_path)
     rounds = rounds_of(made, text)
@@ -114,30 +156,57 @@ def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_not_linear_in_a_gradient_sees_that_of_a_clients_batch(tmp_path: Path, workers: int) -> None:
-    """With two workers a hook that clips saw the sum over the batch: another training than with one."""
-    made, text = vectors(model=Clamped), f"federated({workers}, clients=3, fraction=1.0, rounds=2)"
+def test_what_is_not_linear_in_a_gradient_sees_that_of_a_clients_batch(
+    tmp_path: Path, workers: int
+) -> None:
+    """With two workers a hook that clips saw the sum over the batch: another training than with
+    one.
+    """
+    made = vectors(model=Clamped)
+    text = f"federated({workers}, clients=3, fraction=1.0, rounds=2)"
     found, _ = trained(made, text, tmp_path)
     assert close(found, averaged(made, rounds_of(made, text)), 1e-12)
 
 
-@pytest.mark.parametrize("name", [
-    "mlp, adam, clipped, scheduled", "cnn with batch norm, activated, dropout", "lstm, tied, loss as a pair",
-    "dicts, padded, transformed", "frozen and unused", "dropout, recomputed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp, adam, clipped, scheduled",
+        "cnn with batch norm, activated, dropout",
+        "lstm, tied, loss as a pair",
+        "dicts, padded, transformed",
+        "frozen and unused",
+        "dropout, recomputed",
+    ],
+)
 def test_it_does_not_matter_how_many_workers_there_are(tmp_path: Path, name: str) -> None:
     made = JOBS[name].replace(dtype=torch.float64, batch=4, epochs=2)
     options = "clients=5, fraction=0.6, local_epochs=2, rounds=3"
-    one, *others = (trained(made, f"federated({workers}, {options})", tmp_path / str(workers))[0] for workers in (1, 2, 3))
+    one, *others = (
+        trained(made, f"federated({workers}, {options})", tmp_path / str(workers))[0]
+        for workers in (1, 2, 3)
+    )
     assert all(close(one, other) for other in others)
     begun = made.built_model().state_dict()
     assert not close(one, dict(begun), 1e-3)
 
 
-# ---- what crosses ------------------------------------------------------------------------------------------------------------
-COLLECTIVES = ("all_reduced", "gathered", "passing", "gather_into", "reduce_into", "copy_from", "agreed", "collected")
+# ---- what crosses ----------------------------------------------------------------------------
+COLLECTIVES = (
+    "all_reduced",
+    "gathered",
+    "passing",
+    "gather_into",
+    "reduce_into",
+    "copy_from",
+    "agreed",
+    "collected",
+)
 
 
-def listening(world: World, checked: Admitted, folder: Path, origin: float) -> list[tuple[str, int]]:
+def listening(
+    world: World, checked: Admitted, folder: Path, origin: float
+) -> list[tuple[str, int]]:
     """Every collective of a world that a rank makes in rounds: (which, bytes that it gives)."""
     heard: list[tuple[str, int]] = []
 
@@ -161,6 +230,7 @@ def listening(world: World, checked: Admitted, folder: Path, origin: float) -> l
         def call(own: World, *given: Any) -> Any:
             heard.append((name, sum(each.nbytes for each in given if isinstance(each, Tensor))))
             return function(own, *given)
+
         return call
 
     train_rank(world, checked, folder, origin, loop=Heard)
@@ -168,13 +238,17 @@ def listening(world: World, checked: Admitted, folder: Path, origin: float) -> l
 
 
 @pytest.mark.parametrize("reduce", ["star", "ring", "native"])
-def test_weights_and_counts_cross_and_nothing_else(pool: Ranks, tmp_path: Path, reduce: str) -> None:
-    """By the record, in the closed form of each; and by every collective that a rank makes in a round. A test adds up two
-    numbers."""
+def test_weights_and_counts_cross_and_nothing_else(
+    pool: Ranks, tmp_path: Path, reduce: str
+) -> None:
+    """By the record, in the closed form of each; and by every collective that a rank makes in a
+    round. A test adds up two numbers.
+    """
     made = vectors(test=VECTORS)
     checked = admitted(made, f"federated(3, clients=6, fraction=0.5, rounds=2, reduce={reduce})")
     heard = checked.on(pool, listening, checked, tmp_path, 0.0)
-    counts, weights = 8 * (1 + 3), 8 * sum(each.numel() for each in mlp().parameters())
+    counts = 8 * (1 + 3)
+    weights = 8 * sum(each.numel() for each in mlp().parameters())
     for rank in range(3):
         lines = [line for path in [tmp_path / f"rank-{rank}.jsonl"] for line in lines_of(path)]
         assert all(line["sent"] == {} for line in lines if line["kind"] == "step")
@@ -184,7 +258,8 @@ def test_weights_and_counts_cross_and_nothing_else(pool: Ranks, tmp_path: Path, 
                 found = sent[kind]["bytes"]
                 if reduce == "star":
                     assert found == (2 * whole if rank == 0 else whole)
-                else:                               # a ring of parts of whole numbers: of four, three parts are 2, 1 and 1
+                # a ring of parts of whole numbers: of four, three parts are 2, 1 and 1
+                else:
                     assert abs(found - 4 / 3 * whole) <= 2 * 8
                 assert sent[kind]["computed"] == (reduce == "native")
             assert sent["tests"] == {"bytes": round(4 / 3 * 16), "computed": True}
@@ -192,12 +267,14 @@ def test_weights_and_counts_cross_and_nothing_else(pool: Ranks, tmp_path: Path, 
         assert heard[rank] == [*one, ("all_reduced", 16)] * 2
 
 
-# ---- who is lost -------------------------------------------------------------------------------------------------------------
+# ---- who is lost -----------------------------------------------------------------------------
 class Poisoned(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """The vectors, of which some raise, or are infinite, where they are trained on."""
 
     def __init__(self, raising: list[int], infinite: list[int]) -> None:
-        self.raising, self.infinite, self.door = raising, infinite, os.getpid()
+        self.raising = raising
+        self.infinite = infinite
+        self.door = os.getpid()
 
     def __len__(self) -> int:
         return len(VECTORS)
@@ -206,7 +283,10 @@ class Poisoned(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         vector, target = VECTORS[index]
         if index in self.raising and os.getpid() != self.door:
             raise OSError("this file is gone")
-        return vector * torch.inf if index in self.infinite and os.getpid() != self.door else vector, target
+        return (
+            vector * torch.inf if index in self.infinite and os.getpid() != self.door else vector,
+            target,
+        )
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -220,9 +300,15 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     assert sum(map(len, clients)) < 29
     assert close(found, averaged(vectors(), without(rounds, 1, 4)), 1e-12)
     assert [line["lost"] for line in record.of("epoch")] == [[1, 4]] * 3
-    events = [line for rank in range(workers) for line in record.of("event", rank) if line["name"] == "lost"]
+    events = [
+        line
+        for rank in range(workers)
+        for line in record.of("event", rank)
+        if line["name"] == "lost"
+    ]
     assert sorted((line["numbers"]["round"], line["numbers"]["client"]) for line in events) == [
-        (number, client) for number in range(3) for client in (1, 4)]
+        (number, client) for number in range(3) for client in (1, 4)
+    ]
     said = {line["numbers"]["client"]: line["message"] for line in events}
     assert "this file is gone" in said[1]
     assert "not finite" in said[4]
@@ -237,19 +323,21 @@ def test_who_was_lost_is_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
     poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
     run = pg.train(vectors(train=poisoned), text, runs=tmp_path)
     assert [told.partition(":")[0] for told in run.happened] == [
-        f"client {client} in round {number}" for number in (0, 1) for client in (1, 4)]
+        f"client {client} in round {number}" for number in (0, 1) for client in (1, 4)
+    ]
     assert run.as_json()["events"] == run.happened
     listing.run(run, False)
     assert f"what happened: {run.happened[0]}; and 3 more, in the record" in capsys.readouterr().out
 
 
 def test_a_round_from_which_nobody_came_back_is_in_the_summary_once(tmp_path: Path) -> None:
-    text = "federated(2, clients=4, fraction=0.1, rounds=6)"            # one client a round
+    text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
     poor = rounds_of(vectors(), text).chosen(1)[0]
     samples = list(map(int, rounds_of(vectors(), text).clients[poor]))
     run = pg.train(vectors(train=Poisoned(samples, [])), text, runs=tmp_path)
     assert [told for told in run.happened if "round 1: no client came back" in told] == [
-        "round 1: no client came back; the weights stay"]
+        "round 1: no client came back; the weights stay"
+    ]
 
 
 class Stuck(Poisoned):
@@ -262,14 +350,23 @@ class Stuck(Poisoned):
 
 
 @pytest.mark.parametrize("loaders", [0, 1])
-def test_a_sample_that_does_not_come_loses_its_client_and_not_the_run(tmp_path: Path, loaders: int) -> None:
-    """Its worker waited for it as long as the others for the worker, 4 s: who gave up first was luck."""
+def test_a_sample_that_does_not_come_loses_its_client_and_not_the_run(
+    tmp_path: Path, loaders: int
+) -> None:
+    """Its worker waited for it as long as the others for the worker, 4 s: who gave up first was
+    luck.
+    """
     text = "federated(2, clients=5, fraction=1.0, rounds=1)"
     rounds = rounds_of(vectors(), text)
     stuck = Stuck([int(rounds.clients[3][1])], [])
     found, record = trained(vectors(train=stuck), text, tmp_path, timeout=4.0, loaders=loaders)
     assert [line["lost"] for line in record.of("epoch")] == [[3]]
-    said, = [line["message"] for rank in range(2) for line in record.of("event", rank) if line["name"] == "lost"]
+    (said,) = [
+        line["message"]
+        for rank in range(2)
+        for line in record.of("event", rank)
+        if line["name"] == "lost"
+    ]
     assert f"sample {stuck.raising[0]} of the dataset was not there within 2 s" in said
     assert close(found, averaged(vectors(), without(rounds, 3)), 1e-12)
 
@@ -279,16 +376,23 @@ class Disconnected(nn.Module):
 
     def __init__(self, door: int, marked: list[int]) -> None:
         super().__init__()
-        self.out, self.marked, self.door = nn.Linear(10, 4), marked, door
+        self.out = nn.Linear(10, 4)
+        self.marked = marked
+        self.door = door
 
     def forward(self, x: Tensor) -> Tensor:
-        if os.getpid() != self.door and torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any():
+        if (
+            os.getpid() != self.door
+            and torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any()
+        ):
             raise RuntimeError("connection reset by peer")
-        return self.out(x)                                  # type: ignore[no-any-return]
+        return self.out(x)  # type: ignore[no-any-return]
 
 
 def test_a_client_whose_own_connection_breaks_is_lost_and_hangs_up_no_other(tmp_path: Path) -> None:
-    """Its worker took it for the world's, and closed its connections to the other workers: they failed with it."""
+    """Its worker took it for the world's, and closed its connections to the other workers: they
+    failed with it.
+    """
     text = "federated(2, clients=5, fraction=1.0, rounds=2)"
     rounds = rounds_of(vectors(), text)
     made = vectors(model=functools.partial(Disconnected, os.getpid(), [int(rounds.clients[4][0])]))
@@ -302,36 +406,51 @@ class Resizing(nn.Module):
 
     def __init__(self, size: int, marked: list[int]) -> None:
         super().__init__()
-        self.out, self.size, self.marked = nn.Linear(10, 4), size, marked
+        self.out = nn.Linear(10, 4)
+        self.size = size
+        self.marked = marked
         self.register_buffer("places", torch.arange(5.0))
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any():
             self.places = self.places.new_ones(self.size)
-        return self.out(x) + self.places.mean()             # type: ignore[no-any-return]
+        return self.out(x) + self.places.mean()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("size", [7, 1])
 def test_nothing_is_added_of_a_client_that_is_lost(tmp_path: Path, size: int) -> None:
-    """Its weights were added, then its buffer of seven failed to be, to one of five: it was lost, and still in the mean. A
-    buffer of one was added to all five."""
+    """Its weights were added, then its buffer of seven failed to be, to one of five: it was
+    lost, and still in the mean. A buffer of one was added to all five.
+    """
     text = "federated(2, clients=5, fraction=1.0, rounds=2)"
     rounds = rounds_of(vectors(), text)
     made = vectors(model=functools.partial(Resizing, size, [int(rounds.clients[3][0])]))
     found, record = trained(made, text, tmp_path)
     assert [line["lost"] for line in record.of("epoch")] == [[3], [3]]
     assert close(found, averaged(made, without(rounds, 3)), 1e-12)
-    said = [line["message"] for rank in range(2) for line in record.of("event", rank) if line["name"] == "lost"]
-    assert all(f"tensor places: a forward changed its shape from (5,) to ({size},)" in each for each in said)
+    said = [
+        line["message"]
+        for rank in range(2)
+        for line in record.of("event", rank)
+        if line["name"] == "lost"
+    ]
+    assert all(
+        f"tensor places: a forward changed its shape from (5,) to ({size},)" in each
+        for each in said
+    )
 
 
-def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fails(tmp_path: Path) -> None:
-    text = "federated(2, clients=4, fraction=0.1, rounds=6)"            # one client a round
+def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fails(
+    tmp_path: Path,
+) -> None:
+    text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
     rounds = rounds_of(vectors(), text)
     turns = [rounds.chosen(number)[0] for number in range(6)]
     poor = turns[1]
     assert any(each != poor for each in turns)
-    found, record = trained(vectors(train=Poisoned(list(map(int, rounds.clients[poor])), [])), text, tmp_path)
+    found, record = trained(
+        vectors(train=Poisoned(list(map(int, rounds.clients[poor])), [])), text, tmp_path
+    )
 
     class Left(Rounds):
         def parts(self, number: int) -> list[Part]:
@@ -340,11 +459,15 @@ def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fa
         @property
         def count(self) -> int:
             return 6
+
     begun = averaged_but(vectors(), Left(rounds.clients, rounds.order, 1, 1, 1, 3, 6))
     assert close(found, begun, 1e-12)
-    assert [line["numbers"]["round"] for line in record.of("event") if line["name"] == "nobody"] == [
-        number for number, turn in enumerate(turns) if turn == poor]
-    with pytest.raises(pg.RankFailed, match=r"no client of any round came back.*loss is not finite"):
+    assert [
+        line["numbers"]["round"] for line in record.of("event") if line["name"] == "nobody"
+    ] == [number for number, turn in enumerate(turns) if turn == poor]
+    with pytest.raises(
+        pg.RankFailed, match=r"no client of any round came back.*loss is not finite"
+    ):
         trained(vectors(train=Poisoned([], list(range(29)))), text, tmp_path)
     with pytest.raises(pg.RankFailed, match="this file is gone"):
         trained(vectors(train=Poisoned(list(range(29)), [])), text, tmp_path)
@@ -352,6 +475,7 @@ def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fa
 
 def averaged_but(made: pg.Job, rounds: Rounds) -> State:
     """The same where a round may have nobody: its weights stay."""
+
     class Some(Rounds):
         def parts(self, number: int) -> list[Part]:
             return rounds.parts(there[number])
@@ -362,17 +486,32 @@ def averaged_but(made: pg.Job, rounds: Rounds) -> State:
 
         def pieces(self, part: Part, number: int) -> Any:
             return rounds.pieces(part, there[number])
+
     there = [number for number in range(rounds.count) if rounds.parts(number)]
-    return averaged(made, Some(rounds.clients, rounds.order, 1, rounds.taking, rounds.passes, rounds.epochs, rounds.asked))
+    return averaged(
+        made,
+        Some(
+            rounds.clients,
+            rounds.order,
+            1,
+            rounds.taking,
+            rounds.passes,
+            rounds.epochs,
+            rounds.asked,
+        ),
+    )
 
 
-# ---- what else a model has ---------------------------------------------------------------------------------------------------
+# ---- what else a model has -------------------------------------------------------------------
 class Keeping(nn.Module):
-    """Counts its forwards in a buffer, in Python and in a flag; a frozen copy follows the weights."""
+    """Counts its forwards in a buffer, in Python and in a flag; a frozen copy follows the
+    weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.out, self.follows = nn.Linear(10, 4), nn.Linear(10, 4).requires_grad_(False)
+        self.out = nn.Linear(10, 4)
+        self.follows = nn.Linear(10, 4).requires_grad_(False)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("large", torch.zeros(4, dtype=torch.bool))
         self.register_buffer("constants", torch.arange(1.0, 50.0).reciprocal())
@@ -386,16 +525,22 @@ class Keeping(nn.Module):
             self.large |= out.detach().mean(0) > 0.3
             with torch.no_grad():
                 self.follows.weight.lerp_(self.out.weight, 0.1)
-        return out * (1 + 0.1 * self.forwards)             # type: ignore[no-any-return]
+        return out * (1 + 0.1 * self.forwards)  # type: ignore[no-any-return]
 
 
 def test_whole_numbers_become_the_nearest_mean_and_python_begins_anew(tmp_path: Path) -> None:
-    """What a client counted in Python went on in the next one on its worker, and it mattered how many workers there were."""
+    """What a client counted in Python went on in the next one on its worker, and it mattered
+    how many workers there were.
+    """
     made = vectors(model=Keeping, train=torch.utils.data.Subset(VECTORS, range(28)), batch=3)
     text = "clients=3, fraction=1.0, rounds=2"
-    one, *others = (trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0] for workers in (1, 2, 3))
+    one, *others = (
+        trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0]
+        for workers in (1, 2, 3)
+    )
     assert all(close(one, other) for other in others)
-    # 10, 9 and 9 samples in batches of 3: 4, 3 and 3 in each of two rounds, of which the mean by samples is 3.36
+    # 10, 9 and 9 samples in batches of 3: 4, 3 and 3 in each of two rounds, of which the mean
+    # by samples is 3.36
     assert int(one["count"]) == 3 + 3
     assert torch.equal(one["constants"], Keeping().constants.double())
 
@@ -418,22 +563,34 @@ class Centred(nn.Module):
 
 def centred(made: pg.Job, rounds: Rounds) -> State:
     """The same in plain torch."""
-    model, center = made.built_model(), torch.zeros(4, dtype=torch.float64)
+    model = made.built_model()
+    center = torch.zeros(4, dtype=torch.float64)
     for number in range(rounds.count):
-        begun, ended, counts = {name: each.clone() for name, each in model.state_dict().items()}, [], []
+        begun = {name: each.clone() for name, each in model.state_dict().items()}
+        ended = []
+        counts = []
         for part in rounds.parts(number):
             model.load_state_dict(begun)
-            loss, optimizer = Centred().double(), made.optimizer(model.parameters())
+            loss = Centred().double()
+            optimizer = made.optimizer(model.parameters())
             loss.center.copy_(center)
             for piece in rounds.pieces(part, number):
                 inputs, target = (each[piece.samples] for each in made.train.tensors)
                 optimizer.zero_grad()
                 loss(model(inputs.double()), target).backward()
                 optimizer.step()
-            ended.append({**{name: each.clone() for name, each in model.state_dict().items()}, "the center": loss.center})
+            ended.append(
+                {
+                    **{name: each.clone() for name, each in model.state_dict().items()},
+                    "the center": loss.center,
+                }
+            )
             counts.append(len(rounds.clients[part.client]))
-        means = {name: sum(count * each[name] for count, each in zip(counts, ended, strict=True)) / sum(counts)
-                 for name in ended[0]}
+        means = {
+            name: sum(count * each[name] for count, each in zip(counts, ended, strict=True))
+            / sum(counts)
+            for name in ended[0]
+        }
         center = means.pop("the center")
         model.load_state_dict(means)
     return dict(model.state_dict())
@@ -441,22 +598,29 @@ def centred(made: pg.Job, rounds: Rounds) -> State:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_loss_keeps_in_buffers_becomes_its_mean(tmp_path: Path, workers: int) -> None:
-    """It was as at the very beginning for every client of every round, and nobody said so. What it keeps in Python still is."""
-    made, text = vectors(loss=Centred()), f"federated({workers}, clients=3, fraction=1.0, rounds=3)"
+    """It was as at the very beginning for every client of every round, and nobody said so. What
+    it keeps in Python still is.
+    """
+    made = vectors(loss=Centred())
+    text = f"federated({workers}, clients=3, fraction=1.0, rounds=3)"
     found, record = trained(made, text, tmp_path)
     assert close(found, centred(made, rounds_of(made, text)), 1e-12)
-    said, = [line for line in record.of("choice") if line["what"] == "kept in Python"]
+    (said,) = [line for line in record.of("choice") if line["what"] == "kept in Python"]
     assert said["because"] == "forwards change it, and it has no mean: loss.seen"
 
 
 class Anchored(torch.optim.SGD):
-    """Keeps the weights that it begins with, and pulls to them: a client stays near the round's (FedProx, Li et al. 2020)."""
+    """Keeps the weights that it begins with, and pulls to them: a client stays near the round's
+    (FedProx, Li et al. 2020).
+    """
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, lr=lr)
-        self.anchors = [(each, each.detach().clone()) for group in self.param_groups for each in group["params"]]
+        self.anchors = [
+            (each, each.detach().clone()) for group in self.param_groups for each in group["params"]
+        ]
 
-    def step(self, closure: None = None) -> None:                       # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for each, anchor in self.anchors:
             each.grad.add_(each.detach() - anchor)
         super().step()
@@ -464,30 +628,47 @@ class Anchored(torch.optim.SGD):
 
 def test_an_optimizer_may_keep_where_a_client_begins(tmp_path: Path) -> None:
     """It was made before the weights were put back, and kept those of the client before."""
-    made, text = vectors(optimizer=Anchored), "clients=5, fraction=0.6, rounds=3, local_epochs=2"
-    one, *others = (trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0] for workers in (1, 3))
+    made = vectors(optimizer=Anchored)
+    text = "clients=5, fraction=0.6, rounds=3, local_epochs=2"
+    one, *others = (
+        trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0]
+        for workers in (1, 3)
+    )
     assert all(close(one, other) for other in others)
 
 
 def test_batch_norms_statistics_are_means_too(tmp_path: Path) -> None:
     made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
-    one, two = (trained(made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers))[0]
-                for workers in (1, 2))
+    one, two = (
+        trained(made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers))[0]
+        for workers in (1, 2)
+    )
     assert close(one, two)
     assert int(one["1.num_batches_tracked"]) == 2
 
 
-# ---- schedule, goal, checkpoints ---------------------------------------------------------------------------------------------
+# ---- schedule, goal, checkpoints -------------------------------------------------------------
 def images(**changes: Any) -> pg.Job:
     return pg.job("digits").replace(**{"epochs": 2, "dtype": torch.float64, **changes})
 
 
 def test_a_scheduler_goes_on_between_rounds_by_samples(tmp_path: Path) -> None:
-    """Halved after every two steps of serial: an epoch of 29 samples is 8 of them, a round of half of the clients 4."""
+    """Halved after every two steps of serial: an epoch of 29 samples is 8 of them, a round of
+    half of the clients 4.
+    """
     made = vectors(scheduler=stepped, epochs=2)
     _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path)
-    rates = [sorted({line["lr"] for rank in range(2) for line in record.of("step", rank) if line["epoch"] == number})
-             for number in range(4)]
+    rates = [
+        sorted(
+            {
+                line["lr"]
+                for rank in range(2)
+                for line in record.of("step", rank)
+                if line["epoch"] == number
+            }
+        )
+        for number in range(4)
+    ]
     assert rates == [[0.1], [0.025], [0.00625], [0.0015625]]
 
 
@@ -497,19 +678,38 @@ def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 def test_a_round_whose_rate_is_nothing_is_told(tmp_path: Path) -> None:
     """A warm-up from 0, of which serial has one step at 0, and clients a whole round."""
-    run = pg.train(vectors(scheduler=warming, epochs=1), "federated(2, clients=4, fraction=0.5)", runs=tmp_path)
-    assert run.happened == ["round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up "
-                            "begin above 0"]
+    run = pg.train(
+        vectors(scheduler=warming, epochs=1), "federated(2, clients=4, fraction=0.5)", runs=tmp_path
+    )
+    assert run.happened == [
+        "round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the "
+        "warm-up "
+        "begin above 0"
+    ]
 
 
-def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(tmp_path: Path) -> None:
-    """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was never made, and all rates that
-    followed were behind for good."""
+def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(
+    tmp_path: Path,
+) -> None:
+    """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was
+    never made, and all rates that followed were behind for good.
+    """
     made = vectors(scheduler=stepped, epochs=2)
     _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
-    _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder)
-    rates = [sorted({line["lr"] for rank in range(2) for line in record.of("step", rank) if line["epoch"] == number})
-             for number in (2, 3)]
+    _, record = trained(
+        made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder
+    )
+    rates = [
+        sorted(
+            {
+                line["lr"]
+                for rank in range(2)
+                for line in record.of("step", rank)
+                if line["epoch"] == number
+            }
+        )
+        for number in (2, 3)
+    ]
     assert rates == [[0.00625], [0.0015625]]
 
 
@@ -529,20 +729,33 @@ def test_saved_between_rounds_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     resumed, rest = trained(made, text.format(2, 6), tmp_path, resume=first.folder)
     assert [line["epoch"] for line in rest.of("epoch")] == [4, 5]
     assert close(whole, resumed, 0.0)
-    assert [line["test"] for line in rest.of("epoch")] == [line["test"] for line in full.of("epoch")[4:]]
+    assert [line["test"] for line in rest.of("epoch")] == [
+        line["test"] for line in full.of("epoch")[4:]
+    ]
     assert rest.audit.missed == rest.audit.twice == 0
     other, _ = trained(made, text.format(3, 6), tmp_path, resume=first.folder)
     assert close(whole, other)
 
 
 def test_rounds_shorter_than_a_step_of_serial_are_saved_too(tmp_path: Path) -> None:
-    """Checkpoints are called by the steps of serial. Of rounds with as many behind them the first alone was saved, so the last
-    one was lost, and of those that were left the door said that there were none."""
-    made, text = vectors(), "federated(2, clients=20, fraction=0.05, rounds={})"
-    assert [rounds_of(made, text.format(9)).passed(number) for number in (4, 5, 6, 7)] == [1, 2, 2, 2]
+    """Checkpoints are called by the steps of serial. Of rounds with as many behind them the
+    first alone was saved, so the last one was lost, and of those that were left the door said
+    that there were none.
+    """
+    made = vectors()
+    text = "federated(2, clients=20, fraction=0.05, rounds={})"
+    assert [rounds_of(made, text.format(9)).passed(number) for number in (4, 5, 6, 7)] == [
+        1,
+        2,
+        2,
+        2,
+    ]
     whole, _ = trained(made, text.format(7), tmp_path)
     _, first = trained(made, text.format(6), tmp_path, save=1)
-    assert sorted(path.name for path in first.folder.glob("checkpoint-*")) == ["checkpoint-00000001", "checkpoint-00000002"]
+    assert sorted(path.name for path in first.folder.glob("checkpoint-*")) == [
+        "checkpoint-00000001",
+        "checkpoint-00000002",
+    ]
     resumed, rest = trained(made, text.format(7), tmp_path, resume=first.folder)
     assert [line["epoch"] for line in rest.of("epoch")] == [6]
     assert close(whole, resumed, 0.0)
@@ -550,28 +763,39 @@ def test_rounds_shorter_than_a_step_of_serial_are_saved_too(tmp_path: Path) -> N
 
 def test_the_door_counts_rounds_and_names_what_makes_more(tmp_path: Path) -> None:
     """It said to give more epochs, which do not count where rounds are given."""
-    made, text = vectors(), "federated(2, clients=4, fraction=0.5{})"
+    made = vectors()
+    text = "federated(2, clients=4, fraction=0.5{})"
     _, first = trained(made, text.format(", rounds=4"), tmp_path, save=1)
-    with pytest.raises(pg.Refused, match=r"has 4 rounds behind it, and job vectors wants 2; give more rounds=$"):
+    with pytest.raises(
+        pg.Refused, match=r"has 4 rounds behind it, and job vectors wants 2; give more rounds=$"
+    ):
         admitted(made, text.format(", rounds=2"), Settings(resume=first.folder))
-    with pytest.warns(UserWarning, match=r"all 4 rounds were made; nothing is left to train \(more rounds= go on\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"all 4 rounds were made; nothing is left to train \(more rounds= go on\)",
+    ):
         admitted(made, text.format(", rounds=4"), Settings(resume=first.folder))
-    with pytest.raises(pg.Refused, match="has 4 rounds behind it, and job vectors wants 2; give more --epochs"):
+    with pytest.raises(
+        pg.Refused, match="has 4 rounds behind it, and job vectors wants 2; give more --epochs"
+    ):
         admitted(made.replace(epochs=1), text.format(""), Settings(resume=first.folder))
 
 
 def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: Path) -> None:
     """Under serial names, at the step that serial would have come to over as many samples."""
-    made, text = images(epochs=1), "federated(2, clients=4, fraction=0.5)"          # 23 steps an epoch
+    # 23 steps an epoch
+    made = images(epochs=1)
+    text = "federated(2, clients=4, fraction=0.5)"
     _, first = trained(made, text, tmp_path, save=1, limit=11)
     assert [path.name for path in first.folder.glob("checkpoint-*")] == ["checkpoint-00000011"]
     for other in ("serial", "data(2)"):
         _, record = trained(made, other, tmp_path, resume=first.folder)
         assert len(record.steps()) == 12
-        assert record.audit.epochs == 0                 # of whose beginning nothing is known
+        assert record.audit.epochs == 0  # of whose beginning nothing is known
         _, theirs = trained(made, other, tmp_path, save=7, limit=14)
         _, record = trained(made, text, tmp_path, resume=theirs.folder)
-        assert [line["epoch"] for line in record.of("epoch")] == []         # the second round begins after 11 steps
+        # the second round begins after 11 steps
+        assert [line["epoch"] for line in record.of("epoch")] == []
     longer = made.replace(epochs=2)
     _, record = trained(longer, text, tmp_path, resume=theirs.folder)
     assert [line["epoch"] for line in record.of("epoch")] == [2, 3]
@@ -580,8 +804,11 @@ def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: 
 
 
 def test_a_limit_is_of_steps_of_serial_for_who_goes_on_too(tmp_path: Path) -> None:
-    """It was compared with the batches of clients: 12 in the first round, which is as long as 11 steps of serial."""
-    made, text = images(epochs=2), "federated(2, clients=4, fraction=0.5)"
+    """It was compared with the batches of clients: 12 in the first round, which is as long as
+    11 steps of serial.
+    """
+    made = images(epochs=2)
+    text = "federated(2, clients=4, fraction=0.5)"
     assert (rounds_of(made, text).begins[1], rounds_of(made, text).passed(1)) == (12, 11)
     _, first = trained(made, text, tmp_path, save=1, limit=11)
     for limit, rounds in ((11, []), (12, [1])):
@@ -602,20 +829,26 @@ def test_the_wish_to_stop_is_heard_when_workers_meet(pool: Ranks, tmp_path: Path
     checked = admitted(vectors(), "federated(2, clients=4, fraction=1.0)")
     assert checked.on(pool, asked_to_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000008"]
-    _, record = trained(vectors(), "federated(2, clients=4, fraction=1.0)", tmp_path, resume=tmp_path)
+    _, record = trained(
+        vectors(), "federated(2, clients=4, fraction=1.0)", tmp_path, resume=tmp_path
+    )
     assert [line["epoch"] for line in record.of("epoch")] == [1, 2]
 
 
-# ---- refused, and what is no question here -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(("text", "says"), [
-    ("federated(2, fraction=0)", "a number above 0, at most 1"),
-    ("federated(2, clients=0)", "a whole number from 1"),
-    ("federated(2, rounds=0)", "a whole number from 1"),
-    ("federated(2, local_epochs=-1)", "a whole number from 1"),
-    ("federated(2, split=dirichlet(0))", "a number above 0"),
-    ("federated(4, clients=3)", "give at most 3 worker(s), or more clients"),
-    ("federated(2) * tensor(2)", "a worker is a whole client at a time"),
-    ("fedavg(2)", "here it is federated(2, clients=100, fraction=0.1)")])
+# ---- refused, and what is no question here ---------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("federated(2, fraction=0)", "a number above 0, at most 1"),
+        ("federated(2, clients=0)", "a whole number from 1"),
+        ("federated(2, rounds=0)", "a whole number from 1"),
+        ("federated(2, local_epochs=-1)", "a whole number from 1"),
+        ("federated(2, split=dirichlet(0))", "a number above 0"),
+        ("federated(4, clients=3)", "give at most 3 worker(s), or more clients"),
+        ("federated(2) * tensor(2)", "a worker is a whole client at a time"),
+        ("fedavg(2)", "here it is federated(2, clients=100, fraction=0.1)"),
+    ],
+)
 def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         resolved(text)
@@ -631,25 +864,43 @@ class Wrapped(nn.Linear):
 
 
 def test_tensors_that_hold_others_are_refused() -> None:
-    """They were not put back before a client, which went on from the one before it on its worker."""
-    with pytest.raises(pg.Refused, match=r"weight is a TwoTensor, .*; make it one, or train it with data\(n\)"):
+    """They were not put back before a client, which went on from the one before it on its
+    worker.
+    """
+    with pytest.raises(
+        pg.Refused, match=r"weight is a TwoTensor, .*; make it one, or train it with data\(n\)"
+    ):
         admitted(vectors(model=Wrapped), "federated(2, clients=3)")
 
 
 def test_what_a_job_cannot_be_divided_into_is_refused() -> None:
     for made, text, says in (
-            (vectors(), "federated(2, clients=30)", "give at most clients=29"),
-            (vectors(train=torch.utils.data.TensorDataset(VECTORS.tensors[0], torch.randn(29, 4)), loss=functional.mse_loss),
-             "federated(2, clients=3, split=dirichlet)", "give split=even"),
-            (job("normed", normed_cnn, IMAGES, batch=9), "federated(2, clients=3)",
-             "client 0 has 10 sample(s) in batches of 9")):
+        (vectors(), "federated(2, clients=30)", "give at most clients=29"),
+        (
+            vectors(
+                train=torch.utils.data.TensorDataset(VECTORS.tensors[0], torch.randn(29, 4)),
+                loss=functional.mse_loss,
+            ),
+            "federated(2, clients=3, split=dirichlet)",
+            "give split=even",
+        ),
+        (
+            job("normed", normed_cnn, IMAGES, batch=9),
+            "federated(2, clients=3)",
+            "client 0 has 10 sample(s) in batches of 9",
+        ),
+    ):
         with pytest.raises(pg.Refused, match=re.escape(says)):
             admitted(made, text)
     with pytest.raises(pg.Refused, match="leave out --check"):
         pg.train(vectors(), "federated(2, clients=3)", check=True)
     model = mlp()
-    with pytest.raises(pg.Refused, match="not for a loop of your own"), pg.parallelize(
-            model, functional.cross_entropy, plain(model.parameters()), "federated(1, clients=3)"):
+    with (
+        pytest.raises(pg.Refused, match="not for a loop of your own"),
+        pg.parallelize(
+            model, functional.cross_entropy, plain(model.parameters()), "federated(1, clients=3)"
+        ),
+    ):
         pass
 
 
@@ -660,19 +911,30 @@ def test_a_record_has_every_step_of_every_client(tmp_path: Path) -> None:
     assert record.rounds == rounds.told
     assert len(record.losses) == record.steps_planned == rounds.begins[-1]
     assert [lines[0]["step"] for lines in record.steps()] == list(range(rounds.begins[-1]))
-    assert [line["clients"] for line in record.of("epoch")] == [rounds.chosen(number) for number in range(3)]
+    assert [line["clients"] for line in record.of("epoch")] == [
+        rounds.chosen(number) for number in range(3)
+    ]
     assert record.passed(1) == rounds.places(0) + rounds.places(1)
     samples = record.passed(2)
-    assert str(record.audit) == (f"{samples} of the {samples} samples that clients of 3 round(s) were to train on, 0 twice, "
-                                 "0 missed")
+    assert str(record.audit) == (
+        f"{samples} of the {samples} samples that clients of 3 round(s) were to train on, 0 twice, "
+        "0 missed"
+    )
     assert record.sent_per_step["weights"]["bytes"] == round(3 * 8 * 244 / rounds.begins[-1])
-    assert record.memory["optimizer"] == 8 * 244                        # of a client, which has gone
+    # of a client, which has gone
+    assert record.memory["optimizer"] == 8 * 244
 
 
 def test_beside_others_it_is_judged_by_its_tests(tmp_path: Path) -> None:
-    """A step of a client is none of serial's: no difference, no speed-up, and nothing is missing."""
-    found = pg.compare(images(epochs=20), "serial; federated(2, clients=10, fraction=1.0, local_epochs=2)", runs=tmp_path,
-                       until="accuracy=50")
+    """A step of a client is none of serial's: no difference, no speed-up, and nothing is
+    missing.
+    """
+    found = pg.compare(
+        images(epochs=20),
+        "serial; federated(2, clients=10, fraction=1.0, local_epochs=2)",
+        runs=tmp_path,
+        until="accuracy=50",
+    )
     row = found.rows[1]
     assert found.ended["status"] == "finished"
     assert found.missing == []

@@ -1,4 +1,6 @@
-"""The first step is compared with one worker's: what is wrong ends the run before the update, what is right never does."""
+"""The first step is compared with one worker's: what is wrong ends the run before the update,
+what is right never does.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,63 @@ from paragrad.record.record import Record
 from paragrad.training.first_step.made import Gap, Made, gaps, pooled
 
 STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(2, state=fully_sharded)")
-SHOWN = {wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, BeforeTheUpdate)}
+SHOWN = {
+    wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, BeforeTheUpdate)
+}
 LATER = {wrong: shown for wrong, shown in WRONGS.items() if isinstance(shown, ByTheUpdate)}
 # of its own statistics one rank alone would leave the others waiting
 ONE_RANK = {wrong.__name__ for wrong in SHOWN} - {"statistics_of_a_share"}
-CELLS = [(wrong, rank, strategy, dtype) for wrong in SHOWN for rank in (None, 0, 1) for strategy in STRATEGIES
-         for dtype in (torch.float32, torch.float64) if rank is None or wrong.__name__ in ONE_RANK]
-SAMPLE = [(wrong, (None, 0, 1)[place % 3] if wrong.__name__ in ONE_RANK else None, STRATEGIES[place % 2],
-           (torch.float32, torch.float64)[place // 2 % 2]) for place, wrong in enumerate(SHOWN)]
-SAMPLE += [(wrong, 1, STRATEGIES[2], torch.float32) for wrong in SHOWN if wrong.__name__ in ("stale_gradient", "noise_by_rank")]
+CELLS = [
+    (wrong, rank, strategy, dtype)
+    for wrong in SHOWN
+    for rank in (None, 0, 1)
+    for strategy in STRATEGIES
+    for dtype in (torch.float32, torch.float64)
+    if rank is None or wrong.__name__ in ONE_RANK
+]
+SAMPLE = [
+    (
+        wrong,
+        (None, 0, 1)[place % 3] if wrong.__name__ in ONE_RANK else None,
+        STRATEGIES[place % 2],
+        (torch.float32, torch.float64)[place // 2 % 2],
+    )
+    for place, wrong in enumerate(SHOWN)
+]
+SAMPLE += [
+    (wrong, 1, STRATEGIES[2], torch.float32)
+    for wrong in SHOWN
+    if wrong.__name__ in ("stale_gradient", "noise_by_rank")
+]
 
 
-@pytest.mark.parametrize(("wrong", "rank", "strategy", "dtype"), [
-    pytest.param(*cell, id=f"{cell[0].__name__}, rank {cell[1]}, {cell[2]}, {cell[3]}",
-                 marks=[] if cell in SAMPLE else pytest.mark.table) for cell in CELLS])
-def test_a_planted_wrong_ends_before_the_update(wrong: Callable[[Net], None], rank: int | None, strategy: str,
-                                               dtype: torch.dtype, tmp_path: Path) -> None:
-    with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update") as caught:
+@pytest.mark.parametrize(
+    ("wrong", "rank", "strategy", "dtype"),
+    [
+        pytest.param(
+            *cell,
+            id=f"{cell[0].__name__}, rank {cell[1]}, {cell[2]}, {cell[3]}",
+            marks=[] if cell in SAMPLE else pytest.mark.table,
+        )
+        for cell in CELLS
+    ],
+)
+def test_a_planted_wrong_ends_before_the_update(
+    wrong: Callable[[Net], None],
+    rank: int | None,
+    strategy: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        pg.RankFailed, match="not one worker's training: before the first update"
+    ) as caught:
         pg.train(planted(wrong, rank).replace(dtype=dtype), strategy, runs=tmp_path)
     told = caught.value.message
     assert caught.value.differs
-    assert any(f" {kind} is {off}" in told for kind in SHOWN[wrong] for off in ("off", "another")), told
+    assert any(
+        f" {kind} is {off}" in told for kind in SHOWN[wrong] for off in ("off", "another")
+    ), told
     assert "nothing was updated" in told
     assert "ikely cause" in told
     (folder,) = tmp_path.iterdir()
@@ -53,15 +91,24 @@ def test_a_planted_wrong_ends_before_the_update(wrong: Callable[[Net], None], ra
 @pytest.mark.parametrize("wrong", SHOWN)
 def test_verify_names_a_planted_wrong(wrong: Callable[[Net], None], tmp_path: Path) -> None:
     """On rank 1, which does not run the reference."""
-    certificate = pg.verify(planted(wrong, 1 if wrong.__name__ in ONE_RANK else None), "data(2, reduce=ring)", runs=tmp_path)
+    certificate = pg.verify(
+        planted(wrong, 1 if wrong.__name__ in ONE_RANK else None),
+        "data(2, reduce=ring)",
+        runs=tmp_path,
+    )
     assert not certificate.same
     assert certificate.failure or certificate.first
 
 
 @pytest.mark.parametrize("wrong", LATER)
-def test_what_only_an_update_shows_is_for_verify(wrong: Callable[[Net], None], tmp_path: Path) -> None:
-    """The first step's proof ends before the update: such a run is proved, goes on, and is another training all the same."""
-    shown, job = LATER[wrong], planted(wrong)
+def test_what_only_an_update_shows_is_for_verify(
+    wrong: Callable[[Net], None], tmp_path: Path
+) -> None:
+    """The first step's proof ends before the update: such a run is proved, goes on, and is
+    another training all the same.
+    """
+    shown = LATER[wrong]
+    job = planted(wrong)
     run = pg.train(job, shown.strategy, runs=tmp_path)
     assert {event["name"] for event in run.of("event")} == {"checked"}
     assert len(run.losses) == 6
@@ -75,9 +122,12 @@ def test_what_only_an_update_shows_is_for_verify(wrong: Callable[[Net], None], t
 
 @pytest.mark.parametrize("wrong", LATER)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_agree_on_how_to_update(wrong: Callable[[Net], None], rank: int, tmp_path: Path) -> None:
-    """The most careful answer is everybody's: what one rank alone gets wrong harms nothing. So the optimizer by itself is no
-    wrong."""
+def test_ranks_agree_on_how_to_update(
+    wrong: Callable[[Net], None], rank: int, tmp_path: Path
+) -> None:
+    """The most careful answer is everybody's: what one rank alone gets wrong harms nothing. So
+    the optimizer by itself is no wrong.
+    """
     assert pg.verify(planted(wrong, rank), LATER[wrong].strategy, runs=tmp_path).same
 
 
@@ -98,7 +148,8 @@ def test_the_record_says_what_was_checked(tmp_path: Path) -> None:
     assert first["numbers"] == {"step": 0}
     assert "loss, weight, 8 gradients, 6 buffers" in first["message"]
     assert [(each["numbers"]["step"], each["message"]) for each in later] == [
-        (step, "the loss of this step is one worker's") for step in (1, 3)]
+        (step, "the loss of this step is one worker's") for step in (1, 3)
+    ]
 
 
 def late(first: int) -> TensorDataset:
@@ -111,13 +162,25 @@ def late(first: int) -> TensorDataset:
 
 
 def test_rare_ignored_targets_that_come_late_end_the_run(tmp_path: Path) -> None:
-    """A function around cross_entropy with rare -100 was certified the same, and its parameters were 22 % off. Its weight is
-    read off the graph now; where it cannot be, the loss is compared again at steps 2, 4, 8, ...: here they come in step 3."""
-    for strategy in STRATEGIES[:2]:                 # of sharded parameters no rank can, and the record says so
+    """A function around cross_entropy with rare -100 was certified the same, and its parameters
+    were 22 % off. Its weight is read off the graph now; where it cannot be, the loss is
+    compared again at steps 2, 4, 8, ...: here they come in step 3.
+    """
+    # of sharded parameters no rank can, and the record says so
+    for strategy in STRATEGIES[:2]:
         with pytest.raises(pg.RankFailed, match=r"step 3, tensor loss: not one worker's training"):
             pg.train(job("late", mlp, late(18), loss=untraced, batch=6), strategy, runs=tmp_path)
-    run = pg.train(job("none", mlp, TensorDataset(numbers(48, 10, seed=1), whole(4, 48, seed=2)), loss=untraced, batch=6),
-                   "data(2)", runs=tmp_path)
+    run = pg.train(
+        job(
+            "none",
+            mlp,
+            TensorDataset(numbers(48, 10, seed=1), whole(4, 48, seed=2)),
+            loss=untraced,
+            batch=6,
+        ),
+        "data(2)",
+        runs=tmp_path,
+    )
     assert [event["numbers"]["step"] for event in run.of("event")] == [0, 1, 3, 7, 15]
 
 
@@ -126,7 +189,9 @@ def around(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_a_function_around_cross_entropy_weighs_what_counts(tmp_path: Path) -> None:
-    certificate = pg.verify(job("late", mlp, late(18), loss=around, batch=6), "data(2)", runs=tmp_path)
+    certificate = pg.verify(
+        job("late", mlp, late(18), loss=around, batch=6), "data(2)", runs=tmp_path
+    )
     assert certificate.same
     assert certificate.difference is not None
     assert certificate.difference <= 1e-10
@@ -134,13 +199,28 @@ def test_a_function_around_cross_entropy_weighs_what_counts(tmp_path: Path) -> N
 
 def test_infinite_buffers_hide_nothing() -> None:
     mask = torch.full((3, 3), -torch.inf).triu(1)
-    serial = Made(1.0, 4.0, {"w": torch.ones(3), "unused": None}, {"mask": mask, "mean": torch.ones(2)}, frozenset({"mean"}))
+    serial = Made(
+        1.0,
+        4.0,
+        {"w": torch.ones(3), "unused": None},
+        {"mask": mask, "mean": torch.ones(2)},
+        frozenset({"mean"}),
+    )
     eps = torch.finfo(torch.float32).eps
     assert pooled(gaps(serial, serial)) == {
-        ("loss", ""): Gap(0.0, "loss", 1.0), ("weight", ""): Gap(0.0, "weight", 4.0),
-        ("gradient", ""): Gap(0.0, None, 1.0, eps), ("buffer", ""): Gap(0.0, None, 1.0, eps),
-        ("parameter", ""): Gap(), ("state", ""): Gap()}
-    ours = Made(1.0, 4.0, {"w": torch.tensor([1.0, 1.0, torch.nan]), "unused": None}, {"mask": mask, "mean": torch.zeros(2)})
+        ("loss", ""): Gap(0.0, "loss", 1.0),
+        ("weight", ""): Gap(0.0, "weight", 4.0),
+        ("gradient", ""): Gap(0.0, None, 1.0, eps),
+        ("buffer", ""): Gap(0.0, None, 1.0, eps),
+        ("parameter", ""): Gap(),
+        ("state", ""): Gap(),
+    }
+    ours = Made(
+        1.0,
+        4.0,
+        {"w": torch.tensor([1.0, 1.0, torch.nan]), "unused": None},
+        {"mask": mask, "mean": torch.zeros(2)},
+    )
     found = gaps(ours, serial)
     assert found["gradient", ""].tensor == "w"
     assert found["gradient", ""].value == torch.inf
@@ -151,8 +231,13 @@ def test_infinite_buffers_hide_nothing() -> None:
     assert gaps(moved, serial)["buffer", ""].tensor == "mask"
 
 
-RIGHT = [(name, row, dtype) for name in JOBS for row in ("auto", "ring", "uneven shares and micro-batches", "shared memory")
-         for dtype in DTYPES if (row, name) not in NOT_EXACT]
+RIGHT = [
+    (name, row, dtype)
+    for name in JOBS
+    for row in ("auto", "ring", "uneven shares and micro-batches", "shared memory")
+    for dtype in DTYPES
+    if (row, name) not in NOT_EXACT
+]
 
 
 @pytest.mark.table

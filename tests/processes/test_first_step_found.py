@@ -1,4 +1,6 @@
-"""What was trained wrongly in silence although the first step was proved, or by proving it: a story each."""
+"""What was trained wrongly in silence although the first step was proved, or by proving it: a
+story each.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ class Keeping(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.out = nn.Linear(10, 4)
-        self.what, self.forwards, self.mean, self.last = what, 0, torch.zeros(10), None
+        self.what = what
+        self.forwards = 0
+        self.mean = torch.zeros(10)
+        self.last = None
         self._draws = random.Random(5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,21 +57,35 @@ class Keeping(nn.Module):
             x, self.mean = x - self.mean, 0.9 * self.mean + 0.1 * x.detach().mean(0)
         elif self.what == "a generator":
             scale += 0.1 * self._draws.random()
-        else:                               # it does not read
+        else:  # it does not read
             self.last = x.detach()
         return self.out(x) * scale
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("what", "strategy", "right"), [
-    ("a counter", "data(2)", True), ("a counter", "data(2, micro=2)", False), ("a running mean", "data(2)", False),
-    ("a running mean", "data(2, reduce=ring)", False), ("a generator", "data(2, reduce=ring)", True),
-    ("the last input", "data(2)", True), ("the last input", "data(2, micro=2)", True)])
-def test_what_a_forward_keeps_in_python_is_compared(what: str, strategy: str, right: bool, tmp_path: Path) -> None:
-    """It was said to be "not checked", and trained on: a running mean was 3 % off, a counter of forwards with micro=3 110 %."""
+@pytest.mark.parametrize(
+    ("what", "strategy", "right"),
+    [
+        ("a counter", "data(2)", True),
+        ("a counter", "data(2, micro=2)", False),
+        ("a running mean", "data(2)", False),
+        ("a running mean", "data(2, reduce=ring)", False),
+        ("a generator", "data(2, reduce=ring)", True),
+        ("the last input", "data(2)", True),
+        ("the last input", "data(2, micro=2)", True),
+    ],
+)
+def test_what_a_forward_keeps_in_python_is_compared(
+    what: str, strategy: str, right: bool, tmp_path: Path
+) -> None:
+    """It was said to be "not checked", and trained on: a running mean was 3 % off, a counter of
+    forwards with micro=3 110 %.
+    """
     keeping = job("keeping", lambda: Keeping(what), VECTORS)
     if not right:
-        with pytest.raises(pg.RankFailed, match=r"keeps in Python is (off|another).* counts its share or its micro"):
+        with pytest.raises(
+            pg.RankFailed, match=r"keeps in Python is (off|another).* counts its share or its micro"
+        ):
             pg.train(keeping, strategy, runs=tmp_path)
         return
     run, serial = (pg.train(keeping, each, runs=tmp_path) for each in (strategy, "serial"))
@@ -79,12 +98,15 @@ class Teacher(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.student, self.teacher = mlp(), mlp().requires_grad_(False)
+        self.student = mlp()
+        self.teacher = mlp().requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training:
             with torch.no_grad():
-                for mine, own in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                for mine, own in zip(
+                    self.teacher.parameters(), self.student.parameters(), strict=True
+                ):
                     mine.lerp_(own, 0.1)
         return self.student(x), self.teacher(x)
 
@@ -94,12 +116,20 @@ def towards(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 def test_parameters_that_a_forward_changes_are_put_back(tmp_path: Path) -> None:
-    """Looks moved a teacher: after two epochs it was 4 % off, where the record said that the first step was one worker's."""
+    """Looks moved a teacher: after two epochs it was 4 % off, where the record said that the
+    first step was one worker's.
+    """
     taught = job("taught", Teacher, VECTORS, loss=towards, dtype=torch.float64)
-    serial, ring = (pg.train(taught, each, runs=tmp_path).model().state_dict() for each in ("serial", "data(2, reduce=ring)"))
+    serial, ring = (
+        pg.train(taught, each, runs=tmp_path).model().state_dict()
+        for each in ("serial", "data(2, reduce=ring)")
+    )
     for name, value in serial.items():
         torch.testing.assert_close(ring[name], value, rtol=1e-10, atol=1e-12)
-    with pytest.raises(pg.RankFailed, match=r"the forward changes a parameter, .* they share it; train with state=replicated"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"the forward changes a parameter, .* they share it; train with state=replicated",
+    ):
         pg.train(taught, "data(2)", runs=tmp_path)
 
 
@@ -108,8 +138,11 @@ class Halved(nn.Module):
 
     def __init__(self, width: int, hooked: bool) -> None:
         super().__init__()
-        self.hidden, self.out, self.hooked = nn.Linear(10, width), nn.Linear(width, 4), hooked
-        if dist.is_initialized():           # in ranks: as if rounding had made the step doubtful
+        self.hidden = nn.Linear(10, width)
+        self.out = nn.Linear(width, 4)
+        self.hooked = hooked
+        # in ranks: as if rounding had made the step doubtful
+        if dist.is_initialized():
             mock.patch.object(made, "FLOOR", 1).start()
             mock.patch.object(made, "BELIEVED", 0).start()
 
@@ -120,17 +153,28 @@ class Halved(nn.Module):
         return self.out(hidden)
 
 
-@pytest.mark.parametrize("strategy", ["data(2, state=shared_memory)", "data(2, reduce=ring)",
-                                      pytest.param("data(2, state=fully_sharded)", marks=pytest.mark.table)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "data(2, state=shared_memory)",
+        "data(2, reduce=ring)",
+        pytest.param("data(2, state=fully_sharded)", marks=pytest.mark.table),
+    ],
+)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_doubt_about_large_parameters(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Gradients of 64 KB and more went into the mean while one worker's step was made again, in doubt: a right training was
-    another one (losses 2.31 for 2.25), and a wrong one passed."""
+    """Gradients of 64 KB and more went into the mean while one worker's step was made again, in
+    doubt: a right training was another one (losses 2.31 for 2.25), and a wrong one passed.
+    """
     with pytest.raises(pg.RankFailed, match="the gradient is off"):
-        pg.train(job("hooked", lambda: Halved(4096, True), VECTORS, dtype=dtype), strategy, runs=tmp_path)
+        pg.train(
+            job("hooked", lambda: Halved(4096, True), VECTORS, dtype=dtype), strategy, runs=tmp_path
+        )
     plain = job("plain", lambda: Halved(4096, False), VECTORS, dtype=dtype)
-    losses = [torch.tensor(pg.train(plain, each, runs=tmp_path).losses) for each in (strategy, "serial")]
+    losses = [
+        torch.tensor(pg.train(plain, each, runs=tmp_path).losses) for each in (strategy, "serial")
+    ]
     torch.testing.assert_close(*losses)
 
 
@@ -139,7 +183,8 @@ class InPlace(Halved):
 
     def __init__(self) -> None:
         super().__init__(256, False)
-        if dist.is_initialized():           # in ranks: as if nothing but the step in float64 could tell
+        # in ranks: as if nothing but the step in float64 could tell
+        if dist.is_initialized():
             judged = Proof._judged
 
             def in_double(proof: Proof, ours: made.Made, doubtful: list[made.Key]) -> list[Miss]:
@@ -147,6 +192,7 @@ class InPlace(Halved):
                     return judged(proof, ours, doubtful)
                 with mock.patch.object(made, "FLOOR", FLOOR):
                     return proof.double() or []
+
             mock.patch.object(made, "FLOOR", 0).start()
             mock.patch.object(Proof, "_judged", in_double).start()
 
@@ -156,7 +202,9 @@ class InPlace(Halved):
 
 @pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "place(2)"])
 def test_doubt_where_a_forward_changes_its_inputs(strategy: str, tmp_path: Path) -> None:
-    """The step that was made again had the inputs as the first one left them, and one worker's beside it had not."""
+    """The step that was made again had the inputs as the first one left them, and one worker's
+    beside it had not.
+    """
     run = pg.train(job("in place", InPlace, VECTORS, dtype=torch.float32), strategy, runs=tmp_path)
     assert "are one worker's" in (run.first_step or "")
 
@@ -169,21 +217,24 @@ class Clipping(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:         # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient.clamp(-1e-3, 1e-3)
 
 
 class Clipped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.hidden = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(Clipping.apply(torch.tanh(self.hidden(x))))
 
 
 def test_what_is_not_linear_in_a_gradient_is_as_without_this_library(tmp_path: Path) -> None:
-    """Backward ran on the sum of losses, so a gradient was clipped at a twelfth: 8 % off plain torch, also by serial."""
+    """Backward ran on the sum of losses, so a gradient was clipped at a twelfth: 8 % off plain
+    torch, also by serial.
+    """
     clipped = job("clipped", Clipped, VECTORS, dtype=torch.float64, epochs=1)
     run = pg.train(clipped, runs=tmp_path)
     model = clipped.built_model()
@@ -195,36 +246,56 @@ def test_what_is_not_linear_in_a_gradient_is_as_without_this_library(tmp_path: P
         optimizer.step()
     for name, value in run.model().state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-12, atol=1e-14)
-    with pytest.raises(pg.RankFailed, match=r"the gradient is off .*does with a gradient does not grow as that does"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"the gradient is off .*does with a gradient does not grow as that does",
+    ):
         pg.train(clipped, "data(2)", runs=tmp_path)
 
 
 class Outside(nn.Module):
     """Counts its calls in a global."""
+
     calls = itertools.count()
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.hidden = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.hidden(x)) * (1.0 + 0.1 * next(Outside.calls)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_changes_from_call_to_call_outside_of_the_model(dtype: torch.dtype, tmp_path: Path) -> None:
-    """One worker's step was another one each time: what rounding explains was taken from that, and a loss 15 % off passed."""
-    with pytest.raises(pg.RankFailed, match=r"made once more, is off by .*a state or a random generator outside of themselves"):
+def test_what_changes_from_call_to_call_outside_of_the_model(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """One worker's step was another one each time: what rounding explains was taken from that,
+    and a loss 15 % off passed.
+    """
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"made once more, is off by .*a state or a random generator outside of themselves",
+    ):
         pg.train(job("outside", Outside, VECTORS, dtype=dtype), "place(2)", runs=tmp_path)
 
 
 def test_where_no_batch_is_split_nothing_is_told_to_mix_samples() -> None:
     """place(2) gives the whole batch to every part."""
+
     def cause(strategy: str) -> str:
-        trainer: Any = SimpleNamespace(strategy=resolved(strategy), division=resolved(strategy).division, parameters={},
-                                       how=SimpleNamespace(sabotage=None), layout=SimpleNamespace(cut=strategy != "data(2)"),
-                                       module=SimpleNamespace(traced=True, linear=True), draws=SimpleNamespace(calls=[]))
+        trainer: Any = SimpleNamespace(
+            strategy=resolved(strategy),
+            division=resolved(strategy).division,
+            parameters={},
+            how=SimpleNamespace(sabotage=None),
+            layout=SimpleNamespace(cut=strategy != "data(2)"),
+            module=SimpleNamespace(traced=True, linear=True),
+            draws=SimpleNamespace(calls=[]),
+        )
         return likely(trainer, [Miss("gradient", 0, made.Gap(1.0, "weight", 2.0), 0.0)])
+
     assert "mixes samples" in cause("data(2)")
     assert "mixes samples" in cause("pipeline(2, micro=2)")
     assert "by a way that is not seen" in cause("place(2)")
@@ -234,13 +305,19 @@ def cuts(world: World) -> int:
     """How often a rank looks for a cut while a doubtful step is made again."""
     halved = job("halved", lambda: Halved(64, True), VECTORS)
     trainer = Trainer.of_job(world, halved, resolved("place(2)"))
-    with mock.patch.object(split, "cut", wraps=split.cut) as cut, contextlib.suppress(StepFailed), contextlib.closing(trainer):
+    with (
+        mock.patch.object(split, "cut", wraps=split.cut) as cut,
+        contextlib.suppress(StepFailed),
+        contextlib.closing(trainer),
+    ):
         trainer.step(*parted(next(trainer.batches(halved.train, halved.batch, 0))))
     return int(cut.call_count)
 
 
 def test_a_doubtful_step_is_made_again_with_the_same_cut() -> None:
-    """It was cut anew, by other measured times: what was wrong at one cut was found right at another."""
+    """It was cut anew, by other measured times: what was wrong at one cut was found right at
+    another.
+    """
     with Ranks(2) as ranks:
         assert ranks.run(cuts) == [1, 0]
 
@@ -250,16 +327,22 @@ class Doubling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.first = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.first(x.mul_(2.0))))
 
 
 def test_a_rehearsal_leaves_the_inputs_as_they_are(tmp_path: Path) -> None:
-    """Under autocast the first step is rehearsed, and was then made on inputs that had been changed twice."""
+    """Under autocast the first step is rehearsed, and was then made on inputs that had been
+    changed twice.
+    """
     doubling = job("doubling", Doubling, VECTORS, dtype=torch.bfloat16, epochs=1)
-    losses = [torch.tensor(pg.train(doubling, each, runs=tmp_path).losses) for each in ("serial", "data(2)")]
+    losses = [
+        torch.tensor(pg.train(doubling, each, runs=tmp_path).losses)
+        for each in ("serial", "data(2)")
+    ]
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
 
 
@@ -268,7 +351,9 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.branch, self.gate = nn.Linear(10, 8), nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+        self.first = nn.Linear(10, 8)
+        self.branch = nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.zeros(8))
         self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -277,32 +362,54 @@ class Gated(nn.Module):
 
 
 def test_gradients_of_zero_are_named(tmp_path: Path) -> None:
-    """Two zeros are equal, whatever becomes of them later, and a cut model's loss is not compared again."""
+    """Two zeros are equal, whatever becomes of them later, and a cut model's loss is not
+    compared again.
+    """
     run = pg.train(job("gated", Gated, VECTORS), "place(2)", runs=tmp_path)
     assert run.first_step is not None
-    assert run.first_step.endswith("; 2 gradient(s) were zero, which shows little of them: branch.weight, branch.bias")
+    assert run.first_step.endswith(
+        "; 2 gradient(s) were zero, which shows little of them: branch.weight, branch.bias"
+    )
 
 
 def clamped(output: Tensor, target: Tensor) -> Tensor:
     """The masked mean that everybody writes; no label counts where the target is 0."""
     mask = (target > 0).to(output.dtype)
-    return (functional.cross_entropy(output, target, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+    return (
+        functional.cross_entropy(output, target, reduction="none") * mask
+    ).sum() / mask.sum().clamp(min=1)
 
 
 def guarded(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output[target > 0], target[target > 0]) if (target > 0).any() else output.sum() * 0.0
+    return (
+        functional.cross_entropy(output[target > 0], target[target > 0])
+        if (target > 0).any()
+        else output.sum() * 0.0
+    )
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("loss", [clamped, guarded])
-@pytest.mark.parametrize("strategy", ["data(2)", "data(3, shares=[2, 1, 1], reduce=ring)", "data(2, micro=3)"])
-def test_shares_without_a_label(loss: Callable[[Tensor, Tensor], Tensor], strategy: str, tmp_path: Path) -> None:
-    """A share without a label divides by 1, or returns 0, and counts for nothing: one worker's weight says so. Such trainings
-    were 15 to 57 % off, or ended."""
+@pytest.mark.parametrize(
+    "strategy", ["data(2)", "data(3, shares=[2, 1, 1], reduce=ring)", "data(2, micro=3)"]
+)
+def test_shares_without_a_label(
+    loss: Callable[[Tensor, Tensor], Tensor], strategy: str, tmp_path: Path
+) -> None:
+    """A share without a label divides by 1, or returns 0, and counts for nothing: one worker's
+    weight says so. Such trainings were 15 to 57 % off, or ended.
+    """
     targets = whole(4, 48, seed=2).where(numbers(48, seed=9) > 1.0, 0)
     order = pg.job("digits").replace(batch=6, seed=5).order(48).indices(0, range(48))
-    targets[order[:6]] = torch.arange(6) % 3 + 1                # step 0 shows nothing of it
-    rare = job("rare", mlp, TensorDataset(numbers(48, 10, seed=1), targets), loss=loss, batch=6, dtype=torch.float64)
+    targets[order[:6]] = torch.arange(6) % 3 + 1  # step 0 shows nothing of it
+    rare = job(
+        "rare",
+        mlp,
+        TensorDataset(numbers(48, 10, seed=1), targets),
+        loss=loss,
+        batch=6,
+        dtype=torch.float64,
+    )
     serial, run = (pg.train(rare, each, runs=tmp_path) for each in ("serial", strategy))
     for name, value in serial.model().state_dict().items():
         torch.testing.assert_close(run.model().state_dict()[name], value, rtol=1e-10, atol=1e-12)

@@ -1,7 +1,9 @@
-"""Parameter servers under a flood: of strangers, and of who has a worker's key, while a training goes on in processes beside.
+"""Parameter servers under a flood: of strangers, and of who has a worker's key, while a
+training goes on in processes beside.
 
-The training is encrypted, over TCP, as between hosts. Its workers begin each step when the flood is ready for it, so the flood
-is beside all steps but the first and the last, however quick either is.
+The training is encrypted, over TCP, as between hosts. Its workers begin each step when the
+flood is ready for it, so the flood is beside all steps but the first and the last, however
+quick either is.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ from paragrad.training.loop import train_rank
 from paragrad.verbs import train
 from paragrad.world.world import World
 
-WAIT = 60.0             # seconds for anything
-STEPS, WIDTH = 12, 2000
+WAIT = 60.0  # seconds for anything
+STEPS = 12
+WIDTH = 2000
 BARE = [b"let me in"]
 ELEMENTS = 10 * WIDTH + WIDTH + WIDTH * 4 + 4
 LONGEST = 4 * ELEMENTS  # bytes of the server's one vector
@@ -50,13 +53,16 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(10, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
 
-WIDE = job("wide", wide, VECTORS).replace(epochs=STEPS // 3)            # three steps each
+WIDE = job("wide", wide, VECTORS).replace(epochs=STEPS // 3)  # three steps each
 
 
-# ---- in the ranks of the training ------------------------------------------------------------------------------------------
+# ---- in the ranks of the training ------------------------------------------------------------
 @dataclass(frozen=True)
 class Insight:
-    """What somebody has who has all of a worker: how it reaches the server, and its messages."""
+    """What somebody has who has all of a worker: how it reaches the server, and its
+    messages.
+    """
+
     job: int
     sender: int
     at: Address
@@ -64,7 +70,10 @@ class Insight:
 
 
 def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
-    """A rank of the training, over TCP whatever its backend; a worker waits before each step until the flood goes on."""
+    """A rank of the training, over TCP whatever its backend; a worker waits before each step
+    until the flood goes on.
+    """
+
     def begin(self: asking.Asking) -> None:
         nonlocal seen
         if self.step > seen:
@@ -76,10 +85,13 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
         begun(self)
 
     def insight(self: asking.Asking) -> Insight:
-        return Insight(self.job, self.sender, self.calling.address, self.calling.keys)      # type: ignore[attr-defined]
+        return Insight(self.job, self.sender, self.calling.address, self.calling.keys)
 
-    def made(self: Calling, servers: Sequence[Address], longest: int, keys: Keys, *rest: Any, **more: Any) -> None:
-        self.address, self.keys = servers[0], keys      # type: ignore[attr-defined]
+    def made(
+        self: Calling, servers: Sequence[Address], longest: int, keys: Keys, *rest: Any, **more: Any
+    ) -> None:
+        self.address = servers[0]  # type: ignore[attr-defined]
+        self.keys = keys
         called(self, servers, longest, keys, *rest, **more)
 
     def send(self: Calling, number: int, message: Any) -> None:
@@ -87,24 +99,35 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
         sends(self, number, message)
 
     def allow(self: Listening, keys: Any) -> None:
-        """Somewhat late: nobody may be there yet, for he would have been sent away, and never come again."""
+        """Somewhat late: nobody may be there yet, for he would have been sent away, and never
+        come again.
+        """
         assert self.take(0.5) is None
         assert not any(self.events)
         allows(self, keys)
 
     def serve(self: serving.Serving) -> None:
-        Path("/proc/self/clear_refs").write_text("5")   # the peak is of what follows
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is of what follows
         before = resident("VmRSS")
         serves(self)
         Path(place, "grown").write_text(str(resident("VmHWM") - before))
 
-    seen, sent = 0, list[list[bytes]]()
-    begun, called, sends, allows, serves = (asking.Asking.begin, Calling.__init__, Calling._send, Listening.allow,
-                                            serving.Serving.serve)
+    seen = 0
+    sent = list[list[bytes]]()
+    begun = asking.Asking.begin
+    called = Calling.__init__
+    sends = Calling._send
+    allows = Listening.allow
+    serves = serving.Serving.serve
     with contextlib.ExitStack() as stack:
-        for owner, name, other in ((serving, "own_host", lambda world: "127.0.0.1"), (asking.Asking, "begin", begin),
-                                   (Calling, "__init__", made), (Calling, "_send", send), (Listening, "allow", allow),
-                                   (serving.Serving, "serve", serve)):
+        for owner, name, other in (
+            (serving, "own_host", lambda world: "127.0.0.1"),
+            (asking.Asking, "begin", begin),
+            (Calling, "__init__", made),
+            (Calling, "_send", send),
+            (Listening, "allow", allow),
+            (serving.Serving, "serve", serve),
+        ):
             stack.enter_context(mock.patch.object(owner, name, other))
         if world.rank < 2:
             meeting = stack.enter_context(Client(str(Path(place, "meeting")), "AF_UNIX"))
@@ -117,38 +140,71 @@ def resident(what: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
-# ---- the flood ---------------------------------------------------------------------------------------------------------------
+# ---- the flood -------------------------------------------------------------------------------
 Message = list[bytes]
-Drawn = tuple[str, Message]                     # by which name it is refused
+Drawn = tuple[str, Message]  # by which name it is refused
 
 
 @dataclass
 class Spoiled:
-    """Messages of somebody who has a worker's key, each with one thing wrong. before: messages of workers, of earlier steps."""
+    """Messages of somebody who has a worker's key, each with one thing wrong. before: messages
+    of workers, of earlier steps.
+    """
+
     draw: random.Random
     told: Insight
     before: list[Message]
 
     def gradient(self, body: bytes | None = None, marks: bytes = b"\1" * 4, **more: Any) -> Message:
         """As a worker's, but for what is given; of a step that is long over."""
-        header = Header(Kind.PUSH, **{
-            "job": self.told.job, "sender": self.told.sender, "share": self.draw.randrange(2), "shares": 2,
-            "elements": ELEMENTS, "numbers": (6.0, 3.0, 0.0, 0.0, 6.0), **more})
+        header = Header(
+            Kind.PUSH,
+            **{
+                "job": self.told.job,
+                "sender": self.told.sender,
+                "share": self.draw.randrange(2),
+                "shares": 2,
+                "elements": ELEMENTS,
+                "numbers": (6.0, 3.0, 0.0, 0.0, 6.0),
+                **more,
+            },
+        )
         return [header.packed(), marks, bytes(LONGEST) if body is None else body]
 
     def cut_off(self) -> Drawn:
         header, marks, body = self.gradient()
-        return self.draw.choice([
-            ("a header of N bytes, which has N", [header[:self.draw.randrange(len(header))], marks, body]),
-            ("N bytes, where its header says N", [header, marks, body[:self.draw.randrange(LONGEST)]]),
-            ("marks that do not fit the slice", [header, marks[:self.draw.randrange(4)], body]),
-            ("a push without its marks and its vector", [header, marks][:self.draw.randrange(1, 3)])])
+        return self.draw.choice(
+            [
+                (
+                    "a header of N bytes, which has N",
+                    [header[: self.draw.randrange(len(header))], marks, body],
+                ),
+                (
+                    "N bytes, where its header says N",
+                    [header, marks, body[: self.draw.randrange(LONGEST)]],
+                ),
+                (
+                    "marks that do not fit the slice",
+                    [header, marks[: self.draw.randrange(4)], body],
+                ),
+                (
+                    "a push without its marks and its vector",
+                    [header, marks][: self.draw.randrange(1, 3)],
+                ),
+            ]
+        )
 
     def noise(self) -> Drawn:
         header = self.draw.randbytes(len(self.gradient()[0]))
-        return self.draw.choice([
-            ("a message of N parts", [self.draw.randbytes(9)] * self.draw.randrange(4, 9)),
-            ("no message of paragrad's, or one of another version", [header, b"", self.draw.randbytes(LONGEST)])])
+        return self.draw.choice(
+            [
+                ("a message of N parts", [self.draw.randbytes(9)] * self.draw.randrange(4, 9)),
+                (
+                    "no message of paragrad's, or one of another version",
+                    [header, b"", self.draw.randbytes(LONGEST)],
+                ),
+            ]
+        )
 
     def replayed(self) -> Drawn:
         message = self.draw.choice(self.before)
@@ -156,47 +212,99 @@ class Spoiled:
 
     def of_another_shape(self) -> Drawn:
         fewer = self.draw.randrange(1, ELEMENTS)
-        return self.draw.choice([
-            ("a gradient of N elements for N parameters", self.gradient(bytes(4 * fewer), elements=fewer)),
-            ("it is for a vector that is not here", self.gradient(slot=self.draw.randrange(1, 2**32)))])
+        return self.draw.choice(
+            [
+                (
+                    "a gradient of N elements for N parameters",
+                    self.gradient(bytes(4 * fewer), elements=fewer),
+                ),
+                (
+                    "it is for a vector that is not here",
+                    self.gradient(slot=self.draw.randrange(1, 2**32)),
+                ),
+            ]
+        )
 
     def of_another_type(self) -> Drawn:
         dtype = self.draw.choice([each for each in DTYPES if each != torch.float32])
-        return (f"gradients of type {str(dtype).removeprefix('torch.')}, and here are parameters of float32",
-                self.gradient(bytes(dtype.itemsize * ELEMENTS), dtype=dtype))
+        return (
+            f"gradients of type {str(dtype).removeprefix('torch.')}, and here are parameters of "
+            f"float32",
+            self.gradient(bytes(dtype.itemsize * ELEMENTS), dtype=dtype),
+        )
 
     def not_finite(self) -> Drawn:
-        bad, vector = self.draw.choice([float("nan"), float("inf"), -float("inf")]), torch.zeros(ELEMENTS)
+        bad = self.draw.choice([float("nan"), float("inf"), -float("inf")])
+        vector = torch.zeros(ELEMENTS)
         vector[self.draw.randrange(ELEMENTS)] = bad
-        return self.draw.choice([("a gradient that is not finite", self.gradient(vector.numpy().tobytes())),
-                                 ("numbers that are not finite", self.gradient(numbers=(6.0, bad)))])
+        return self.draw.choice(
+            [
+                ("a gradient that is not finite", self.gradient(vector.numpy().tobytes())),
+                ("numbers that are not finite", self.gradient(numbers=(6.0, bad))),
+            ]
+        )
 
     def oversized(self) -> Drawn:
         """As long as the socket lets in, at most."""
         more = ELEMENTS + self.draw.randrange(1, ROOM // 4 - 64)
-        return ("a gradient of N elements for N parameters", self.gradient(bytes(4 * more), elements=more))
+        return (
+            "a gradient of N elements for N parameters",
+            self.gradient(bytes(4 * more), elements=more),
+        )
 
     def of_a_later_step(self) -> Drawn:
         later = STEPS + self.draw.randrange(2**40)
-        return self.draw.choice([("a gradient of a later step", self.gradient(step=later)), ("an update of a later step", [
-            Header(Kind.UPDATE, self.told.job, self.told.sender, later, numbers=(12.0, 1.0)).packed()])])
+        return self.draw.choice(
+            [
+                ("a gradient of a later step", self.gradient(step=later)),
+                (
+                    "an update of a later step",
+                    [
+                        Header(
+                            Kind.UPDATE, self.told.job, self.told.sender, later, numbers=(12.0, 1.0)
+                        ).packed()
+                    ],
+                ),
+            ]
+        )
 
     def of_another_job(self) -> Drawn:
-        return "it is of another training", self.gradient(job=self.told.job ^ self.draw.randrange(1, 2**63))
+        return "it is of another training", self.gradient(
+            job=self.told.job ^ self.draw.randrange(1, 2**63)
+        )
 
     def drawn(self) -> Drawn:
-        return self.draw.choice([self.cut_off, self.noise, self.replayed, self.of_another_shape, self.of_another_type,
-                                 self.not_finite, self.oversized, self.of_a_later_step, self.of_another_job])()
+        return self.draw.choice(
+            [
+                self.cut_off,
+                self.noise,
+                self.replayed,
+                self.of_another_shape,
+                self.of_another_type,
+                self.not_finite,
+                self.oversized,
+                self.of_a_later_step,
+                self.of_another_job,
+            ]
+        )()
 
 
 @contextlib.contextmanager
 def line_to(at: Address, keys: Keys) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     """A connection, which is not made again; and its end, as an event."""
-    with (zmq.Context() as context, context.socket(zmq.DEALER) as line,
-          line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended):
-        line.linger, line.reconnect_ivl, line.sndhwm, line.sndtimeo = 0, -1, WAITING, int(1000 * WAIT)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as line,
+        line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended,
+    ):
+        line.linger = 0
+        line.reconnect_ivl = -1
+        line.sndhwm = WAITING
+        line.sndtimeo = int(1000 * WAIT)
         if at.key is not None:
-            line.curve_serverkey, line.curve_secretkey, line.curve_publickey = at.key, keys.secret, keys.public
+            line.curve_serverkey = at.key
+            line.curve_secretkey = keys.secret
+            line.curve_publickey = keys.public
         line.connect(at.at)
         yield line, ended
 
@@ -210,7 +318,8 @@ def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Mess
     question = Header(Kind.PULL, told.job, call=1).packed()
     line.send(question)
     while True:
-        if not line.poll(1000):                         # who does not take what he is told is told no more: asked again
+        # who does not take what he is told is told no more: asked again
+        if not line.poll(1000):
             line.send(question)
         elif unpacked(line.recv_multipart()[0]).kind == Kind.VALUES:
             return
@@ -219,7 +328,7 @@ def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Mess
 def sent_away(at: Address, keys: Keys, message: Message) -> None:
     """A message over a connection of its own, which the server ends."""
     with line_to(at, keys) as (line, ended):
-        with contextlib.suppress(zmq.Again):            # it was sent away before
+        with contextlib.suppress(zmq.Again):  # it was sent away before
             line.send_multipart(message, zmq.NOBLOCK)
         assert ended.poll(1000 * WAIT), "the server let it in"
 
@@ -227,9 +336,12 @@ def sent_away(at: Address, keys: Keys, message: Message) -> None:
 def over_tcp(at: Address, noise: bytes) -> None:
     """Some bytes, until the server has hung up."""
     host, port = at.at.removeprefix("tcp://").split(":")
-    with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port)), WAIT) as line:
+    with (
+        contextlib.suppress(ConnectionError),
+        socket.create_connection((host, int(port)), WAIT) as line,
+    ):
         line.sendall(noise)
-        with contextlib.suppress(OSError):              # it has hung up already
+        with contextlib.suppress(OSError):  # it has hung up already
             line.shutdown(socket.SHUT_WR)
         while line.recv(4096):
             pass
@@ -238,13 +350,21 @@ def over_tcp(at: Address, noise: bytes) -> None:
 def noises(draw: random.Random, count: int) -> list[bytes]:
     """Random bytes, some after a greeting such as ZeroMQ's."""
     greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0") + bytes(32)
-    return [draw.choice([b"", greeting[:12], greeting]) + draw.randbytes(draw.randrange(2000)) for _ in range(count)]
+    return [
+        draw.choice([b"", greeting[:12], greeting]) + draw.randbytes(draw.randrange(2000))
+        for _ in range(count)
+    ]
 
 
 def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int]:
-    """A part of it beside every step: so many messages with a worker's key in all, and as many random ones over TCP; a few of
-    whom nobody knows, and that are too long. What the record is to say of them; bytes that were let in."""
-    draw, refused, before, size = random.Random(seed), Counter[str](), list[Message](), 0
+    """A part of it beside every step: so many messages with a worker's key in all, and as many
+    random ones over TCP; a few of whom nobody knows, and that are too long. What the record is
+    to say of them; bytes that were let in.
+    """
+    draw = random.Random(seed)
+    refused = Counter[str]()
+    before = list[Message]()
+    size = 0
     parts = [count // (STEPS - 2)] * (STEPS - 2)
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Connection(door.accept()[0].detach())) for _ in range(2)]
@@ -257,22 +377,31 @@ def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int
             drawn = [Spoiled(draw, told, earlier(before)).drawn() for _ in range(part)]
             size += sum(len(frame) for _, message in drawn for frame in message)
             refused.update(why for why, _ in drawn)
-            away = [(replace(told.at, key=None), told.keys, BARE), (told.at, Keys.made(), BARE),
-                    (told.at, told.keys, [bytes(LONGEST + ROOM + 1)])] * max(1, part // 100)
+            away = [
+                (replace(told.at, key=None), told.keys, BARE),
+                (told.at, Keys.made(), BARE),
+                (told.at, told.keys, [bytes(LONGEST + ROOM + 1)]),
+            ] * max(1, part // 100)
             jobs = [crowd.submit(over_tcp, told.at, noise) for noise in noises(draw, part)]
             jobs += [crowd.submit(sent_away, *each) for each in away]
             with_the_key(line, told, (message for _, message in drawn))
             for each in jobs:
                 each.result(WAIT)
-            refused.update({"a connection that is not encrypted, or not ZeroMQ's": part + len(away) // 3,
-                            "a connection without the key of anybody known": len(away) // 3,
-                            "a connection that broke off, or brought too long a message": len(away) // 3})
+            refused.update(
+                {
+                    "a connection that is not encrypted, or not ZeroMQ's": part + len(away) // 3,
+                    "a connection without the key of anybody known": len(away) // 3,
+                    "a connection that broke off, or brought too long a message": len(away) // 3,
+                }
+            )
             for worker in workers:
                 heard(worker, before)
-        for worker in workers:                          # nothing is beside the last step: all of it was looked at
+        # nothing is beside the last step: all of it was looked at
+        for worker in workers:
             worker.send("it is over")
         for worker in workers:
-            assert worker.poll(WAIT)                    # it has left, before our connection ends
+            # it has left, before our connection ends
+            assert worker.poll(WAIT)
     return refused, size
 
 
@@ -281,24 +410,34 @@ def heard(worker: Connection, before: list[Message]) -> Insight:
     assert worker.poll(WAIT), "a worker does not go on"
     insight, sent = worker.recv()
     before += sent
-    return insight                                      # type: ignore[no-any-return]
+    return insight  # type: ignore[no-any-return]
 
 
 def earlier(before: list[Message]) -> list[Message]:
-    """Of what workers sent what they may not send again: an update is asked for by each of them, so the last one may."""
+    """Of what workers sent what they may not send again: an update is asked for by each of
+    them, so the last one may.
+    """
     headers = [unpacked(message[0]) for message in before]
     last = max(header.step for header in headers)
-    return [message for message, header in zip(before, headers, strict=True)
-            if header.kind == Kind.PUSH or (header.kind == Kind.UPDATE and header.step < last)]
+    return [
+        message
+        for message, header in zip(before, headers, strict=True)
+        if header.kind == Kind.PUSH or (header.kind == Kind.UPDATE and header.step < last)
+    ]
 
 
-# ---- the tests ---------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=[pytest.mark.story, pytest.mark.timeout(300)])])
-def test_a_flood_is_refused_by_name_and_the_training_is_the_undisturbed_one(count: int, tmp_path: Path,
-                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit. The server grows by no more than what the sockets keep of the two connections that bring something at a time:
-    less than a quarter of what it was sent."""
-    monkeypatch.setattr(Server, "recovers", False)      # servers are ranks of the workers' world, as between hosts
+# ---- the tests -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "count", [500, pytest.param(10_000, marks=[pytest.mark.story, pytest.mark.timeout(300)])]
+)
+def test_a_flood_is_refused_by_name_and_the_training_is_the_undisturbed_one(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit. The server grows by no more than what the sockets keep of the two connections
+    that bring something at a time: less than a quarter of what it was sent.
+    """
+    # servers are ranks of the workers' world, as between hosts
+    monkeypatch.setattr(Server, "recovers", False)
     undisturbed = pg.train(WIDE, "server(2)", runs=tmp_path)
     monkeypatch.setattr(train, "train_rank", partial(beside, place=str(tmp_path)))
     with ThreadPoolExecutor(1) as other, socket.socket(socket.AF_UNIX) as door:
@@ -310,38 +449,56 @@ def test_a_flood_is_refused_by_name_and_the_training_is_the_undisturbed_one(coun
             run = pg.train(WIDE, "server(2)", runs=tmp_path)
         finally:
             refused, size = flooding.result(WAIT)
-    line, = Record(run.folder).of("server", 2)
+    (line,) = Record(run.folder).of("server", 2)
     assert line["refused"] == refused
     assert Record(undisturbed.folder).of("server", 2)[0]["refused"] == {}
     assert run.losses == undisturbed.losses
     for name, tensor in undisturbed.model().state_dict().items():
         assert torch.equal(run.model().state_dict()[name], tensor), name
-    grown, most = int((tmp_path / "grown").read_text()), 2 * WAITING * (LONGEST + ROOM)
-    print(f"{sum(refused.values()):,} refused, {size:,} bytes; the server grew by {grown:,} bytes at most")
+    grown = int((tmp_path / "grown").read_text())
+    most = 2 * WAITING * (LONGEST + ROOM)
+    print(
+        f"{sum(refused.values()):,} refused, {size:,} bytes; the server grew by {grown:,} bytes at "
+        f"most"
+    )
     assert grown < most
     assert size > 4 * most or count < 10_000
 
 
 def test_names_are_few_whatever_numbers_strangers_choose() -> None:
-    """Each length of a header was a name of its own in the record, and in the server's memory."""
-    served, draw = server("server(2)"), random.Random(1)
+    """Each length of a header was a name of its own in the record, and in the server's
+    memory.
+    """
+    served = server("server(2)")
+    draw = random.Random(1)
     whole = push()[1].bytes
     for _ in range(1000):
         number = draw.randrange(2**32)
-        for message in (frames(draw.randbytes(draw.randrange(99))),
-                        frames(whole[:4] + bytes([max(Kind) + 1 + number % 200]) + whole[5:]),
-                        frames(whole[:5] + bytes([20 + number % 200]) + whole[6:]), frames(whole, *[b""] * (3 + number % 99)),
-                        frames(whole, b"\1\1\1", bytes(draw.randrange(480))), push(share=2 + number // 2),
-                        frames(replace(unpacked(whole), elements=number), b"\1\1\1", b"")):
+        for message in (
+            frames(draw.randbytes(draw.randrange(99))),
+            frames(whole[:4] + bytes([max(Kind) + 1 + number % 200]) + whole[5:]),
+            frames(whole[:5] + bytes([20 + number % 200]) + whole[6:]),
+            frames(whole, *[b""] * (3 + number % 99)),
+            frames(whole, b"\1\1\1", bytes(draw.randrange(480))),
+            push(share=2 + number // 2),
+            frames(replace(unpacked(whole), elements=number), b"\1\1\1", b""),
+        ):
             served.taken(message)
     assert set(served.shard.refused) == {
-        "a header of N bytes, which has N", "a message of no known kind (N)", "numbers of no known type (N)",
-        "a message of N parts", "N bytes, where its header says N", "a share that there is not (N of N)",
-        "a gradient of N elements for N parameters"}
+        "a header of N bytes, which has N",
+        "a message of no known kind (N)",
+        "numbers of no known type (N)",
+        "a message of N parts",
+        "N bytes, where its header says N",
+        "a share that there is not (N of N)",
+        "a gradient of N elements for N parameters",
+    }
 
 
 def test_who_leaves_twice_has_left_once() -> None:
-    """A replayed farewell was another worker's, and the server left those that were still there."""
+    """A replayed farewell was another worker's, and the server left those that were still
+    there.
+    """
     listening: Any = Told()
     listening.refused = {}
     served = server("server(2)", listening)
@@ -359,14 +516,19 @@ def listening() -> Iterator[Listening]:
 
 
 def test_strangers_are_nobody_and_in_nobodys_way(listening: Listening) -> None:
-    """Each was taken for a worker that had gone: as many strangers as workers, and a server thought itself alone. And as their
-    comings and goings were not read while there was work, the socket stood still when there were 2000 of them."""
-    keys, draw = Keys.made(), random.Random(2)
+    """Each was taken for a worker that had gone: as many strangers as workers, and a server
+    thought itself alone. And as their comings and goings were not read while there was work,
+    the socket stood still when there were 2000 of them.
+    """
+    keys = Keys.made()
+    draw = random.Random(2)
     listening.allow([keys.public])
     with line_to(listening.address, keys) as (line, _), ThreadPoolExecutor(4) as crowd:
         line.send(b"first")
         assert listening.take(WAIT)
-        strangers = [crowd.submit(over_tcp, listening.address, noise) for noise in noises(draw, 2500)]
+        strangers = [
+            crowd.submit(over_tcp, listening.address, noise) for noise in noises(draw, 2500)
+        ]
         while not all(each.done() for each in strangers):
             assert listening.take(0.01) is None
         line.send(b"second")
@@ -379,8 +541,9 @@ def test_strangers_are_nobody_and_in_nobodys_way(listening: Listening) -> None:
 
 
 def test_a_server_that_is_busy_is_sent_no_more_than_its_socket_keeps(listening: Listening) -> None:
-    """Nothing is looked at meanwhile: who sends waits, after as many messages as both sockets and the system's own memory
-    keep (some megabytes, of 120 KB each)."""
+    """Nothing is looked at meanwhile: who sends waits, after as many messages as both sockets
+    and the system's own memory keep (some megabytes, of 120 KB each).
+    """
     keys = Keys.made()
     listening.allow([keys.public])
     with line_to(listening.address, keys) as (line, _):

@@ -1,6 +1,8 @@
-"""data(n, state=fully_sharded): what every rank holds and sends, what are groups, tests of the model, and what is refused.
+"""data(n, state=fully_sharded): what every rank holds and sends, what are groups, tests of the
+model, and what is refused.
 
-That it is serial's training is in the equality table, saving and resuming in test_checkpoint.py.
+That it is serial's training is in the equality table, saving and resuming in
+test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 BOUND = 1e-10
-WIDTH, LAYERS = 128, 8
-LAYER = 4 * WIDTH * (WIDTH + 1)             # bytes of one
+WIDTH = 128
+LAYERS = 8
+LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes of one
 WIDE = TensorDataset(numbers(32, WIDTH, seed=1), numbers(32, WIDTH, seed=2))
 
 
@@ -40,16 +43,23 @@ def eight_equal() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-EIGHT = job("eight equal layers", eight_equal, WIDE, loss=nn.functional.mse_loss, optimizer=adam, batch=8)
+EIGHT = job(
+    "eight equal layers", eight_equal, WIDE, loss=nn.functional.mse_loss, optimizer=adam, batch=8
+)
 
 
-# ---- memory and bytes --------------------------------------------------------------------------------------------------
+# ---- memory and bytes ------------------------------------------------------------------------
 def alive() -> int:
-    """Bytes of all tensors of this process that hold some, every storage once, with gradients nobody in Python holds."""
+    """Bytes of all tensors of this process that hold some, every storage once, with gradients
+    nobody in Python holds.
+    """
     gc.collect()
     found: dict[int, int] = {}
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
-    for tensor in [*tensors, *(each.grad for each in tensors if each.is_leaf and each.grad is not None)]:
+    for tensor in [
+        *tensors,
+        *(each.grad for each in tensors if each.is_leaf and each.grad is not None),
+    ]:
         if tensor.device.type == "cpu" and tensor.layout == torch.strided:
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
@@ -63,7 +73,7 @@ def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
         batches = trainer.batches(EIGHT.train, EIGHT.batch, epoch=0)
         for _ in range(2):
             trainer.step(*parted(next(batches)))
-        batches.close()                 # type: ignore[attr-defined]
+        batches.close()  # type: ignore[attr-defined]
         trainer.feed.fetched = None
         assert trainer.exchange is not None
         return alive() - before, trainer.exchange.sent
@@ -73,25 +83,34 @@ def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.story
 def test_at_rest_a_rank_holds_its_part_of_parameters_gradients_and_state(pool: Ranks) -> None:
-    """Adam: parameters, gradients, two of state. Every live tensor of a rank is counted, those left behind too."""
+    """Adam: parameters, gradients, two of state. Every live tensor of a rank is counted, those
+    left behind too.
+    """
     serial, _ = at_rest(World(), Serial(threads=1))
     assert 4 * LAYERS * LAYER <= serial <= 4.2 * LAYERS * LAYER
     ranks = pool.run(at_rest, resolved("data(4, state=fully_sharded)"), size=4)
     assert max(held for held, _ in ranks) <= 0.45 * serial
-    for _, sent in ranks:               # every layer gathered for forward and for backward, and summed once
+    # every layer gathered for forward and for backward, and summed once
+    for _, sent in ranks:
         assert sent["parameters"] == {"bytes": 2 * LAYERS * LAYER // 4 * 3, "computed": True}
         assert sent["gradients"] == {"bytes": LAYERS * LAYER // 4 * 3, "computed": True}
 
 
 @pytest.mark.story
 def test_the_first_step_is_compared_and_the_record_says_what_is_held(tmp_path: Path) -> None:
-    run = train(EIGHT.replace(test=WIDE, metric=None), "data(2, state=fully_sharded)", runs=tmp_path)
+    run = train(
+        EIGHT.replace(test=WIDE, metric=None), "data(2, state=fully_sharded)", runs=tmp_path
+    )
     assert [line["message"] for line in run.of("event") if line["name"] == "checked"] == [
-        "loss, weight, 16 gradients, 0 buffers of this step are one worker's"]
+        "loss, weight, 16 gradients, 0 buffers of this step are one worker's"
+    ]
     choices = {line["what"]: line for line in run.of("choice")}
     assert choices["groups"]["picked"] == "9"
     assert choices["groups"]["because"].startswith("0; 1; 2; 3; 4; 5; 6; 7; the rest")
-    assert choices["loss again"]["because"] == "the parameters are sharded: no rank can run the model alone any more"
+    assert (
+        choices["loss again"]["because"]
+        == "the parameters are sharded: no rank can run the model alone any more"
+    )
     for line in run.of("memory"):
         assert (line["parameters"], line["gradients"]) == (LAYERS * LAYER // 2, LAYERS * LAYER // 2)
         assert LAYERS * LAYER <= line["optimizer"] <= LAYERS * LAYER + 100
@@ -102,13 +121,17 @@ def test_the_first_step_is_compared_and_the_record_says_what_is_held(tmp_path: P
         torch.testing.assert_close(run.model().state_dict()[name], value, rtol=1e-2, atol=1e-3)
 
 
-# ---- groups ------------------------------------------------------------------------------------------------------------
+# ---- groups ----------------------------------------------------------------------------------
 class Penalised(nn.Module):
-    """Two blocks, and a penalty on the first one's weight outside of its call; the second is called twice."""
+    """Two blocks, and a penalty on the first one's weight outside of its call; the second is
+    called twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.second(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -122,11 +145,16 @@ def of(model: nn.Module, example: Tensor) -> list[str]:
 def test_groups_are_modules_whose_parameters_nobody_uses_but_their_own_call() -> None:
     assert of(eight_equal(), torch.zeros(2, WIDTH)) == [str(each) for each in range(LAYERS)]
     assert of(Penalised(), torch.zeros(2, 10)) == ["out"]
-    assert of(TiedLstm(), torch.zeros(2, 7, dtype=torch.long)) == []          # tied; a transposed output is a view
-    assert of(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))), torch.zeros(2, 4)) == [
-        "0", "1.1"]
+    # tied; a transposed output is a view
+    assert of(TiedLstm(), torch.zeros(2, 7, dtype=torch.long)) == []
+    assert of(
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))),
+        torch.zeros(2, 4),
+    ) == ["0", "1.1"]
     blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 64), nn.Linear(64, 8)) for _ in range(4)]
-    assert of(nn.Sequential(*blocks), torch.zeros(2, 8)) == [f"{each}.{layer}" for each in range(4) for layer in (1, 2)]
+    assert of(nn.Sequential(*blocks), torch.zeros(2, 8)) == [
+        f"{each}.{layer}" for each in range(4) for layer in (1, 2)
+    ]
     assert common([["a", "b"], ["b", "c"]]) == ["b"]
     assert common([["a", "b"], ["b", "a"]]) == []
 
@@ -135,7 +163,9 @@ ODD: dict[str, Callable[[], nn.Module]] = {"penalised": Penalised}
 
 
 class Odd(nn.Module):
-    """A scalar, an empty, a complex and a transposed parameter, and one with fewer rows than ranks; a double view."""
+    """A scalar, an empty, a complex and a transposed parameter, and one with fewer rows than
+    ranks; a double view.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,13 +186,22 @@ ODD["odd parameters"] = Odd
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_models_are_serials_training(pool: Ranks, name: str) -> None:
-    found = pool.run(difference, job(name, ODD[name], VECTORS, clip_norm=0.5), resolved("data(3, state=fully_sharded)"), size=3)
+    found = pool.run(
+        difference,
+        job(name, ODD[name], VECTORS, clip_norm=0.5),
+        resolved("data(3, state=fully_sharded)"),
+        size=3,
+    )
     assert found[0].value <= BOUND
 
 
-@pytest.mark.parametrize("column", ["dropout, recomputed", pytest.param("frozen and unused", marks=pytest.mark.table)])
+@pytest.mark.parametrize(
+    "column", ["dropout, recomputed", pytest.param("frozen and unused", marks=pytest.mark.table)]
+)
 def test_over_gloo(pool: Ranks, column: str) -> None:
-    found = pool.run(difference, JOBS[column], resolved("data(2, state=fully_sharded)"), size=2, backend="gloo")
+    found = pool.run(
+        difference, JOBS[column], resolved("data(2, state=fully_sharded)"), size=2, backend="gloo"
+    )
     assert found[0].value <= BOUND
 
 
@@ -172,22 +211,27 @@ def with_factor_alone(world: World) -> None:
         trainer.step(*parted(next(trainer.batches(JOBS["mlp"].train, 12, epoch=0))))
 
 
-# ---- tests of the model, and optimizers with modes -----------------------------------------------------------------------
+# ---- tests of the model, and optimizers with modes -------------------------------------------
 def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
-    """The loss over 515 samples, of which two ranks have 2 and 3 batches, before, between and after steps."""
+    """The loss over 515 samples, of which two ranks have 2 and 3 batches, before, between and
+    after steps.
+    """
     data = TensorDataset(numbers(515, 10, seed=8), whole(4, 515, seed=9))
     trainer = Trainer.of_job(world, made, chosen)
     try:
         found = [trainer.evaluate(data)]
         for fetched in trainer.batches(made.train, made.batch, epoch=0):
             trainer.step(*parted(fetched))
-            found += [trainer.evaluate(data), trainer.evaluate(TensorDataset(*data[:1]))]      # one rank has none
+            # one rank has none
+            found += [trainer.evaluate(data), trainer.evaluate(TensorDataset(*data[:1]))]
         return found
     finally:
         trainer.close()
 
 
-@pytest.mark.parametrize("optimizer", [adam, lambda parameters: Averaging(parameters, lr=0.1)], ids=["adam", "averaging"])
+@pytest.mark.parametrize(
+    "optimizer", [adam, lambda parameters: Averaging(parameters, lr=0.1)], ids=["adam", "averaging"]
+)
 def test_a_test_has_other_numbers_of_batches_on_every_rank(pool: Ranks, optimizer: Any) -> None:
     made = job("tested", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64)
     expected = scores(World(), Serial(threads=1), made)
@@ -195,18 +239,26 @@ def test_a_test_has_other_numbers_of_batches_on_every_rank(pool: Ranks, optimize
         assert found == pytest.approx(expected, rel=1e-10)
 
 
-# ---- what is refused, and what ends a step -------------------------------------------------------------------------------
+# ---- what is refused, and what ends a step ---------------------------------------------------
 class Deciding(nn.Module):
     """What it calls, and what it uses of that, is decided in Python."""
+
     way = "all"
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.layer = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = x if self.way == "without" else torch.tanh(self.layer(x))
-        hidden = self.layer(hidden) if self.way == "twice" else hidden.detach() if self.way == "detached" else hidden
+        hidden = (
+            self.layer(hidden)
+            if self.way == "twice"
+            else hidden.detach()
+            if self.way == "detached"
+            else hidden
+        )
         return hidden[:, :4] if self.way == "short" else self.out(hidden)
 
 
@@ -219,11 +271,17 @@ class Hooked(nn.Linear):
 STOPPED: dict[str, tuple[Job, str]] = {
     "an optimizer of whole tensors": (
         job("normed", mlp, VECTORS, optimizer=lambda parameters: NormedSgd(parameters, lr=0.1)),
-        r"NormedSgd does not update element by element \(tried on a small copy\), and state=fully_sharded gives it parts"),
+        r"NormedSgd does not update element by element \(tried on a small copy\), and "
+        r"state=fully_sharded gives it parts",
+    ),
     "an optimizer that draws": (
         job("langevin", mlp, VECTORS, optimizer=lambda parameters: Langevin(parameters, lr=0.1)),
-        "Langevin does not update element by element"),
-    "a hook": (job("hooked", Hooked, VECTORS), "tensor weight: state=fully_sharded puts parts in its place, and it has a hook"),
+        "Langevin does not update element by element",
+    ),
+    "a hook": (
+        job("hooked", Hooked, VECTORS),
+        "tensor weight: state=fully_sharded puts parts in its place, and it has a hook",
+    ),
 }
 
 
@@ -247,38 +305,65 @@ def otherwise(world: World, chosen: Strategy, way: str) -> None:
         trainer.close()
 
 
-@pytest.mark.parametrize(("way", "wanted", "told"), [
-    ("without", "gather layer", "gather out"), ("detached", "reduce-scatter out", "reduce-scatter layer"),
-    *(pytest.param(way, "gather out", "gather layer", marks=pytest.mark.story) for way in ("short", "twice"))])
-def test_a_rank_that_goes_another_way_ends_the_step(pool: Ranks, way: str, wanted: str, told: str) -> None:
-    """Parameters are gathered from all ranks when a module is called, and half of them do not call it: a sentence, no wait, and
-    no sums of what does not belong together."""
-    with pytest.raises(RankFailed, match=f'rank 1, step 1.*in step 0 came here "{wanted}", and now "{told}"'):
+@pytest.mark.parametrize(
+    ("way", "wanted", "told"),
+    [
+        ("without", "gather layer", "gather out"),
+        ("detached", "reduce-scatter out", "reduce-scatter layer"),
+        *(
+            pytest.param(way, "gather out", "gather layer", marks=pytest.mark.story)
+            for way in ("short", "twice")
+        ),
+    ],
+)
+def test_a_rank_that_goes_another_way_ends_the_step(
+    pool: Ranks, way: str, wanted: str, told: str
+) -> None:
+    """Parameters are gathered from all ranks when a module is called, and half of them do not
+    call it: a sentence, no wait, and no sums of what does not belong together.
+    """
+    with pytest.raises(
+        RankFailed, match=f'rank 1, step 1.*in step 0 came here "{wanted}", and now "{told}"'
+    ):
         pool.run(otherwise, resolved("data(2, state=fully_sharded)"), way, size=2)
 
 
 def test_the_factor_alone_is_not_enough(pool: Ranks) -> None:
-    """In float32 FSDP2 plays a division by 1.0 as PREMUL_SUM, which no backend of a CPU knows, unless it is told to sum."""
+    """In float32 FSDP2 plays a division by 1.0 as PREMUL_SUM, which no backend of a CPU knows,
+    unless it is told to sum.
+    """
     with pytest.raises(RankFailed, match=r"(?i)premul"):
         pool.run(with_factor_alone, size=2)
 
 
 def test_refused_at_the_door() -> None:
-    with pytest.raises(Refused, match=r"gathers the parameters of a module when all of it is called.* leave out the state"):
+    with pytest.raises(
+        Refused,
+        match=r"gathers the parameters of a module when all of it is called.* leave out the state",
+    ):
         strategy("data(2, state=fully_sharded) * pipeline(2)")
     model = mlp()
-    with pytest.raises(Refused, match="leave out state=fully_sharded, or make it a Job"), parallelize(
-            model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1),
-            strategy="data(1, state=fully_sharded)"):
+    with (
+        pytest.raises(Refused, match="leave out state=fully_sharded, or make it a Job"),
+        parallelize(
+            model,
+            nn.functional.cross_entropy,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy="data(1, state=fully_sharded)",
+        ),
+    ):
         pass
 
 
 class Renormed(nn.Module):
-    """An embedding of bounded norms: the forward makes rows shorter, once training has made them long."""
+    """An embedding of bounded norms: the forward makes rows shorter, once training has made
+    them long.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.out = nn.Embedding(11, 8, max_norm=1.0), nn.Linear(8, 4)
+        self.table = nn.Embedding(11, 8, max_norm=1.0)
+        self.out = nn.Linear(8, 4)
         nn.init.normal_(self.table.weight, std=0.01)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -287,9 +372,16 @@ class Renormed(nn.Module):
 
 @pytest.mark.parametrize("state", ["fully_sharded", "shared_memory"])
 def test_a_parameter_that_a_forward_changes_later(state: str, tmp_path: Path) -> None:
-    """No row was too long in step 0, so nobody looked again: what was written was let go, or made by every rank at once."""
-    renormed = job("renormed", Renormed, TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2)))
-    with pytest.raises(RankFailed, match=r"table\.weight: the forward changes a parameter.*change it in the optimizer's step"):
+    """No row was too long in step 0, so nobody looked again: what was written was let go, or
+    made by every rank at once.
+    """
+    renormed = job(
+        "renormed", Renormed, TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2))
+    )
+    with pytest.raises(
+        RankFailed,
+        match=r"table\.weight: the forward changes a parameter.*change it in the optimizer's step",
+    ):
         train(renormed, f"data(2, state={state})", runs=tmp_path)
 
 
@@ -303,11 +395,18 @@ class Sloped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         out = self.inner(x)
-        slope, = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return out + slope.square().sum(1, keepdim=True)         # type: ignore[no-any-return]
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.square().sum(1, keepdim=True)  # type: ignore[no-any-return]
 
 
 def test_a_group_is_one_without_autocast_too(tmp_path: Path) -> None:
-    """Under autocast the inner backward sees copies of the weights; rehearsed without, it found those of a group gone."""
-    run = train(job("sloped", Sloped, VECTORS, dtype=torch.bfloat16), "data(2, state=fully_sharded)", runs=tmp_path, limit=2)
+    """Under autocast the inner backward sees copies of the weights; rehearsed without, it found
+    those of a group gone.
+    """
+    run = train(
+        job("sloped", Sloped, VECTORS, dtype=torch.bfloat16),
+        "data(2, state=fully_sharded)",
+        runs=tmp_path,
+        limit=2,
+    )
     assert "are one worker's" in (run.first_step or "")

@@ -1,5 +1,6 @@
-"""The door, by chance: jobs, options, strategies, checkpoints and files that are wrong in one or two places are taken, or
-refused with one message; nothing else, and in bounded time."""
+"""The door, by chance: jobs, options, strategies, checkpoints and files that are wrong in one
+or two places are taken, or refused with one message; nothing else, and in bounded time.
+"""
 
 from __future__ import annotations
 
@@ -44,42 +45,100 @@ from paragrad.verbs.cli import app
 from paragrad.world.world import World
 
 pytestmark = pytest.mark.story
-BOUND = 20              # seconds for one case
+BOUND = 20  # seconds for one case
 HERE = Path(__file__).parents[1] / "job_files"
 
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
     """A case that takes longer fails where it stands."""
+
     def late(*_: object) -> None:
         raise TimeoutError(f"not done within {BOUND} s")
+
     begun = time.monotonic()
-    before, left = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, BOUND)
+    before = signal.signal(signal.SIGALRM, late)
+    left = signal.setitimer(signal.ITIMER_REAL, BOUND)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        if left[0]:                             # the timer of who runs this test goes on
-            signal.setitimer(signal.ITIMER_REAL, max(0.01, left[0] - (time.monotonic() - begun)), left[1])
+        if left[0]:  # the timer of who runs this test goes on
+            signal.setitimer(
+                signal.ITIMER_REAL, max(0.01, left[0] - (time.monotonic() - begun)), left[1]
+            )
         else:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
 
 
 def cases(count: int) -> Any:
-    return settings(max_examples=count, deadline=None, database=None, derandomize=True,
-                    suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
-# ---- strategies and commands -----------------------------------------------------------------------------------------------
-TEXTS = ["serial", "data(2)", "data(3, reduce=ring)", "data(2, reduce=ring_async(segments=4), micro=2)", "data(auto)",
-         "data(4, reduce=two_level(group=2, inside=ring, across=tree))", "data(3, shares=[2, 1, 1])", "serial(threads=1)",
-         "data(2, state=shared_memory)", "data(2) * tensor(2)", "pipeline(4, micro=8)", "server(4, servers=2, sync=ssp(3))",
-         "data(2, compress=top_k(0.01))", "data(2, batch_norm=share)", "data(2, reduce=double_tree(reproducible=true))"]
-ODD = ["", " ", "0", "-1", "1e400", "nan", "auto", "none", "true", "[", "]", "(", ")", ",", ";", "*", "=", "data", "x" * 300,
-       "é", "\u202e", "99999999999999999999", "1.5", "'", '"', "\\", "../..", "/dev/null", "data(2)", "--", "-h", "%s", "{}",
-       "null", "\n", "ring"]
+# ---- strategies and commands -----------------------------------------------------------------
+TEXTS = [
+    "serial",
+    "data(2)",
+    "data(3, reduce=ring)",
+    "data(2, reduce=ring_async(segments=4), micro=2)",
+    "data(auto)",
+    "data(4, reduce=two_level(group=2, inside=ring, across=tree))",
+    "data(3, shares=[2, 1, 1])",
+    "serial(threads=1)",
+    "data(2, state=shared_memory)",
+    "data(2) * tensor(2)",
+    "pipeline(4, micro=8)",
+    "server(4, servers=2, sync=ssp(3))",
+    "data(2, compress=top_k(0.01))",
+    "data(2, batch_norm=share)",
+    "data(2, reduce=double_tree(reproducible=true))",
+]
+ODD = [
+    "",
+    " ",
+    "0",
+    "-1",
+    "1e400",
+    "nan",
+    "auto",
+    "none",
+    "true",
+    "[",
+    "]",
+    "(",
+    ")",
+    ",",
+    ";",
+    "*",
+    "=",
+    "data",
+    "x" * 300,
+    "é",
+    "\u202e",
+    "99999999999999999999",
+    "1.5",
+    "'",
+    '"',
+    "\\",
+    "../..",
+    "/dev/null",
+    "data(2)",
+    "--",
+    "-h",
+    "%s",
+    "{}",
+    "null",
+    "\n",
+    "ring",
+]
 
 
 @some.composite
@@ -92,14 +151,27 @@ def mutated(draw: Any, text: str) -> str:
     return text
 
 
-COMMANDS = ["train digits --dry-run", "train digits --dry-run --strategy {}", "train mnist-mlp --dry-run --data nowhere",
-            "train digits --dry-run --strategy {} --sabotage skip --unproved", "train digits --dry-run --batch 64 --seed 1",
-            "train digits --dry-run --set width=8 --until accuracy=90", "train digits --dry-run --epochs 2",
-            "train digits --dry-run --save 5 --loaders 1 --backend gloo",
-            "train digits --dry-run --resume nowhere", f"train {HERE}/good.py --dry-run --strategy {{}}", "draw {}",
-            f"train {HERE}/two.py:small --dry-run", "work digits --batch 8", "simulate {} --bytes 1MB", "jobs", "strategies",
-            "simulate {} --bytes 64KiB --slow 1=3 --ranks-per-link 2", "train digits --dry-run --machine nowhere.json",
-            "draw {} --svg {folder}/drawn.svg"]
+COMMANDS = [
+    "train digits --dry-run",
+    "train digits --dry-run --strategy {}",
+    "train mnist-mlp --dry-run --data nowhere",
+    "train digits --dry-run --strategy {} --sabotage skip --unproved",
+    "train digits --dry-run --batch 64 --seed 1",
+    "train digits --dry-run --set width=8 --until accuracy=90",
+    "train digits --dry-run --epochs 2",
+    "train digits --dry-run --save 5 --loaders 1 --backend gloo",
+    "train digits --dry-run --resume nowhere",
+    f"train {HERE}/good.py --dry-run --strategy {{}}",
+    "draw {}",
+    f"train {HERE}/two.py:small --dry-run",
+    "work digits --batch 8",
+    "simulate {} --bytes 1MB",
+    "jobs",
+    "strategies",
+    "simulate {} --bytes 64KiB --slow 1=3 --ranks-per-link 2",
+    "train digits --dry-run --machine nowhere.json",
+    "draw {} --svg {folder}/drawn.svg",
+]
 
 
 @some.composite
@@ -110,9 +182,12 @@ def commands(draw: Any) -> list[str]:
     for _ in range(draw(some.integers(1, 2))):
         place = draw(some.integers(0, len(words) - 1))
         how = draw(some.sampled_from(("mutate", "odd", "drop", "double")))
-        words[place:place + 1] = {"mutate": lambda place=place: [draw(mutated(words[place]))],
-                                  "odd": lambda: [draw(some.sampled_from(ODD))],
-                                  "drop": list, "double": lambda place=place: [words[place]] * 2}[how]()
+        words[place : place + 1] = {
+            "mutate": lambda place=place: [draw(mutated(words[place]))],
+            "odd": lambda: [draw(some.sampled_from(ODD))],
+            "drop": list,
+            "double": lambda place=place: [words[place]] * 2,
+        }[how]()
         if not words:
             return ["jobs"]
     return words
@@ -122,8 +197,11 @@ def answered(words: list[str], code: int, output: str) -> None:
     """Done, or refused or failed with one message."""
     assert code in (0, 1, 2), (words, code, output)
     assert "Traceback" not in output, (words, output)
-    if code and "─ Error ─" not in output:             # of the options themselves
-        assert sum(line.startswith("paragrad: ") for line in output.splitlines()) >= 1, (words, output)
+    if code and "─ Error ─" not in output:  # of the options themselves
+        assert sum(line.startswith("paragrad: ") for line in output.splitlines()) >= 1, (
+            words,
+            output,
+        )
 
 
 @pytest.mark.table
@@ -134,33 +212,48 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @given(commands())
     def one(words: list[str]) -> None:
         words = [word.replace("{folder}", str(tmp_path)) for word in words]
-        if words[0] == "train" and "--dry-run" not in words:           # it would train
+        if words[0] == "train" and "--dry-run" not in words:  # it would train
             words.append("--dry-run")
         with in_time():
             result = CliRunner().invoke(app, words)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise AssertionError(f"{shlex.join(words)} raised {result.exception!r}") from result.exception
+            raise AssertionError(
+                f"{shlex.join(words)} raised {result.exception!r}"
+            ) from result.exception
         answered(words, result.exit_code, result.output)
+
     one()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.table) for seed in range(1, 10))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.table) for seed in range(1, 10))]
+)
 def test_commands_as_typed(seed: int, tmp_path: Path) -> None:
     """100 of them, 10 to a seed, each a process of its own."""
     draw = random.Random(seed)
     for _ in range(10):
-        words = [word.replace("{}", draw.choice(TEXTS)).replace("{folder}", str(tmp_path))
-                 for word in draw.choice(COMMANDS).split()]
+        words = [
+            word.replace("{}", draw.choice(TEXTS)).replace("{folder}", str(tmp_path))
+            for word in draw.choice(COMMANDS).split()
+        ]
         place = draw.randrange(len(words))
-        words[place] = draw.choice([*(odd for odd in ODD if "\0" not in odd), words[place][:-1], words[place] * 2])
+        words[place] = draw.choice(
+            [*(odd for odd in ODD if "\0" not in odd), words[place][:-1], words[place] * 2]
+        )
         if words[0] == "train" and "--dry-run" not in words:
             words.append("--dry-run")
-        ran = subprocess.run([sys.executable, "-m", "paragrad", *words], capture_output=True, text=True, timeout=60,
-                             check=False, cwd=tmp_path)
+        ran = subprocess.run(
+            [sys.executable, "-m", "paragrad", *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=tmp_path,
+        )
         answered(words, ran.returncode, ran.stdout + ran.stderr)
 
 
-# ---- jobs ------------------------------------------------------------------------------------------------------------------
+# ---- jobs ------------------------------------------------------------------------------------
 class Raises:
     """Whatever it is asked."""
 
@@ -175,26 +268,82 @@ class Raises:
 
 
 VALUES: list[Any] = [
-    None, 0, -1, 1, 3, 1.5, math.nan, math.inf, True, "", "text", [], {}, (), b"x", torch.zeros(2), nn.Linear(2, 2), mlp,
-    Raises(), Raises, VECTORS, TEXT, torch.float16, torch.float64, torch.bfloat16, lambda *_: None, lambda *_: 1.0,
-    lambda *_: torch.tensor(math.nan), lambda *_: torch.zeros(3), lambda *_: (torch.tensor(1.0), 0), len, print, object(),
+    None,
+    0,
+    -1,
+    1,
+    3,
+    1.5,
+    math.nan,
+    math.inf,
+    True,
+    "",
+    "text",
+    [],
+    {},
+    (),
+    b"x",
+    torch.zeros(2),
+    nn.Linear(2, 2),
+    mlp,
+    Raises(),
+    Raises,
+    VECTORS,
+    TEXT,
+    torch.float16,
+    torch.float64,
+    torch.bfloat16,
+    lambda *_: None,
+    lambda *_: 1.0,
+    lambda *_: torch.tensor(math.nan),
+    lambda *_: torch.zeros(3),
+    lambda *_: (torch.tensor(1.0), 0),
+    len,
+    print,
+    object(),
     10**30,
-    functools.partial(nn.functional.cross_entropy, reduction="sum"), nn.MSELoss(), nn.Identity,
-    lambda parameters: torch.optim.LBFGS(parameters), lambda parameters: torch.optim.SGD([], lr=1.0),
-    lambda parameters: torch.optim.Adam([{"params": list(parameters), "lr": "x"}])]
-FIELDS = ("model", "loss", "optimizer", "train", "batch", "epochs", "test", "seed", "scheduler", "clip_norm", "metric", "dtype",
-          "collate", "name", "arguments")
+    functools.partial(nn.functional.cross_entropy, reduction="sum"),
+    nn.MSELoss(),
+    nn.Identity,
+    lambda parameters: torch.optim.LBFGS(parameters),
+    lambda parameters: torch.optim.SGD([], lr=1.0),
+    lambda parameters: torch.optim.Adam([{"params": list(parameters), "lr": "x"}]),
+]
+FIELDS = (
+    "model",
+    "loss",
+    "optimizer",
+    "train",
+    "batch",
+    "epochs",
+    "test",
+    "seed",
+    "scheduler",
+    "clip_norm",
+    "metric",
+    "dtype",
+    "collate",
+    "name",
+    "arguments",
+)
 
 
 def test_jobs() -> None:
     base = make_job("fuzzed", mlp, VECTORS, test=VECTORS, metric=pg.accuracy)
 
     @cases(600)
-    @given(some.lists(some.tuples(some.sampled_from(FIELDS), some.integers(0, len(VALUES) - 1)), min_size=1, max_size=2),
-           some.sampled_from(["serial", "data(2)", "data(3, reduce=ring)", "data(2, micro=2)"]))
+    @given(
+        some.lists(
+            some.tuples(some.sampled_from(FIELDS), some.integers(0, len(VALUES) - 1)),
+            min_size=1,
+            max_size=2,
+        ),
+        some.sampled_from(["serial", "data(2)", "data(3, reduce=ring)", "data(2, micro=2)"]),
+    )
     def one(changes: list[tuple[str, int]], chosen: str) -> None:
         with in_time(), contextlib.suppress(pg.Refused):
             admitted(base.replace(**{name: VALUES[place] for name, place in changes}), chosen)
+
     one()
 
 
@@ -202,19 +351,35 @@ def test_settings() -> None:
     names = [*vars(Settings()), "loader", "Save"]
 
     @cases(300)
-    @given(some.lists(some.tuples(some.sampled_from(names), some.sampled_from(
-        [value for value in VALUES if not callable(value)] + ODD)), min_size=1, max_size=2))
+    @given(
+        some.lists(
+            some.tuples(
+                some.sampled_from(names),
+                some.sampled_from([value for value in VALUES if not callable(value)] + ODD),
+            ),
+            min_size=1,
+            max_size=2,
+        )
+    )
     def one(changes: list[tuple[str, Any]]) -> None:
         from paragrad.training.settings import settings_of
+
         with in_time(), contextlib.suppress(pg.Refused):
             admitted(JOBS["mlp"], "data(2)", settings_of(dict(changes)))
+
     one()
 
 
-# ---- checkpoints and machine files -----------------------------------------------------------------------------------------
+# ---- checkpoints and machine files -----------------------------------------------------------
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where something stands in what JSON holds."""
-    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, each in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield (*path, key)
         yield from places(each, (*path, key))
 
@@ -229,14 +394,30 @@ def changed(value: Any, path: tuple[Any, ...], other: Any) -> None:
 
 
 DROPPED = object()
-OTHERS = [DROPPED, None, -5, 2.5, 10**20, "text", [], {}, True, [1, 2], {"a": 1}, math.inf, "",
-          {"a Python": "Counter", "items": []}, {"a Python": "nothing", "items": 3},
-          {"a Python": "tensor", "dtype": "float99", "items": [1]}]
+OTHERS = [
+    DROPPED,
+    None,
+    -5,
+    2.5,
+    10**20,
+    "text",
+    [],
+    {},
+    True,
+    [1, 2],
+    {"a": 1},
+    math.inf,
+    "",
+    {"a Python": "Counter", "items": []},
+    {"a Python": "nothing", "items": 3},
+    {"a Python": "tensor", "dtype": "float99", "items": [1]},
+]
 
 
 def test_checkpoints(tmp_path: Path) -> None:
     job = JOBS["mlp, adam, clipped, scheduled"]
-    facts, trainer = examined(job), Trainer.of_job(World(), job, Serial(threads=1))
+    facts = examined(job)
+    trainer = Trainer.of_job(World(), job, Serial(threads=1))
     for inputs, target in trainer.batches(job.train, job.batch, 0):
         trainer.step(inputs, target)
     trainer.save(tmp_path / "whole", checkpoint.identity_of(job, facts))
@@ -246,16 +427,25 @@ def test_checkpoints(tmp_path: Path) -> None:
     where = list(places(state))
 
     @cases(300)
-    @given(some.lists(some.tuples(some.sampled_from(where), some.integers(0, len(OTHERS) - 1)), min_size=1, max_size=2),
-           some.sampled_from(["sums anew", "sums anew", "sums anew", "sums as they were", "cut", "another file"]),
-           some.sampled_from(FILES))
+    @given(
+        some.lists(
+            some.tuples(some.sampled_from(where), some.integers(0, len(OTHERS) - 1)),
+            min_size=1,
+            max_size=2,
+        ),
+        some.sampled_from(
+            ["sums anew", "sums anew", "sums anew", "sums as they were", "cut", "another file"]
+        ),
+        some.sampled_from(FILES),
+    )
     def one(changes: list[tuple[tuple[Any, ...], int]], how: str, name: str) -> None:
         with tempfile.TemporaryDirectory(dir=tmp_path) as parent, in_time():
             copy = Path(parent) / folder.name
             shutil.copytree(folder, copy)
             edited = json.loads((copy / "state.json").read_text())
             for path, other in changes:
-                with contextlib.suppress(LookupError, TypeError):       # the first change took the place of the second
+                # the first change took the place of the second
+                with contextlib.suppress(LookupError, TypeError):
                     changed(edited, path, OTHERS[other])
             (copy / "state.json").write_text(json.dumps(edited))
             if how == "cut":
@@ -263,9 +453,12 @@ def test_checkpoints(tmp_path: Path) -> None:
             if how == "another file":
                 (copy / name).write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
             if how != "sums as they were":
-                (copy / SUMS).write_text("".join(f"{digest_of(copy / each)}  {each}\n" for each in FILES))
+                (copy / SUMS).write_text(
+                    "".join(f"{digest_of(copy / each)}  {each}\n" for each in FILES)
+                )
             with contextlib.suppress(pg.Refused):
                 checkpoint.found(Path(parent), job, facts)
+
     one()
 
 
@@ -274,13 +467,27 @@ LINK = Link(alpha=1e-4, beta=1e-8, points=((1024, 1e-4), (1 << 20, 1e-2)))
 
 def test_machine_files(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    Machine({"gloo": LINK}, gamma=1e-9, cores=2, measured="here", errors={"gloo": 0.1}, memory=1e10, matmul=1e10,
-            hosts=1).write(path)
+    Machine(
+        {"gloo": LINK},
+        gamma=1e-9,
+        cores=2,
+        measured="here",
+        errors={"gloo": 0.1},
+        memory=1e10,
+        matmul=1e10,
+        hosts=1,
+    ).write(path)
     whole = json.loads(path.read_text())
     where = list(places(whole))
 
     @cases(200)
-    @given(some.lists(some.tuples(some.sampled_from(where), some.integers(0, len(OTHERS) - 1)), min_size=1, max_size=2))
+    @given(
+        some.lists(
+            some.tuples(some.sampled_from(where), some.integers(0, len(OTHERS) - 1)),
+            min_size=1,
+            max_size=2,
+        )
+    )
     def one(changes: list[tuple[tuple[Any, ...], int]]) -> None:
         edited = json.loads(json.dumps(whole))
         for place, other in changes:
@@ -289,4 +496,5 @@ def test_machine_files(tmp_path: Path) -> None:
         path.write_text(json.dumps(edited))
         with in_time(), contextlib.suppress(pg.Refused):
             simulate(strategy("data(4, reduce=ring)"), 1 << 20, read_machine(path, 2)[0])
+
     one()

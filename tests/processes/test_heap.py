@@ -25,8 +25,14 @@ print(first, step())
 
 def faults(given_back: bool, **environment: str) -> list[int]:
     """Pages that the system had to fill: in a first step, and later."""
-    said = subprocess.run([sys.executable, "-c", CODE.format(given_back=given_back)], capture_output=True, text=True,
-                          timeout=60, check=True, env={**os.environ, **environment})
+    said = subprocess.run(
+        [sys.executable, "-c", CODE.format(given_back=given_back)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, **environment},
+    )
     return [int(each) for each in said.stdout.split()]
 
 

@@ -1,5 +1,6 @@
-"""What torch's functions make of images in pieces, by rows and columns: the values and the gradients that they make of whole
-ones."""
+"""What torch's functions make of images in pieces, by rows and columns: the values and the
+gradients that they make of whole ones.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +13,26 @@ from equality import numbers, whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.techniques.width import along, convolutions, kinds, letters, losses, norms, shapes, sliding
+from paragrad.techniques.width import (
+    along,
+    convolutions,
+    kinds,
+    letters,
+    losses,
+    norms,
+    shapes,
+    sliding,
+)
 from paragrad.techniques.width.divided import whole as gathered
 from paragrad.techniques.width.domain import entering
 from paragrad.techniques.width.pairs import Line
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-RULES = along, convolutions, kinds, letters, losses, norms, shapes, sliding                   # which fill the table
-Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]         # of an image, and tensors that are on all ranks
+# which fill the table
+RULES = along, convolutions, kinds, letters, losses, norms, shapes, sliding
+# of an image, and tensors that are on all ranks
+Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
 PIXELS = whole(4, 2, 7, 9, seed=80).masked_fill(whole(5, 2, 7, 9, seed=81) == 0, -100)
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)
 
@@ -46,19 +58,26 @@ def sloped(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """A penalty of a gradient: each backward has a backward."""
     x = x * 1
     out = functional.conv2d(functional.conv2d(x, first, padding=1).tanh(), second, padding=1).tanh()
-    slope, = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     return slope.square()
 
 
 def u_net(x: Tensor, down: Tensor, deep: Tensor, up: Tensor) -> Tensor:
     """Down, up, and what went around beside it."""
     first = functional.conv2d(x, down, padding=1).relu()
-    second = functional.conv2d(functional.max_pool2d(first, 2, ceil_mode=True), deep, padding=1).relu()
-    third = functional.interpolate(second, scale_factor=2, mode="nearest")[:, :, :x.shape[2], :x.shape[3]]
+    second = functional.conv2d(
+        functional.max_pool2d(first, 2, ceil_mode=True), deep, padding=1
+    ).relu()
+    third = functional.interpolate(second, scale_factor=2, mode="nearest")[
+        :, :, : x.shape[2], : x.shape[3]
+    ]
     return functional.conv2d(torch.cat([first, third], 1), up)
 
 
-IMAGE, TALL, KERNEL = (2, 4, 11, 9), (2, 4, 70, 5), (3, 4, 3, 3)         # of tall ones edges are computed apart
+# of tall ones edges are computed apart
+IMAGE = (2, 4, 11, 9)
+TALL = (2, 4, 70, 5)
+KERNEL = (3, 4, 3, 3)
 CASES: dict[str, Case] = {
     "conv": (conv(), (IMAGE, KERNEL, (3,))),
     "conv, padded": (conv(padding=1), (IMAGE, KERNEL, (3,))),
@@ -93,26 +112,48 @@ CASES: dict[str, Case] = {
     "tall, in groups": (conv(groups=2, padding=1), (TALL, (6, 2, 3, 3), (6,))),
     "tall, reflect": (in_mode("reflect", 3), (TALL, KERNEL)),
     "tall, no rows of others": (conv(padding=(0, 1)), (TALL, (3, 4, 1, 3))),
-    "tall, one after another": (lambda x, a, b: functional.conv2d(functional.conv2d(x, a, padding=1).relu(), b, padding=1) + (
-        x[:, :3]), (TALL, KERNEL, (3, 3, 3, 3))),
+    "tall, one after another": (
+        lambda x, a, b: (
+            functional.conv2d(functional.conv2d(x, a, padding=1).relu(), b, padding=1) + (x[:, :3])
+        ),
+        (TALL, KERNEL, (3, 3, 3, 3)),
+    ),
     "tall, a penalty of a gradient": (sloped, (TALL, (3, 4, 3, 3), (2, 3, 3, 3))),
     "conv3d": (lambda x, w: functional.conv3d(x, w, padding=1), ((2, 3, 7, 5, 4), (2, 3, 3, 3, 3))),
     "transposed conv": (transposed(), (IMAGE, (4, 3, 3, 3), (3,))),
-    "transposed conv, stride 2": (transposed(stride=2, padding=1, output_padding=1), (IMAGE, (4, 3, 3, 3), (3,))),
+    "transposed conv, stride 2": (
+        transposed(stride=2, padding=1, output_padding=1),
+        (IMAGE, (4, 3, 3, 3), (3,)),
+    ),
     "transposed conv, stride 2, kernel 2": (transposed(stride=2), (IMAGE, (4, 3, 2, 2), (3,))),
-    "transposed conv, stride 3, kernel 2": (transposed(stride=3, output_padding=2), (IMAGE, (4, 3, 2, 2), (3,))),
+    "transposed conv, stride 3, kernel 2": (
+        transposed(stride=3, output_padding=2),
+        (IMAGE, (4, 3, 2, 2), (3,)),
+    ),
     "transposed conv, dilated": (transposed(dilation=2, padding=2), (IMAGE, (4, 3, 3, 3))),
     "transposed conv, in groups": (transposed(groups=2, stride=2), (IMAGE, (4, 3, 3, 3), (6,))),
     "max pool": (lambda x: functional.max_pool2d(x, 2), (IMAGE,)),
     "max pool, padded": (lambda x: functional.max_pool2d(x, 3, 2, 1), (IMAGE,)),
     "max pool, ceil": (lambda x: functional.max_pool2d(x, 2, ceil_mode=True), (IMAGE,)),
-    "max pool, overlapping, dilated": (lambda x: functional.max_pool2d(x, 2, 1, dilation=3), (IMAGE,)),
-    "max pool, with indices": (lambda x: functional.max_pool2d(x, 2, return_indices=True)[0], (IMAGE,)),
+    "max pool, overlapping, dilated": (
+        lambda x: functional.max_pool2d(x, 2, 1, dilation=3),
+        (IMAGE,),
+    ),
+    "max pool, with indices": (
+        lambda x: functional.max_pool2d(x, 2, return_indices=True)[0],
+        (IMAGE,),
+    ),
     "average pool": (lambda x: functional.avg_pool2d(x, 2), (IMAGE,)),
     "average pool, padded": (lambda x: functional.avg_pool2d(x, 3, 2, 1), (IMAGE,)),
-    "average pool, padding not counted": (lambda x: functional.avg_pool2d(x, 3, 2, 1, count_include_pad=False), (IMAGE,)),
+    "average pool, padding not counted": (
+        lambda x: functional.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+        (IMAGE,),
+    ),
     "average pool, ceil": (lambda x: functional.avg_pool2d(x, 4, 3, 1, ceil_mode=True), (IMAGE,)),
-    "average pool, ceil, not counted": (lambda x: functional.avg_pool2d(x, 4, 3, 1, True, False), (IMAGE,)),
+    "average pool, ceil, not counted": (
+        lambda x: functional.avg_pool2d(x, 4, 3, 1, True, False),
+        (IMAGE,),
+    ),
     "average pool, by 5": (lambda x: functional.avg_pool2d(x, 2, divisor_override=5), (IMAGE,)),
     "average pool of volumes": (lambda x: functional.avg_pool3d(x, 2, 1), ((2, 3, 7, 5, 4),)),
     "power pool": (lambda x: functional.lp_pool2d(x.abs(), 2, 3, 2), (IMAGE,)),
@@ -133,7 +174,10 @@ CASES: dict[str, Case] = {
     "bilinear, to a size": (resized(size=(33, 18), mode="bilinear", align_corners=False), (IMAGE,)),
     "bilinear, by a fraction": (resized(scale_factor=1.5, mode="bilinear"), (IMAGE,)),
     "bicubic": (resized(scale_factor=2, mode="bicubic"), (IMAGE,)),
-    "bicubic, corners": (resized(scale_factor=(3, 2), mode="bicubic", align_corners=True), (IMAGE,)),
+    "bicubic, corners": (
+        resized(scale_factor=(3, 2), mode="bicubic", align_corners=True),
+        (IMAGE,),
+    ),
     "bilinear, antialiased": (resized(scale_factor=2, mode="bilinear", antialias=True), (IMAGE,)),
     "group norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), (IMAGE, (4,), (4,))),
     "layer norm": (lambda x: functional.layer_norm(x, x.shape[1:]), (IMAGE,)),
@@ -142,11 +186,22 @@ CASES: dict[str, Case] = {
     "softmax of rows": (lambda x: x.softmax(2), (IMAGE,)),
     "mean of places": (lambda x: x.mean((2, 3)), (IMAGE,)),
     "flattened": (lambda x, w: functional.linear(x.flatten(1), w), (IMAGE, (5, 396))),
-    "flattened, many samples": (lambda x, w: functional.linear(x.flatten(1), w), ((30, 2, 4, 3), (2, 24))),
-    "patches as a row": (lambda x, w: functional.conv2d(x, w, stride=4).flatten(2).transpose(1, 2).softmax(1),
-                         ((2, 4, 16, 12), (5, 4, 4, 4))),
-    "channels last": (lambda x, w: functional.linear(x.permute(0, 2, 3, 1), w).permute(0, 3, 1, 2), (IMAGE, (5, 4))),
-    "channels last norm": (lambda x, w: functional.layer_norm(x.permute(0, 2, 3, 1), (4,), w), (IMAGE, (4,))),
+    "flattened, many samples": (
+        lambda x, w: functional.linear(x.flatten(1), w),
+        ((30, 2, 4, 3), (2, 24)),
+    ),
+    "patches as a row": (
+        lambda x, w: functional.conv2d(x, w, stride=4).flatten(2).transpose(1, 2).softmax(1),
+        ((2, 4, 16, 12), (5, 4, 4, 4)),
+    ),
+    "channels last": (
+        lambda x, w: functional.linear(x.permute(0, 2, 3, 1), w).permute(0, 3, 1, 2),
+        (IMAGE, (5, 4)),
+    ),
+    "channels last norm": (
+        lambda x, w: functional.layer_norm(x.permute(0, 2, 3, 1), (4,), w),
+        (IMAGE, (4,)),
+    ),
     "turned": (lambda x, w: functional.conv2d(x.transpose(2, 3), w, padding=1), (IMAGE, KERNEL)),
     "flipped": (lambda x, w: functional.conv2d(x.flip(2), w, padding=1), (IMAGE, KERNEL)),
     "cropped": (lambda x, w: functional.conv2d(x[:, :, 2:-3, 1:], w, padding=1), (IMAGE, KERNEL)),
@@ -157,32 +212,72 @@ CASES: dict[str, Case] = {
     "a penalty of a gradient": (sloped, (IMAGE, (3, 4, 3, 3), (2, 3, 3, 3))),
     "loss of pixels": (lambda x: functional.cross_entropy(x, PIXELS), ((2, 4, 7, 9),)),
     "loss of pixels, weighted, smoothed": (
-        lambda x: functional.cross_entropy(x, PIXELS, WEIGHTS, label_smoothing=0.1), ((2, 4, 7, 9),)),
-    "loss of pixels, each": (lambda x: functional.cross_entropy(x, PIXELS, reduction="none"), ((2, 4, 7, 9),)),
-    "loss of pixels, summed": (lambda x: functional.cross_entropy(x, PIXELS, reduction="sum"), ((2, 4, 7, 9),)),
-    "loss of pixels by logarithms": (lambda x: functional.nll_loss(x.log_softmax(1), PIXELS, WEIGHTS), ((2, 4, 7, 9),)),
+        lambda x: functional.cross_entropy(x, PIXELS, WEIGHTS, label_smoothing=0.1),
+        ((2, 4, 7, 9),),
+    ),
+    "loss of pixels, each": (
+        lambda x: functional.cross_entropy(x, PIXELS, reduction="none"),
+        ((2, 4, 7, 9),),
+    ),
+    "loss of pixels, summed": (
+        lambda x: functional.cross_entropy(x, PIXELS, reduction="sum"),
+        ((2, 4, 7, 9),),
+    ),
+    "loss of pixels by logarithms": (
+        lambda x: functional.nll_loss(x.log_softmax(1), PIXELS, WEIGHTS),
+        ((2, 4, 7, 9),),
+    ),
     "squares": (lambda x, y: functional.mse_loss(x, y), (IMAGE, IMAGE)),
     "differences, each": (lambda x, y: functional.l1_loss(x, y, reduction="none"), (IMAGE, IMAGE)),
-    "differences, summed": (lambda x, y: functional.smooth_l1_loss(x, y, reduction="sum", beta=0.5), (IMAGE, IMAGE)),
+    "differences, summed": (
+        lambda x, y: functional.smooth_l1_loss(x, y, reduction="sum", beta=0.5),
+        (IMAGE, IMAGE),
+    ),
     "large differences": (lambda x, y: functional.huber_loss(x, y, delta=0.3), (IMAGE, IMAGE)),
-    "yes or no": (lambda x, y: functional.binary_cross_entropy_with_logits(
-        x, y.sigmoid(), pos_weight=y[0, :, :1, :1].detach().exp()), (
-        IMAGE, IMAGE)),
-    "yes or no of chances": (lambda x, y: functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()), (IMAGE, IMAGE)),
-    "divergence": (lambda x, y: functional.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"), (IMAGE, IMAGE)),
+    "yes or no": (
+        lambda x, y: functional.binary_cross_entropy_with_logits(
+            x, y.sigmoid(), pos_weight=y[0, :, :1, :1].detach().exp()
+        ),
+        (IMAGE, IMAGE),
+    ),
+    "yes or no of chances": (
+        lambda x, y: functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+        (IMAGE, IMAGE),
+    ),
+    "divergence": (
+        lambda x, y: functional.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+        (IMAGE, IMAGE),
+    ),
     "counts": (lambda x, y: functional.poisson_nll_loss(x, y.exp()), (IMAGE, IMAGE)),
 }
 
 
 # these see all of an image
-GATHERED = {"max pool, with indices", "adaptive, 3", "adaptive max", "bilinear, by a fraction", "bilinear, antialiased",
-            "layer norm", "instance norm", "softmax of rows", "flattened", "flattened, many samples", "flipped", "cropped",
-            "pixels shuffled", "unfolded",
-            "conv, fewer rows than ranks", "u-net", "bicubic", "patches as a row"}
+GATHERED = {
+    "max pool, with indices",
+    "adaptive, 3",
+    "adaptive max",
+    "bilinear, by a fraction",
+    "bilinear, antialiased",
+    "layer norm",
+    "instance norm",
+    "softmax of rows",
+    "flattened",
+    "flattened, many samples",
+    "flipped",
+    "cropped",
+    "pixels shuffled",
+    "unfolded",
+    "conv, fewer rows than ranks",
+    "u-net",
+    "bicubic",
+    "patches as a row",
+}
 
 
 class Counting(Line):
     """How often all ranks' pieces are put together."""
+
     count = 0
 
     def together(self, *arguments: Any) -> Tensor:
@@ -191,10 +286,14 @@ class Counting(Line):
 
 
 def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
-    """(The largest difference, relative, of values and of all gradients; was something gathered)."""
+    """(The largest difference, relative, of values and of all gradients; was something
+    gathered).
+    """
     run, shapes = CASES[name]
     world = world.with_axes(("rows", world.size // columns), ("columns", columns))
-    lines = {2: Counting(world.along("rows"))} | ({3: Counting(world.along("columns"))} if columns > 1 else {})
+    lines = {2: Counting(world.along("rows"))} | (
+        {3: Counting(world.along("columns"))} if columns > 1 else {}
+    )
     given = [numbers(*shape, seed=20 + at).double() for at, shape in enumerate(shapes)]
     serial, here = ([each.clone().requires_grad_() for each in given] for _ in range(2))
     expected = run(*serial)
@@ -208,12 +307,13 @@ def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
     for own, other in zip(here, serial, strict=True):
         assert own.grad is not None
         gradient = own.grad
-        if own is here[0]:                              # of its pieces
+        if own is here[0]:  # of its pieces
             for line in lines.values():
                 gradient = line.summed(gradient)
-        pairs.append((gradient, other.grad))            # type: ignore[arg-type]
+        pairs.append((gradient, other.grad))  # type: ignore[arg-type]
     worst = [(a - b).detach().abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
-    return float(torch.stack(worst).detach().max()), counts > 0      # not a number where one of them is none
+    # not a number where one of them is none
+    return float(torch.stack(worst).detach().max()), counts > 0
 
 
 def all_compared(world: World, columns: int) -> dict[str, tuple[float, bool] | str]:
@@ -221,15 +321,26 @@ def all_compared(world: World, columns: int) -> dict[str, tuple[float, bool] | s
     for name in CASES:
         try:
             found[name] = compared(world, name, columns)
-        except Exception as error:          # of this case: the others go on
+        except Exception as error:  # of this case: the others go on
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
-@pytest.mark.parametrize(("size", "columns"), [(3, 1), *(pytest.param(*each, marks=pytest.mark.table) for each in (
-    (2, 1), (4, 2), (2, 2), (4, 1)))])
+@pytest.mark.parametrize(
+    ("size", "columns"),
+    [
+        (3, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.table)
+            for each in ((2, 1), (4, 2), (2, 2), (4, 1))
+        ),
+    ],
+)
 def test_every_function_is_that_of_whole_images(pool: Ranks, size: int, columns: int) -> None:
     for found in pool.run(all_compared, columns, size=size):
-        wrong = {name: value for name, value in found.items() if isinstance(value, str) or not value[0] < 1e-10 or (
-            value[1] and name not in GATHERED)}
+        wrong = {
+            name: value
+            for name, value in found.items()
+            if isinstance(value, str) or not value[0] < 1e-10 or (value[1] and name not in GATHERED)
+        }
         assert not wrong, "\n".join(f"{name}: {value}" for name, value in wrong.items())

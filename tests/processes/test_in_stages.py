@@ -1,4 +1,6 @@
-"""place and pipeline: the same training as serial's, with the parts of models that are cut anywhere."""
+"""place and pipeline: the same training as serial's, with the parts of models that are cut
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from equality import BRIEF, JOBS, MODULES, TOO_FEW, VECTORS, covering_parts, found, mlp, numbers, parts_cells, resolved, whole
+from equality import (
+    BRIEF,
+    JOBS,
+    MODULES,
+    TOO_FEW,
+    VECTORS,
+    covering_parts,
+    found,
+    mlp,
+    numbers,
+    parts_cells,
+    resolved,
+    whole,
+)
 from equality import job as make_job
 from odd_stages import ODD, SeenSamples, Shared
 from torch import Tensor, nn
@@ -44,21 +59,44 @@ def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column]).value <= 1e-10
 
 
-@pytest.mark.parametrize(("row", "column"), [each for each in TOO_FEW if each[0] in ("place(3)", "place(2)")
-                                            and each[1] != "frozen and unused"])
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        each
+        for each in TOO_FEW
+        if each[0] in ("place(3)", "place(2)") and each[1] != "frozen and unused"
+    ],
+)
 def test_a_model_of_too_few_modules(pool: Ranks, row: str, column: str) -> None:
-    with pytest.raises(pg.RankFailed, match=f"the model calls {MODULES[column]} module.* parts are wanted; give fewer workers"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=f"the model calls {MODULES[column]} module.* parts are wanted; give fewer workers",
+    ):
         found(pool, row, JOBS[column])
 
 
-# ---- odd models --------------------------------------------------------------------------------------------------------------
-WAYS = ("place(2)", "pipeline(3, micro=2, recompute=true)", "place(3)", "pipeline(2, micro=3)",
-        "pipeline(3, micro=2, schedule=zero_bubble)")
+# ---- odd models ------------------------------------------------------------------------------
+WAYS = (
+    "place(2)",
+    "pipeline(3, micro=2, recompute=true)",
+    "place(3)",
+    "pipeline(2, micro=3)",
+    "pipeline(3, micro=2, schedule=zero_bubble)",
+)
 
 
-@pytest.mark.parametrize(("name", "row"), [
-    pytest.param(name, row, marks={(0, 0): (), (2, 1): pytest.mark.story}.get((place % 4, turn), pytest.mark.table))
-    for place, name in enumerate(ODD) for turn, row in enumerate(WAYS)])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        pytest.param(
+            name,
+            row,
+            marks={(0, 0): (), (2, 1): pytest.mark.story}.get((place % 4, turn), pytest.mark.table),
+        )
+        for place, name in enumerate(ODD)
+        for turn, row in enumerate(WAYS)
+    ],
+)
 def test_models_of_odd_ways(pool: Ranks, name: str, row: str) -> None:
     assert found(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
 
@@ -76,7 +114,9 @@ class Looking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = Seen(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = Seen(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.second(self.first(x))
@@ -85,8 +125,13 @@ class Looking(nn.Module):
 
 @pytest.mark.parametrize("cut", ["second", "out"])
 def test_a_tensor_that_no_part_sees_travel_is_refused_at_the_door(cut: str, tmp_path: Path) -> None:
-    """Where the part that has it takes it too, the other ranks ended when another batch had another shape."""
-    with pytest.raises(pg.Refused, match=r"in an attribute of a module, where a rank does not see .* or train it with data"):
+    """Where the part that has it takes it too, the other ranks ended when another batch had
+    another shape.
+    """
+    with pytest.raises(
+        pg.Refused,
+        match=r"in an attribute of a module, where a rank does not see .* or train it with data",
+    ):
         pg.train(make_job("looking", Looking, VECTORS), f"place(2, cut=[{cut}])", runs=tmp_path)
 
 
@@ -102,11 +147,15 @@ def penalised(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_a_loss_that_reads_parameters_of_another_rank(tmp_path: Path) -> None:
-    """Where one rank of a host builds the model, the others' loss read one of their own: the penalty had no gradient, and the
-    first step beside, on a copy, had none either."""
+    """Where one rank of a host builds the model, the others' loss read one of their own: the
+    penalty had no gradient, and the first step beside, on a copy, had none either.
+    """
     job = make_job("penalised", the_net, VECTORS, loss=penalised)
     for strategy in ("place(2)", "data(2, state=fully_sharded)"):
-        with pytest.raises(pg.Refused, match=r"the loss reads the parameter 0.weight .* from outside, .* \(output, penalty\)"):
+        with pytest.raises(
+            pg.Refused,
+            match=r"the loss reads the parameter 0.weight .* from outside, .* \(output, penalty\)",
+        ):
             pg.train(job, strategy, runs=tmp_path, unchecked=True)
 
 
@@ -115,7 +164,8 @@ class Viewing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
         self.table = self.first.weight.data
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,7 +175,10 @@ class Viewing(nn.Module):
 def test_a_view_of_a_parameter_is_refused_at_the_door(tmp_path: Path) -> None:
     """It stayed at the first values, from the second step on, without a word."""
     for strategy in ("place(2)", "data(2, state=fully_sharded)"):
-        with pytest.raises(pg.Refused, match=r"the attribute table of the model is a view of the parameter first\.weight"):
+        with pytest.raises(
+            pg.Refused,
+            match=r"the attribute table of the model is a view of the parameter first\.weight",
+        ):
             pg.train(make_job("viewing", Viewing, VECTORS), strategy, runs=tmp_path)
 
 
@@ -137,15 +190,26 @@ class Slope(nn.SiLU):
 
 
 def test_recompute_reads_what_came_in_and_not_what_became_of_it(pool: Ranks) -> None:
-    job = make_job("in place", lambda: nn.Sequential(nn.Linear(10, 10), Slope(), nn.Linear(10, 8), Slope(), nn.Linear(8, 4)),
-                   VECTORS)
-    assert found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true, cut=[3, 2])", job).value <= 1e-10
+    job = make_job(
+        "in place",
+        lambda: nn.Sequential(
+            nn.Linear(10, 10), Slope(), nn.Linear(10, 8), Slope(), nn.Linear(8, 4)
+        ),
+        VECTORS,
+    )
+    assert (
+        found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true, cut=[3, 2])", job).value
+        <= 1e-10
+    )
 
 
 def test_a_layer_that_is_called_twice_beside_other_replicas(pool: Ranks) -> None:
     """Under zero_bubble its bucket was sent when the first of its gradients was there."""
     job = make_job("shared", Shared, VECTORS)
-    assert found(pool, "data(2) * pipeline(2, micro=2, schedule=zero_bubble, cut=[3, 1])", job).value <= 1e-10
+    assert (
+        found(pool, "data(2) * pipeline(2, micro=2, schedule=zero_bubble, cut=[3, 1])", job).value
+        <= 1e-10
+    )
 
 
 class Lazy(nn.Module):
@@ -153,7 +217,9 @@ class Lazy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
         self.register_buffer("mask", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,50 +237,82 @@ def two_steps(world: World, job: pg.Job, chosen: Strategy) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("row", [pytest.param("place(2, cut=[second])", marks=pytest.mark.story),
-                                 "pipeline(2, micro=2, cut=[out])"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param("place(2, cut=[second])", marks=pytest.mark.story),
+        "pipeline(2, micro=2, cut=[out])",
+    ],
+)
 def test_a_buffer_that_the_first_forward_makes(pool: Ranks, row: str) -> None:
-    """Places were counted with it and without it, and the second step failed. Of the whole nothing can be told."""
+    """Places were counted with it and without it, and the second step failed. Of the whole
+    nothing can be told.
+    """
     job = make_job("lazy", Lazy, VECTORS)
     assert len(pool.run(two_steps, job, resolved(row), size=2)[0]) == 2
-    with pytest.raises(pg.RankFailed, match=r"tensor mask: it was not there when the model was cut, .* in the constructor"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"tensor mask: it was not there when the model was cut, .* in the constructor",
+    ):
         found(pool, row, job)
 
 
 def test_where_a_sequential_is_not_watched() -> None:
     """Only where it calls nothing but the units of its parts, and nobody looks on."""
+
     def is_straight(model: nn.Module, parts: int = 2) -> bool:
-        names = [(name, 0) for name, each in model.named_modules() if name and not isinstance(each, nn.Sequential)]
+        names = [
+            (name, 0)
+            for name, each in model.named_modules()
+            if name and not isinstance(each, nn.Sequential)
+        ]
         half = len(names) // parts
-        return Flow(model, [names[:half], names[half:]]).planned(torch.zeros(3, 10)).straight is not None
+        return (
+            Flow(model, [names[:half], names[half:]]).planned(torch.zeros(3, 10)).straight
+            is not None
+        )
+
     assert is_straight(mlp())
     assert is_straight(nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Tanh()), nn.Linear(10, 4)))
-    hooked, own, shared = mlp(), mlp(), nn.Linear(10, 10)
+    hooked = mlp()
+    own = mlp()
+    shared = nn.Linear(10, 10)
     hooked[1].register_forward_hook(lambda *arguments: None)
-    own.forward = lambda x: nn.Sequential.forward(own, x) * 2           # type: ignore[method-assign]
+    own.forward = lambda x: nn.Sequential.forward(own, x) * 2  # type: ignore[method-assign]
     assert not is_straight(hooked)
     assert not is_straight(own)
     model = nn.Sequential(shared, nn.Tanh(), shared)
-    assert Flow(model, [[("0", 0), ("1", 0)], [("0", 1)]]).planned(torch.zeros(3, 10)).straight is None
+    assert (
+        Flow(model, [[("0", 0), ("1", 0)], [("0", 1)]]).planned(torch.zeros(3, 10)).straight is None
+    )
 
 
 class Stacked(nn.Module):
-    """Blocks that are given the input, too, and may look at it; before their first module they scale and draw."""
+    """Blocks that are given the input, too, and may look at it; before their first module they
+    scale and draw.
+    """
 
     def __init__(self, looks: bool = False) -> None:
         super().__init__()
-        self.h, self.out = nn.ModuleList(Stacked.Block(looks) for _ in range(4)), nn.Linear(10, 4)
+        self.h = nn.ModuleList(Stacked.Block(looks) for _ in range(4))
+        self.out = nn.Linear(10, 4)
 
     class Block(nn.Module):
         def __init__(self, looks: bool) -> None:
             super().__init__()
-            self.scale, self.looks = nn.Parameter(torch.ones(10)), looks
-            self.inner, self.act = nn.Linear(10, 10), nn.Tanh()
+            self.scale = nn.Parameter(torch.ones(10))
+            self.looks = looks
+            self.inner = nn.Linear(10, 10)
+            self.act = nn.Tanh()
 
         def forward(self, x: Tensor, given: Tensor) -> Tensor:
             x = self.inner(x * self.scale * (torch.rand(len(x), 1) < 0.9))
             made = self.act(x * (torch.rand(len(x), 1) < 0.9)) + 0.1 * given
-            return torch.where(given > 1.0, 1.5 * made, made) if self.looks and bool((given > 1.0).any()) else made
+            return (
+                torch.where(given > 1.0, 1.5 * made, made)
+                if self.looks and bool((given > 1.0).any())
+                else made
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         given = x
@@ -224,26 +322,34 @@ class Stacked(nn.Module):
 
 
 def test_parts_are_run_in_calls_as_large_as_can_be() -> None:
-    """Every operation between the small modules of a transformer's blocks was watched, and a pipeline was slower than place."""
+    """Every operation between the small modules of a transformer's blocks was watched, and a
+    pipeline was slower than place.
+    """
+
     def watched(model: nn.Module, at: str) -> list[list[str]]:
         found = split.cut(model, torch.randn(6, 10), 2, (at,))
         assert [name for name, _ in found.parts[0]][:2] == ["h.0.inner", "h.0.act"]
         return [[name for name, _ in part] for part in found.watched]
+
     assert watched(Stacked(), "h.2") == [["h.0", "h.1"], ["h.2", "h.3", "out"]]
     assert watched(Stacked(), "h.2.act") == [["h.0", "h.1", "h.2.inner"], ["h.2.act", "h.3", "out"]]
     seen = Stacked()
-    seen.h[0].inner.register_forward_hook(lambda *arguments: None)      # type: ignore[union-attr]
+    seen.h[0].inner.register_forward_hook(lambda *arguments: None)  # type: ignore[union-attr]
     assert watched(seen, "h.2") == [["h.0.inner", "h.0.act", "h.1"], ["h.2", "h.3", "out"]]
     fine = [f"h.{block}.{name}" for block in range(4) for name in ("inner", "act")]
     assert watched(Stacked(looks=True), "h.2") == [fine[:4], [*fine[4:], "out"]]
 
 
 def test_parts_are_cut_between_modules_where_that_costs_little() -> None:
-    """A cut inside of a block, for a hundredth of the time, left every operation of the block to be watched on all ranks."""
-    model, x = Stacked(), torch.randn(6, 10)
+    """A cut inside of a block, for a hundredth of the time, left every operation of the block
+    to be watched on all ranks.
+    """
+    model = Stacked()
+    x = torch.randn(6, 10)
     found = split.opened(units_of(model, x, 2))
     assert found == [0, 2, 1, 2, 1, 2, 1, 2, 1]
-    little, much = [10, 10, 10, 10, 5, 12, 10, 10, 10], [10, 10, 10, 10, 10, 30, 10, 10, 10]
+    little = [10, 10, 10, 10, 5, 12, 10, 10, 10]
+    much = [10, 10, 10, 10, 10, 30, 10, 10, 10]
     assert split.balanced(little, 2) == split.balanced(much, 2) == [range(5), range(5, 9)]
     assert split.balanced(little, 2, found) == [range(4), range(4, 9)]
     assert split.balanced(much, 2, found) == [range(5), range(5, 9)]
@@ -253,25 +359,42 @@ def test_parts_are_cut_between_modules_where_that_costs_little() -> None:
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("strategy", ["place(2, cut=[h.2])", "pipeline(2, micro=3, cut=[h.2.act])"])
 def test_what_a_block_does_before_its_first_module(pool: Ranks, strategy: str, looks: bool) -> None:
-    """As cut it belongs to the part before, as run to the block's own: a parameter was on one rank, and wanted on another."""
+    """As cut it belongs to the part before, as run to the block's own: a parameter was on one
+    rank, and wanted on another.
+    """
     job = make_job("stacked", lambda: Stacked(looks), VECTORS)
     assert found(pool, strategy, job).value <= 1e-10
 
 
 def test_a_mean_over_more_than_samples_is_weighed_where_it_has_a_graph(pool: Ranks) -> None:
-    """With recompute the last part's first forward has none, and every mean was taken for one over samples."""
+    """With recompute the last part's first forward has none, and every mean was taken for one
+    over samples.
+    """
+
     def error(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(output, nn.functional.one_hot(target, 4).to(output.dtype))
+
     job = make_job("regression", mlp, VECTORS, loss=error)
     assert found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true)", job).value <= 1e-10
 
 
 def test_a_plan_for_one_sample_is_no_batch_norm_inside_of_samples(pool: Ranks) -> None:
-    """A forward without values, for a share of one sample, took other parts' batch norms for such: from then on one replica's
-    asked nobody, and another's waited for it."""
+    """A forward without values, for a share of one sample, took other parts' batch norms for
+    such: from then on one replica's asked nobody, and another's waited for it.
+    """
+
     def normed() -> nn.Module:
-        return nn.Sequential(nn.Unflatten(1, (1, 2, 5)), nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 3, 1),
-                             nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4))
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 2, 5)),
+            nn.Conv2d(1, 3, 2),
+            nn.BatchNorm2d(3),
+            nn.Tanh(),
+            nn.Conv2d(3, 3, 1),
+            nn.BatchNorm2d(3),
+            nn.Flatten(),
+            nn.Linear(12, 4),
+        )
+
     inputs, targets = VECTORS[:15]
     job = make_job("normed", normed, TensorDataset(inputs, targets), batch=12)
     assert found(pool, "data(2) * place(2, cut=[4, 4])", job).value <= 1e-10
@@ -282,7 +405,8 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.out = nn.ModuleList(nn.Linear(10, 10) for _ in range(4)), nn.Linear(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -292,28 +416,42 @@ class Dropping(nn.Module):
 
 
 def test_a_way_that_a_drawn_number_decides(tmp_path: Path) -> None:
-    """Planned with other numbers than were drawn, it ended in a KeyError, or left a layer out."""
-    with pytest.raises((pg.Refused, pg.RankFailed), match=r"another way here.*a number that is drawn"):
+    """Planned with other numbers than were drawn, it ended in a KeyError, or left a layer
+    out.
+    """
+    with pytest.raises(
+        (pg.Refused, pg.RankFailed), match=r"another way here.*a number that is drawn"
+    ):
         pg.train(make_job("dropping", Dropping, VECTORS), "place(2)", runs=tmp_path)
 
 
 @pytest.mark.story
 def test_over_gloo(tmp_path: Path) -> None:
     for strategy in ("pipeline(2, micro=4)", "pipeline(2, micro=4, schedule=interleaved)"):
-        run = pg.train(JOBS["deep, adam, dropout, clipped"], strategy, runs=tmp_path, backend="gloo")
+        run = pg.train(
+            JOBS["deep, adam, dropout, clipped"], strategy, runs=tmp_path, backend="gloo"
+        )
         assert "are one worker's" in (run.first_step or "")
 
 
 @pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])"])
 def test_a_buffer_that_is_replaced(pool: Ranks, row: str) -> None:
-    """The look at what crosses left a tensor without values in its place, and the first comparison of it ended in torch."""
+    """The look at what crosses left a tensor without values in its place, and the first
+    comparison of it ended in torch.
+    """
     job = make_job("seen", SeenSamples, VECTORS)
     assert found(pool, row, job).value <= 1e-10
 
 
 def test_modules_without_work_are_split_where_more_are_wanted(pool: Ranks) -> None:
-    """Two units were found, for the first one does no matrix product, and three parts were refused."""
-    job = make_job("light", lambda: nn.Sequential(nn.Sequential(nn.Tanh(), nn.LayerNorm(10)), nn.Linear(10, 4)), VECTORS)
+    """Two units were found, for the first one does no matrix product, and three parts were
+    refused.
+    """
+    job = make_job(
+        "light",
+        lambda: nn.Sequential(nn.Sequential(nn.Tanh(), nn.LayerNorm(10)), nn.Linear(10, 4)),
+        VECTORS,
+    )
     assert found(pool, "place(3)", job).value <= 1e-10
 
 
@@ -321,26 +459,35 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
 
 
-POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))      # in batches of 12: the last one has 6
+# in batches of 12: the last one has 6
+POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
 
 
 @pytest.mark.story
 def test_batch_norm_over_one_sample_of_every_replica(pool: Ranks) -> None:
-    """Without values torch divides by their number less one: a ZeroDivisionError, and over all ranks there are two."""
-    assert found(pool, "data(2) * pipeline(2, micro=3)", make_job("normed", normed, POINTS)).value <= 1e-10
+    """Without values torch divides by their number less one: a ZeroDivisionError, and over all
+    ranks there are two.
+    """
+    assert (
+        found(pool, "data(2) * pipeline(2, micro=3)", make_job("normed", normed, POINTS)).value
+        <= 1e-10
+    )
 
 
 @pytest.mark.parametrize("strategy", ["pipeline(2, micro=4)", "serial(micro=4)"])
 def test_batch_norm_over_one_sample_is_refused_at_the_door(strategy: str, tmp_path: Path) -> None:
     """It was told of after two steps, and of a pipeline as a ZeroDivisionError."""
-    with pytest.raises(pg.Refused, match=r"cannot train on one sample .* out of a batch of 6; give micro of at most 3"):
+    with pytest.raises(
+        pg.Refused,
+        match=r"cannot train on one sample .* out of a batch of 6; give micro of at most 3",
+    ):
         pg.train(make_job("normed", normed, POINTS), strategy, runs=tmp_path)
 
 
 class Halved(torch.optim.SGD):
     """Does in its step what a hook would do."""
 
-    def step(self, closure: Any = None) -> None:                                # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
@@ -353,14 +500,20 @@ def halving(parameters: Any) -> torch.optim.Optimizer:
     def halve(*_: Any) -> None:
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad.mul_(0.5)
+
     optimizer.register_step_pre_hook(halve)
     return optimizer
 
 
 @pytest.mark.story
 def test_an_optimizer_with_a_hook(pool: Ranks, tmp_path: Path) -> None:
-    """It was refused as one that wants all parameters together, and nobody saw that it is for its hook."""
-    with pytest.raises(pg.RankFailed, match=r"SGD has the hook halve, .* in the step\(\) of an optimizer of your own"):
+    """It was refused as one that wants all parameters together, and nobody saw that it is for
+    its hook.
+    """
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"SGD has the hook halve, .* in the step\(\) of an optimizer of your own",
+    ):
         pg.train(JOBS["mlp"].replace(optimizer=halving), "place(2)", runs=tmp_path)
     job = JOBS["mlp"].replace(optimizer=lambda parameters: Halved(parameters, lr=0.1))
     assert found(pool, "place(2)", job).value <= 1e-10
@@ -371,7 +524,8 @@ class Deciding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.out = nn.ModuleList(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -402,7 +556,8 @@ class Forces(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -410,19 +565,41 @@ class Forces(nn.Module):
         return out - torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize(("model", "told"), [
-    (Forces, "raised RuntimeError: element 0 of tensors does not require grad.* that takes gradients itself is not cut"),
-    (Deciding, "raised DataDependentOutputException: .*test_in_stages.py:.*let Python look at values of the inputs alone"),
-    (Counting, "raised DynamicOutputShapeException: .*test_in_stages.py:.*and modules at none that decide a shape")])
-def test_a_way_that_depends_on_hidden_values_is_refused_at_the_door(model: type[nn.Module], told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (
+            Forces,
+            "raised RuntimeError: element 0 of tensors does not require grad.* that takes "
+            "gradients itself is not cut",
+        ),
+        (
+            Deciding,
+            "raised DataDependentOutputException: .*test_in_stages.py:.*let Python look at values "
+            "of the inputs alone",
+        ),
+        (
+            Counting,
+            "raised DynamicOutputShapeException: .*test_in_stages.py:.*and modules at none that "
+            "decide a shape",
+        ),
+    ],
+)
+def test_a_way_that_depends_on_hidden_values_is_refused_at_the_door(
+    model: type[nn.Module], told: str, tmp_path: Path
+) -> None:
     with pytest.raises(pg.Refused, match=told):
         pg.train(make_job("deciding", model, VECTORS), "place(2)", runs=tmp_path)
 
 
 def test_a_cut_that_was_asked_for(tmp_path: Path) -> None:
     run = pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[4, 1])", runs=tmp_path)
-    assert [(line["what"], line["picked"]) for line in run.of("choice") if line["what"] == "cut"] == [("cut", "0 to 3 | 4")]
-    with pytest.raises(pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"):
+    assert [
+        (line["what"], line["picked"]) for line in run.of("choice") if line["what"] == "cut"
+    ] == [("cut", "0 to 3 | 4")]
+    with pytest.raises(
+        pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"
+    ):
         pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[1, 1])", runs=tmp_path)
 
 
@@ -433,7 +610,8 @@ class Blocks(nn.Module):
         super().__init__()
         self.trunk = nn.Module()
         self.trunk.h = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4))
-        self.out, self.unused = nn.Linear(10, 4), nn.Tanh()
+        self.out = nn.Linear(10, 4)
+        self.unused = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.trunk.h:
@@ -441,42 +619,70 @@ class Blocks(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize(("cut", "picked"), [
-    pytest.param("[trunk.h.1]", "trunk.h.0.0 to trunk.h.0.1 | trunk.h.1.0 to out", marks=pytest.mark.story),
-    pytest.param("[h.3]", "trunk.h.0.0 to trunk.h.2.1 | trunk.h.3.0 to out", marks=pytest.mark.story),
-    ("[h.2.1]", "trunk.h.0.0 to trunk.h.2.0 | trunk.h.2.1 to out")])
+@pytest.mark.parametrize(
+    ("cut", "picked"),
+    [
+        pytest.param(
+            "[trunk.h.1]",
+            "trunk.h.0.0 to trunk.h.0.1 | trunk.h.1.0 to out",
+            marks=pytest.mark.story,
+        ),
+        pytest.param(
+            "[h.3]", "trunk.h.0.0 to trunk.h.2.1 | trunk.h.3.0 to out", marks=pytest.mark.story
+        ),
+        ("[h.2.1]", "trunk.h.0.0 to trunk.h.2.0 | trunk.h.2.1 to out"),
+    ],
+)
 def test_a_cut_by_names(cut: str, picked: str, tmp_path: Path) -> None:
     run = pg.train(make_job("blocks", Blocks, VECTORS), f"place(2, cut={cut})", runs=tmp_path)
     assert [line["picked"] for line in run.of("choice") if line["what"] == "cut"] == [picked]
     assert "are one worker's" in (run.first_step or "")
 
 
-@pytest.mark.parametrize(("strategy", "told"), [
-    ("place(2, cut=[h.9])", "cut: no module 'h.9'; known: .*trunk.h.3"),
-    ("place(2, cut=[unused])", r"cut=\[unused\]: unused is not called in a forward; cut at one of trunk.h.0.1"),
-    ("place(2, cut=[trunk])", "2 parts that are not empty need 1"),
-    ("place(2, cut=[h.0])", "2 parts that are not empty need 1"),
-    ("place(3, cut=[h.2, h.1])", "3 parts that are not empty need 2 in the order in which they are called"),
-    ("place(3, cut=[h.2])", "3 parts that are not empty need 2"),
-    ("place(2, cut=[1, h.2])", r"takes a list of whole numbers from 1, such as \[3, 1\] or a list of names"),
-    (pg.Place(2, cut=["0"]), "cut names 0, which may be trunk.h.0.*give the whole name")])
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        ("place(2, cut=[h.9])", "cut: no module 'h.9'; known: .*trunk.h.3"),
+        (
+            "place(2, cut=[unused])",
+            r"cut=\[unused\]: unused is not called in a forward; cut at one of trunk.h.0.1",
+        ),
+        ("place(2, cut=[trunk])", "2 parts that are not empty need 1"),
+        ("place(2, cut=[h.0])", "2 parts that are not empty need 1"),
+        (
+            "place(3, cut=[h.2, h.1])",
+            "3 parts that are not empty need 2 in the order in which they are called",
+        ),
+        ("place(3, cut=[h.2])", "3 parts that are not empty need 2"),
+        (
+            "place(2, cut=[1, h.2])",
+            r"takes a list of whole numbers from 1, such as \[3, 1\] or a list of names",
+        ),
+        (pg.Place(2, cut=["0"]), "cut names 0, which may be trunk.h.0.*give the whole name"),
+    ],
+)
 def test_names_that_cut_nothing(strategy: str | pg.Place, told: str, tmp_path: Path) -> None:
     with pytest.raises(pg.Refused, match=told):
         pg.train(make_job("blocks", Blocks, VECTORS), strategy, runs=tmp_path)
 
 
 class Asking(nn.Module):
-    """Asks for the shape of what an earlier part made, and goes ways that depend on the inputs."""
+    """Asks for the shape of what an earlier part made, and goes ways that depend on the
+    inputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 10)
         self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         early = torch.tanh(self.first(x))
         large = x * (x > 0.5)
-        hidden = early.clone() if large.sum() > 2.0 else early              # the same values, by other operations
+        # the same values, by other operations
+        hidden = early.clone() if large.sum() > 2.0 else early
         hidden = self.second(hidden) + hidden
         if bool((x[:, 0] > 0).any()):
             hidden = hidden.clone() + 0.0 * early
@@ -487,8 +693,9 @@ class Asking(nn.Module):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("cut", ["[second]", "[third]", "[out]"])
 def test_ways_that_depend_on_the_inputs(pool: Ranks, cut: str) -> None:
-    """A shape that was asked for across a cut ended in a KeyError, and a plan was made anew for every micro-batch of a model
-    that looks at its inputs, as masks of transformers do."""
+    """A shape that was asked for across a cut ended in a KeyError, and a plan was made anew for
+    every micro-batch of a model that looks at its inputs, as masks of transformers do.
+    """
     job = make_job("asking", Asking, VECTORS)
     assert found(pool, f"pipeline(2, micro=4, cut={cut})", job).value <= 1e-10
 
@@ -496,11 +703,15 @@ def test_ways_that_depend_on_the_inputs(pool: Ranks, cut: str) -> None:
 def test_plans_are_kept_by_what_is_read() -> None:
     model = Asking()
     flow = Flow(model, [[("first", 0), ("second", 0)], [("third", 0), ("out", 0)]])
-    small, large = torch.zeros(3, 10), torch.ones(3, 10)
-    plans = [flow.planned(each) for each in (small, large, small - 0.1, large * 2, torch.ones(4, 10))]
+    small = torch.zeros(3, 10)
+    large = torch.ones(3, 10)
+    plans = [
+        flow.planned(each) for each in (small, large, small - 0.1, large * 2, torch.ones(4, 10))
+    ]
     assert plans[0] is plans[2] is not plans[1]
     assert plans[1] is plans[3] is not plans[4]
-    mixed = torch.cat([-torch.ones(3, 1), large[:, 1:]], 1)             # the second question alone is answered otherwise
+    # the second question alone is answered otherwise
+    mixed = torch.cat([-torch.ones(3, 1), large[:, 1:]], 1)
     assert flow.planned(mixed) is not plans[1]
     for number in range(SHAPES + 3):
         flow.planned(torch.zeros(5 + number, 10))
@@ -508,11 +719,14 @@ def test_plans_are_kept_by_what_is_read() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws of the inputs alone, which every rank makes whose Python comes by, and others between them."""
+    """Draws of the inputs alone, which every rank makes whose Python comes by, and others
+    between them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.third = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 4)
         self.second = nn.Sequential(nn.Linear(10, 10), nn.Dropout(0.3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -523,20 +737,33 @@ class Noisy(nn.Module):
         return self.third(hidden * (torch.rand([], dtype=x.dtype) + early))
 
 
-@pytest.mark.parametrize("strategy", [
-    *(pytest.param(each, marks=pytest.mark.table) for each in (
-        "place(2, cut=[second])", "pipeline(2, micro=3, cut=[third])", "place(3)")), "pipeline(3, micro=2, recompute=true)"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.table)
+            for each in ("place(2, cut=[second])", "pipeline(2, micro=3, cut=[third])", "place(3)")
+        ),
+        "pipeline(3, micro=2, recompute=true)",
+    ],
+)
 def test_draws_of_the_inputs_alone(pool: Ranks, strategy: str) -> None:
-    """They were counted as those of the part in which they come, and the ranks after it made them too: a failure."""
+    """They were counted as those of the part in which they come, and the ranks after it made
+    them too: a failure.
+    """
     assert found(pool, strategy, make_job("noisy", Noisy, VECTORS)).value <= 1e-10
 
 
 class NowAndThen(nn.Module):
-    """Drops nothing in a short batch: which draw of the whole model a later one is, depends on it."""
+    """Drops nothing in a short batch: which draw of the whole model a later one is, depends on
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -547,13 +774,22 @@ class NowAndThen(nn.Module):
 
 
 def test_a_part_that_does_not_always_draw(tmp_path: Path) -> None:
-    """Draws of the part after it were taken for earlier ones of the model, a few per cent off in silence."""
-    with pytest.raises(pg.RankFailed, match=r"part 0 of the model draws random numbers 0 time\(s\), and when it was cut 1"):
-        pg.train(make_job("now and then", NowAndThen, VECTORS), "place(2, cut=[second])", runs=tmp_path)
+    """Draws of the part after it were taken for earlier ones of the model, a few per cent off
+    in silence.
+    """
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"part 0 of the model draws random numbers 0 time\(s\), and when it was cut 1",
+    ):
+        pg.train(
+            make_job("now and then", NowAndThen, VECTORS), "place(2, cut=[second])", runs=tmp_path
+        )
 
 
 class InTwoCheckpoints(nn.Module):
-    """Backward of the second one ends before that of the first begins, and each adds to the one weight."""
+    """Backward of the second one ends before that of the first begins, and each adds to the one
+    weight.
+    """
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -574,11 +810,19 @@ class InTwoCheckpoints(nn.Module):
 
 
 def test_a_gradient_that_comes_in_two_goes(tmp_path: Path) -> None:
-    """It was sent with the first of them, and the run said that the strategy was not one worker's."""
-    job, strategy = make_job("in two", InTwoCheckpoints, VECTORS), "data(2) * pipeline(2, micro=2, cut=[second])"
-    with pytest.raises(pg.RankFailed, match=r"second.layer.weight: backward adds to its gradient again.*use_reentrant=False"):
+    """It was sent with the first of them, and the run said that the strategy was not one
+    worker's.
+    """
+    job = make_job("in two", InTwoCheckpoints, VECTORS)
+    strategy = "data(2) * pipeline(2, micro=2, cut=[second])"
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"second.layer.weight: backward adds to its gradient again.*use_reentrant=False",
+    ):
         pg.train(job, strategy, runs=tmp_path)
-    assert "are one worker's" in (pg.train(job, strategy, runs=tmp_path, overlap=False).first_step or "")
+    assert "are one worker's" in (
+        pg.train(job, strategy, runs=tmp_path, overlap=False).first_step or ""
+    )
 
 
 class OwnMode(nn.Module):
@@ -586,27 +830,38 @@ class OwnMode(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = nn.functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
         return self.second(hidden) * (2.0 if self.training else 1.0)
 
 
-@pytest.mark.parametrize("strategy", ["place(2)", pytest.param("pipeline(2, micro=3)", marks=pytest.mark.table)])
+@pytest.mark.parametrize(
+    "strategy", ["place(2)", pytest.param("pipeline(2, micro=3)", marks=pytest.mark.table)]
+)
 def test_a_test_leaves_the_model_itself_in_training(strategy: str, tmp_path: Path) -> None:
-    """After the first test the outermost module stayed in eval mode: no dropout any more, in silence where it draws none."""
+    """After the first test the outermost module stayed in eval mode: no dropout any more, in
+    silence where it draws none.
+    """
     job = make_job("own mode", OwnMode, VECTORS, test=VECTORS, epochs=3, dtype=torch.float64)
-    reference, run = pg.train(job, runs=tmp_path), pg.train(job, strategy, runs=tmp_path)
+    reference = pg.train(job, runs=tmp_path)
+    run = pg.train(job, strategy, runs=tmp_path)
     assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)
 
 
 class Detached(nn.Module):
-    """What an early layer gives is used without its gradient: always, or in short batches alone."""
+    """What an early layer gives is used without its gradient: always, or in short batches
+    alone.
+    """
 
     def __init__(self, always: bool) -> None:
         super().__init__()
-        self.first, self.aside, self.second, self.always = nn.Linear(10, 10), nn.Linear(10, 4), nn.Linear(10, 4), always
+        self.first = nn.Linear(10, 10)
+        self.aside = nn.Linear(10, 4)
+        self.second = nn.Linear(10, 4)
+        self.always = always
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -615,7 +870,7 @@ class Detached(nn.Module):
 
 
 def decaying(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.3)         # type: ignore[arg-type]
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -643,13 +898,20 @@ class Mapped(nn.Module):
 
 
 def test_halves_of_a_backward_and_torch_func(pool: Ranks) -> None:
-    """torch takes no autograd function like ours under vmap, and said so in its own words in step 0."""
+    """torch takes no autograd function like ours under vmap, and said so in its own words in
+    step 0.
+    """
     job = make_job("mapped", Mapped, VECTORS)
     assert found(pool, "pipeline(2, micro=2, schedule=zero_bubble)", job).value <= 1e-10
 
 
 def spectral() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 10), nn.Tanh(), torch.nn.utils.spectral_norm(nn.Linear(10, 10)), nn.Linear(10, 4))
+    return nn.Sequential(
+        nn.Linear(10, 10),
+        nn.Tanh(),
+        torch.nn.utils.spectral_norm(nn.Linear(10, 10)),
+        nn.Linear(10, 4),
+    )
 
 
 def test_a_weight_that_a_hook_makes_anew(pool: Ranks) -> None:
@@ -660,7 +922,8 @@ def test_a_weight_that_a_hook_makes_anew(pool: Ranks) -> None:
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
         self.out.register_forward_pre_hook(fails_on_rank_1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -669,7 +932,9 @@ class Failing(nn.Module):
 
 def fails_on_rank_1(_: nn.Module, inputs: tuple[Tensor]) -> None:
     running = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
-    if running and any(frame.f_code.co_name == "compute" for frame, _ in traceback.walk_stack(None)):
+    if running and any(
+        frame.f_code.co_name == "compute" for frame, _ in traceback.walk_stack(None)
+    ):
         raise RuntimeError("no such luck")
 
 
@@ -680,38 +945,61 @@ def test_a_part_that_fails_tells_its_own_story(tmp_path: Path) -> None:
 
 
 def test_two_halves_of_a_backward_give_the_same_bits(tmp_path: Path) -> None:
-    """Gradients of zero_bubble are those of one_f_one_b, and the record says which parameters' could wait: not a norm's."""
+    """Gradients of zero_bubble are those of one_f_one_b, and the record says which parameters'
+    could wait: not a norm's.
+    """
     job = JOBS["deep, adam, dropout, clipped"]
-    runs = {name: pg.train(job, f"pipeline(2, micro=3, schedule={name}, cut=[5, 5])", runs=tmp_path)
-            for name in ("one_f_one_b", "zero_bubble")}
+    runs = {
+        name: pg.train(job, f"pipeline(2, micro=3, schedule={name}, cut=[5, 5])", runs=tmp_path)
+        for name in ("one_f_one_b", "zero_bubble")
+    }
     plain, halves = (run.model().state_dict() for run in runs.values())
     assert all(torch.equal(plain[name], halves[name]) for name in plain)
-    told = [line["picked"] for line in runs["zero_bubble"].of("choice") if line["what"] == "weights' part"]
+    told = [
+        line["picked"]
+        for line in runs["zero_bubble"].of("choice")
+        if line["what"] == "weights' part"
+    ]
     assert told == ["92% of the parameters"]
 
 
 def in_buckets(world: World) -> tuple[list[bool], list[float]]:
-    """(is the gradient a part of the bucket that travels?, the sums) of two layers, of which one parameter has none."""
+    """(is the gradient a part of the bucket that travels?, the sums) of two layers, of which
+    one parameter has none.
+    """
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    exchange = OwnBuckets(Replica(Summed(model, nn.functional.cross_entropy), torch.optim.SGD(model.parameters())), world,
-                          Log(None), How(), Native())
+    exchange = OwnBuckets(
+        Replica(Summed(model, nn.functional.cross_entropy), torch.optim.SGD(model.parameters())),
+        world,
+        Log(None),
+        How(),
+        Native(),
+    )
     try:
         exchange.begin()
         *used, unused = model.parameters()
         for number, parameter in enumerate(used):
-            parameter.grad = torch.full_like(parameter, 10.0 ** number * (1 + world.rank))
+            parameter.grad = torch.full_like(parameter, 10.0**number * (1 + world.rank))
         for parameter in reversed([*used, unused]):
             exchange.ready(parameter)
         (bucket,) = exchange.sending
-        travels = [parameter.grad.untyped_storage().data_ptr() == bucket.vector.untyped_storage().data_ptr()
-                   for parameter in used if parameter.grad is not None]
+        travels = [
+            parameter.grad.untyped_storage().data_ptr()
+            == bucket.vector.untyped_storage().data_ptr()
+            for parameter in used
+            if parameter.grad is not None
+        ]
         exchange.finish(1.0, 0.5)
         assert unused.grad is None
-        return travels, [float(parameter.grad.mean()) for parameter in used if parameter.grad is not None]
+        return travels, [
+            float(parameter.grad.mean()) for parameter in used if parameter.grad is not None
+        ]
     finally:
         exchange.close()
 
 
 def test_gradients_are_where_they_travel(pool: Ranks) -> None:
-    """They lay beside their buckets, all of which were there until the next step: twice what the record said."""
+    """They lay beside their buckets, all of which were there until the next step: twice what
+    the record said.
+    """
     assert pool.run(in_buckets, size=2) == [([True] * 3, [3.0, 30.0, 300.0])] * 2

@@ -1,4 +1,6 @@
-"""Ways of models on which parts once went wrong: what crosses, what Python keeps, what is written in place, what is hooked."""
+"""Ways of models on which parts once went wrong: what crosses, what Python keeps, what is
+written in place, what is hooked.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,14 @@ pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 
 class Rotary(nn.Module):
-    """A float without a gradient goes to all layers, as cosines and sines of positions do in every Llama."""
+    """A float without a gradient goes to all layers, as cosines and sines of positions do in
+    every Llama.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.angles, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.angles = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
         self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,17 +57,20 @@ class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mask", torch.ones(64, 10, dtype=torch.bool).triu(1))
-        self.layers, self.out = nn.ModuleList(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = self.mask[:len(x)]
+        mask = self.mask[: len(x)]
         for layer in self.layers:
             x = torch.tanh(layer(x)).masked_fill(mask, 0.0)
         return self.out(x)
 
 
 class Turned(nn.Module):
-    """A tensor crosses as the transposed one that it is: the next part asks for a view of it."""
+    """A tensor crosses as the transposed one that it is: the next part asks for a view of
+    it.
+    """
 
     class Back(nn.Module):
         def __init__(self) -> None:
@@ -85,14 +93,19 @@ class Turned(nn.Module):
 
 
 class Writing(nn.Module):
-    """What the first layer gives is written into tensors made of the inputs, by methods, into views, and by out=."""
+    """What the first layer gives is written into tensors made of the inputs, by methods, into
+    views, and by out=.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        into, beside = x.new_zeros(len(x), 10), x.new_ones(len(x), 10)
+        into = x.new_zeros(len(x), 10)
+        beside = x.new_ones(len(x), 10)
         hidden = self.first(x)
         into.index_add_(0, torch.arange(len(x)), hidden)
         beside[:, 2:5].copy_(hidden[:, :3])
@@ -105,11 +118,15 @@ class Writing(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds in place to what its last module gave, as a ResNet's does, and turns what its first one gave, for good."""
+    """Adds in place to what its last module gave, as a ResNet's does, and turns what its first
+    one gave, for good.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.act = nn.Linear(10, 10), nn.LayerNorm(10), nn.Tanh()
+        self.first = nn.Linear(10, 10)
+        self.norm = nn.LayerNorm(10)
+        self.act = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -122,7 +139,8 @@ class Block(nn.Module):
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.out = nn.ModuleList(Block() for _ in range(3)), nn.Linear(10, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -130,44 +148,66 @@ class Residual(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize(("model", "row"), [pytest.param(model, row, marks=pytest.mark.table if number else ())
-                                            for model, rows in {
-    Rotary: ["place(3)", "place(2)", "pipeline(2, micro=2, schedule=interleaved)",
-             "pipeline(3, micro=2, schedule=zero_bubble)"],
-    Masked: ["place(2, cut=[out])", "place(2, cut=[layers.1])", "place(3)"],
-    Turned: ["place(2, cut=[second])"],
-    Writing: ["place(2, cut=[third])", "place(2, cut=[second])", "place(3)"],
-    Residual: ["place(2, cut=[blocks.1.act])", "place(2, cut=[blocks.2.norm])", "place(3, cut=[blocks.1.norm, blocks.2.act])"],
-}.items() for number, row in enumerate(rows)])
+@pytest.mark.parametrize(
+    ("model", "row"),
+    [
+        pytest.param(model, row, marks=pytest.mark.table if number else ())
+        for model, rows in {
+            Rotary: [
+                "place(3)",
+                "place(2)",
+                "pipeline(2, micro=2, schedule=interleaved)",
+                "pipeline(3, micro=2, schedule=zero_bubble)",
+            ],
+            Masked: ["place(2, cut=[out])", "place(2, cut=[layers.1])", "place(3)"],
+            Turned: ["place(2, cut=[second])"],
+            Writing: ["place(2, cut=[third])", "place(2, cut=[second])", "place(3)"],
+            Residual: [
+                "place(2, cut=[blocks.1.act])",
+                "place(2, cut=[blocks.2.norm])",
+                "place(3, cut=[blocks.1.norm, blocks.2.act])",
+            ],
+        }.items()
+        for number, row in enumerate(rows)
+    ],
+)
 def test_it_is_the_same_training(pool: Ranks, model: type[nn.Module], row: str) -> None:
-    """Before: ValueError of zip from three parts on; messages of other lengths than awaited; no view of what came; zeros where
-    something had been written; tensors that stood for others grew by what each forward did to them."""
+    """Before: ValueError of zip from three parts on; messages of other lengths than awaited; no
+    view of what came; zeros where something had been written; tensors that stood for others
+    grew by what each forward did to them.
+    """
     assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
 
 
 def test_what_needs_no_gradient_takes_none(pool: Ranks) -> None:
     """A frozen trunk: the part after it went back through all of its frozen layers."""
+
     def frozen() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)), nn.Linear(10, 4))
         model[:4].requires_grad_(False)
         return model
-    seen = pool.run(entering, make_job("frozen", frozen, VECTORS), resolved("place(2, cut=[2, 3])"), size=2)[1]
+
+    seen = pool.run(
+        entering, make_job("frozen", frozen, VECTORS), resolved("place(2, cut=[2, 3])"), size=2
+    )[1]
     assert seen == [False] * 3
 
 
 def entering(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
     """Of what came in, does it want a gradient?"""
-    trainer, seen = Trainer.of_job(world, job, chosen), []
+    trainer = Trainer.of_job(world, job, chosen)
+    seen = []
     for inputs, target in trainer.batches(VECTORS, job.batch, 0):
         if trainer.exchange is not None and not seen:
             trainer.passes.part.flow.model[2].register_forward_pre_hook(
-                lambda module, given: seen.append(given[0].requires_grad))
+                lambda module, given: seen.append(given[0].requires_grad)
+            )
         trainer.step(inputs, target)
     trainer.close()
     return seen
 
 
-# ---- what is kept in Python --------------------------------------------------------------------------------------------------
+# ---- what is kept in Python ------------------------------------------------------------------
 class Pad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.length = x.shape[1]
@@ -177,52 +217,72 @@ class Pad(nn.Module):
 class Pool(nn.Module):
     def __init__(self, pad: Pad) -> None:
         super().__init__()
-        self.pad, self.out = [pad], nn.Linear(10, 4)
+        self.pad = [pad]
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(x.sum(1) / self.pad[0].length)
 
 
 class Padded(nn.Module):
-    """A module of one part divides by what one of another part has kept of the shape of this batch."""
+    """A module of one part divides by what one of another part has kept of the shape of this
+    batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pad, self.first, self.second = Pad(), nn.Linear(10, 10), nn.Linear(10, 10)
+        self.pad = Pad()
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
         self.pool = Pool(self.pad)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pool(torch.tanh(self.second(torch.tanh(self.first(self.pad(x))))))
 
 
-@pytest.mark.parametrize("strategy", ["place(2, cut=[second])", pytest.param("place(3)", marks=pytest.mark.table)])
+@pytest.mark.parametrize(
+    "strategy", ["place(2, cut=[second])", pytest.param("place(3)", marks=pytest.mark.table)]
+)
 def test_what_another_parts_module_keeps_of_a_shape(strategy: str, tmp_path: Path) -> None:
-    """After the first test, every training step divided by the length of the test's samples, in silence."""
-    train, test = (TensorDataset(numbers(29, length, 10, seed=1), whole(4, 29, seed=2)) for length in (7, 13))
+    """After the first test, every training step divided by the length of the test's samples, in
+    silence.
+    """
+    train, test = (
+        TensorDataset(numbers(29, length, 10, seed=1), whole(4, 29, seed=2)) for length in (7, 13)
+    )
     job = make_job("padded", Padded, train, test=test, epochs=3, dtype=torch.float64)
-    reference, run = pg.train(job, runs=tmp_path), pg.train(job, strategy, runs=tmp_path)
+    reference = pg.train(job, runs=tmp_path)
+    run = pg.train(job, strategy, runs=tmp_path)
     assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)
 
 
 class Counts(nn.Module):
-    """Counts its calls, keeps the largest mask it ever wanted, and notes losses in a list that others have too."""
+    """Counts its calls, keeps the largest mask it ever wanted, and notes losses in a list that
+    others have too.
+    """
 
     def __init__(self, notes: list[Tensor]) -> None:
         super().__init__()
-        self.layer, self.calls, self.mask, self.notes = nn.Linear(10, 10), 0, None, notes
+        self.layer = nn.Linear(10, 10)
+        self.calls = 0
+        self.mask = None
+        self.notes = notes
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.mask is None or len(self.mask) < len(x):
             self.mask = x.new_ones(len(x), 10).tril(3)
-        return torch.tanh(self.layer(x) * self.mask[:len(x)]) * (1 + self.calls % 4)
+        return torch.tanh(self.layer(x) * self.mask[: len(x)]) * (1 + self.calls % 4)
 
 
 class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         notes: list[Tensor] = []
-        self.first, self.second, self.out, self.notes = Counts(notes), Counts(notes), nn.Linear(10, 4), notes
+        self.first = Counts(notes)
+        self.second = Counts(notes)
+        self.out = nn.Linear(10, 4)
+        self.notes = notes
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.second(self.first(x)))
@@ -234,10 +294,15 @@ def counted_in_turn() -> nn.Module:
 
 
 @pytest.mark.parametrize("model", [Counted, pytest.param(counted_in_turn, marks=pytest.mark.table)])
-def test_a_forward_without_values_leaves_nothing_in_python(model: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """One more call was counted for every shape that came; and a mask without values was kept where others were wanted."""
+def test_a_forward_without_values_leaves_nothing_in_python(
+    model: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """One more call was counted for every shape that came; and a mask without values was kept
+    where others were wanted.
+    """
     job = make_job("counted", model, VECTORS, epochs=3, dtype=torch.float64)
-    reference, run = pg.train(job, runs=tmp_path, unchecked=True), pg.train(job, "place(2)", runs=tmp_path, unchecked=True)
+    reference = pg.train(job, runs=tmp_path, unchecked=True)
+    run = pg.train(job, "place(2)", runs=tmp_path, unchecked=True)
     assert run.losses == pytest.approx(reference.losses, rel=1e-10)
 
 
@@ -266,7 +331,11 @@ class Noting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[Tensor] = []
-        self.first, self.second, self.out = self.Layer(self.notes), self.Layer(self.notes), nn.Linear(10, 4)
+        self.first, self.second, self.out = (
+            self.Layer(self.notes),
+            self.Layer(self.notes),
+            nn.Linear(10, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.notes.clear()
@@ -274,14 +343,18 @@ class Noting(nn.Module):
         return out + sum(self.notes)
 
 
-# ---- ways that come later ----------------------------------------------------------------------------------------------------
+# ---- ways that come later --------------------------------------------------------------------
 class TwoHeads(nn.Module):
-    """Which head a batch goes through depends on its size; one of them is defined before the trunk that it follows."""
+    """Which head a batch goes through depends on its size; one of them is defined before the
+    trunk that it follows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rare, self.first, self.second, self.often = (nn.Linear(10, 4), nn.Linear(10, 10), nn.Linear(10, 10),
-                                                          nn.Linear(10, 4))
+        self.rare = nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.often = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
@@ -290,16 +363,22 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(3)"])
 def test_a_module_that_the_first_batch_does_not_call(pool: Ranks, row: str) -> None:
-    """It was taken for one of the part in which it is defined, and the loss was blamed for reading it there."""
+    """It was taken for one of the part in which it is defined, and the loss was blamed for
+    reading it there.
+    """
     assert found(pool, row, make_job("two heads", TwoHeads, VECTORS)).value <= 1e-10
 
 
-# ---- hooks -------------------------------------------------------------------------------------------------------------------
+# ---- hooks -----------------------------------------------------------------------------------
 class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.block, self.out = nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 10), nn.Tanh()), nn.Linear(10, 4)
-        self.block.register_full_backward_hook(lambda module, given, gone: tuple(each * 0.5 for each in given))
+        self.first = nn.Linear(10, 10)
+        self.block = nn.Sequential(nn.Linear(10, 10), nn.Tanh())
+        self.out = nn.Linear(10, 4)
+        self.block.register_full_backward_hook(
+            lambda module, given, gone: tuple(each * 0.5 for each in given)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.block(torch.tanh(self.first(x))))
@@ -310,7 +389,9 @@ def test_a_backward_hook_of_a_block(pool: Ranks, tmp_path: Path) -> None:
     job = make_job("hooked", Hooked, VECTORS)
     assert found(pool, "place(2)", job).value <= 1e-10
     assert found(pool, "place(2, cut=[out])", job).value <= 1e-10
-    with pytest.raises(pg.Refused, match=r"cut=block\.1 goes through block, which has a backward hook"):
+    with pytest.raises(
+        pg.Refused, match=r"cut=block\.1 goes through block, which has a backward hook"
+    ):
         pg.train(job, "place(2, cut=[block.1])", runs=tmp_path)
 
 
@@ -326,7 +407,7 @@ def test_a_backward_hook_of_the_whole_model(tmp_path: Path) -> None:
         pg.train(make_job("wholly hooked", wholly_hooked, VECTORS), "place(2)", runs=tmp_path)
 
 
-# ---- losses ------------------------------------------------------------------------------------------------------------------
+# ---- losses ----------------------------------------------------------------------------------
 def guarded(output: Tensor, target: Tensor) -> Tensor:
     """A mean over labelled samples, of which a batch may have none."""
     there = (target[:, 0] > 0).to(output.dtype)
@@ -334,21 +415,36 @@ def guarded(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_a_batch_without_a_label(tmp_path: Path) -> None:
-    """No sample is split under place(2), and the training ended all the same where the loss was exactly 0."""
+    """No sample is split under place(2), and the training ended all the same where the loss was
+    exactly 0.
+    """
     draw = torch.Generator().manual_seed(2)
-    inputs, target = torch.randn(40, 10, generator=draw), torch.randn(40, 4, generator=draw)
-    job = make_job("guarded", mlp, TensorDataset(inputs, target), loss=guarded, batch=2, epochs=1, dtype=torch.float64)
-    reference, run = pg.train(job, runs=tmp_path), pg.train(job, "place(2)", runs=tmp_path)
+    inputs = torch.randn(40, 10, generator=draw)
+    target = torch.randn(40, 4, generator=draw)
+    job = make_job(
+        "guarded",
+        mlp,
+        TensorDataset(inputs, target),
+        loss=guarded,
+        batch=2,
+        epochs=1,
+        dtype=torch.float64,
+    )
+    reference = pg.train(job, runs=tmp_path)
+    run = pg.train(job, "place(2)", runs=tmp_path)
     assert run.losses == pytest.approx(reference.losses, rel=1e-10)
 
 
-# ---- stand-ins ---------------------------------------------------------------------------------------------------------------
+# ---- stand-ins -------------------------------------------------------------------------------
 class Handed(nn.Module):
     """A module that does nothing hands on what it is given: two names for one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.nothing, self.second, self.out = nn.Linear(10, 10), nn.Identity(), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.nothing = nn.Identity()
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -361,7 +457,9 @@ class Clamped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
         self.first.register_forward_hook(clamp)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -388,11 +486,15 @@ def test_what_is_read_only_is_left_alone() -> None:
 
 
 class Measured(nn.Linear):
-    """Counts its calls in an object that it keeps, and keeps something for each of its modules."""
+    """Counts its calls in an object that it keeps, and keeps something for each of its
+    modules.
+    """
 
     def __init__(self) -> None:
         super().__init__(10, 4)
-        self.meter, self.scales, self.loss = SimpleNamespace(calls=0), {self: 1.0}, nn.Identity()
+        self.meter = SimpleNamespace(calls=0)
+        self.scales = {self: 1.0}
+        self.loss = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         self.meter.calls += 1
@@ -400,8 +502,11 @@ class Measured(nn.Linear):
 
 
 def test_what_a_forward_changes_is_seen_in_objects() -> None:
-    """Objects that a module keeps were not looked into; a dict of modules was taken for a plain one, and always another."""
-    model, loss = Measured(), nn.MSELoss()
+    """Objects that a module keeps were not looked into; a dict of modules was taken for a plain
+    one, and always another.
+    """
+    model = Measured()
+    loss = nn.MSELoss()
     loss.calls = 0
     module = Summed(model, loss)
     with untouched(module):
@@ -423,16 +528,29 @@ def test_a_part_is_the_model_itself_for_those_who_look() -> None:
 
 
 def short_batch() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (2, 5)), nn.Linear(5, 5), nn.BatchNorm1d(2, momentum=None), nn.Tanh(),
-                         nn.Linear(5, 5), nn.BatchNorm1d(2, momentum=None), nn.Tanh(), nn.Flatten(), nn.Linear(10, 4))
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 5)),
+        nn.Linear(5, 5),
+        nn.BatchNorm1d(2, momentum=None),
+        nn.Tanh(),
+        nn.Linear(5, 5),
+        nn.BatchNorm1d(2, momentum=None),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(10, 4),
+    )
 
 
 def test_what_fills_a_schedule_up_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A last batch of 3 micro-batches is filled up to 4: its batch norms counted one more, and their averages were others."""
+    """A last batch of 3 micro-batches is filled up to 4: its batch norms counted one more, and
+    their averages were others.
+    """
     data = TensorDataset(numbers(11, 10, seed=1), whole(4, 11, seed=2))
     job = make_job("short", short_batch, data, test=data, epochs=2, batch=8, dtype=torch.float64)
     strategy = "pipeline(2, micro=4, schedule=interleaved(chunks=2))"
-    reference, run = (pg.train(job, each, runs=tmp_path, unchecked=True) for each in ("serial(micro=4)", strategy))
+    reference, run = (
+        pg.train(job, each, runs=tmp_path, unchecked=True) for each in ("serial(micro=4)", strategy)
+    )
     assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)
 
 
@@ -441,7 +559,8 @@ class PastCall(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out.forward(torch.tanh(self.first.forward(x)))
@@ -452,12 +571,30 @@ def scripted() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(("model", "strategy", "told"), [
-    (PastCall, "place(2)", r"calls none of its modules \(where it calls their forward\(\) instead, nobody sees it\), and 2"),
-    (scripted, "place(2)", "1 is a script of torch.jit, which keeps its parameters to itself; give the module that it was"),
-    (scripted, "data(2, state=fully_sharded)", "1 is a script of torch.jit")])
-def test_what_cannot_be_cut_is_told(model: Callable[[], nn.Module], strategy: str, told: str) -> None:
-    """Empty parentheses; "cannot delete methods or parameters of a script module"; and "the model mixes samples"."""
+@pytest.mark.parametrize(
+    ("model", "strategy", "told"),
+    [
+        (
+            PastCall,
+            "place(2)",
+            r"calls none of its modules \(where it calls their forward\(\) instead, nobody sees "
+            r"it\), and 2",
+        ),
+        (
+            scripted,
+            "place(2)",
+            "1 is a script of torch.jit, which keeps its parameters to itself; give the module "
+            "that it was",
+        ),
+        (scripted, "data(2, state=fully_sharded)", "1 is a script of torch.jit"),
+    ],
+)
+def test_what_cannot_be_cut_is_told(
+    model: Callable[[], nn.Module], strategy: str, told: str
+) -> None:
+    """Empty parentheses; "cannot delete methods or parameters of a script module"; and "the
+    model mixes samples".
+    """
     with pytest.raises(pg.Refused, match=told):
         admitted(make_job("past", model, VECTORS), strategy)
 
@@ -487,7 +624,9 @@ def through_an_object() -> nn.Module:
 
 def test_what_goes_from_part_to_part_in_an_object_is_refused() -> None:
     """To put objects back after a forward without values took away that by which it is seen."""
-    with pytest.raises(pg.Refused, match="in an object that is no tuple, list or dict, or in an attribute"):
+    with pytest.raises(
+        pg.Refused, match="in an object that is no tuple, list or dict, or in an attribute"
+    ):
         admitted(make_job("object", through_an_object, VECTORS), "place(2, cut=[1, 2])")
 
 
@@ -496,7 +635,8 @@ class Odd(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(10, 4)
-        self.kind, self.words = list[int], Frozen(a=1)
+        self.kind = list[int]
+        self.words = Frozen(a=1)
         self.__dict__["proxy"] = weakref.proxy(lambda: None)
 
 
@@ -516,10 +656,15 @@ def test_what_cannot_be_looked_into_is_left_alone() -> None:
 
 
 def spectral() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 10), nn.utils.parametrizations.spectral_norm(nn.Linear(10, 4)))
+    return nn.Sequential(
+        nn.Linear(10, 10), nn.utils.parametrizations.spectral_norm(nn.Linear(10, 4))
+    )
 
 
 def test_a_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
     """The model was said to mix samples."""
-    with pytest.raises(pg.RankFailed, match=r"every forward changes the buffer 1\.parametrizations.weight.0._[uv] .* micro=1"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"every forward changes the buffer 1\.parametrizations.weight.0._[uv] .* micro=1",
+    ):
         pg.train(make_job("spectral", spectral, VECTORS), "pipeline(2, micro=4)", runs=tmp_path)

@@ -1,4 +1,6 @@
-"""Ways of models on which parts went wrong late: in a test, after the first step, in a forward's end."""
+"""Ways of models on which parts went wrong late: in a test, after the first step, in a
+forward's end.
+"""
 
 from __future__ import annotations
 
@@ -24,39 +26,60 @@ from paragrad.world.world import World
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 TOKENS = torch.cat([whole(20, 29, 8, seed=6) + 1, torch.zeros(29, 1, dtype=torch.long)], 1)
-TOKENS[torch.arange(9) >= whole(5, 29, 1, seed=7) + 4] = 0              # 4 to 8 tokens, then padding
+# 4 to 8 tokens, then padding
+TOKENS[torch.arange(9) >= whole(5, 29, 1, seed=7) + 4] = 0
 SENTENCES = TensorDataset(TOKENS, whole(4, 29, seed=2))
 
 
-# ---- in a test -------------------------------------------------------------------------------------------------------------
+# ---- in a test -------------------------------------------------------------------------------
 class Encoder(nn.Module):
     def __init__(self, nested: bool = True) -> None:
         super().__init__()
-        self.embedding, self.out = nn.Embedding(21, 8), nn.Linear(8, 4)
+        self.embedding = nn.Embedding(21, 8)
+        self.out = nn.Linear(8, 4)
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0).mean(1))
+        return self.out(
+            self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0).mean(1)
+        )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_that_goes_another_way_in_a_test_is_refused(tmp_path: Path) -> None:
-    """In eval mode torch gives zeros in padded places, and computed values while its layers are watched: the score of a test
-    was another one, in silence."""
-    with pytest.raises(pg.Refused, match=r"takes another way for padding .* build it with enable_nested_tensor=False"):
+    """In eval mode torch gives zeros in padded places, and computed values while its layers are
+    watched: the score of a test was another one, in silence.
+    """
+    with pytest.raises(
+        pg.Refused,
+        match=r"takes another way for padding .* build it with enable_nested_tensor=False",
+    ):
         admitted(make_job("encoder", Encoder, SENTENCES, test=SENTENCES), "place(2)")
-    plain = make_job("plain", lambda: Encoder(nested=False), SENTENCES, test=SENTENCES, epochs=1, dtype=torch.float64)
-    score = [pg.train(plain, each, runs=tmp_path).of("epoch")[0]["test"] for each in ("serial", "place(2)")]
+    plain = make_job(
+        "plain",
+        lambda: Encoder(nested=False),
+        SENTENCES,
+        test=SENTENCES,
+        epochs=1,
+        dtype=torch.float64,
+    )
+    score = [
+        pg.train(plain, each, runs=tmp_path).of("epoch")[0]["test"]
+        for each in ("serial", "place(2)")
+    ]
     assert score[0] == pytest.approx(score[1], rel=1e-12)
 
 
 class TwoWays(nn.Module):
-    """Under a function mode, as while it is watched, and in eval mode it does something else."""
+    """Under a function mode, as while it is watched, and in eval mode it does something
+    else.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -65,7 +88,9 @@ class TwoWays(nn.Module):
 
 
 def test_another_output_in_a_test_is_refused() -> None:
-    with pytest.raises(pg.Refused, match="in eval mode the model gives another output in parts than whole"):
+    with pytest.raises(
+        pg.Refused, match="in eval mode the model gives another output in parts than whole"
+    ):
         admitted(make_job("ways", TwoWays, VECTORS, test=VECTORS), "place(2)")
     admitted(make_job("ways", TwoWays, VECTORS), "place(2)")
 
@@ -82,17 +107,32 @@ def frozen_head() -> nn.Module:
 
 
 def test_a_loss_is_weighed_in_a_test_where_the_last_part_trains_nothing(tmp_path: Path) -> None:
-    """By samples, without a word: its graph began in the last part, where nothing wanted a gradient."""
-    job = make_job("frozen head", frozen_head, VECTORS, test=VECTORS, metric=None, loss=masked_mean, epochs=1,
-                   dtype=torch.float64)
-    tested = [pg.train(job, each, runs=tmp_path).of("epoch")[0]["test"] for each in ("serial", "place(2, cut=[2, 1])")]
+    """By samples, without a word: its graph began in the last part, where nothing wanted a
+    gradient.
+    """
+    job = make_job(
+        "frozen head",
+        frozen_head,
+        VECTORS,
+        test=VECTORS,
+        metric=None,
+        loss=masked_mean,
+        epochs=1,
+        dtype=torch.float64,
+    )
+    tested = [
+        pg.train(job, each, runs=tmp_path).of("epoch")[0]["test"]
+        for each in ("serial", "place(2, cut=[2, 1])")
+    ]
     assert tested[0]["weight"] == tested[1]["weight"] == float((VECTORS.tensors[1] > 0).sum())
     assert tested[0]["value"] == pytest.approx(tested[1]["value"], rel=1e-12)
 
 
-# ---- what a unit gives -----------------------------------------------------------------------------------------------------
+# ---- what a unit gives -----------------------------------------------------------------------
 class Pyramid(nn.Module):
-    """An encoder gives a list, from which the way back takes the last; and a dict that is changed."""
+    """An encoder gives a list, from which the way back takes the last; and a dict that is
+    changed.
+    """
 
     class Down(nn.Module):
         def __init__(self) -> None:
@@ -107,7 +147,9 @@ class Pyramid(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.ups, self.out = self.Down(), nn.ModuleList(nn.Linear(10, 10) for _ in range(2)), nn.Linear(10, 4)
+        self.down = self.Down()
+        self.ups = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         levels, named = self.down(x)
@@ -129,7 +171,9 @@ class Cropped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.middle, self.out = nn.Embedding(21, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.embedding = nn.Embedding(21, 8)
+        self.middle = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
         longest = (tokens > 0).sum(1).max()
@@ -142,7 +186,9 @@ class Cropped(nn.Module):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("row", ["place(2, cut=[middle])", "pipeline(2, micro=4, cut=[out])"])
 def test_a_size_that_is_a_tensor_is_looked_at(pool: Ranks, row: str) -> None:
-    """Python's functions are not asked: the plan of another length was taken, and a module blamed for its shapes."""
+    """Python's functions are not asked: the plan of another length was taken, and a module
+    blamed for its shapes.
+    """
     assert found(pool, row, make_job("cropped", Cropped, SENTENCES)).value <= 1e-10
 
 
@@ -151,7 +197,9 @@ class Dropped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.middle, self.out = nn.Embedding(21, 8), nn.Linear(8, 8), nn.Linear(8, 21)
+        self.embedding = nn.Embedding(21, 8)
+        self.middle = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 21)
         self.out.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -160,17 +208,22 @@ class Dropped(nn.Module):
 
 
 def test_a_draw_of_a_weight_of_two_parts_is_made_once(pool: Ranks) -> None:
-    """The later part made it again, and the model was said to draw another number of times than when it was cut."""
+    """The later part made it again, and the model was said to draw another number of times than
+    when it was cut.
+    """
     job = make_job("dropped", Dropped, TensorDataset(TOKENS, whole(21, 29, seed=2)))
     assert found(pool, "place(2, cut=[out])", job).value <= 1e-10
 
 
 class Averaging(nn.Module):
-    """Takes a running mean away at its beginning, and adds it at its end; what it wrote, a later part reads."""
+    """Takes a running mean away at its beginning, and adds it at its end; what it wrote, a
+    later part reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(10, 10), nn.Linear(10, 10)
+        self.one = nn.Linear(10, 10)
+        self.two = nn.Linear(10, 10)
         self.out = nn.Linear(10, 4)
         self.register_buffer("mean", torch.zeros(10))
 
@@ -187,7 +240,9 @@ def test_what_is_written_of_a_buffer_that_two_parts_have(pool: Ranks, row: str) 
 
 
 class Replaced(nn.Module):
-    """A unit puts another buffer in the place of its own; masks of the inputs are made afterwards."""
+    """A unit puts another buffer in the place of its own; masks of the inputs are made
+    afterwards.
+    """
 
     class Mean(nn.Module):
         def __init__(self) -> None:
@@ -201,7 +256,9 @@ class Replaced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = self.Mean(), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first = self.Mean()
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -212,9 +269,12 @@ class Replaced(nn.Module):
 
 
 def test_an_id_of_a_buffer_that_is_gone_is_nobodys() -> None:
-    """Freed within a forward, its id was another tensor's: operations on inputs alone took numbers of those that cross."""
+    """Freed within a forward, its id was another tensor's: operations on inputs alone took
+    numbers of those that cross.
+    """
     flow = Flow(Replaced(), [[("first", 0)], [("second", 0), ("out", 0)]])
-    held, before = flow.held(), weakref.ref(flow.model.first.mean)
+    held = flow.held()
+    before = weakref.ref(flow.model.first.mean)
     flow.model.first.mean = torch.ones(10)
     assert before() is not None
     assert id(before()) in held
@@ -225,21 +285,25 @@ def test_a_buffer_that_is_replaced(pool: Ranks, row: str) -> None:
     assert found(pool, row, make_job("replaced", Replaced, VECTORS)).value <= 1e-10
 
 
-# ---- what is written where not every rank hears of it ----------------------------------------------------------------------
+# ---- what is written where not every rank hears of it ----------------------------------------
 class Following(nn.Module):
-    """A second net follows the first by a moving average, written by .data (MoCo, BYOL); or after so many calls."""
+    """A second net follows the first by a moving average, written by .data (MoCo, BYOL); or
+    after so many calls.
+    """
 
     def __init__(self, late: bool) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(10, 8), nn.Tanh())
         self.second = copy.deepcopy(self.net).requires_grad_(False)
-        self.out, self.late, self.calls = nn.Linear(16, 4), late, 0
+        self.out = nn.Linear(16, 4)
+        self.late = late
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
         with torch.no_grad():
             for ours, theirs in zip(self.net.parameters(), self.second.parameters(), strict=False):
-                _ = theirs - ours               # by which it is known to be used here
+                _ = theirs - ours  # by which it is known to be used here
                 if not self.late:
                     theirs.data.mul_(0.9).add_(ours.data, alpha=0.1)
                 elif self.calls > 2:
@@ -247,13 +311,33 @@ class Following(nn.Module):
         return self.out(torch.cat([self.net(x), self.second(x)], 1))
 
 
-@pytest.mark.parametrize(("late", "told"), [
-    (False, "step 1, tensor second.0.weight: ranks 0 and 1 hold copies of it with other values: a forward writes to it"),
-    (True, "step 2.*: the model went another way here than|step 2.*: a forward changes it, besides gradients and buffers")])
-def test_a_weight_that_a_forward_writes_to_unseen_ends_the_run(tmp_path: Path, late: bool, told: str) -> None:
-    """The part that runs it had a copy that did not move; the model that was saved was a third one."""
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [
+        (
+            False,
+            "step 1, tensor second.0.weight: ranks 0 and 1 hold copies of it with other values: a "
+            "forward writes to it",
+        ),
+        (
+            True,
+            "step 2.*: the model went another way here than|step 2.*: a forward changes it, "
+            "besides gradients and buffers",
+        ),
+    ],
+)
+def test_a_weight_that_a_forward_writes_to_unseen_ends_the_run(
+    tmp_path: Path, late: bool, told: str
+) -> None:
+    """The part that runs it had a copy that did not move; the model that was saved was a third
+    one.
+    """
     with pytest.raises(pg.RankFailed, match=told):
-        pg.train(make_job("following", lambda: Following(late), VECTORS, batch=4), "place(2, cut=[second])", runs=tmp_path)
+        pg.train(
+            make_job("following", lambda: Following(late), VECTORS, batch=4),
+            "place(2, cut=[second])",
+            runs=tmp_path,
+        )
 
 
 class Counting(nn.Module):
@@ -261,7 +345,10 @@ class Counting(nn.Module):
 
     def __init__(self, first: bool) -> None:
         super().__init__()
-        self.one, self.two, self.first, self.calls = nn.Linear(10, 10), nn.Linear(10, 4), first, 0
+        self.one = nn.Linear(10, 10)
+        self.two = nn.Linear(10, 4)
+        self.first = first
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.first
@@ -275,35 +362,55 @@ class Counting(nn.Module):
 def test_a_count_at_the_end_of_a_forward_is_refused(tmp_path: Path) -> None:
     """It stood still on all ranks but the last, and the first is the one that reads it."""
     job = make_job("counting", lambda: Counting(first=False), VECTORS, batch=4)
-    with pytest.raises(pg.RankFailed, match=r"step 1, tensor calls: forwards change this number, and not alike on all ranks .* "
-                                            "change it where forward begins"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"step 1, tensor calls: forwards change this number, and not alike on all ranks .* "
+        "change it where forward begins",
+    ):
         pg.train(job, "place(2)", runs=tmp_path)
 
 
 def test_a_count_at_the_beginning_is_the_same_training(pool: Ranks) -> None:
-    assert found(pool, "place(2)", make_job("counting", lambda: Counting(first=True), VECTORS, batch=4)).value <= 1e-10
+    assert (
+        found(
+            pool, "place(2)", make_job("counting", lambda: Counting(first=True), VECTORS, batch=4)
+        ).value
+        <= 1e-10
+    )
 
 
 class Deep(Counting):
     def __init__(self) -> None:
         super().__init__(first=True)
-        self.one, self.two = (nn.Sequential(nn.Linear(10, wide), nn.Linear(wide, out)) for wide, out in ((10, 10), (8, 4)))
+        self.one, self.two = (
+            nn.Sequential(nn.Linear(10, wide), nn.Linear(wide, out))
+            for wide, out in ((10, 10), (8, 4))
+        )
 
 
-@pytest.mark.parametrize("row", ["pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=2, recompute=true)"])
-def test_a_count_is_refused_where_forwards_are_made_more_than_once(tmp_path: Path, row: str) -> None:
+@pytest.mark.parametrize(
+    "row", ["pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=2, recompute=true)"]
+)
+def test_a_count_is_refused_where_forwards_are_made_more_than_once(
+    tmp_path: Path, row: str
+) -> None:
     """Every part of a rank counted, and what is made again read other numbers than before."""
-    with pytest.raises(pg.RankFailed, match=r"step \d, tensor calls: .* interleaved parts, or recompute, .* leave these out"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"step \d, tensor calls: .* interleaved parts, or recompute, .* leave these out",
+    ):
         pg.train(make_job("counting", Deep, VECTORS, batch=4), row, runs=tmp_path)
 
 
-# ---- a loop of one's own ---------------------------------------------------------------------------------------------------
+# ---- a loop of one's own ---------------------------------------------------------------------
 class Restarting(nn.Module):
     """Warm after some calls; its user sets the count back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.calls = nn.Linear(10, 10), nn.Linear(10, 4), 0
+        self.one = nn.Linear(10, 10)
+        self.two = nn.Linear(10, 4)
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -312,31 +419,45 @@ class Restarting(nn.Module):
 
 def restarting(world: World, strategy: str) -> tuple[list[float], list[int]]:
     torch.manual_seed(3)
-    model, losses, calls = Restarting().double(), [], []
-    with pg.parallelize(model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), strategy,
-                        unchecked=strategy == "serial") as trainer:
+    model = Restarting().double()
+    losses = []
+    calls = []
+    with pg.parallelize(
+        model,
+        functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy,
+        unchecked=strategy == "serial",
+    ) as trainer:
         for epoch in range(3):
             model.calls = 0
-            losses += [trainer.step(*batch).loss for batch in trainer.batches(VECTORS, batch=8, epoch=epoch)]
+            losses += [
+                trainer.step(*batch).loss
+                for batch in trainer.batches(VECTORS, batch=8, epoch=epoch)
+            ]
             calls.append(model.calls)
     return losses, [*calls, model.calls]
 
 
 def test_a_count_that_is_set_back(pool: Ranks) -> None:
-    """The object that was given never ran: its count was 0, and setting it to 0 was no change."""
+    """The object that was given never ran: its count was 0, and setting it to 0 was no
+    change.
+    """
     losses, calls = restarting(World(), "serial")
     for ours, counts in pool.run(restarting, "place(2)", size=2):
         assert ours == pytest.approx(losses, rel=1e-10)
         assert counts == calls == [4, 4, 4, 4]
 
 
-# ---- the first step --------------------------------------------------------------------------------------------------------
+# ---- the first step --------------------------------------------------------------------------
 class Normed(nn.Module):
     """A buffer on which the loss depends, and an attribute that nobody reads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out, self.seen = nn.Linear(10, 10), nn.Linear(10, 4), torch.zeros(())
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+        self.seen = torch.zeros(())
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -347,6 +468,8 @@ class Normed(nn.Module):
 
 
 def test_what_is_written_and_not_read_is_told_apart_from_a_buffer(tmp_path: Path) -> None:
-    """The forward that showed it was made with the buffers of the one before: the attribute was blamed."""
+    """The forward that showed it was made with the buffers of the one before: the attribute was
+    blamed.
+    """
     run = pg.train(make_job("normed", Normed, VECTORS, epochs=1), "place(2)", runs=tmp_path)
     assert "are one worker's" in (run.first_step or "")

@@ -1,5 +1,6 @@
-"""tensor, spatial, integrated, branch: the same training as serial's, with the neurons of each layer over ranks, or the pixels,
-or branches."""
+"""tensor, spatial, integrated, branch: the same training as serial's, with the neurons of each
+layer over ranks, or the pixels, or branches.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_it_is_the_same_training(pool: Ranks, row: str, column: str, steps: int)
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize(("row", "column"), OF_PIECES)
-def test_images_in_pieces_are_the_same_training(pool: Ranks, row: str, column: str, steps: int) -> None:
+def test_images_in_pieces_are_the_same_training(
+    pool: Ranks, row: str, column: str, steps: int
+) -> None:
     assert found(pool, row, {**JOBS, **OF_IMAGES}[column], steps).value <= 1e-10
 
 
@@ -71,7 +74,7 @@ def test_branches_are_the_same_training(pool: Ranks, row: str, column: str, step
     assert found(pool, row, WITH_BRANCHES[column], steps).value <= 1e-10
 
 
-# ---- odd models --------------------------------------------------------------------------------------------------------------
+# ---- odd models ------------------------------------------------------------------------------
 class Centred(nn.Module):
     """A running mean as users write it: the buffer is another tensor after each forward."""
 
@@ -89,24 +92,37 @@ def centred() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), Centred(16), nn.Tanh(), nn.Linear(16, 4), Centred(4))
 
 
-@pytest.mark.parametrize("row", ["tensor(2)", "tensor(3, pairs=false)", "place(2) * tensor(2)",
-                                 "pipeline(2, micro=1, recompute=true) * tensor(2)"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "tensor(2)",
+        "tensor(3, pairs=false)",
+        "place(2) * tensor(2)",
+        "pipeline(2, micro=1, recompute=true) * tensor(2)",
+    ],
+)
 def test_a_buffer_that_a_forward_makes_anew(pool: Ranks, row: str) -> None:
-    """It is whole on every rank: pieces that stand for what was there at first would be found in every step."""
+    """It is whole on every rank: pieces that stand for what was there at first would be found
+    in every step.
+    """
     assert found(pool, row, job("centred", centred, VECTORS), BRIEF).value <= 1e-10
 
 
 class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.towers, self.out = nn.ModuleList([centred(), centred()]), nn.Linear(8, 4)
+        self.towers = nn.ModuleList([centred(), centred()])
+        self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.cat([tower(x) for tower in self.towers], 1))          # type: ignore[no-any-return]
+        return self.out(torch.cat([tower(x) for tower in self.towers], 1))
 
 
 def test_a_buffer_of_a_branch_that_a_forward_makes_anew(pool: Ranks) -> None:
-    with pytest.raises(pg.RankFailed, match=r"makes the buffer towers\..* anew, which is in a branch; change it in place"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"makes the buffer towers\..* anew, which is in a branch; change it in place",
+    ):
         found(pool, "branch(2)", job("centred towers", Towers, VECTORS), BRIEF)
 
 
@@ -129,18 +145,32 @@ class Counting(nn.Module):
 class CountingTowers(Towers):
     def __init__(self) -> None:
         super().__init__()
-        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(10, 4), Counting(4), nn.Tanh()) for _ in range(2)])
+        self.towers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(10, 4), Counting(4), nn.Tanh()) for _ in range(2)]
+        )
 
 
-@pytest.mark.parametrize(("row", "model"), [
-    ("tensor(2)", lambda: nn.Sequential(nn.Linear(10, 16), Counting(16), nn.Tanh(), nn.Linear(16, 4))),
-    ("branch(2)", CountingTowers)], ids=["tensor", "branch"])
-def test_a_buffer_that_a_forward_changes_in_place(pool: Ranks, row: str, model: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("row", "model"),
+    [
+        (
+            "tensor(2)",
+            lambda: nn.Sequential(nn.Linear(10, 16), Counting(16), nn.Tanh(), nn.Linear(16, 4)),
+        ),
+        ("branch(2)", CountingTowers),
+    ],
+    ids=["tensor", "branch"],
+)
+def test_a_buffer_that_a_forward_changes_in_place(
+    pool: Ranks, row: str, model: Callable[[], nn.Module]
+) -> None:
     assert found(pool, row, job("counting", model, VECTORS), BRIEF).value <= 1e-10
 
 
 class Dreaming(nn.Module):
-    """What a user's model draws in a test too: dropout that stays on, noise on hidden values, noise that a training has not."""
+    """What a user's model draws in a test too: dropout that stays on, noise on hidden values,
+    noise that a training has not.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.dropout(x, 0.3)
@@ -167,27 +197,56 @@ class Lasting(nn.Module):
 
 
 def dreaming() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), Dreaming(), nn.Linear(16, 9), nn.Dropout(0.2), Dreaming(),
-                         nn.Linear(9, 4))
+    return nn.Sequential(
+        nn.Linear(10, 16),
+        nn.Tanh(),
+        Dreaming(),
+        nn.Linear(16, 9),
+        nn.Dropout(0.2),
+        Dreaming(),
+        nn.Linear(9, 4),
+    )
 
 
 def lasting() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 16), Lasting(), nn.Tanh(), nn.Linear(16, 9), Lasting(), nn.Linear(9, 4))
+    return nn.Sequential(
+        nn.Linear(10, 16), Lasting(), nn.Tanh(), nn.Linear(16, 9), Lasting(), nn.Linear(9, 4)
+    )
 
 
 def elsewhere() -> nn.Module:
-    return nn.Sequential(Elsewhere(), nn.Linear(10, 16), nn.Tanh(), Elsewhere(), nn.Linear(16, 9), Elsewhere(), nn.Linear(9, 4))
+    return nn.Sequential(
+        Elsewhere(),
+        nn.Linear(10, 16),
+        nn.Tanh(),
+        Elsewhere(),
+        nn.Linear(16, 9),
+        Elsewhere(),
+        nn.Linear(9, 4),
+    )
 
 
 def dreaming_images() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), Dreaming(), nn.ReLU(), nn.Conv2d(4, 4, 3), Dreaming(), nn.Flatten(),
-                         nn.Linear(144, 4))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        Dreaming(),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        Dreaming(),
+        nn.Flatten(),
+        nn.Linear(144, 4),
+    )
 
 
 class DreamingTowers(Towers):
     def __init__(self) -> None:
         super().__init__()
-        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(10, 4), Dreaming(), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)])
+        self.towers = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(10, 4), Dreaming(), nn.Tanh(), nn.Linear(4, 4))
+                for _ in range(2)
+            ]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(super().forward(x), 0.1)
@@ -197,27 +256,68 @@ def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return functional.cross_entropy(output, target, reduction="sum"), len(target)
 
 
-@pytest.mark.parametrize(("model", "data", "rows"), [
-    (dreaming, VECTORS, ["data(2)", "data(3, micro=2)", "tensor(2)", "tensor(3, pairs=false)", "data(2) * tensor(2)",
-                         "data(2, state=fully_sharded)", "data(2, dense=tensor)"]),
-    (lasting, VECTORS, ["place(2)", "pipeline(2, micro=2, schedule=interleaved(2))", "pipeline(2, micro=2) * tensor(2)",
-                        "data(2) * place(3)"]),
-    (elsewhere, VECTORS, ["tensor(2)", "tensor(3)"]),
-    (dreaming_images, IMAGES, ["spatial(2)", "spatial(2, columns=2)", "spatial(2, dense=tensor)"]),
-    (DreamingTowers, VECTORS, ["branch(2)", "data(2) * branch(2)"])], ids=["vectors", "parts", "numpy", "images", "branches"])
-def test_draws_of_a_test_are_those_of_serials(pool: Ranks, tmp_path: Path, model: Callable[[], nn.Module], data: TensorDataset,
-                                              rows: list[str]) -> None:
-    """Every rank of a layer drew by itself, so what ranks held of one value did not belong together, and a test said so to
-    nobody."""
-    assert_tests_alike(pool, tmp_path, job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64), rows)
+@pytest.mark.parametrize(
+    ("model", "data", "rows"),
+    [
+        (
+            dreaming,
+            VECTORS,
+            [
+                "data(2)",
+                "data(3, micro=2)",
+                "tensor(2)",
+                "tensor(3, pairs=false)",
+                "data(2) * tensor(2)",
+                "data(2, state=fully_sharded)",
+                "data(2, dense=tensor)",
+            ],
+        ),
+        (
+            lasting,
+            VECTORS,
+            [
+                "place(2)",
+                "pipeline(2, micro=2, schedule=interleaved(2))",
+                "pipeline(2, micro=2) * tensor(2)",
+                "data(2) * place(3)",
+            ],
+        ),
+        (elsewhere, VECTORS, ["tensor(2)", "tensor(3)"]),
+        (
+            dreaming_images,
+            IMAGES,
+            ["spatial(2)", "spatial(2, columns=2)", "spatial(2, dense=tensor)"],
+        ),
+        (DreamingTowers, VECTORS, ["branch(2)", "data(2) * branch(2)"]),
+    ],
+    ids=["vectors", "parts", "numpy", "images", "branches"],
+)
+def test_draws_of_a_test_are_those_of_serials(
+    pool: Ranks,
+    tmp_path: Path,
+    model: Callable[[], nn.Module],
+    data: TensorDataset,
+    rows: list[str],
+) -> None:
+    """Every rank of a layer drew by itself, so what ranks held of one value did not belong
+    together, and a test said so to nobody.
+    """
+    assert_tests_alike(
+        pool,
+        tmp_path,
+        job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64),
+        rows,
+    )
 
 
 def assert_tests_alike(pool: Ranks, folder: Path, made: pg.Job, rows: list[str]) -> None:
     """What a test says after a training."""
     for at in range(len(rows) + 1):
         (folder / str(at)).mkdir()
-    serial, *others = [run(pool, admitted(made, text, Settings()), folder / str(at)).test
-                       for at, text in enumerate(["serial", *rows])]
+    serial, *others = [
+        run(pool, admitted(made, text, Settings()), folder / str(at)).test
+        for at, text in enumerate(["serial", *rows])
+    ]
     assert others == pytest.approx([serial] * len(rows), rel=1e-12)
 
 
@@ -228,18 +328,21 @@ class Plain(Towers):
 
 
 class Late(Plain):
-    """What begins to be drawn in the third step: in a branch, by a function that draws inside of what it does."""
+    """What begins to be drawn in the third step: in a branch, by a function that draws inside
+    of what it does.
+    """
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.draw, self.steps = draw, 0
+        self.draw = draw
+        self.steps = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += self.training
         hidden = [self.towers[0](x), functional.dropout(self.towers[1](x), 0.1)]
         if self.steps > 2:
             hidden[0] = hidden[0] + self.draw(hidden[0])
-        return self.out(torch.cat(hidden, 1))           # type: ignore[no-any-return]
+        return self.out(torch.cat(hidden, 1))  # type: ignore[no-any-return]
 
 
 def multinomial(x: Tensor) -> Tensor:
@@ -250,36 +353,64 @@ def from_numpy(x: Tensor) -> Tensor:
     return torch.from_numpy(numpy.random.randn(*x.shape)).to(x)
 
 
-@pytest.mark.parametrize(("row", "draw", "told"), [
-    ("branch(2)", multinomial, "multinomial draws in a branch, and did not when the model was looked at"),
-    ("tensor(2)", from_numpy, "the model or its loss draws from numpy, and did not when it was looked at")])
-def test_draws_that_begin_late_are_told(pool: Ranks, tmp_path: Path, row: str, draw: Callable[[Tensor], Tensor],
-                                        told: str) -> None:
-    """A branch of which others do not know that it draws is another draw ahead of them from then on; numbers of numpy are each
-    rank's own. Neither was said."""
+@pytest.mark.parametrize(
+    ("row", "draw", "told"),
+    [
+        (
+            "branch(2)",
+            multinomial,
+            "multinomial draws in a branch, and did not when the model was looked at",
+        ),
+        (
+            "tensor(2)",
+            from_numpy,
+            "the model or its loss draws from numpy, and did not when it was looked at",
+        ),
+    ],
+)
+def test_draws_that_begin_late_are_told(
+    pool: Ranks, tmp_path: Path, row: str, draw: Callable[[Tensor], Tensor], told: str
+) -> None:
+    """A branch of which others do not know that it draws is another draw ahead of them from
+    then on; numbers of numpy are each rank's own. Neither was said.
+    """
     with pytest.raises(pg.RankFailed, match=told):
-        run(pool, admitted(job("late", functools.partial(Late, draw), VECTORS), row, Settings()), tmp_path)
+        run(
+            pool,
+            admitted(job("late", functools.partial(Late, draw), VECTORS), row, Settings()),
+            tmp_path,
+        )
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "tensor(3)"])
 def test_draws_that_begin_late_are_serials(pool: Ranks, row: str) -> None:
-    assert found(pool, row, job("late", functools.partial(Late, multinomial), VECTORS), BRIEF).value <= 1e-10
+    assert (
+        found(pool, row, job("late", functools.partial(Late, multinomial), VECTORS), BRIEF).value
+        <= 1e-10
+    )
 
 
 class Sloping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)])
+        self.towers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         out = torch.stack([tower(x) for tower in self.towers]).sum(0)
-        slope, = torch.autograd.grad(out.sum(), x, create_graph=self.training)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=self.training)
         return out + slope.sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize(("text", "told"), [("tensor(2)", r"the model, in a test \(eval mode, without gradients\), raised Run"),
-                                            ("branch(2)", "the model, without gradients, raised RuntimeError: element 0")])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tensor(2)", r"the model, in a test \(eval mode, without gradients\), raised Run"),
+        ("branch(2)", "the model, without gradients, raised RuntimeError: element 0"),
+    ],
+)
 def test_a_model_that_cannot_be_tested_is_refused_at_the_door(text: str, told: str) -> None:
     """It was trained for an epoch, and then a rank died in the test."""
     with pytest.raises(pg.Refused, match=told):
@@ -293,45 +424,64 @@ class Sensitive(nn.Linear):
 
 
 def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    slope, = torch.autograd.grad(output[0].sum(), output[1], create_graph=True)
+    (slope,) = torch.autograd.grad(output[0].sum(), output[1], create_graph=True)
     return functional.cross_entropy(output[0], target) + 0.1 * slope.square().mean()
 
 
 def test_a_loss_that_takes_gradients_is_refused_at_the_door() -> None:
     """Its training ended in the first test."""
-    with pytest.raises(pg.Refused, match=r"the loss, in a test \(eval mode, without gradients\), raised Run.*; give"):
-        admitted(job("sensitive", lambda: Sensitive(10, 4), VECTORS, test=VECTORS, loss=penalised), "tensor(2)", Settings())
+    with pytest.raises(
+        pg.Refused,
+        match=r"the loss, in a test \(eval mode, without gradients\), raised Run.*; give",
+    ):
+        admitted(
+            job("sensitive", lambda: Sensitive(10, 4), VECTORS, test=VECTORS, loss=penalised),
+            "tensor(2)",
+            Settings(),
+        )
 
 
 def test_images_of_one_row_are_refused_at_the_door() -> None:
     """The repair was spatial(1)."""
     lines = TensorDataset(numbers(30, 2, 1, 8, seed=3), IMAGES.tensors[1])
-    model = functools.partial(nn.Sequential, nn.Conv2d(2, 4, (1, 3)), nn.Flatten(), nn.Linear(24, 4))
-    with pytest.raises(pg.Refused, match="images of 1 rows cannot be divided over 2 ranks; train it with data"):
+    model = functools.partial(
+        nn.Sequential, nn.Conv2d(2, 4, (1, 3)), nn.Flatten(), nn.Linear(24, 4)
+    )
+    with pytest.raises(
+        pg.Refused, match="images of 1 rows cannot be divided over 2 ranks; train it with data"
+    ):
         admitted(job("lines", model, lines), "spatial(2)", Settings())
 
 
 def test_branches_under_autocast_are_refused_at_the_door() -> None:
-    with pytest.raises(pg.Refused, match="under autocast the ranks without a branch do not know the types of its values"):
+    with pytest.raises(
+        pg.Refused,
+        match="under autocast the ranks without a branch do not know the types of its values",
+    ):
         admitted(job("plain", Plain, VECTORS, dtype=torch.bfloat16), "branch(2)", Settings())
 
 
 class Remembering(nn.Module):
-    """A U-Net's way down, made again in backward: at its end a strided convolution, for which the first rank needs no halo."""
+    """A U-Net's way down, made again in backward: at its end a strided convolution, for which
+    the first rank needs no halo.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.down = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.into = nn.Conv2d(2, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 4, 3, stride=2, padding=1)
         self.out = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.down, self.into(x).relu(), use_reentrant=False)         # type: ignore[no-untyped-call]
-        return self.out(x.mean((2, 3)))                                             # type: ignore[no-any-return]
+        x = checkpoint(self.down, self.into(x).relu(), use_reentrant=False)
+        return self.out(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("rows", [2, 3])
 def test_a_halo_at_the_end_of_a_checkpoint(pool: Ranks, rows: int) -> None:
-    """One rank stopped before it had answered its neighbour, who waited. Over gloo, where nobody else is there to be heard."""
+    """One rank stopped before it had answered its neighbour, who waited. Over gloo, where
+    nobody else is there to be heard.
+    """
     tall = TensorDataset(numbers(12, 2, 48, 4, seed=3), whole(4, 12, seed=4))
     made = job("remembering", Remembering, tall, batch=4, epochs=1)
     assert found(pool, f"spatial({rows})", made, 3).value <= 1e-10
@@ -344,7 +494,7 @@ class Viewed(Plain):
         first, second = (tower(x) * 1 for tower in self.towers)
         before = first + second
         first.view(-1).mul_(0.5)
-        return self.out(torch.cat([before, first + second], 1))           # type: ignore[no-any-return]
+        return self.out(torch.cat([before, first + second], 1))  # type: ignore[no-any-return]
 
 
 def test_a_value_that_was_shown_and_is_changed_by_a_view(pool: Ranks) -> None:
@@ -356,12 +506,13 @@ class Meshed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(10, 6), nn.Linear(6, 4)
+        self.into = nn.Linear(10, 6)
+        self.out = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.into(x).tanh()
         first, _ = torch.meshgrid(hidden[0], hidden[0], indexing="ij")
-        return self.out(hidden) + 0 * first.sum()                       # type: ignore[no-any-return]
+        return self.out(hidden) + 0 * first.sum()  # type: ignore[no-any-return]
 
 
 def test_a_function_that_asks_twice(pool: Ranks) -> None:
@@ -378,7 +529,7 @@ class NormedTwice(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([self.norm(self.towers[0](x)), self.towers[1](x)], 1)
-        return self.out(torch.cat([self.again[0](both), self.norm(self.again[1](both))], 1))    # type: ignore[no-any-return]
+        return self.out(torch.cat([self.again[0](both), self.norm(self.again[1](both))], 1))
 
 
 @pytest.mark.parametrize("row", ["branch(2)", "data(2) * branch(2)"])
@@ -392,19 +543,34 @@ class Kept(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limited = {"weights": [each.weight for each in self.modules() if isinstance(each, nn.Linear)]}
+        self.limited = {
+            "weights": [each.weight for each in self.modules() if isinstance(each, nn.Linear)]
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         for each in self.limited["weights"]:
             each.data.copy_(each.data.renorm(2, 0, 0.3))
-        return super().forward(x)                                       # type: ignore[no-any-return]
+        return super().forward(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("row", ["tensor(2)", "branch(2)", "data(2) * tensor(2)", "pipeline(2, micro=2)",
-                                 "data(2, state=fully_sharded)"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "tensor(2)",
+        "branch(2)",
+        "data(2) * tensor(2)",
+        "pipeline(2, micro=2)",
+        "data(2, state=fully_sharded)",
+    ],
+)
 def test_parameters_that_a_model_keeps_elsewhere_are_refused_at_the_door(row: str) -> None:
-    """On a rank they were others from the first update on, and the training was another one, without a word."""
-    with pytest.raises(pg.Refused, match=r"the attribute limited of the model keeps the parameter towers\.0\.0\.weight, and"):
+    """On a rank they were others from the first update on, and the training was another one,
+    without a word.
+    """
+    with pytest.raises(
+        pg.Refused,
+        match=r"the attribute limited of the model keeps the parameter towers\.0\.0\.weight, and",
+    ):
         admitted(job("kept", Kept, VECTORS), row, Settings())
 
 
@@ -412,15 +578,22 @@ def test_a_proxy_of_what_has_gone_keeps_no_parameter() -> None:
     """Whoever asks it what it is gets a ReferenceError, and so did the door."""
     gone = weakref.proxy(nn.Linear(1, 1))
     model = nn.Sequential(nn.Linear(2, 2))
-    model.parents = {"all": [gone]}                                     # type: ignore[assignment]
+    model.parents = {"all": [gone]}  # type: ignore[assignment]
     refuse_views(model)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_what_torch_does_not_copy_is_refused_at_the_door() -> None:
     """It was told by a rank, without a repair."""
-    made = job("old norm", lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(10, 8)), nn.Tanh(), nn.Linear(8, 4)), VECTORS)
-    with pytest.raises(pg.Refused, match=r"cannot be copied, as a cut wants it: .*parametrizations\.weight_norm, not"):
+    made = job(
+        "old norm",
+        lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(10, 8)), nn.Tanh(), nn.Linear(8, 4)),
+        VECTORS,
+    )
+    with pytest.raises(
+        pg.Refused,
+        match=r"cannot be copied, as a cut wants it: .*parametrizations\.weight_norm, not",
+    ):
         admitted(made, "tensor(2)", Settings())
 
 
@@ -428,14 +601,24 @@ class ByState(nn.Sequential):
     """Reads its parameters by a way that nobody looks at."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.state_dict(keep_vars=True)["0.weight"].detach().square().mean()       # type: ignore[no-any-return]
+        return (
+            super().forward(x)
+            + self.state_dict(keep_vars=True)["0.weight"].detach().square().mean()
+        )  # type: ignore[no-any-return]
 
 
 def test_what_goes_by_another_way_is_told_with_the_cause(pool: Ranks, tmp_path: Path) -> None:
     """A model under tensor was to be cut elsewhere, which tensor knows nothing of."""
-    made = job("by state", lambda: ByState(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)), VECTORS,
-               loss=lambda output, target: (output[:, 0] * target).mean())
-    with pytest.raises(pg.RankFailed, match=r"by a way that is not seen \(copies of parameters.*train it with data\(n\)"):
+    made = job(
+        "by state",
+        lambda: ByState(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)),
+        VECTORS,
+        loss=lambda output, target: (output[:, 0] * target).mean(),
+    )
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"by a way that is not seen \(copies of parameters.*train it with data\(n\)",
+    ):
         run(pool, admitted(made, "tensor(2)", Settings()), tmp_path)
 
 
@@ -455,14 +638,30 @@ class Averaged(Plain):
                 for name, each in now.items():
                     average[name].lerp_(each, 0.3)
         used = now if self.training else average
-        return self.out(torch.cat([torch.func.functional_call(                      # type: ignore[no-any-return]
-            tower, {name.removeprefix(f"{at}."): each for name, each in used.items() if name.startswith(f"{at}.")}, (x,))
-            for at, tower in enumerate(self.towers)], 1))
+        return self.out(
+            torch.cat(
+                [
+                    torch.func.functional_call(  # type: ignore[no-any-return]
+                        tower,
+                        {
+                            name.removeprefix(f"{at}."): each
+                            for name, each in used.items()
+                            if name.startswith(f"{at}.")
+                        },
+                        (x,),
+                    )
+                    for at, tower in enumerate(self.towers)
+                ],
+                1,
+            )
+        )
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "tensor(3, pairs=false)", "branch(2)"])
 def test_a_functional_call(pool: Ranks, tmp_path: Path, row: str) -> None:
-    """Modules found their own pieces first, not what torch.func had put in the place of their parameters."""
+    """Modules found their own pieces first, not what torch.func had put in the place of their
+    parameters.
+    """
     made = job("averaged", Averaged, VECTORS, test=VECTORS, dtype=torch.float64)
     assert found(pool, row, made, BRIEF).value <= 1e-10
     assert_tests_alike(pool, tmp_path, made, [row])
@@ -473,47 +672,60 @@ class Masking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(10, 16), nn.Linear(16, 4)
+        self.into = nn.Linear(10, 16)
+        self.out = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.into(x).tanh()
         if not self.training:
             hidden[:, 0].view(-1).zero_()
-        return self.out(hidden)                                         # type: ignore[no-any-return]
+        return self.out(hidden)  # type: ignore[no-any-return]
 
 
 class Bordered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+        self.into = nn.Conv2d(2, 4, 3, padding=1)
+        self.out = nn.Conv2d(4, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.into(x)
         if not self.training:
             hidden[:, :, 0].fill_(3.0)
-        return self.out(hidden).mean((2, 3))                            # type: ignore[no-any-return]
+        return self.out(hidden).mean((2, 3))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("row", "model", "data", "told"), [
-    ("tensor(2)", Masking, VECTORS, "zero_"), ("spatial(2)", Bordered, IMAGES, "fill_")])
-def test_a_view_that_was_gathered_is_not_changed(pool: Ranks, tmp_path: Path, row: str, model: Callable[[], nn.Module],
-                                                 data: TensorDataset, told: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "model", "data", "told"),
+    [("tensor(2)", Masking, VECTORS, "zero_"), ("spatial(2)", Bordered, IMAGES, "fill_")],
+)
+def test_a_view_that_was_gathered_is_not_changed(
+    pool: Ranks,
+    tmp_path: Path,
+    row: str,
+    model: Callable[[], nn.Module],
+    data: TensorDataset,
+    told: str,
+) -> None:
     """What was changed was a copy, and the test's number another one, without a word."""
-    with pytest.raises(pg.RankFailed, match=f"{told} changes in place a view of a value that is divided over ranks"):
+    with pytest.raises(
+        pg.RankFailed, match=f"{told} changes in place a view of a value that is divided over ranks"
+    ):
         run(pool, admitted(job("masking", model, data, test=data), row, Settings()), tmp_path)
 
 
 class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+        self.into = nn.Conv2d(2, 4, 3, padding=1)
+        self.out = nn.Conv2d(4, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.into(x).tanh()
         border = hidden[:, :, 0]
         if border.requires_grad:
             border.register_hook(lambda gradient: 2 * gradient)
-        return self.out(hidden).mean((2, 3)) * border.mean((1, 2))[:, None]      # type: ignore[no-any-return]
+        return self.out(hidden).mean((2, 3)) * border.mean((1, 2))[:, None]
 
 
 def test_a_hook_on_a_view_that_was_gathered(pool: Ranks) -> None:
@@ -526,14 +738,22 @@ class OfAnySize(Dataset[tuple[Tensor, int]]):
         return 6
 
     def __getitem__(self, at: int) -> tuple[Tensor, int]:
-        return torch.randn(2, 4 + at, 5 + at % 3, generator=torch.Generator().manual_seed(at)), at % 4
+        return torch.randn(
+            2, 4 + at, 5 + at % 3, generator=torch.Generator().manual_seed(at)
+        ), at % 4
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "spatial(2)"])
 def test_samples_that_are_never_in_one_batch(pool: Ranks, row: str) -> None:
     """The door put two of them together, which the job does not."""
-    made = job("of any size", lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                                                    nn.Linear(4, 4)), OfAnySize(), batch=1)
+    made = job(
+        "of any size",
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)
+        ),
+        OfAnySize(),
+        batch=1,
+    )
     admitted(made, row, Settings())
     assert found(pool, row, made, BRIEF).value <= 1e-10
 
@@ -556,71 +776,114 @@ class LookedUp(nn.Module):
         return self.out((self.table[self.places.expand(len(x), -1)] * x[:, :1, None]).mean(1))
 
 x = torch.randn(64, 10)
-job = pg.Job(name="looked-up", model=LookedUp, loss=nn.functional.cross_entropy, train=TensorDataset(x, x[:, :4].argmax(1)),
+job = pg.Job(name="looked-up", model=LookedUp, loss=nn.functional.cross_entropy,
+        train=TensorDataset(x, x[:, :4].argmax(1)),
              optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=1, batch=64)
 """
 
 
 @pytest.mark.table
 def test_gradients_that_threads_add_up_in_any_order(tmp_path: Path) -> None:
-    """Backward of x[index] does, so that copies of a table differed from rank to rank, and a forward that writes to it was
-    blamed. Torch adds in one order where it is told to."""
+    """Backward of x[index] does, so that copies of a table differed from rank to rank, and a
+    forward that writes to it was blamed. Torch adds in one order where it is told to.
+    """
     (tmp_path / "looked_up.py").write_text(LOOKED_UP)
-    done = subprocess.run([sys.executable, "-m", "paragrad", "train", "looked_up.py", "--strategy", "tensor(2)"], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "paragrad", "train", "looked_up.py", "--strategy", "tensor(2)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert "of this step are one worker's" in done.stdout, done.stderr
 
 
 class PreActivation(nn.Module):
-    """As in a ResNet v2 or MaxViT: beside a projection, a branch that begins with a norm of what both are made of."""
+    """As in a ResNet v2 or MaxViT: beside a projection, a branch that begins with a norm of
+    what both are made of.
+    """
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.stem, self.short, self.norm = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 8, 1), norm(6)
-        self.conv, self.out = nn.Conv2d(6, 8, 1), nn.Linear(8, 4)
+        self.stem = nn.Conv2d(2, 6, 3)
+        self.short = nn.Conv2d(6, 8, 1)
+        self.norm = norm(6)
+        self.conv = nn.Conv2d(6, 8, 1)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        return self.out((self.short(x) + self.conv(self.norm(x).relu())).mean((2, 3)))          # type: ignore[no-any-return]
+        return self.out((self.short(x) + self.conv(self.norm(x).relu())).mean((2, 3)))
 
 
-@pytest.mark.parametrize(("row", "norm"), [
-    ("branch(2)", nn.BatchNorm2d), ("data(2) * branch(2)", nn.BatchNorm2d),
-    ("branch(2)", functools.partial(nn.BatchNorm2d, affine=False)),
-    ("branch(2)", functools.partial(nn.InstanceNorm2d, track_running_stats=True))], ids=["batch", "data", "plain", "instance"])
-def test_a_branch_that_begins_with_a_norm(pool: Ranks, row: str, norm: Callable[[int], nn.Module]) -> None:
-    """It was taken for one of the trunk, as what it is given is on all ranks, and wrote its statistics to copies of its own."""
-    assert found(pool, row, job("pre-activation", functools.partial(PreActivation, norm), IMAGES), BRIEF).value <= 1e-10
+@pytest.mark.parametrize(
+    ("row", "norm"),
+    [
+        ("branch(2)", nn.BatchNorm2d),
+        ("data(2) * branch(2)", nn.BatchNorm2d),
+        ("branch(2)", functools.partial(nn.BatchNorm2d, affine=False)),
+        ("branch(2)", functools.partial(nn.InstanceNorm2d, track_running_stats=True)),
+    ],
+    ids=["batch", "data", "plain", "instance"],
+)
+def test_a_branch_that_begins_with_a_norm(
+    pool: Ranks, row: str, norm: Callable[[int], nn.Module]
+) -> None:
+    """It was taken for one of the trunk, as what it is given is on all ranks, and wrote its
+    statistics to copies of its own.
+    """
+    assert (
+        found(
+            pool, row, job("pre-activation", functools.partial(PreActivation, norm), IMAGES), BRIEF
+        ).value
+        <= 1e-10
+    )
 
 
 class Shared(nn.Module):
-    """Two forks, in each a norm with statistics of its own, and one weight and bias for both."""
+    """Two forks, in each a norm with statistics of its own, and one weight and bias for
+    both.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([PreActivation(nn.BatchNorm2d), PreActivation(nn.BatchNorm2d)])
-        self.blocks[1].norm.weight, self.blocks[1].norm.bias = self.blocks[0].norm.weight, self.blocks[0].norm.bias
+        self.blocks[1].norm.weight = self.blocks[0].norm.weight
+        self.blocks[1].norm.bias = self.blocks[0].norm.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[0](x) + self.blocks[1](x.tanh())             # type: ignore[no-any-return]
+        return self.blocks[0](x) + self.blocks[1](x.tanh())  # type: ignore[no-any-return]
 
 
 def test_statistics_of_a_branch_beside_a_weight_of_the_trunk_are_refused() -> None:
     """They were written to copies."""
-    with pytest.raises(pg.Refused, match="batch_norm changes a value of a branch that one rank has by what it does not have"):
+    with pytest.raises(
+        pg.Refused,
+        match="batch_norm changes a value of a branch that one rank has by what it does not have",
+    ):
         admitted(job("shared", Shared, IMAGES), "branch(2)", Settings())
 
 
 def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
     made = Plain()
-    of(made.towers[0][0])                       # type: ignore[index]
+    of(made.towers[0][0])  # type: ignore[index]
     return made
 
 
-@pytest.mark.parametrize("of", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"])
+@pytest.mark.parametrize(
+    "of", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
+)
 def test_a_branch_with_a_spectral_norm(pool: Ranks, of: Callable[[nn.Module], nn.Module]) -> None:
-    """Torch's writes its vectors by out=, and assigns what comes back: that was another tensor."""
-    assert found(pool, "branch(2)", job("spectral", functools.partial(spectral, of), VECTORS), BRIEF).value <= 1e-10
+    """Torch's writes its vectors by out=, and assigns what comes back: that was another
+    tensor.
+    """
+    assert (
+        found(
+            pool, "branch(2)", job("spectral", functools.partial(spectral, of), VECTORS), BRIEF
+        ).value
+        <= 1e-10
+    )
 
 
 @dataclass(slots=True)
@@ -632,7 +895,8 @@ class Heads:
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.heads = nn.Linear(10, 8), nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+        self.into = nn.Linear(10, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
 
     def forward(self, x: Tensor) -> Heads:
         x = self.into(x).tanh()
@@ -640,7 +904,9 @@ class TwoHeads(nn.Module):
 
 
 def of_heads(output: Heads, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.main, target) + 0.3 * functional.cross_entropy(output.other, target)
+    return functional.cross_entropy(output.main, target) + 0.3 * functional.cross_entropy(
+        output.other, target
+    )
 
 
 @pytest.mark.parametrize("row", ["branch(2)", "tensor(2)"])
@@ -654,20 +920,30 @@ class ByNorms(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        gradients = [each.grad for group in self.param_groups for each in group["params"] if each.grad is not None]
+        gradients = [
+            each.grad
+            for group in self.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
         torch._foreach_div_(gradients, 1e-3 + torch.stack(torch._foreach_norm(gradients)).norm())
         return super().step(closure)
 
 
 def hooked_sgd(parameters: Any) -> torch.optim.Optimizer:
     made = torch.optim.SGD(parameters, lr=0.05)
-    made.register_step_post_hook(lambda optimizer, *_: [each.detach().clamp_(-0.5, 0.5)
-                                                        for each in optimizer.param_groups[0]["params"]])
+    made.register_step_post_hook(
+        lambda optimizer, *_: [
+            each.detach().clamp_(-0.5, 0.5) for each in optimizer.param_groups[0]["params"]
+        ]
+    )
     return made
 
 
 class Listing(torch.optim.SGD):
-    """With a list of its own, as SAM and Lookahead have: on a rank that is not of the parameters that are trained."""
+    """With a list of its own, as SAM and Lookahead have: on a rank that is not of the
+    parameters that are trained.
+    """
 
     def __init__(self, parameters: Any) -> None:
         self.mine = list(parameters)
@@ -679,26 +955,62 @@ class Listing(torch.optim.SGD):
         return super().step(closure)
 
 
-OF_WHOLE = {"Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2), "all": functools.partial(ByNorms, lr=0.05),
-            "own list": Listing, "hook": hooked_sgd}
+OF_WHOLE = {
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "all": functools.partial(ByNorms, lr=0.05),
+    "own list": Listing,
+    "hook": hooked_sgd,
+}
 
 
-@pytest.mark.parametrize("row", ["spatial(2)", "data(2) * spatial(2)", "branch(2)", "data(2) * branch(2)"])
+@pytest.mark.parametrize(
+    "row", ["spatial(2)", "data(2) * spatial(2)", "branch(2)", "data(2) * branch(2)"]
+)
 def test_an_optimizer_that_wants_whole_tensors_has_them(pool: Ranks, row: str) -> None:
-    """Where every rank has every parameter, whole, and where each is one rank's, it was refused: they were cut, it said."""
+    """Where every rank has every parameter, whole, and where each is one rank's, it was
+    refused: they were cut, it said.
+    """
     model = functools.partial(PreActivation, nn.BatchNorm2d)
     made = job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE["Adafactor"])
     admitted(made, row, Settings())
     assert found(pool, row, made, BRIEF).value <= 1e-10
 
 
-@pytest.mark.parametrize(("row", "optimizer", "told"), [
-    ("branch(2)", "all", r"ByNorms wants all parameters together .*, and branch\(2\) has them on several ranks"),
-    ("branch(2)", "hook", "SGD has the hook <lambda>, which may look at parameters that are on another rank"),
-    ("spatial(2)", "hook", "SGD has the hook <lambda>, which may look at parameters that are on another rank"),
-    ("spatial(2)", "own list", r"Listing wants all parameters together .*, and spatial\(2\) has them on several ranks"),
-    ("spatial(2, dense=tensor)", "Adafactor", r"Adafactor wants whole tensors together .*, and spatial\(2, .* cuts them")])
-def test_an_optimizer_that_wants_what_no_rank_has_is_refused(row: str, optimizer: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "optimizer", "told"),
+    [
+        (
+            "branch(2)",
+            "all",
+            r"ByNorms wants all parameters together .*, and branch\(2\) has them on several ranks",
+        ),
+        (
+            "branch(2)",
+            "hook",
+            "SGD has the hook <lambda>, which may look at parameters that are on another rank",
+        ),
+        (
+            "spatial(2)",
+            "hook",
+            "SGD has the hook <lambda>, which may look at parameters that are on another rank",
+        ),
+        (
+            "spatial(2)",
+            "own list",
+            r"Listing wants all parameters together .*, and spatial\(2\) has them on several ranks",
+        ),
+        (
+            "spatial(2, dense=tensor)",
+            "Adafactor",
+            r"Adafactor wants whole tensors together .*, and spatial\(2, .* cuts them",
+        ),
+    ],
+)
+def test_an_optimizer_that_wants_what_no_rank_has_is_refused(
+    row: str, optimizer: str, told: str
+) -> None:
     model = functools.partial(PreActivation, nn.BatchNorm2d)
     with pytest.raises(pg.Refused, match=told):
-        admitted(job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer]), row, Settings())
+        admitted(
+            job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer]), row, Settings()
+        )

@@ -19,12 +19,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 generator = torch.Generator().manual_seed(0)
-data = TensorDataset(torch.randn(24, 5, generator=generator), torch.randint(3, (24,), generator=generator))
+data = TensorDataset(torch.randn(24, 5, generator=generator), torch.randint(3, (24,),
+        generator=generator))
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
-settings = dict(name="filed", loss=nn.functional.cross_entropy, optimizer=sgd, train=data, batch=8, epochs=1, seed=3)
+settings = dict(name="filed", loss=nn.functional.cross_entropy, optimizer=sgd, train=data,
+        batch=8, epochs=1, seed=3)
 """
 
 
@@ -35,32 +37,47 @@ def written(folder: Path, text: str, name: str = "filed.py") -> str:
 
 
 def test_registrations(tmp_path: Path) -> None:
-    """Ranks got a job file's functions by value and never ran the file: an operator that it registers with torch, and an entry
-    that it makes in the table of another module, were missing there."""
+    """Ranks got a job file's functions by value and never ran the file: an operator that it
+    registers with torch, and an entry that it makes in the table of another module, were
+    missing there.
+    """
     (tmp_path / "table_of_models.py").write_text("MODELS = {}\n")
-    job = find(written(tmp_path, f"""
+    job = find(
+        written(
+            tmp_path,
+            f"""
 import table_of_models
 
 class Doubled(nn.Linear):
     def forward(self, x):
-        return 2 * torch.ops.filed_{tmp_path.name.replace('-', '_')}.same(super().forward(x))
+        return 2 * torch.ops.filed_{tmp_path.name.replace("-", "_")}.same(super().forward(x))
 
 table_of_models.MODELS["doubled"] = Doubled
 
-@torch.library.custom_op("filed_{tmp_path.name.replace('-', '_')}::same", mutates_args=())
+@torch.library.custom_op("filed_{tmp_path.name.replace("-", "_")}::same", mutates_args=())
 def same(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 same.register_autograd(lambda context, gradient: gradient)
-built_by_lambda = pg.Job(model=lambda: __import__("table_of_models").MODELS["doubled"](5, 3), **settings)
-""") + ":built_by_lambda")
+built_by_lambda = pg.Job(model=lambda: __import__("table_of_models").MODELS["doubled"](5, 3),
+        **settings)
+""",
+        )
+        + ":built_by_lambda"
+    )
     assert pg.verify(job, "data(2)", runs=tmp_path).same
     assert len(pg.train(job, "data(2, reduce=ring)", runs=tmp_path).losses) == 3
 
 
-def test_what_cannot_be_sent_is_named_and_a_function_around_it_is_the_way_out(tmp_path: Path) -> None:
-    """A scripted loss, or one that holds a lock: "PickleError: ScriptFunction cannot be pickled", a traceback and no more."""
-    path = written(tmp_path, """
+def test_what_cannot_be_sent_is_named_and_a_function_around_it_is_the_way_out(
+    tmp_path: Path,
+) -> None:
+    """A scripted loss, or one that holds a lock: "PickleError: ScriptFunction cannot be
+    pickled", a traceback and no more.
+    """
+    path = written(
+        tmp_path,
+        """
 import threading
 
 class Locked:
@@ -75,17 +92,26 @@ settings["model"] = lambda: nn.Linear(5, 3)
 own = Locked()
 sent = pg.Job(**{**settings, "loss": own})
 around = pg.Job(**{**settings, "loss": lambda output, target: own(output, target)})
-""")
-    with pytest.raises(pg.Refused, match=r"^loss cannot be sent to the ranks \(TypeError: cannot pickle .* object\); "
-                                         "put the job into a file and a function around it there"):
+""",
+    )
+    with pytest.raises(
+        pg.Refused,
+        match=r"^loss cannot be sent to the ranks \(TypeError: cannot pickle .* object\); "
+        "put the job into a file and a function around it there",
+    ):
         pg.train(find(f"{path}:sent"), "data(2)", runs=tmp_path)
     assert len(pg.train(find(f"{path}:around"), "data(2)", runs=tmp_path).losses) == 3
 
 
 def test_classes_are_those_that_were_registered(tmp_path: Path) -> None:
-    """transformers' Auto classes look up the class of a configuration, which by value was another one in each rank."""
+    """transformers' Auto classes look up the class of a configuration, which by value was
+    another one in each rank.
+    """
     (tmp_path / "table_of_configs.py").write_text("BUILDERS = {}\n")
-    job = find(written(tmp_path, """
+    job = find(
+        written(
+            tmp_path,
+            """
 import table_of_configs
 
 class Config:
@@ -96,15 +122,23 @@ table_of_configs.BUILDERS[Config] = lambda config: nn.Linear(5, config.classes)
 def job():
     config = Config()
     return pg.Job(model=lambda: table_of_configs.BUILDERS[type(config)](config), **settings)
-""") + ":job")
+""",
+        )
+        + ":job"
+    )
     assert len(pg.train(job, "data(2)", runs=tmp_path).losses) == 3
 
 
 def test_default_type(tmp_path: Path) -> None:
-    """torch.set_default_dtype at the top level held in the launcher alone; it goes with every task now."""
+    """torch.set_default_dtype at the top level held in the launcher alone; it goes with every
+    task now.
+    """
     before = torch.get_default_dtype()
     try:
-        job = find(written(tmp_path, """
+        job = find(
+            written(
+                tmp_path,
+                """
 torch.set_default_dtype(torch.float64)
 
 class Net(nn.Linear):
@@ -113,16 +147,23 @@ class Net(nn.Linear):
         return super().forward(x)
 
 job = pg.Job(model=lambda: Net(5, 3), dtype=torch.float64, **settings)
-"""))
+""",
+            )
+        )
         assert len(pg.train(job, "data(2)", runs=tmp_path).losses) == 3
     finally:
         torch.set_default_dtype(before)
 
 
 def test_globals_are_one(tmp_path: Path) -> None:
-    """A function by its name and a lambda of the same file share its globals; what the file draws at its top level is the same
-    on all ranks; and a number that a function changed after the file was run goes with it."""
-    job = find(written(tmp_path, """
+    """A function by its name and a lambda of the same file share its globals; what the file
+    draws at its top level is the same on all ranks; and a number that a function changed after
+    the file was run goes with it.
+    """
+    job = find(
+        written(
+            tmp_path,
+            """
 width, held = 3, []
 scale = torch.rand(5)
 
@@ -140,9 +181,13 @@ def model():
 def job():
     global width
     width = 4
-    penalty = lambda output, target: nn.functional.cross_entropy(output, target) + 0.1 * held[0].weight.pow(2).sum()
+    penalty = lambda output, target: (
+        nn.functional.cross_entropy(output, target) + 0.1 * held[0].weight.pow(2).sum())
     return pg.Job(model=model, **{**settings, "loss": penalty})
-""") + ":job")
+""",
+        )
+        + ":job"
+    )
     (serial, split) = (pg.train(job, strategy, runs=tmp_path) for strategy in ("serial", "data(2)"))
     assert serial.losses == pytest.approx(split.losses, rel=1e-5)
     weights = [run.model().state_dict()["weight"] for run in (serial, split)]
@@ -155,7 +200,10 @@ def test_an_edit_in_between_mixes_nothing(tmp_path: Path) -> None:
     first = find(place)
     second = find(written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 7), **settings)\n"))
     Path(place).write_text("raise RuntimeError('half written')\n")
-    shapes = [pg.train(each, "data(2)", runs=tmp_path).model().state_dict()["weight"].shape for each in (first, second)]
+    shapes = [
+        pg.train(each, "data(2)", runs=tmp_path).model().state_dict()["weight"].shape
+        for each in (first, second)
+    ]
     assert shapes == [(3, 5), (7, 5)]
 
 
@@ -163,12 +211,16 @@ def test_modules_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """module:attribute with lambdas alone: nothing made a rank import the module."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "table_of_layers.py").write_text("LAYERS = {}\n")
-    written(tmp_path, """
+    written(
+        tmp_path,
+        """
 import table_of_layers
 table_of_layers.LAYERS["plain"] = nn.Linear
 job = pg.Job(model=lambda: __import__("table_of_layers").LAYERS["plain"](5, 3),
              **{**settings, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)})
-""", "filed_module.py")
+""",
+        "filed_module.py",
+    )
     assert len(pg.train(find("filed_module:job"), "data(2)", runs=tmp_path).losses) == 3
 
 
@@ -180,11 +232,23 @@ pg.train(job, "data(2)")
 
 
 @pytest.mark.table
-def test_a_training_at_the_top_level_is_refused_by_the_command_and_runs_as_a_script(tmp_path: Path) -> None:
+def test_a_training_at_the_top_level_is_refused_by_the_command_and_runs_as_a_script(
+    tmp_path: Path,
+) -> None:
     """`paragrad train script.py` trained at once, by the script's own call, and then again."""
     path = written(tmp_path, UNGUARDED)
-    for words, code, told in ((["-m", "paragrad", "train", path], 2, "filed.py trains at its top level"), ([path], 0, "")):
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    for words, code, told in (
+        (["-m", "paragrad", "train", path], 2, "filed.py trains at its top level"),
+        ([path], 0, ""),
+    ):
+        done = subprocess.run(
+            [sys.executable, *words],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            cwd=tmp_path,
+        )
         assert done.returncode == code, done.stderr
         assert told in done.stderr
         assert done.stdout.count("at the top") == 1
@@ -195,14 +259,24 @@ def test_a_training_at_the_top_level_is_refused_by_the_command_and_runs_as_a_scr
 def test_a_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None:
     text = UNGUARDED.replace("pg.train(", 'if __name__ == "__main__":\n    pg.train(')
     words = ["-m", "paragrad", "train", written(tmp_path, text), "--strategy", "data(2)"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("at the top") == 1
 
 
-def test_a_short_name_within_another_one_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a job `level:job` whatever had "level" in it, such as two_level, was sent with that module, which ranks import by
-    its name and may no longer find."""
+def test_a_short_name_within_another_one_names_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a job `level:job` whatever had "level" in it, such as two_level, was sent with that
+    module, which ranks import by its name and may no longer find.
+    """
     written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "level.py")
     monkeypatch.syspath_prepend(tmp_path)
     found = find("level:job")

@@ -1,6 +1,8 @@
-"""Workers that join a running training by a command of their own: who takes part, who is let in, who goes, and how it ends.
+"""Workers that join a running training by a command of their own: who takes part, who is let
+in, who goes, and how it ends.
 
-Trainings are held until those who are to join are there, by the office's own loop: nothing here waits for luck.
+Trainings are held until those who are to join are there, by the office's own loop: nothing here
+waits for luck.
 """
 
 from __future__ import annotations
@@ -31,7 +33,16 @@ from paragrad.record.record import Record, Recorder, lines_of
 from paragrad.techniques.served.calling import Calling, knock
 from paragrad.techniques.served.entrance import Entrance, Place, read_place, refuse_place
 from paragrad.techniques.served.header import Header, Kind, Unfit
-from paragrad.techniques.served.keys import PUBLIC, SECRET, Allowed, Keys, make_keys, own_keys, public_key, write_public
+from paragrad.techniques.served.keys import (
+    PUBLIC,
+    SECRET,
+    Allowed,
+    Keys,
+    make_keys,
+    own_keys,
+    public_key,
+    write_public,
+)
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import END, KEEP, TEST, TRAIN, Ticket
 from paragrad.techniques.served.sockets import FROM_ELSEWHERE, Listening
@@ -52,8 +63,10 @@ JOB = """
 
     inputs = numbers(29, 10, seed=1)
     data = TensorDataset(inputs, (inputs @ numbers(10, 4, seed=2)).argmax(1))
-    job = pg.Job(name="vectors", model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)),
-                 loss=nn.functional.cross_entropy, optimizer=lambda values: torch.optim.SGD(values, lr=0.1, momentum=0.9),
+    job = pg.Job(name="vectors", model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(),
+            nn.Linear(16, 4)),
+                 loss=nn.functional.cross_entropy,
+                         optimizer=lambda values: torch.optim.SGD(values, lr=0.1, momentum=0.9),
                  train=data, test=data, metric=pg.accuracy, batch=12, epochs=6, dtype=torch.float64)
 """
 SAMPLES = 6 * 29
@@ -61,26 +74,59 @@ TRAINING = elastic.Run
 
 
 class Ground:
-    """A folder with a job, the keys of somebody who may join, and what has to be said to do so."""
+    """A folder with a job, the keys of somebody who may join, and what has to be said to do
+    so.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.job, self.allow, self.key = folder, folder / "job.py", folder / "allow", folder / f"me{SECRET}"
+        self.folder = folder
+        self.job = folder / "job.py"
+        self.allow = folder / "allow"
+        self.key = folder / f"me{SECRET}"
         self.job.write_text(textwrap.dedent(JOB))
         self.allow.mkdir()
         make_keys(self.key).replace(self.allow / f"me{PUBLIC}")
-        self.server_key, self.address = Path(), ""
+        self.server_key = Path()
+        self.address = ""
         self.complaints: Any = subprocess.PIPE
 
-    def join(self, *more: str, key: Path | None = None, launched: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def join(
+        self, *more: str, key: Path | None = None, launched: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """The command, once it is known where."""
-        words = [sys.executable, "-m", "paragrad", "join", self.address, str(self.job), "--server-key", str(self.server_key),
-                 "--key", str(key or self.key), "--threads", "1", *more]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=self.complaints, text=True, cwd=self.folder,
-                                env={**os.environ, **(launched or {})})
+        words = [
+            sys.executable,
+            "-m",
+            "paragrad",
+            "join",
+            self.address,
+            str(self.job),
+            "--server-key",
+            str(self.server_key),
+            "--key",
+            str(key or self.key),
+            "--threads",
+            "1",
+            *more,
+        ]
+        return subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=self.complaints,
+            text=True,
+            cwd=self.folder,
+            env={**os.environ, **(launched or {})},
+        )
 
     def train(self, text: str, batch: int = 12, **more: Any) -> pg.Run:
-        return pg.train(find(str(self.job)).replace(batch=batch), text, listen="127.0.0.1", allow=self.allow,
-                        runs=self.folder / "runs", **more)
+        return pg.train(
+            find(str(self.job)).replace(batch=batch),
+            text,
+            listen="127.0.0.1",
+            allow=self.allow,
+            runs=self.folder / "runs",
+            **more,
+        )
 
 
 @pytest.fixture
@@ -89,16 +135,21 @@ def place(tmp_path: Path) -> Ground:
 
 
 class Open(elastic.Run):
-    """Has others join as soon as it is known where, trains when those who are wanted are there, and tells of what they did."""
+    """Has others join as soon as it is known where, trains when those who are wanted are there,
+    and tells of what they did.
+    """
+
     place: Ground
-    joining: tuple[tuple[str, ...], ...] = ((),)            # the options of each
+    joining: tuple[tuple[str, ...], ...] = ((),)  # the options of each
     wanted = 1
     joiners: list[subprocess.Popen[str]]
-    seen: Any = None                                        # called after every ticket of theirs
+    # called after every ticket of theirs
+    seen: Any = None
 
     def say_where(self, address: Any) -> None:
         super().say_where(address)
-        self.place.address, self.place.server_key = address.at, self.folder / "office.key"
+        self.place.address = address.at
+        self.place.server_key = self.folder / "office.key"
         type(self).joiners = [self.place.join(*options) for options in self.joining]
 
     @property
@@ -106,7 +157,10 @@ class Open(elastic.Run):
         return [number for number in self.office.members if number >= self.strategy.size]
 
     def epochs(self) -> str:
-        while len(self.guests) < self.wanted or len(self.office.members) < self.strategy.workers + self.wanted:
+        while (
+            len(self.guests) < self.wanted
+            or len(self.office.members) < self.strategy.workers + self.wanted
+        ):
             self.look(None)
         return super().epochs()
 
@@ -118,7 +172,9 @@ class Open(elastic.Run):
 
 @pytest.fixture
 def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., type[Open]]]:
-    """Trainings are such as that, with what is changed of it. Nobody who joined outlives the test."""
+    """Trainings are such as that, with what is changed of it. Nobody who joined outlives the
+    test.
+    """
     found: list[type[Open]] = []
 
     def change(**changes: Any) -> type[Open]:
@@ -126,6 +182,7 @@ def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setattr(elastic, "Run", made)
         found.append(made)
         return made
+
     yield change
     for joiner in (each for made in found for each in made.joiners):
         joiner.kill()
@@ -144,13 +201,27 @@ def events(run: pg.Run) -> list[str]:
 
 def whole(run: pg.Run) -> bool:
     """Every sample was applied once on every server, and the record has it."""
-    return set(applied(run)) == {SAMPLES} and (run.audit.epochs, run.audit.twice, run.audit.missed) == (6, 0, 0)
+    return set(applied(run)) == {SAMPLES} and (
+        run.audit.epochs,
+        run.audit.twice,
+        run.audit.missed,
+    ) == (6, 0, 0)
 
 
-# ---- who takes part --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["server(2, servers=2, sync=asp)", *(pytest.param(each, marks=pytest.mark.table) for each in (
-    "server(2, sync=ssp(1))", "server(3, sync=bsp(backup=1))"))])
-def test_who_joins_does_its_part_and_ends_with_the_training(text: str, place: Ground, opened: Callable[..., Any]) -> None:
+# ---- who takes part --------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "text",
+    [
+        "server(2, servers=2, sync=asp)",
+        *(
+            pytest.param(each, marks=pytest.mark.table)
+            for each in ("server(2, sync=ssp(1))", "server(3, sync=bsp(backup=1))")
+        ),
+    ],
+)
+def test_who_joins_does_its_part_and_ends_with_the_training(
+    text: str, place: Ground, opened: Callable[..., Any]
+) -> None:
     here = opened(joining=((), ()), wanted=2)
     run = place.train(text, save=1)
     assert run.finished
@@ -160,7 +231,8 @@ def test_who_joins_does_its_part_and_ends_with_the_training(text: str, place: Gr
         code, printed, _ = ended(joiner)
         assert code == 0
         assert "train" in printed
-    record, size = Record(run.folder), pg.strategy(text).size
+    record = Record(run.folder)
+    size = pg.strategy(text).size
     own, theirs = (line for rank in (0, size) for line in record.of("step", rank)[:1])
     assert own.keys() == theirs.keys()
     assert own["sent"].keys() == theirs["sent"].keys()
@@ -171,13 +243,28 @@ def test_who_joins_does_its_part_and_ends_with_the_training(text: str, place: Gr
 
 
 @pytest.mark.story
-def test_who_is_started_by_a_launcher_joins_as_any(place: Ground, opened: Callable[..., Any]) -> None:
-    """By srun with two tasks it was let in, and then refused: the training wanted three ranks, and the launcher started two."""
+def test_who_is_started_by_a_launcher_joins_as_any(
+    place: Ground, opened: Callable[..., Any]
+) -> None:
+    """By srun with two tasks it was let in, and then refused: the training wanted three ranks,
+    and the launcher started two.
+    """
+
     def say_where(self: Any, address: Any) -> None:
         TRAINING.say_where(self, address)
-        place.address, place.server_key = address.at, self.folder / "office.key"
-        type(self).joiners = [place.join(launched={"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2",
-                                                   "SLURM_STEP_TASKS_PER_NODE": "2"})]
+        place.address = address.at
+        place.server_key = self.folder / "office.key"
+        type(self).joiners = [
+            place.join(
+                launched={
+                    "SLURM_PROCID": "1",
+                    "SLURM_LOCALID": "1",
+                    "SLURM_STEP_NUM_TASKS": "2",
+                    "SLURM_STEP_TASKS_PER_NODE": "2",
+                }
+            )
+        ]
+
     here = opened(say_where=say_where)
     run = place.train("server(2, sync=ssp(1))")
     assert ended(here.joiners[0])[0] == 0
@@ -206,9 +293,12 @@ def test_one_that_is_killed_is_missed_by_nobody(place: Ground, opened: Callable[
 
 
 @pytest.mark.story
-def test_one_that_is_stopped_is_late_and_comes_back(place: Ground, opened: Callable[..., Any]) -> None:
+def test_one_that_is_stopped_is_late_and_comes_back(
+    place: Ground, opened: Callable[..., Any]
+) -> None:
     def run(self: Any) -> str:
-        self.office.limit, self.was_late = 0.5, False
+        self.office.limit = 0.5
+        self.was_late = False
         return TRAINING.run(self)
 
     def stop(self: Any, number: int) -> None:
@@ -222,9 +312,11 @@ def test_one_that_is_stopped_is_late_and_comes_back(place: Ground, opened: Calla
             self.joiners[0].send_signal(signal.SIGCONT)
 
     def train(self: Any, epoch: int, start: int) -> int:
-        while epoch == 5 and not (self.was_late and self.guests):       # the last one only when it is back
+        # the last one only when it is back
+        while epoch == 5 and not (self.was_late and self.guests):
             self.look(None)
         return TRAINING.train(self, epoch, start)
+
     here = opened(run=run, seen=stop, event=event, train=train)
     run = place.train("server(2, servers=2, sync=asp)")
     assert ended(here.joiners[0])[0] == 0
@@ -233,10 +325,14 @@ def test_one_that_is_stopped_is_late_and_comes_back(place: Ground, opened: Calla
 
 
 def test_a_server_that_is_killed_is_found_again(place: Ground, opened: Callable[..., Any]) -> None:
-    """At its port, by its key, and it knows who was let in. Under ssp nobody goes on without the one that joined."""
+    """At its port, by its key, and it knows who was let in. Under ssp nobody goes on without
+    the one that joined.
+    """
+
     def kill(run: Any, number: int) -> None:
         if "killed" not in vars(run):
             run.killed = run.crew.members[2].signal(signal.SIGKILL)
+
     here = opened(seen=kill)
     run = place.train("server(2, servers=2, sync=ssp(1))")
     assert ended(here.joiners[0])[0] == 0
@@ -245,8 +341,12 @@ def test_a_server_that_is_killed_is_found_again(place: Ground, opened: Callable[
     assert len(Record(run.folder).of("step", 4)) > 3
 
 
-def test_who_waits_for_long_is_told_that_somebody_is_there(place: Ground, opened: Callable[..., Any]) -> None:
-    """It gives up after a second and a half without an answer, and is held for three questions."""
+def test_who_waits_for_long_is_told_that_somebody_is_there(
+    place: Ground, opened: Callable[..., Any]
+) -> None:
+    """It gives up after a second and a half without an answer, and is held for three
+    questions.
+    """
     waited: list[bytes] = []
 
     def epochs(self: Any) -> str:
@@ -256,10 +356,12 @@ def test_who_waits_for_long_is_told_that_somebody_is_there(place: Ground, opened
             if header.kind == Kind.WAIT and whose[:1] == FROM_ELSEWHERE:
                 waited.append(whose)
             answer(whose, header, *rest)
+
         self.listening.answer = counting
         while len(waited) < 3:
             self.look(None)
         return TRAINING.epochs(self)
+
     here = opened(joining=(("--timeout", "1.5"),), epochs=epochs)
     run = place.train("server(2, sync=ssp(4))")
     assert ended(here.joiners[0])[0] == 0
@@ -287,25 +389,40 @@ LAUNCHES = """
 
 
 @pytest.mark.story
-def test_where_the_launching_process_is_killed_who_joined_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_where_the_launching_process_is_killed_who_joined_ends_with_a_sentence(
+    tmp_path: Path,
+) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LAUNCHES), str(tmp_path)], stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LAUNCHES), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
     assert launcher.stdout is not None
     joiner = os.pidfd_open(int(launcher.stdout.readline()))
     launcher.kill()
     launcher.communicate(timeout=60)
-    assert select.select([joiner], [], [], 60)[0]           # it ends by itself
+    assert select.select([joiner], [], [], 60)[0]  # it ends by itself
     os.close(joiner)
     complaint = (tmp_path / "complaints").read_text()
-    assert re.search(r"^paragrad: .*no answer from (server 0|the training's office) within 5 s", complaint, re.MULTILINE)
+    assert re.search(
+        r"^paragrad: .*no answer from (server 0|the training's office) within 5 s",
+        complaint,
+        re.MULTILINE,
+    )
 
 
-# ---- who is let in ---------------------------------------------------------------------------------------------------------
+# ---- who is let in ---------------------------------------------------------------------------
 @pytest.mark.story
-def test_a_stranger_gets_no_answer_and_changes_nothing(place: Ground, opened: Callable[..., Any], tmp_path: Path) -> None:
-    """Noise over raw TCP, ZeroMQ without a key, an unknown key, another server's key: of the training, which one worker makes
-    as serial does, nothing is different."""
+def test_a_stranger_gets_no_answer_and_changes_nothing(
+    place: Ground, opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Noise over raw TCP, ZeroMQ without a key, an unknown key, another server's key: of the
+    training, which one worker makes as serial does, nothing is different.
+    """
     make_keys(tmp_path / f"other{SECRET}")
     said: list[str] = []
 
@@ -319,9 +436,12 @@ def test_a_stranger_gets_no_answer_and_changes_nothing(place: Ground, opened: Ca
                 with socket.create_connection((at.host, at.port)) as raw:
                     raw.sendall(noise)
             said.append(knock(address, own_keys(tmp_path / f"other{SECRET}"), 20.0))
-            said.append(knock(type(address)(address.at, Keys.made().public), own_keys(place.key), 20.0))
+            said.append(
+                knock(type(address)(address.at, Keys.made().public), own_keys(place.key), 20.0)
+            )
             said.append(knock(type(address)(address.at), own_keys(place.key), 20.0))
-            if address is not office:                       # the office would know it, and did not let it in yet
+            # the office would know it, and did not let it in yet
+            if address is not office:
                 said.append(knock(address, own_keys(place.key), 20.0))
         place.key = tmp_path / f"other{SECRET}"
         type(self).joiners = [place.join()]
@@ -331,18 +451,28 @@ def test_a_stranger_gets_no_answer_and_changes_nothing(place: Ground, opened: Ca
         return TRAINING.epochs(self)
 
     def say_where(self: Any, address: Any) -> None:
-        place.address, place.server_key, self.office_at = address.at, self.folder / "office.key", address
+        place.address = address.at
+        place.server_key = self.folder / "office.key"
+        self.office_at = address
         write_public(address.key, place.server_key)
+
     opened(epochs=epochs, say_where=say_where)
     run = place.train("server(1, servers=2, sync=asp)", batch=29)
-    assert said == ["unknown", "another key", "another key", *2 * ["unknown", "another key", "another key", "unknown"]]
+    assert said == [
+        "unknown",
+        "another key",
+        "another key",
+        *2 * ["unknown", "another key", "another key", "unknown"],
+    ]
     serial = pg.train(find(str(place.job)).replace(batch=29), "serial", runs=tmp_path / "runs")
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     assert whole(run)
     assert events(run) == []
 
 
-def test_another_job_is_refused_by_name_on_both_sides(place: Ground, opened: Callable[..., Any]) -> None:
+def test_another_job_is_refused_by_name_on_both_sides(
+    place: Ground, opened: Callable[..., Any]
+) -> None:
     """And the training goes on with who trains the same. One key may be added while it runs."""
     later = place.folder / f"later{SECRET}"
 
@@ -355,25 +485,40 @@ def test_another_job_is_refused_by_name_on_both_sides(place: Ground, opened: Cal
         make_keys(later).replace(place.allow / f"later{PUBLIC}")
         self.joiners.append(place.join(key=later))
         return Open.epochs(self)
+
     here = opened(joining=(("--seed", "7"),), epochs=epochs)
     run = place.train("server(2, sync=asp)")
     assert ended(here.joiners[1])[0] == 0
     assert whole(run)
     handed_out = next(line for line in Record(run.folder).own if line["kind"] == "handed_out")
     assert handed_out["refused"] == {"a job with another seed": 1}
-    assert "with the key of later.key" in next(line["message"] for line in Record(run.folder).own
-                                               if line["kind"] == "event" and line["name"] == "joined")
+    assert "with the key of later.key" in next(
+        line["message"]
+        for line in Record(run.folder).own
+        if line["kind"] == "event" and line["name"] == "joined"
+    )
 
 
 KNOWN = {"seed": 0, "model": "Linear(1, 1)", "loss before training": 0.5}
 
 
-@pytest.mark.parametrize(("text", "why"), [
-    (b"\xff", "cannot be read"), (b"[1]", "cannot be read"), (b"null", "cannot be read"), (b"[" * 100_000, "cannot be read"),
-    (json.dumps(KNOWN | {"more": 1}).encode(), "1 thing(s) more"),
-    (json.dumps(KNOWN | {"model": "\n\x1b[31m"}).encode(), "another model"),
-    (json.dumps(KNOWN | {"loss before training": 0.6}).encode(), "another loss before training"),
-    (json.dumps(KNOWN | {"loss before training": "x"}).encode(), "cannot be read"), (b"{}", "another seed")])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"\xff", "cannot be read"),
+        (b"[1]", "cannot be read"),
+        (b"null", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (json.dumps(KNOWN | {"more": 1}).encode(), "1 thing(s) more"),
+        (json.dumps(KNOWN | {"model": "\n\x1b[31m"}).encode(), "another model"),
+        (
+            json.dumps(KNOWN | {"loss before training": 0.6}).encode(),
+            "another loss before training",
+        ),
+        (json.dumps(KNOWN | {"loss before training": "x"}).encode(), "cannot be read"),
+        (b"{}", "another seed"),
+    ],
+)
 def test_what_a_job_is_known_by_is_checked(text: bytes, why: str) -> None:
     """What is recorded has no word of who sent it."""
     with pytest.raises(Unfit, match=why.replace("(", r"\(").replace(")", r"\)")):
@@ -381,7 +526,15 @@ def test_what_a_job_is_known_by_is_checked(text: bytes, why: str) -> None:
     refuse_other(KNOWN, json.dumps(KNOWN).encode())
 
 
-STEP = {"loss": 0.5, "weight": 2.0, "seconds": 0.1, "lr": 0.1, "sent": 80.0, "became": 0.0, "more": 1.0}
+STEP = {
+    "loss": 0.5,
+    "weight": 2.0,
+    "seconds": 0.1,
+    "lr": 0.1,
+    "sent": 80.0,
+    "became": 0.0,
+    "more": 1.0,
+}
 
 
 class Hall(Desk):
@@ -389,10 +542,12 @@ class Hall(Desk):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keys, self.told, self.refusals = {7: b"k" * 40}, list[Any](), list[str]()
-        self.office.guests = self           # type: ignore[assignment]
+        self.keys = {7: b"k" * 40}
+        self.told = list[Any]()
+        self.refusals = list[str]()
+        self.office.guests = self  # type: ignore[assignment]
 
-    check = Guests.check                    # type: ignore[assignment]
+    check = Guests.check  # type: ignore[assignment]
 
     def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
         self.told.append((number, ticket.number))
@@ -406,20 +561,26 @@ class Hall(Desk):
         elif header.kind == Kind.GIVEN:
             super().answer(whose.removeprefix(FROM_ELSEWHERE)[-1:], header, text)
 
-    def says(self, key: bytes, *text: Any, kind: Kind = Kind.NEXT, call: int = 0, job: int = 77) -> str:
+    def says(
+        self, key: bytes, *text: Any, kind: Kind = Kind.NEXT, call: int = 0, job: int = 77
+    ) -> str:
         """What is refused of a question from elsewhere, or nothing."""
         before = len(self.refusals)
         header = Header(kind, job, call=call or next(self.calls))
-        self.office.taken(self, frames(header, json.dumps(text).encode(), whose=FROM_ELSEWHERE + key + b"7"))  # type: ignore[arg-type]
-        self.office.hand_out(self)          # type: ignore[arg-type]
+        self.office.taken(
+            self, frames(header, json.dumps(text).encode(), whose=FROM_ELSEWHERE + key + b"7")
+        )  # type: ignore[arg-type]
+        self.office.hand_out(self)  # type: ignore[arg-type]
         return "".join(self.refusals[before:])
 
 
 def test_a_number_is_its_keys_alone_and_a_ticket_whose_it_was_given() -> None:
-    hall, key = Hall(), b"k" * 40
+    hall = Hall()
+    key = b"k" * 40
     hall.give(3)
     assert "somebody else's" in hall.says(b"x" * 40, 7, None, {})
-    assert "somebody else's" in hall.says(key, 0, None, {})             # one of the training's own
+    # one of the training's own
+    assert "somebody else's" in hall.says(key, 0, None, {})
     assert hall.says(key, 7, None, {}) == ""
     given = hall.given[7].__dict__
     assert "was not given" in hall.says(key, 7, {**given, "number": 2}, {})
@@ -427,17 +588,21 @@ def test_a_number_is_its_keys_alone_and_a_ticket_whose_it_was_given() -> None:
     assert "not finite" in hall.says(key, 7, given, {**STEP, "loss": float("nan")})
     assert "cannot be read" in hall.says(key, 7, given, {"loss": 10**400})
     assert "END is not for those who joined" in hall.says(key, 7, None, {}, kind=Kind.END)
-    assert "without its loss" in hall.says(key, 7, given, {"became": 1.0})          # once it was done for all
+    # once it was done for all
+    assert "without its loss" in hall.says(key, 7, given, {"became": 1.0})
     assert hall.office.open == {hall.given[7]: 7}
     assert hall.says(key, 7, given, STEP) == ""
     assert hall.told == [(7, 0)]
-    assert hall.asks(0) is not None                     # its own are as they were
+    assert hall.asks(0) is not None  # its own are as they were
 
 
 @pytest.mark.parametrize("kind", [Kind.NEXT, Kind.LEAVE])
 def test_what_nobody_says_anything_of_is_somebody_elses(kind: Kind) -> None:
-    """Who left as it was given a ticket took it away: it was open for ever, and the training did not end."""
-    hall, key = Hall(), b"k" * 40
+    """Who left as it was given a ticket took it away: it was open for ever, and the training
+    did not end.
+    """
+    hall = Hall()
+    key = b"k" * 40
     hall.give(1)
     hall.says(key, 7, None, {})
     taken = hall.given.pop(7)
@@ -458,7 +623,9 @@ def test_who_joined_keeps_nothing() -> None:
 
 
 def test_what_one_that_joined_cannot_do_is_somebody_elses_though_it_alone_has_trained() -> None:
-    """All of the training's own had been replaced: those who had trained went first, and it was given nothing to keep."""
+    """All of the training's own had been replaced: those who had trained went first, and it was
+    given nothing to keep.
+    """
     hall = Hall()
     hall.give(1)
     hall.says(b"k" * 40, 7, None, {})
@@ -486,83 +653,137 @@ def test_who_comes_when_it_is_over_is_told_so() -> None:
     """It was let in, and waited for servers that were gone."""
     hall = Hall()
     assert hall.says(b"k" * 40, kind=Kind.REMIND) == ""
-    assert hall.says(b"k" * 40, kind=Kind.REMIND, job=0) == ""          # of its JOIN: it was "of another training"
+    # of its JOIN: it was "of another training"
+    assert hall.says(b"k" * 40, kind=Kind.REMIND, job=0) == ""
     hall.office.ended = True
     assert hall.says(b"k" * 40, kind=Kind.JOIN) == "the training is over"
     hall.says(b"k" * 40, 7, None, {})
-    assert hall.given[7] == Ticket(END)                 # who is back late
+    assert hall.given[7] == Ticket(END)  # who is back late
 
 
 def test_who_asks_again_while_it_waits_is_told_to() -> None:
     hall = Hall()
     kinds: list[Kind] = []
-    hall.answer = lambda whose, header, text=b"": kinds.append(header.kind)      # type: ignore[method-assign]
+    hall.answer = lambda whose, header, text=b"": kinds.append(header.kind)
     for _ in range(2):
         hall.says(b"k" * 40, 7, None, {}, call=5)
     assert kinds == [Kind.WAIT]
     assert len(hall.office.members) == 1
 
 
-def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(place: Ground, tmp_path: Path) -> None:
-    """Who asks twice to join has one number, and servers that are not there yet are waited for; a step has one line."""
-    checked = admitted(find(str(place.job)), "server(2, sync=asp)", Settings(listen="127.0.0.1", allow=place.allow))
-    meeting, happened = Meeting(77, str(tmp_path), 1, place=Place("127.0.0.1")), list[str]()
+def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(
+    place: Ground, tmp_path: Path
+) -> None:
+    """Who asks twice to join has one number, and servers that are not there yet are waited for;
+    a step has one line.
+    """
+    checked = admitted(
+        find(str(place.job)), "server(2, sync=asp)", Settings(listen="127.0.0.1", allow=place.allow)
+    )
+    meeting = Meeting(77, str(tmp_path), 1, place=Place("127.0.0.1"))
+    happened = list[str]()
     with Recorder(tmp_path / "run.jsonl") as record:
-        guests = Guests(checked, tmp_path, record, meeting, place.allow, itertools.count(3).__next__,
-                        lambda name, message, **numbers: happened.append(message))
-        key, text = own_keys(place.key).public, json.dumps(known_by(checked.job, checked.facts)).encode()
+        guests = Guests(
+            checked,
+            tmp_path,
+            record,
+            meeting,
+            place.allow,
+            itertools.count(3).__next__,
+            lambda name, message, **numbers: happened.append(message),
+        )
+        key = own_keys(place.key).public
+        text = json.dumps(known_by(checked.job, checked.facts)).encode()
         assert guests.admit(key, 1, text) is None
         entrance = meeting.entrance(0)
         assert entrance is not None
         entrance.keep(Keys.made(), 4000)
-        first, again, another = (json.loads(guests.admit(key, sender, text) or b"") for sender in (1, 1, 2))
+        first, again, another = (
+            json.loads(guests.admit(key, sender, text) or b"") for sender in (1, 1, 2)
+        )
         assert first == again
-        assert (first["number"], another["number"], first["strategy"]) == (3, 4, "server(2, sync=asp)")
+        assert (first["number"], another["number"], first["strategy"]) == (
+            3,
+            4,
+            "server(2, sync=asp)",
+        )
         assert [at for at, _ in first["servers"]] == ["tcp://127.0.0.1:4000"]
-        assert happened == ["worker 3 joined, with the key of me.key", "worker 4 joined, with the key of me.key"]
+        assert happened == [
+            "worker 3 joined, with the key of me.key",
+            "worker 4 joined, with the key of me.key",
+        ]
         assert Allowed(meeting.joined).name(key) == "3"
-        for bad in ({"sent": 1e300}, {"seconds": -1.0}, {"weight": -1.0}, {"loss": 1e308, "weight": 1e308}):
+        for bad in (
+            {"sent": 1e300},
+            {"seconds": -1.0},
+            {"weight": -1.0},
+            {"loss": 1e308, "weight": 1e308},
+        ):
             with pytest.raises(Unfit, match="cannot be"):
                 guests.check(Ticket(TRAIN, 5, 0, 2, 1), STEP | bad)
         with pytest.raises(Unfit, match="without its lr"):
-            guests.check(Ticket(TRAIN, 5, 0, 2, 1), {name: value for name, value in STEP.items() if name != "lr"})
-        guests.check(Ticket(TEST), {"sum": math.inf, "weight": 2.0})            # a loss may be so
-        guests.did(3, Ticket(TRAIN, 4, 0, 2, 0), STEP | {"became": 1.0})        # somebody else's was applied
+            guests.check(
+                Ticket(TRAIN, 5, 0, 2, 1),
+                {name: value for name, value in STEP.items() if name != "lr"},
+            )
+        # a loss may be so
+        guests.check(Ticket(TEST), {"sum": math.inf, "weight": 2.0})
+        # somebody else's was applied
+        guests.did(3, Ticket(TRAIN, 4, 0, 2, 0), STEP | {"became": 1.0})
         for _ in range(2):
             guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), STEP)
         guests.left(3)
         assert Allowed(meeting.joined).name(key) == "4"
-    line, = lines_of(tmp_path / "rank-3.jsonl")
+    (line,) = lines_of(tmp_path / "rank-3.jsonl")
     assert (line["step"], line["order"], line["loss"], line["sent"]) == (
-        2, [27, 29], [1.0, 2.0], {"gradients": {"bytes": 80, "computed": False}})
+        2,
+        [27, 29],
+        [1.0, 2.0],
+        {"gradients": {"bytes": 80, "computed": False}},
+    )
     assert "more" not in line
 
 
-# ---- files and places ------------------------------------------------------------------------------------------------------
+# ---- files and places ------------------------------------------------------------------------
 def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
     key = tmp_path / f"me{SECRET}"
     public = make_keys(key)
     assert key.stat().st_mode & 0o777 == 0o600
     assert own_keys(key).public == public_key("--server-key", public)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"me{PUBLIC}", f"me{SECRET}"]
-    for break_it, repair in ((lambda: key.chmod(0o644), "chmod 600"),
-                             (lambda: key.write_text('public-key = "x"\nsecret-key = "y"\n'), "holds no key of CurveZMQ"),
-                             (lambda: key.write_bytes(public.read_bytes()), "holds a public key alone")):
+    for break_it, repair in (
+        (lambda: key.chmod(0o644), "chmod 600"),
+        (
+            lambda: key.write_text('public-key = "x"\nsecret-key = "y"\n'),
+            "holds no key of CurveZMQ",
+        ),
+        (lambda: key.write_bytes(public.read_bytes()), "holds a public key alone"),
+    ):
         break_it()
         with pytest.raises(Refused, match=repair):
             own_keys(key)
     with pytest.raises(Refused, match="cannot be made"):
-        make_keys(key)                                  # never over one that is there
+        make_keys(key)  # never over one that is there
     with pytest.raises(Refused, match=f"give .*me{SECRET}"):
         make_keys(tmp_path / "me")
 
 
 def test_who_may_join_is_a_folder_of_public_keys(tmp_path: Path) -> None:
-    folder, job = tmp_path / "allow", pg.job("digits")
-    for prepare, repair in ((lambda: None, "there is no such folder"), (folder.mkdir, "holds no public key"),
-                            (lambda: (folder / f"a{PUBLIC}").write_text("nothing"), "holds no key of CurveZMQ"),
-                            (lambda: make_keys(tmp_path / f"a{SECRET}").with_suffix(SECRET).replace(folder / f"a{PUBLIC}"),
-                             "holds a secret key")):
+    folder = tmp_path / "allow"
+    job = pg.job("digits")
+    for prepare, repair in (
+        (lambda: None, "there is no such folder"),
+        (folder.mkdir, "holds no public key"),
+        (lambda: (folder / f"a{PUBLIC}").write_text("nothing"), "holds no key of CurveZMQ"),
+        (
+            lambda: (
+                make_keys(tmp_path / f"a{SECRET}")
+                .with_suffix(SECRET)
+                .replace(folder / f"a{PUBLIC}")
+            ),
+            "holds a secret key",
+        ),
+    ):
         prepare()
         with pytest.raises(Refused, match=repair):
             Settings(listen="127.0.0.1", allow=folder).check(job)
@@ -570,21 +791,29 @@ def test_who_may_join_is_a_folder_of_public_keys(tmp_path: Path) -> None:
     Settings(listen="127.0.0.1", allow=folder).check(job)
     key = public_key("", public)
     assert Allowed(folder).name(key) == "a"
-    (folder / f"a half{PUBLIC}").write_text("curve\n")          # somebody is copying it
+    (folder / f"a half{PUBLIC}").write_text("curve\n")  # somebody is copying it
     assert Allowed(folder).callback("*", key)
     public.unlink()
     assert not Allowed(folder).callback("*", key)
 
 
-@pytest.mark.parametrize(("text", "place"), [
-    ("10.0.0.1", Place("10.0.0.1")), ("host:40", Place("host", 40)), ("[::1]:4", Place("::1", 4)),
-    ("tcp://[fd00::1]:4", Place("fd00::1", 4))])
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("10.0.0.1", Place("10.0.0.1")),
+        ("host:40", Place("host", 40)),
+        ("[::1]:4", Place("::1", 4)),
+        ("tcp://[fd00::1]:4", Place("fd00::1", 4)),
+    ],
+)
 def test_places_are_read_as_they_are_printed(text: str, place: Place) -> None:
     assert read_place("--listen", text) == place
     assert read_place("--listen", str(place)) == place
 
 
-@pytest.mark.parametrize("text", ["", ":40", "a:b", "http://a:40", "a:99999", "a/b", "[::1", "a:40?x", "u@a:40"])
+@pytest.mark.parametrize(
+    "text", ["", ":40", "a:b", "http://a:40", "a:99999", "a/b", "[::1", "a:40?x", "u@a:40"]
+)
 def test_other_places_are_refused(text: str) -> None:
     with pytest.raises(Refused, match="write HOST or HOST:PORT"):
         read_place("--listen", text)
@@ -593,16 +822,21 @@ def test_other_places_are_refused(text: str) -> None:
 def test_a_port_that_is_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(Refused, match=f"port {port} of 127.0.0.1 is in use; give another one, or none"):
+        with pytest.raises(
+            Refused, match=f"port {port} of 127.0.0.1 is in use; give another one, or none"
+        ):
             refuse_place(Place("127.0.0.1", port), 1)
         with pytest.raises(Refused, match="is in use"):
-            refuse_place(Place("127.0.0.1", port - 2), 3)           # a server's
+            refuse_place(Place("127.0.0.1", port - 2), 3)  # a server's
     refuse_place(Place("127.0.0.1", port), 1)
 
 
 def test_a_server_is_where_it_was_with_the_key_that_it_had(tmp_path: Path) -> None:
-    """Also while the old one's connections are still closing. Only who is allowed is let in, by the folder as it is."""
-    allowed, mine = tmp_path / "allowed", Keys.made()
+    """Also while the old one's connections are still closing. Only who is allowed is let in, by
+    the folder as it is.
+    """
+    allowed = tmp_path / "allowed"
+    mine = Keys.made()
     allowed.mkdir()
     entrance = Entrance(Place("127.0.0.1"), allowed, tmp_path / "kept")
     first = Listening(1000, None, Keys.made(), None, entrance)
@@ -631,7 +865,9 @@ def test_a_server_is_where_it_was_with_the_key_that_it_had(tmp_path: Path) -> No
 
 
 def test_a_flood_of_connections_lets_others_talk() -> None:
-    """ZeroMQ tells who comes and goes, and stood still while nobody had heard the last thousand of it."""
+    """ZeroMQ tells who comes and goes, and stood still while nobody had heard the last thousand
+    of it.
+    """
     mine = Keys.made()
     listening = Listening(1000, "127.0.0.1", Keys.made())
     calling = Calling([listening.address], 1000, mine, 30.0)
@@ -650,7 +886,9 @@ def test_a_flood_of_connections_lets_others_talk() -> None:
 
 
 def test_noise_is_not_taken_for_workers_that_left() -> None:
-    """A port scan between hosts made the count of connections negative, and the server end: no worker is there any more."""
+    """A port scan between hosts made the count of connections negative, and the server end: no
+    worker is there any more.
+    """
     mine = Keys.made()
     listening = Listening(1000, "127.0.0.1", Keys.made())
     try:
@@ -663,7 +901,7 @@ def test_noise_is_not_taken_for_workers_that_left() -> None:
             with socket.create_connection((at.host, at.port)) as raw:
                 raw.sendall(os.urandom(64))
                 with contextlib.suppress(ConnectionResetError):
-                    while raw.recv(100):                # until it is thrown out
+                    while raw.recv(100):  # until it is thrown out
                         pass
         assert listening.connections >= 1
         calling.close()

@@ -1,4 +1,6 @@
-"""What verbs print as JSON is what docs/json.md says; the command and Python begin with the same settings."""
+"""What verbs print as JSON is what docs/json.md says; the command and Python begin with the
+same settings.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,35 @@ from paragrad.verbs import cli
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
-    "train": ["train", "digits", "--epochs", "1", "--strategy", "data(2, reduce=ring)", "--check", "--noise-scale", "9"],
+    "train": [
+        "train",
+        "digits",
+        "--epochs",
+        "1",
+        "--strategy",
+        "data(2, reduce=ring)",
+        "--check",
+        "--noise-scale",
+        "9",
+    ],
     "dry run": ["train", "digits", "--strategy", "federated(2)", "--dry-run"],
-    "compare": ["compare", "digits", "--epochs", "1", "--strategies", "serial; data(2)", "--until", "accuracy=1"],
+    "compare": [
+        "compare",
+        "digits",
+        "--epochs",
+        "1",
+        "--strategies",
+        "serial; data(2)",
+        "--until",
+        "accuracy=1",
+    ],
     "verify": ["verify", "digits", "--strategy", "data(2)"],
     "simulate": ["simulate", "data(4, reduce=ring)", "--bytes", "1MB"],
     "simulate compressed": ["simulate", "data(4, compress=int8)", "--bytes", "1MB"],
-    "work": ["work", "digits"], "jobs": ["jobs"], "strategies": ["strategies"]}
+    "work": ["work", "digits"],
+    "jobs": ["jobs"],
+    "strategies": ["strategies"],
+}
 
 
 def documented(verb: str) -> set[str]:
@@ -39,7 +63,9 @@ def documented(verb: str) -> set[str]:
 
 
 def printed(value: Any, at: str = "") -> Iterator[str]:
-    """The path of every value in an answer; rows of a comparison and of a list are as their keys."""
+    """The path of every value in an answer; rows of a comparison and of a list are as their
+    keys.
+    """
     if isinstance(value, dict):
         for name, each in value.items():
             yield from printed(each, f"{at}.{name}" if at else name)
@@ -51,24 +77,37 @@ def printed(value: Any, at: str = "") -> Iterator[str]:
 
 
 def compared(verb: str, answer: str) -> None:
-    rows, found = documented(verb), set(printed(json.loads(answer)))
+    rows = documented(verb)
+    found = set(printed(json.loads(answer)))
     patterns = {row: re.compile(re.escape(row).replace(r"\*", ".+")) for row in rows}
-    assert {row for row, pattern in patterns.items() if not any(map(pattern.fullmatch, found))} == set(), "not printed"
-    inside = {row.split(".")[0].removesuffix("[]") for row in rows}           # an object that is null here
-    assert {path for path in found if path not in inside
-            and not any(pattern.fullmatch(path) for pattern in patterns.values())} == set(), "not documented"
+    assert {
+        row for row, pattern in patterns.items() if not any(map(pattern.fullmatch, found))
+    } == set(), "not printed"
+    # an object that is null here
+    inside = {row.split(".")[0].removesuffix("[]") for row in rows}
+    assert {
+        path
+        for path in found
+        if path not in inside and not any(pattern.fullmatch(path) for pattern in patterns.values())
+    } == set(), "not documented"
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_page_has_every_key_that_a_verb_prints(verb: str, tmp_path: Path) -> None:
-    """One verb said `seconds per step`, another seconds_per_step; one had `record`, the others folder; none was documented."""
+    """One verb said `seconds per step`, another seconds_per_step; one had `record`, the others
+    folder; none was documented.
+    """
     words = VERBS[verb]
     runs = ["--runs", str(tmp_path)] if words[0] in ("train", "compare", "verify") else []
     compared(verb, CliRunner().invoke(cli.app, [*words, *runs, "--json"]).stdout)
 
 
-def test_the_page_has_every_key_of_a_machine_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = Machine({"shm": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", {"shm": 0.1}, 1e9, 1e9, 1)
+def test_the_page_has_every_key_of_a_machine_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(
+        {"shm": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", {"shm": 0.1}, 1e9, 1e9, 1
+    )
     simulation.machine(machine, tmp_path / "machine.json", True)
     compared("measure", capsys.readouterr().out)
 
@@ -85,13 +124,26 @@ def test_a_key_that_is_missing_or_new_is_found() -> None:
 
 @pytest.mark.parametrize("verb", ["train", "compare", "verify"])
 def test_the_command_and_python_begin_with_the_same_settings(verb: str) -> None:
-    """`paragrad train` compared 20 steps with serial unless told not to, and `paragrad.train` did not unless told to."""
-    typed = {name: each.default for name, each in inspect.signature(getattr(cli, verb)).parameters.items()}
+    """`paragrad train` compared 20 steps with serial unless told not to, and `paragrad.train`
+    did not unless told to.
+    """
+    typed = {
+        name: each.default
+        for name, each in inspect.signature(getattr(cli, verb)).parameters.items()
+    }
     called = {each.name: each.default for each in fields(Settings)} | {
-        name: each.default for name, each in inspect.signature(getattr(paragrad, verb)).parameters.items()}
-    both = [name for name in typed if name in called and typed[name] is not inspect.Parameter.empty and name != "timeout"]
+        name: each.default
+        for name, each in inspect.signature(getattr(paragrad, verb)).parameters.items()
+    }
+    both = [
+        name
+        for name in typed
+        if name in called and typed[name] is not inspect.Parameter.empty and name != "timeout"
+    ]
     assert {"runs", "device", "backend", "loaders" if verb != "verify" else "data"} <= set(both)
     for name in both:
         if called[name] is not inspect.Parameter.empty:
             wanted = str(called[name]) if isinstance(called[name], str | Path) else called[name]
-            assert (str(typed[name]) if isinstance(typed[name], Path) else typed[name]) == wanted, name
+            assert (str(typed[name]) if isinstance(typed[name], Path) else typed[name]) == wanted, (
+                name
+            )

@@ -44,7 +44,9 @@ def who(world: World, name: str) -> tuple[int, int, str, int]:
 
 def test_results_come_in_rank_order_and_the_cores_are_divided(pool: Ranks) -> None:
     for size in (1, 2, 3, 4):
-        assert pool.run(who, "x", size=size) == [(rank, size, "x", max(1, cores() // size)) for rank in range(size)]
+        assert pool.run(who, "x", size=size) == [
+            (rank, size, "x", max(1, cores() // size)) for rank in range(size)
+        ]
     assert pool.run(who, "x", size=2, threads=3)[0][3] == 3
 
 
@@ -56,7 +58,7 @@ def test_functions_need_not_be_importable(pool: Ranks) -> None:
 def test_reports_arrive(pool: Ranks) -> None:
     told: list[tuple[int, str]] = []
 
-    def tell(world: World, report) -> None:                 # type: ignore[no-untyped-def]
+    def tell(world: World, report) -> None:  # type: ignore[no-untyped-def]
         report(f"hello from {world.rank}")
 
     pool.run(tell, size=2, on_report=lambda rank, value: told.append((rank, value)))
@@ -79,7 +81,7 @@ def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Ranks) -> No
     assert str(error) == "rank 1, step 7, tensor fc.weight: it broke"
     assert "fail_on_one" in error.traceback
     assert gone(pids)
-    assert two.run(who, "again")[1][0] == 1                 # the next run starts fresh ranks
+    assert two.run(who, "again")[1][0] == 1  # the next run starts fresh ranks
 
 
 def differ_on_one(world: World, differs: bool) -> None:
@@ -105,7 +107,9 @@ def die(world: World, how: signal.Signals) -> None:
 
 @pytest.mark.story
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
-def test_a_killed_rank_is_named_and_not_the_peer_that_complains(two: Ranks, how: signal.Signals) -> None:
+def test_a_killed_rank_is_named_and_not_the_peer_that_complains(
+    two: Ranks, how: signal.Signals
+) -> None:
     with pytest.raises(RankFailed) as caught:
         two.run(die, how)
     assert caught.value.rank == 1
@@ -119,11 +123,13 @@ def hang(world: World) -> None:
 
 @pytest.mark.story
 def test_a_hang_is_ended_by_the_deadline_and_names_the_rank(two: Ranks) -> None:
-    two.run(who, "awake")                                   # the deadline shall not count the start of processes
+    # the deadline shall not count the start of processes
+    two.run(who, "awake")
     pids = [process.pid for process in two.processes]
     with pytest.raises(RankFailed) as caught:
         two.run(hang, deadline=5.0, timeout=60.0)
-    assert "rank(s) 0, 1" in str(caught.value)              # rank 0 waits for rank 1 at the end of the world
+    # rank 0 waits for rank 1 at the end of the world
+    assert "rank(s) 0, 1" in str(caught.value)
     assert "in hang" in caught.value.traceback
     assert gone(pids)
 
@@ -150,29 +156,41 @@ SCRIPT = textwrap.dedent("""
     def told(rank, value):
         started.append(rank)
         if len(started) == 2:
-            print(processes.server().popen.pid, *(process.pid for process in ranks.processes), flush=True)
+            print(processes.server().popen.pid, *(process.pid for process in ranks.processes),
+                    flush=True)
 
     with Ranks(2) as ranks:
         ranks.run(wait, on_report=told)
 """)
 
 
-@pytest.mark.parametrize("how", [
-    pytest.param(signal.SIGKILL, marks=pytest.mark.story),
-    *(pytest.param(each, marks=pytest.mark.table) for each in (signal.SIGTERM, signal.SIGINT))])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.story),
+        *(pytest.param(each, marks=pytest.mark.table) for each in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
 def test_no_rank_and_no_server_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
     """The signal goes to the launcher's process group, as Ctrl-C at a terminal does."""
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                          text=True, env=environment, process_group=0) as launcher:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        process_group=0,
+    ) as launcher:
         assert launcher.stdout is not None
         watched = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
         assert len(watched) == 3
         os.killpg(launcher.pid, how)
         launcher.wait(timeout=20)
     wait_for_ends(watched)
-    assert list((tmp_path / "temporary").glob("paragrad-*")) == []          # and nothing of them is left
+    # and nothing of them is left
+    assert list((tmp_path / "temporary").glob("paragrad-*")) == []
 
 
 def wait_for_ends(handles: list[int]) -> None:
@@ -215,8 +233,11 @@ def test_a_backend_that_averages_instead_of_summing_is_found(two: Ranks) -> None
 
 @pytest.mark.table
 def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Ranks) -> None:
-    """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state, which held DDP, so the process
-    groups of a finished run lived on, and the whole equality table slowed down as it went."""
+    """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state,
+    which held DDP, so the process groups of a finished run lived on, and the whole equality
+    table slowed down as it went.
+    """
+
     def train() -> int:
         chosen = resolve(strategy("data(3, reduce=ring)"), Here())
         pool.run(difference, JOBS["cnn with batch norm"], chosen, size=3)
@@ -230,10 +251,12 @@ def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Ranks) -
 
 class Interrupted:
     """A poll in which another signal comes; Python lets nobody into it meanwhile."""
+
     signals = 3
 
     def __init__(self) -> None:
-        self.real, self.running = PLAIN_POLL(), False
+        self.real = PLAIN_POLL()
+        self.running = False
 
     def register(self, *arguments: Any) -> None:
         self.real.register(*arguments)
@@ -253,15 +276,21 @@ PLAIN_POLL = select.poll
 
 
 def test_another_process_of_a_server_that_has_ended_is_refused() -> None:
-    """As after a kill of the server, which others had replaced: it was a file that was not found."""
+    """As after a kill of the server, which others had replaced: it was a file that was not
+    found.
+    """
     with Ranks(1) as ranks:
         shutil.rmtree(ranks.meeting())
-        with pytest.raises(RankFailed, match="the server of the ranks ended, and its ranks with it"):
+        with pytest.raises(
+            RankFailed, match="the server of the ranks ended, and its ranks with it"
+        ):
             ranks.another()
 
 
 def test_a_signal_amid_the_look_for_another() -> None:
-    """On a crowded machine two came at once while torch was imported: the server ended, and nothing could be trained."""
+    """On a crowded machine two came at once while torch was imported: the server ended, and
+    nothing could be trained.
+    """
     launcher, other = socket.socketpair()
     told: list[str] = []
     with launcher, mock.patch.object(select, "poll", Interrupted):

@@ -1,4 +1,6 @@
-"""Data of any shape, in the exact order, drawn from by (seed, epoch, index), loaded by any number of processes."""
+"""Data of any shape, in the exact order, drawn from by (seed, epoch, index), loaded by any
+number of processes.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,26 @@ class Augmented(Dataset):
         return 40
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        noise = torch.rand(10) + random.random() + torch.tensor(numpy.random.rand(10), dtype=torch.float32)
+        noise = (
+            torch.rand(10)
+            + random.random()
+            + torch.tensor(numpy.random.rand(10), dtype=torch.float32)
+        )
         return noise + index, index % 4
 
 
-def drawn(seed: int = 0, epoch: int = 0, batches: tuple[tuple[int, ...], ...] = ((3, 1), (2,)),
-          loaders: int = 0) -> list[Tensor]:
-    return [batch[0] for batch in loaded(Samples(Augmented(), seed), [(epoch, list(batch)) for batch in batches], loaders)]
+def drawn(
+    seed: int = 0,
+    epoch: int = 0,
+    batches: tuple[tuple[int, ...], ...] = ((3, 1), (2,)),
+    loaders: int = 0,
+) -> list[Tensor]:
+    return [
+        batch[0]
+        for batch in loaded(
+            Samples(Augmented(), seed), [(epoch, list(batch)) for batch in batches], loaders
+        )
+    ]
 
 
 def test_a_sample_draws_by_seed_epoch_and_index_alone() -> None:
@@ -64,16 +79,19 @@ def test_a_sample_draws_by_seed_epoch_and_index_alone() -> None:
 
 @pytest.mark.parametrize(("loaders", "most"), [(0, 1), (1, 3)])
 def test_batches_are_made_as_they_are_loaded(loaders: int, most: int) -> None:
-    """All of an epoch were made before the first: about a hundred bytes a sample, in every rank."""
+    """All of an epoch were made before the first: about a hundred bytes a sample, in every
+    rank.
+    """
     made: list[int] = []
 
     def batches() -> Iterator[Batch]:
         for step in range(20):
             made.append(step)
             yield batch_of(Order(40, 2, 0), 0, range(2 * step, 2 * step + 2), Division(), (0,))
+
     given = Feed(Log(None), CPU, None).give(Samples(Augmented()), batches(), loaders)
     next(given)
-    assert len(made) <= most                                # each loader has two to go on with
+    assert len(made) <= most  # each loader has two to go on with
     assert len(list(given)) == 19
     assert made == list(range(20))
 
@@ -81,26 +99,44 @@ def test_batches_are_made_as_they_are_loaded(loaders: int, most: int) -> None:
 @pytest.mark.parametrize("loaders", [1, 2, 3])
 def test_loaders_give_the_same_numbers_in_the_same_order(loaders: int) -> None:
     batches = tuple((start, start + 1) for start in range(0, 40, 2))
-    for ours, theirs in zip(drawn(batches=batches), drawn(batches=batches, loaders=loaders), strict=True):
+    for ours, theirs in zip(
+        drawn(batches=batches), drawn(batches=batches, loaders=loaders), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_the_generators_of_the_process_stay_as_they_are(loaders: int) -> None:
-    before = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()       # type: ignore[union-attr]
+    before = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()
     drawn(loaders=loaders)
     assert torch.equal(before[0], torch.get_rng_state())
-    assert (before[1] == numpy.random.get_state()[1]).all()                                     # type: ignore[index]
+    assert (before[1] == numpy.random.get_state()[1]).all()  # type: ignore[index]
     assert before[2] == random.getstate()
 
 
 def test_a_training_with_loaders_is_the_same_training(pool: Ranks, tmp_path: Path) -> None:
-    """Transforms drawn in two processes of each rank, under data(2), give serial's losses and parameters."""
-    job = pg.Job(name="augmented", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy, train=Augmented(),
-                 test=Augmented(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch=7, epochs=2,
-                 dtype=torch.float64, metric=pg.accuracy)
+    """Transforms drawn in two processes of each rank, under data(2), give serial's losses and
+    parameters.
+    """
+    job = pg.Job(
+        name="augmented",
+        model=lambda: nn.Linear(10, 4),
+        loss=nn.functional.cross_entropy,
+        train=Augmented(),
+        test=Augmented(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=7,
+        epochs=2,
+        dtype=torch.float64,
+        metric=pg.accuracy,
+    )
     runs = []
-    for text, loaders in (("serial", 0), ("serial", 1), ("data(2, reduce=ring)", 2), ("data(3, micro=2)", 1)):
+    for text, loaders in (
+        ("serial", 0),
+        ("serial", 1),
+        ("data(2, reduce=ring)", 2),
+        ("data(3, micro=2)", 1),
+    ):
         folder = tmp_path / str(len(runs))
         folder.mkdir()
         runs.append(run(pool, admitted(job, text, Settings(loaders=loaders)), folder))
@@ -108,7 +144,9 @@ def test_a_training_with_loaders_is_the_same_training(pool: Ranks, tmp_path: Pat
         assert finished.losses == pytest.approx(runs[0].losses, rel=1e-10)
         assert finished.test == runs[0].test
         for name, tensor in finished.model().state_dict().items():
-            assert torch.allclose(tensor, runs[0].model().state_dict()[name], rtol=1e-10, atol=1e-12)
+            assert torch.allclose(
+                tensor, runs[0].model().state_dict()[name], rtol=1e-10, atol=1e-12
+            )
 
 
 def test_a_loader_that_fails_names_rank_and_error(pool: Ranks, tmp_path: Path) -> None:
@@ -130,7 +168,7 @@ def test_whole_batches_are_asked_for_at_once_where_a_dataset_gives_them() -> Non
     class Shifted(TensorDataset):
         """A subclass with a transform of its own is asked sample by sample."""
 
-        def __getitem__(self, index: int) -> tuple[Tensor, ...]:            # type: ignore[override]
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:  # type: ignore[override]
             assert isinstance(index, int)
             x, y = super().__getitem__(index)
             return x + 1, y
@@ -139,19 +177,26 @@ def test_whole_batches_are_asked_for_at_once_where_a_dataset_gives_them() -> Non
 
 
 def test_nested_batches() -> None:
-    batch = {"x": torch.arange(6.0).view(3, 2), "many": [torch.arange(3), {"deep": torch.arange(3.0)}],
-             "texts": ["a", "b", "c"], "point": Point(torch.arange(3.0), torch.tensor(5)), "n": 7}
+    batch = {
+        "x": torch.arange(6.0).view(3, 2),
+        "many": [torch.arange(3), {"deep": torch.arange(3.0)}],
+        "texts": ["a", "b", "c"],
+        "point": Point(torch.arange(3.0), torch.tensor(5)),
+        "n": 7,
+    }
     part = cut(batch, slice(1, 3), 3)
     assert part["x"].tolist() == [[2, 3], [4, 5]]
     assert part["many"][0].tolist() == [1, 2]
     assert part["many"][1]["deep"].tolist() == [1, 2]
     assert part["texts"] == ["b", "c"]
-    assert cut(("a", "b", "c"), slice(1, 3), 3) == ("b", "c")               # texts, as torch's collate gives them
+    # texts, as torch's collate gives them
+    assert cut(("a", "b", "c"), slice(1, 3), 3) == ("b", "c")
     with pytest.raises(ValueError, match=r"shape \(7, 3\), which cannot be cut into micro-batches"):
-        cut(torch.zeros(7, 3), slice(1, 3), 3)                              # time first
+        cut(torch.zeros(7, 3), slice(1, 3), 3)  # time first
     assert isinstance(part["point"], Point)
     assert part["point"].x.tolist() == [1, 2]
-    assert part["point"].y == 5                                             # no first dimension: it is every sample's
+    # no first dimension: it is every sample's
+    assert part["point"].y == 5
     assert part["n"] == 7
     moved = brought(batch, CPU, torch.float64)
     assert moved["x"].dtype == moved["many"][1]["deep"].dtype == torch.float64
@@ -172,7 +217,7 @@ def test_how_a_model_is_called() -> None:
         parted(torch.ones(3))
 
 
-def test_a_collate_is_used_also_on_what_could_give_whole_batches_and_draws_by_its_first_sample() -> None:
+def test_a_drawing_collate_is_used_on_data_with_whole_batches() -> None:
     def mixing(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
         return torch.stack([x for x, _ in samples]) + torch.rand(1)
 
@@ -191,38 +236,66 @@ def test_complex_buffers_keep_their_imaginary_part() -> None:
 
     for dtype, expected in ((torch.float32, torch.complex64), (torch.float64, torch.complex128)):
         model = JOBS["mlp"].replace(model=Rotary, dtype=dtype).built_model()
-        assert model.turns.dtype == expected                    # type: ignore[union-attr]
-        assert float(model.turns.imag[1]) == pytest.approx(0.8414710)           # type: ignore[index, union-attr, arg-type]
+        assert model.turns.dtype == expected  # type: ignore[union-attr]
+        assert float(model.turns.imag[1]) == pytest.approx(0.8414710)
 
 
 def test_a_loader_in_the_place_of_its_dataset_is_refused() -> None:
-    """'DataLoader' object is not callable, said the Job; not subscriptable, said one's own loop. Neither named the repair."""
-    wanted = "is a DataLoader, which makes batches of its own; give the dataset itself, the global batch size as batch=7"
+    """'DataLoader' object is not callable, said the Job; not subscriptable, said one's own
+    loop. Neither named the repair.
+    """
+    wanted = (
+        "is a DataLoader, which makes batches of its own; give the dataset itself, the "
+        "global "
+        "batch size as batch=7"
+    )
     loader = DataLoader(VECTORS, batch_size=7)
     for train in (loader, lambda folder: loader):
         with pytest.raises(pg.Refused, match=f"job mlp: train {wanted}"):
             examined(JOBS["mlp"].replace(train=train))
     model = mlp()
-    with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer, \
-            pytest.raises(pg.Refused, match=f"the dataset {wanted}"):
+    with (
+        pg.parallelize(
+            model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)
+        ) as trainer,
+        pytest.raises(pg.Refused, match=f"the dataset {wanted}"),
+    ):
         next(trainer.batches(loader, batch=12, epoch=0))
 
 
-@pytest.mark.parametrize(("found", "told"), [
-    (0.75, "float"), (torch.ones(8), "tensor of shape (8,)"), ((1.0, 2.0, 3.0), "float, float, float"),
-    (("much", 8), "str, int"), ((torch.ones(8), 8), "tensor of shape (8,), int"), (None, "NoneType")], ids=str)
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (0.75, "float"),
+        (torch.ones(8), "tensor of shape (8,)"),
+        ((1.0, 2.0, 3.0), "float, float, float"),
+        (("much", 8), "str, int"),
+        ((torch.ones(8), 8), "tensor of shape (8,), int"),
+        (None, "NoneType"),
+    ],
+    ids=str,
+)
 def test_a_metric_is_tried_at_the_door(found: object, told: str) -> None:
-    """It was called first after a whole epoch, and what it gave was taken apart on every rank."""
+    """It was called first after a whole epoch, and what it gave was taken apart on every
+    rank.
+    """
     job = JOBS["mlp"].replace(test=VECTORS, metric=lambda output, target: found)
     wanted = f"returned ({told}) for a batch of 8; return a pair of numbers (sum, weight)"
     with pytest.raises(pg.Refused, match=re.escape(wanted)):
         examined(job)
-    assert examined(job.replace(metric=lambda output, target: [torch.tensor(3), numpy.int64(8)])).test_samples == 29
+    assert (
+        examined(
+            job.replace(metric=lambda output, target: [torch.tensor(3), numpy.int64(8)])
+        ).test_samples
+        == 29
+    )
 
 
 def test_a_test_set_is_tried_at_the_door() -> None:
     other = TensorDataset(torch.randn(5, 3), torch.zeros(5).long())
-    with pytest.raises(pg.Refused, match="job mlp: one batch of test through the model raised RuntimeError"):
+    with pytest.raises(
+        pg.Refused, match="job mlp: one batch of test through the model raised RuntimeError"
+    ):
         examined(JOBS["mlp"].replace(test=other))
 
 
@@ -236,8 +309,14 @@ class Views(torch.utils.data.Dataset[Any]):
         return 12
 
     def __getitem__(self, index: int) -> Any:
-        return {"part": self.large[index], "column": self.large[:, index], "one": torch.tensor(index).expand(3),
-                "none": torch.zeros(0, 2), "text": str(index), "array": torch.ones(2).numpy() * index}
+        return {
+            "part": self.large[index],
+            "column": self.large[:, index],
+            "one": torch.tensor(index).expand(3),
+            "none": torch.zeros(0, 2),
+            "text": str(index),
+            "array": torch.ones(2).numpy() * index,
+        }
 
 
 def as_drawn(drawn: list[Any]) -> Any:
@@ -245,9 +324,14 @@ def as_drawn(drawn: list[Any]) -> Any:
 
 
 def test_what_loaders_hand_over() -> None:
-    """Through memory without a name: torch's entries in /dev/shm stay where a loader is killed in between (1 of 300 kills)."""
-    keys, samples = [(0, [3]), (0, [0, 1, 5])], Samples(Views(), collate=as_drawn)
-    assert HandedOver(samples[keys[0]]).region.size < 3 * 8 * 1024, "of a large tensor the parts alone"
+    """Through memory without a name: torch's entries in /dev/shm stay where a loader is killed
+    in between (1 of 300 kills).
+    """
+    keys = [(0, [3]), (0, [0, 1, 5])]
+    samples = Samples(Views(), collate=as_drawn)
+    assert HandedOver(samples[keys[0]]).region.size < 3 * 8 * 1024, (
+        "of a large tensor the parts alone"
+    )
     before = memory_files()
     for ours, theirs in zip(loaded(samples, keys), loaded(samples, keys, 1), strict=True):
         assert ours.keys() == theirs.keys()
@@ -255,7 +339,7 @@ def test_what_loaders_hand_over() -> None:
         for name in ("part", "column", "one", "none", "array"):
             torch.testing.assert_close(theirs[name], ours[name], rtol=0, atol=0)
             assert not torch.as_tensor(theirs[name]).is_shared()
-        theirs["part"].add_(1.0)                            # it is whoever took it that has it
+        theirs["part"].add_(1.0)  # it is whoever took it that has it
     del theirs
     assert memory_files() == before
 
@@ -263,4 +347,8 @@ def test_what_loaders_hand_over() -> None:
 def memory_files() -> int:
     """Descriptors of memory without a name in this process."""
     places = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(place).startswith("/memfd:paragrad") for place in places if os.path.lexists(place))
+    return sum(
+        os.readlink(place).startswith("/memfd:paragrad")
+        for place in places
+        if os.path.lexists(place)
+    )

@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from equality import IMAGES, LOOSER, TEXT, VECTORS, Clamped, TiedLstm, job, mlp, normed_cnn, resolved, seen
+from equality import (
+    IMAGES,
+    LOOSER,
+    TEXT,
+    VECTORS,
+    Clamped,
+    TiedLstm,
+    job,
+    mlp,
+    normed_cnn,
+    resolved,
+    seen,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -35,11 +47,13 @@ pytestmark = pytest.mark.usefixtures("warm")
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
 heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-STEPS = 7                       # of the vectors 3 are an epoch; its last batch has 5 samples
+STEPS = 7  # of the vectors 3 are an epoch; its last batch has 5 samples
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS).replace(**{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes})
+    return job("vectors", mlp, VECTORS).replace(
+        **{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes}
+    )
 
 
 def copied(tensors: Mapping[str, Tensor]) -> State:
@@ -61,7 +75,9 @@ def steps_of(world: World, made: pg.Job, chosen: Strategy, steps: int) -> list[t
     return [(begun, begun), *seen(world, made, chosen, steps, both)]
 
 
-def steps_on(pool: Ranks, made: pg.Job, text: str, steps: int = STEPS) -> list[list[tuple[State, State]]]:
+def steps_on(
+    pool: Ranks, made: pg.Job, text: str, steps: int = STEPS
+) -> list[list[tuple[State, State]]]:
     chosen = resolved(text)
     return pool.run(steps_of, made, chosen, steps, size=chosen.size)
 
@@ -70,24 +86,47 @@ def close(one: State, other: State, within: float = 1e-10) -> bool:
     return all(torch.allclose(one[name], other[name], rtol=0, atol=within) for name in one)
 
 
-# ---- it is serial's, where it can be -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["local(3, every=1)", "local(3, every=1, reduce=ring)", "local(2, every=1, reduce=tree)",
-                                  "local(4, every=1)", "local(2, every=1) * tensor(2)", "local(2, every=1) * pipeline(2)",
-                                  "local(3, after=99)", "local(1)", "local(2, every=1, outer=nesterov(lr=1, momentum=0))",
-                                  "local(2, every=1, outer=elastic(pull=0.5)) * place(2)"])
+# ---- it is serial's, where it can be ---------------------------------------------------------
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local(3, every=1)",
+        "local(3, every=1, reduce=ring)",
+        "local(2, every=1, reduce=tree)",
+        "local(4, every=1)",
+        "local(2, every=1) * tensor(2)",
+        "local(2, every=1) * pipeline(2)",
+        "local(3, after=99)",
+        "local(1)",
+        "local(2, every=1, outer=nesterov(lr=1, momentum=0))",
+        "local(2, every=1, outer=elastic(pull=0.5)) * place(2)",
+    ],
+)
 def test_averaged_after_every_step_plain_sgd_is_serials(pool: Ranks, text: str) -> None:
-    """Weighted by samples: of the last batch of 5 four workers have 2, 1, 1 and 1. Elastic with a pull of 1/2 on two replicas
-    has its centre in their mean, but replicas do not meet in it."""
+    """Weighted by samples: of the last batch of 5 four workers have 2, 1, 1 and 1. Elastic with
+    a pull of 1/2 on two replicas has its centre in their mean, but replicas do not meet in
+    it.
+    """
     chosen = resolved(text)
-    found = pool.run(distances, vectors(optimizer=functools.partial(plain, weight_decay=0.01)), chosen, Settings(), STEPS,
-                     size=chosen.size)[0]
+    found = pool.run(
+        distances,
+        vectors(optimizer=functools.partial(plain, weight_decay=0.01)),
+        chosen,
+        Settings(),
+        STEPS,
+        size=chosen.size,
+    )[0]
     assert max(found[:1] if "elastic" in text else found) < 1e-10
 
 
 @pytest.mark.parametrize("text", LOOSER)
-def test_with_momentum_it_is_another_training_and_says_how_far(pool: Ranks, tmp_path: Path, text: str) -> None:
+def test_with_momentum_it_is_another_training_and_says_how_far(
+    pool: Ranks, tmp_path: Path, text: str
+) -> None:
     chosen = resolved(text)
-    found = pool.run(distances, vectors(optimizer=heavy), chosen, Settings(), 6, size=chosen.size)[0]
+    found = pool.run(distances, vectors(optimizer=heavy), chosen, Settings(), 6, size=chosen.size)[
+        0
+    ]
     assert all(1e-6 < distance < 1.0 for distance in found[4:])
     assert not pg.verify(vectors(optimizer=heavy), text, runs=tmp_path).same
 
@@ -95,62 +134,97 @@ def test_with_momentum_it_is_another_training_and_says_how_far(pool: Ranks, tmp_
 def test_replicas_are_apart_between_meetings_and_one_after_them(pool: Ranks) -> None:
     ranks = steps_on(pool, vectors(), "local(3, every=3)")
     for step in range(1, STEPS + 1):
-        stands, owns = [rank[step][0] for rank in ranks], [rank[step][1] for rank in ranks]
+        stands = [rank[step][0] for rank in ranks]
+        owns = [rank[step][1] for rank in ranks]
         assert all(close(each, stands[0], 0.0) for each in stands)
         assert all(close(each, owns[0], 0.0) for each in owns) == (step % 3 == 0)
-        mean = {name: sum(own[name] * weight for own, weight in zip(owns, (4, 4, 4), strict=True)) / 12 for name in owns[0]}
-        if step < 3:                                    # until the short batch all have as many samples
-            assert close(stands[0], mean)               # type: ignore[arg-type]
+        mean = {
+            name: sum(own[name] * weight for own, weight in zip(owns, (4, 4, 4), strict=True)) / 12
+            for name in owns[0]
+        }
+        # until the short batch all have as many samples
+        if step < 3:
+            assert close(stands[0], mean)  # type: ignore[arg-type]
 
 
 def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 4))
 
 
-LARGE = "0.weight"              # of that: 2,200 numbers; the others are sent as they are
+LARGE = "0.weight"  # of that: 2,200 numbers; the others are sent as they are
 
 
-@pytest.mark.parametrize("text", ["local(3, every=3, compress={})", "local(2, every=3, compress={}, outer=nesterov)",
-                                  "local(2, every=3, compress={}, outer=elastic)",
-                                  "local(2, every=3, compress={}, reduce=ring)", "local(2, every=3, compress={}, after=3)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local(3, every=3, compress={})",
+        "local(2, every=3, compress={}, outer=nesterov)",
+        "local(2, every=3, compress={}, outer=elastic)",
+        "local(2, every=3, compress={}, reduce=ring)",
+        "local(2, every=3, compress={}, after=3)",
+    ],
+)
 @pytest.mark.parametrize("compressor", ["int8", "bf16", "fp16"])
 def test_how_far_weights_moved_may_be_compressed(pool: Ranks, text: str, compressor: str) -> None:
-    """Up to where they first meet it is the same training, and there the mean is off by what the compressor rounds of moves,
-    which for bfloat16 is a 256th of them; replicas are equal to the bit where the outer says so."""
+    """Up to where they first meet it is the same training, and there the mean is off by what
+    the compressor rounds of moves, which for bfloat16 is a 256th of them; replicas are equal to
+    the bit where the outer says so.
+    """
     if "reduce" in text and compressor == "int8":
-        with pytest.raises(pg.Refused, match="local: what int8 sends does not add up along an all-reduce"):
+        with pytest.raises(
+            pg.Refused, match="local: what int8 sends does not add up along an all-reduce"
+        ):
             pg.strategy(text.format(compressor))
         return
     made = vectors(model=wide)
-    found, exact = (steps_on(pool, made, text.format(each), steps=6) for each in (compressor, "none"))
+    found, exact = (
+        steps_on(pool, made, text.format(each), steps=6) for each in (compressor, "none")
+    )
     met = 6 if "after" in text else 3
     for step in range(met):
         assert close(found[0][step][1], exact[0][step][1], 1e-12)
     together = exact[0][met - 3][1] if met == 6 else exact[0][0][1]
-    moved = max(float((rank[met - 1][1][LARGE] - together[LARGE]).abs().max()) for rank in exact) * 2
+    moved = (
+        max(float((rank[met - 1][1][LARGE] - together[LARGE]).abs().max()) for rank in exact) * 2
+    )
     off = (found[0][met][0][LARGE] - exact[0][met][0][LARGE]).abs()
     assert 0 < float(off.max()) <= moved * (3 / 127 if compressor == "int8" else 3 / 256)
     if "elastic" not in text:
         assert all(close(rank[met][1], found[0][met][1], 0.0) for rank in found)
         small = [name for name in exact[0][0][1] if name != LARGE and compressor == "int8"]
-        assert all(torch.allclose(found[0][met][1][name], exact[0][met][1][name], rtol=0, atol=1e-12) for name in small)
+        assert all(
+            torch.allclose(found[0][met][1][name], exact[0][met][1][name], rtol=0, atol=1e-12)
+            for name in small
+        )
 
 
 def test_a_compressed_meeting_sends_less_and_a_test_is_of_the_mean_itself(tmp_path: Path) -> None:
     made = vectors(model=wide, test=VECTORS)
-    whole, less = (pg.train(made, text, runs=tmp_path, limit=3) for text in (
-        "local(2, every=3)", "local(2, every=3, compress=int8)"))
-    bytes_of = [sum(line["sent"].get("weights", {"bytes": 0})["bytes"] for line in Record(run.folder).of("step", 0))
-                for run in (whole, less)]
+    whole, less = (
+        pg.train(made, text, runs=tmp_path, limit=3)
+        for text in ("local(2, every=3)", "local(2, every=3, compress=int8)")
+    )
+    bytes_of = [
+        sum(
+            line["sent"].get("weights", {"bytes": 0})["bytes"]
+            for line in Record(run.folder).of("step", 0)
+        )
+        for run in (whole, less)
+    ]
     small = 8 * (220 + 4 * 220 + 4)
     assert bytes_of[1] - small < (bytes_of[0] - small) / 4
-    between = [pg.train(made, text, runs=tmp_path) for text in ("local(2, every=9)", "local(2, every=9, compress=int8)")]
+    between = [
+        pg.train(made, text, runs=tmp_path)
+        for text in ("local(2, every=9)", "local(2, every=9, compress=int8)")
+    ]
     assert between[0].losses[:9] == between[1].losses[:9]
     assert between[0].losses[9:] != between[1].losses[9:]
     assert between[0].of("epoch")[1]["test"] == between[1].of("epoch")[1]["test"]
 
 
-@pytest.mark.parametrize("compressor", ["top_k(0.1)", "one_bit", "power_sgd(1)", "dgc(0.1)", "threshold(1)"])
+@pytest.mark.parametrize(
+    "compressor", ["top_k(0.1)", "one_bit", "power_sgd(1)", "dgc(0.1)", "threshold(1)"]
+)
 def test_what_feeds_back_is_for_gradients(compressor: str) -> None:
     with pytest.raises(pg.Refused, match="compress by int8, bf16 or fp16"):
         pg.strategy(f"local(2, compress={compressor})")
@@ -158,14 +232,19 @@ def test_what_feeds_back_is_for_gradients(compressor: str) -> None:
 
 def test_synchronous_steps_first_are_those_of_data(pool: Ranks) -> None:
     """Post-local SGD: with momentum, whose state all replicas then share."""
-    local, data = (steps_on(pool, vectors(optimizer=heavy), text) for text in ("local(2, every=2, after=3)", "data(2)"))
+    local, data = (
+        steps_on(pool, vectors(optimizer=heavy), text)
+        for text in ("local(2, every=2, after=3)", "data(2)")
+    )
     assert all(close(local[0][step][1], data[0][step][1], 1e-12) for step in range(4))
     assert not close(local[0][4][1], local[1][4][1])
     assert close(local[0][5][1], local[1][5][1], 0.0)
 
 
 def beside_plain(world: World, made: pg.Job) -> bool:
-    """An epoch in which this replica steps alone, and a loop of plain torch over the same shares: are they one?"""
+    """An epoch in which this replica steps alone, and a loop of plain torch over the same
+    shares: are they one?
+    """
     trainer = Trainer.of_job(world, made, resolved("local(2, every=end)"))
     model = made.model_to_train()
     optimizer = made.optimizer(model.parameters())
@@ -186,18 +265,25 @@ def test_what_is_not_linear_in_a_gradient_sees_that_of_the_own_share(pool: Ranks
     assert pool.run(beside_plain, vectors(model=Clamped), size=2) == [True, True]
 
 
-# ---- beside others' ------------------------------------------------------------------------------------------------------
+# ---- beside others' --------------------------------------------------------------------------
 def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> State:
-    """torch's own post-local SGD, over the same shares: gradients are averaged in its hook's place in the first steps."""
-    with warnings.catch_warnings(action="ignore"):          # torch's own, of torch.jit
+    """torch's own post-local SGD, over the same shares: gradients are averaged in its hook's
+    place in the first steps.
+    """
+    with warnings.catch_warnings(action="ignore"):  # torch's own, of torch.jit
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
     model = made.model_to_train()
     averager = PeriodicModelAverager(period=every, warmup_steps=after + every - 1)
     optimizer = PostLocalSGDOptimizer(made.optimizer(model.parameters()), averager)
-    trainer = Trainer.of_job(world, made, resolved("local(2, every=end)"))          # for its batches
+    # for its batches
+    trainer = Trainer.of_job(world, made, resolved("local(2, every=end)"))
     try:
-        batches = (fetched for epoch in range(made.epochs) for fetched in trainer.batches(made.train, made.batch, epoch))
+        batches = (
+            fetched
+            for epoch in range(made.epochs)
+            for fetched in trainer.batches(made.train, made.batch, epoch)
+        )
         for step, fetched in zip(range(steps), batches, strict=False):
             trainer.feed.taken(*parted(fetched))
             inputs, target = parted(fetched)
@@ -213,12 +299,16 @@ def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> St
 
 
 def test_it_is_torchs_own_post_local_sgd(pool: Ranks) -> None:
-    """Whose averages count all replicas alike: batches are even here. It averages after the first step from `warmup_steps` on,
-    ours after `every` steps alone."""
+    """Whose averages count all replicas alike: batches are even here. It averages after the
+    first step from `warmup_steps` on, ours after `every` steps alone.
+    """
     made = vectors(optimizer=heavy, train=torch.utils.data.Subset(VECTORS, range(24)))
     for after, every in ((0, 3), (2, 2)):
         theirs = pool.run(torchs, made, 7, every, after, size=2, backend="gloo")
-        ours = [rank[-1][1] for rank in steps_on(pool, made, f"local(2, every={every}, after={after})", 7)]
+        ours = [
+            rank[-1][1]
+            for rank in steps_on(pool, made, f"local(2, every={every}, after={after})", 7)
+        ]
         assert all(close(other, mine, 1e-12) for mine, other in zip(ours, theirs, strict=True))
         assert not close(theirs[0], theirs[1])
 
@@ -230,8 +320,15 @@ def test_the_outer_step_is_torchs_sgd_with_nesterovs_momentum(pool: Ranks) -> No
     centre = {name: nn.Parameter(each.clone()) for name, each in begun.items()}
     outer = torch.optim.SGD(centre.values(), lr=0.5, momentum=0.8, nesterov=True)
     for meeting in (2, 4, 6):
-        # the mean just before the meeting: of replicas that begin at the centre and make two steps by themselves
-        means = pool.run(alone_from, vectors(), {name: each.detach() for name, each in centre.items()}, meeting - 2, size=2)[0]
+        # the mean just before the meeting: of replicas that begin at the centre and make two
+        # steps by themselves
+        means = pool.run(
+            alone_from,
+            vectors(),
+            {name: each.detach() for name, each in centre.items()},
+            meeting - 2,
+            size=2,
+        )[0]
         for name, parameter in centre.items():
             parameter.grad = parameter.detach() - means[name]
         outer.step()
@@ -239,12 +336,17 @@ def test_the_outer_step_is_torchs_sgd_with_nesterovs_momentum(pool: Ranks) -> No
 
 
 def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
-    """The mean of two replicas, weighted by samples, after two steps on their own from some weights."""
+    """The mean of two replicas, weighted by samples, after two steps on their own from some
+    weights.
+    """
     trainer = Trainer.of_job(world, made, resolved("local(2, every=end)"))
     trainer.model.load_state_dict(begun)
     try:
         order = made.order(len(made.train))
-        places = [(step // order.steps, list(order.batches())[step % order.steps]) for step in (first, first + 1)]
+        places = [
+            (step // order.steps, list(order.batches())[step % order.steps])
+            for step in (first, first + 1)
+        ]
         for fetched in trainer.batches_at(made.train, order, places):
             trainer.step(*parted(fetched))
         return trainer.state()
@@ -262,12 +364,16 @@ def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
 
 
 def test_the_outer_step_is_of_a_whole_round(pool: Ranks) -> None:
-    """After one step of a round the run stood for a whole outer step, with all its momentum: far beyond the mean. A run that is
-    asked to stop, or tested, is so in the middle of a round."""
-    ranks = pool.run(seen, vectors(), resolved("local(2, every=3, outer=nesterov)"), 5, outer_momentum, size=2)
+    """After one step of a round the run stood for a whole outer step, with all its momentum:
+    far beyond the mean. A run that is asked to stop, or tested, is so in the middle of a
+    round.
+    """
+    ranks = pool.run(
+        seen, vectors(), resolved("local(2, every=3, outer=nesterov)"), 5, outer_momentum, size=2
+    )
     met = ranks[0][2]
     assert close(met[0], met[2], 0.0)
-    for step in (3, 4):                                 # of 12 samples each
+    for step in (3, 4):  # of 12 samples each
         stood, momentum, _ = ranks[1][step]
         mean = {name: (ranks[0][step][2][name] + ranks[1][step][2][name]) / 2 for name in stood}
         assert close(stood, mean)
@@ -276,17 +382,35 @@ def test_the_outer_step_is_of_a_whole_round(pool: Ranks) -> None:
 
 
 def test_elastic_replicas_and_centre_are_pulled_as_published(pool: Ranks) -> None:
-    ranks = steps_on(pool, vectors(train=torch.utils.data.Subset(VECTORS, range(24))), "local(2, every=1, outer=elastic)", 1)
+    ranks = steps_on(
+        pool,
+        vectors(train=torch.utils.data.Subset(VECTORS, range(24))),
+        "local(2, every=1, outer=elastic)",
+        1,
+    )
     centre = ranks[0][0][1]
-    free = [each[1][1] for each in steps_on(pool, vectors(train=torch.utils.data.Subset(VECTORS, range(24))),
-                                            "local(2, every=end)", 1)]
+    free = [
+        each[1][1]
+        for each in steps_on(
+            pool,
+            vectors(train=torch.utils.data.Subset(VECTORS, range(24))),
+            "local(2, every=end)",
+            1,
+        )
+    ]
     for own, stepped in zip((rank[1][1] for rank in ranks), free, strict=True):
-        assert close(own, {name: each - 0.45 * (each - centre[name]) for name, each in stepped.items()}, 1e-12)
+        assert close(
+            own,
+            {name: each - 0.45 * (each - centre[name]) for name, each in stepped.items()},
+            1e-12,
+        )
 
 
-# ---- what else a model has -------------------------------------------------------------------------------------------------
+# ---- what else a model has -------------------------------------------------------------------
 def test_running_statistics_are_averaged_and_constants_left_alone(pool: Ranks) -> None:
-    """A mean over three replicas is off in the last bit, which nobody wants in a table of constants."""
+    """A mean over three replicas is off in the last bit, which nobody wants in a table of
+    constants.
+    """
     made = job("normed", constant_cnn, IMAGES, dtype=torch.float64, optimizer=plain, epochs=3)
     ranks = steps_on(pool, made, "local(3, every=2)", 4)
     for step in (2, 4):
@@ -303,47 +427,73 @@ def constant_cnn() -> nn.Module:
 
 
 def test_a_replica_without_a_sample_sits_a_step_out(pool: Ranks) -> None:
-    """The last batch has one sample, for the first of three workers; a momentum that goes on alone would move the others."""
+    """The last batch has one sample, for the first of three workers; a momentum that goes on
+    alone would move the others.
+    """
     made = vectors(train=torch.utils.data.Subset(VECTORS, range(25)), optimizer=heavy)
     ranks = steps_on(pool, made, "local(3, every=end)", 3)
     assert not close(ranks[0][3][1], ranks[0][2][1])
     for rank in ranks[1:]:
         assert close(rank[3][1], rank[2][1], 0.0)
     weights = (4 + 4 + 1, 8, 8)
-    mean = {name: sum(weight * rank[3][1][name] for weight, rank in zip(weights, ranks, strict=True)) / 25
-            for name in ranks[0][3][1]}
-    assert close(ranks[1][3][0], mean)                  # type: ignore[arg-type]
+    mean = {
+        name: sum(weight * rank[3][1][name] for weight, rank in zip(weights, ranks, strict=True))
+        / 25
+        for name in ranks[0][3][1]
+    }
+    assert close(ranks[1][3][0], mean)  # type: ignore[arg-type]
 
 
 def test_no_replica_updates_where_no_target_counts(pool: Ranks) -> None:
-    """A batch whose targets are all ignored ends data(n); here no replica has anything to step by, and all go on."""
-    data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100))
-    ranks = steps_on(pool, job("nothing", TiedLstm, data, dtype=torch.float64), "local(2, every=2)", 4)
+    """A batch whose targets are all ignored ends data(n); here no replica has anything to step
+    by, and all go on.
+    """
+    data = torch.utils.data.TensorDataset(
+        TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
+    )
+    ranks = steps_on(
+        pool, job("nothing", TiedLstm, data, dtype=torch.float64), "local(2, every=2)", 4
+    )
     assert all(close(rank[step][1], rank[0][1], 0.0) for rank in ranks for step in range(5))
 
 
 def test_a_run_with_a_batch_of_which_nothing_counts_has_its_losses(tmp_path: Path) -> None:
     """Reading them divided by its weight, which is 0."""
-    data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100))
-    run = pg.train(job("nothing", TiedLstm, data), "local(2, every=2)", runs=tmp_path, unchecked=True)
+    data = torch.utils.data.TensorDataset(
+        TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
+    )
+    run = pg.train(
+        job("nothing", TiedLstm, data), "local(2, every=2)", runs=tmp_path, unchecked=True
+    )
     assert run.losses == [0.0] * 4
 
 
-@pytest.mark.parametrize("text", ["local(2, every=2) * tensor(2)", "local(2, every=2, outer=nesterov) * pipeline(2)",
-                                  "local(2, every=2, outer=elastic) * place(2)",
-                                  "local(2, every=2) * place(2, cut=[3, 1])",
-                                  "local(2, every=2, outer=nesterov) * place(2, cut=[3, 1])"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local(2, every=2) * tensor(2)",
+        "local(2, every=2, outer=nesterov) * pipeline(2)",
+        "local(2, every=2, outer=elastic) * place(2)",
+        "local(2, every=2) * place(2, cut=[3, 1])",
+        "local(2, every=2, outer=nesterov) * place(2, cut=[3, 1])",
+    ],
+)
 def test_a_model_that_is_cut_is_averaged_part_by_part(pool: Ranks, text: str) -> None:
-    """As the same replicas on one rank each. The last of four modules has no parameters, and a part of its own: there its rank
-    left the others alone when they made their copies equal."""
+    """As the same replicas on one rank each. The last of four modules has no parameters, and a
+    part of its own: there its rank left the others alone when they made their copies equal.
+    """
     made = vectors(optimizer=heavy, model=lambda: nn.Sequential(*mlp(), nn.Tanh()))
-    cut, whole = (pool.run(seen, made, chosen, 6, stands, size=chosen.size)[0]
-                  for chosen in map(resolved, (text, text.partition(" *")[0])))
+    cut, whole = (
+        pool.run(seen, made, chosen, 6, stands, size=chosen.size)[0]
+        for chosen in map(resolved, (text, text.partition(" *")[0]))
+    )
     assert all(close(one, other) for one, other in zip(cut, whole, strict=True))
 
 
 class Momentous(nn.Module):
-    """What else a model may keep: a frozen copy that follows the weights, and a buffer that is made anew."""
+    """What else a model may keep: a frozen copy that follows the weights, and a buffer that is
+    made anew.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,10 +504,12 @@ class Momentous(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                for mine, own in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                for mine, own in zip(
+                    self.teacher.parameters(), self.student.parameters(), strict=True
+                ):
                     mine.lerp_(own, 0.1)
             self.seen = 0.9 * self.seen + 0.1 * x.mean(0)
-        return self.student(x) + self.teacher(x) + self.seen.sum()      # type: ignore[no-any-return]
+        return self.student(x) + self.teacher(x) + self.seen.sum()  # type: ignore[no-any-return]
 
 
 def test_what_follows_the_weights_and_what_is_made_anew_become_their_means_too(pool: Ranks) -> None:
@@ -369,7 +521,7 @@ def test_what_follows_the_weights_and_what_is_made_anew_become_their_means_too(p
     for name in ("teacher.weight", "seen"):
         owns = [rank[2][1][name] for rank in ranks]
         assert not torch.equal(owns[0], owns[1])
-        assert torch.allclose(ranks[1][2][0][name], sum(owns) / 3)      # type: ignore[arg-type]
+        assert torch.allclose(ranks[1][2][0][name], sum(owns) / 3)  # type: ignore[arg-type]
 
 
 class Following(nn.Module):
@@ -382,20 +534,25 @@ class Following(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = x[:, 0].detach().clone()
-        return self.out(x)              # type: ignore[no-any-return]
+        return self.out(x)  # type: ignore[no-any-return]
 
 
 def test_a_buffer_of_another_shape_on_each_rank_is_named(pool: Ranks) -> None:
     """The transport said that messages did not match."""
-    with Ranks(2) as two, pytest.raises(pg.RankFailed, match="it has 3 numbers on rank 0 and 2 on rank 1") as caught:
-        two.run(steps_of, vectors(model=Following, batch=5), resolved("local(2, every=1)"), 1, size=2)
+    with (
+        Ranks(2) as two,
+        pytest.raises(pg.RankFailed, match="it has 3 numbers on rank 0 and 2 on rank 1") as caught,
+    ):
+        two.run(
+            steps_of, vectors(model=Following, batch=5), resolved("local(2, every=1)"), 1, size=2
+        )
     assert caught.value.tensor == "last"
 
 
 class Replacing(torch.optim.SGD):
     """Puts new tensors into the parameters, as sharpness-aware ones do."""
 
-    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             parameter.data = parameter.data - 0.1 * parameter.grad
 
@@ -403,13 +560,18 @@ class Replacing(torch.optim.SGD):
 def test_an_optimizer_may_put_other_tensors_into_the_parameters(pool: Ranks) -> None:
     """What was averaged was the memory that they had had."""
     made = vectors(optimizer=functools.partial(Replacing, lr=0.1))
-    assert max(pool.run(distances, made, resolved("local(2, every=1)"), Settings(), STEPS, size=2)[0]) < 1e-10
+    assert (
+        max(pool.run(distances, made, resolved("local(2, every=1)"), Settings(), STEPS, size=2)[0])
+        < 1e-10
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128])
 def test_weights_of_any_real_or_complex_type(pool: Ranks, dtype: torch.dtype) -> None:
     if dtype.is_complex:
-        data = torch.utils.data.TensorDataset(VECTORS.tensors[0].to(dtype), VECTORS.tensors[0].to(dtype))
+        data = torch.utils.data.TensorDataset(
+            VECTORS.tensors[0].to(dtype), VECTORS.tensors[0].to(dtype)
+        )
         made = vectors(model=lambda: nn.Linear(10, 10, dtype=dtype), loss=squares, train=data)
     else:
         made = vectors(dtype=dtype)
@@ -425,22 +587,35 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 def test_elastic_replicas_agree_where_they_stand_though_nothing_counted(pool: Ranks) -> None:
     """Each took its own weights for the mean, and had a centre of its own from then on."""
     targets = TEXT.tensors[1][:24].clone()
-    targets[torch.tensor(vectors().order(24).indices(0, range(12)))] = -100         # of the first batch none counts
+    # of the first batch none counts
+    targets[torch.tensor(vectors().order(24).indices(0, range(12)))] = -100
     data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], targets)
-    ranks = steps_on(pool, job("nothing", TiedLstm, data, dtype=torch.float64), "local(2, every=1, outer=elastic)", 4)
+    ranks = steps_on(
+        pool,
+        job("nothing", TiedLstm, data, dtype=torch.float64),
+        "local(2, every=1, outer=elastic)",
+        4,
+    )
     for step in range(1, 5):
         assert close(ranks[0][step][0], ranks[1][step][0], 0.0)
 
 
 def test_three_meetings_of_elastic_as_published(pool: Ranks) -> None:
-    """c += a sum (x_i - c), though replicas have 4, 4 and 4, and then 2, 2 and 1 samples to step by."""
-    a, ranks = 0.9 / 3, steps_on(pool, vectors(), "local(3, every=1, outer=elastic)", 4)
+    """c += a sum (x_i - c), though replicas have 4, 4 and 4, and then 2, 2 and 1 samples to
+    step by.
+    """
+    a = 0.9 / 3
+    ranks = steps_on(pool, vectors(), "local(3, every=1, outer=elastic)", 4)
     begun = ranks[0][0][1]
-    centre, owns = begun, [begun] * 3
+    centre = begun
+    owns = [begun] * 3
     for step in range(1, 5):
         freed = pool.run(one_step_from, vectors(), owns, step - 1, size=3)
         mean = {name: sum(each[name] for each in freed) / 3 for name in begun}
-        owns = [{name: each - a * (each - centre[name]) for name, each in free.items()} for free in freed]
+        owns = [
+            {name: each - a * (each - centre[name]) for name, each in free.items()}
+            for free in freed
+        ]
         centre = {name: each + a * 3 * (mean[name] - each) for name, each in centre.items()}
         assert all(close(rank[step][1], own) for rank, own in zip(ranks, owns, strict=True))
         assert all(close(rank[step][0], centre) for rank in ranks)
@@ -466,15 +641,27 @@ def unequal(trainer: Trainer) -> Any:
 
 
 def odd() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 15), nn.LayerNorm(15), nn.Tanh(), nn.Linear(15, 9), nn.LayerNorm(9), nn.Linear(9, 4))
+    return nn.Sequential(
+        nn.Linear(10, 15),
+        nn.LayerNorm(15),
+        nn.Tanh(),
+        nn.Linear(15, 9),
+        nn.LayerNorm(9),
+        nn.Linear(9, 4),
+    )
 
 
 @pytest.mark.parametrize("reduce", ["native", "ring"])
 def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Ranks, reduce: str) -> None:
-    """They lie at other places of buckets on each rank, and sums of three in another order differed in the last bit."""
+    """They lie at other places of buckets on each rank, and sums of three in another order
+    differed in the last bit.
+    """
     with Ranks(6) as six:
         chosen = resolved(f"local(3, every=1, reduce={reduce}) * tensor(2)")
-        assert six.run(seen, vectors(model=odd), chosen, 9, unequal, size=6, timeout=60) == [[None] * 9] * 6
+        assert (
+            six.run(seen, vectors(model=odd), chosen, 9, unequal, size=6, timeout=60)
+            == [[None] * 9] * 6
+        )
 
 
 def scheduled_free(world: World, every: int) -> State:
@@ -493,26 +680,31 @@ def scheduled_free(world: World, every: int) -> State:
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_an_optimizer_with_modes_is_tested_as_one_model(pool: Ranks, every: int) -> None:
-    """Of equal weights each rank's own state made another model, and a test added up what was of two."""
+    """Of equal weights each rank's own state made another model, and a test added up what was
+    of two.
+    """
     pytest.importorskip("schedulefree")
     tested = pool.run(scheduled_free, every, size=2)
     assert close(tested[0], tested[1], 0.0)
 
 
-# ---- a run -----------------------------------------------------------------------------------------------------------------
+# ---- a run -----------------------------------------------------------------------------------
 def images(**changes: Any) -> pg.Job:
     tested = {"epochs": 4, "test": VECTORS, "metric": pg.accuracy, "optimizer": plain}
     return job("images", mlp, VECTORS).replace(**{**tested, **changes})
 
 
-def test_weights_travel_when_replicas_meet_and_what_a_test_sends_is_told_apart(tmp_path: Path) -> None:
+def test_weights_travel_when_replicas_meet_and_what_a_test_sends_is_told_apart(
+    tmp_path: Path,
+) -> None:
     run = pg.train(images(), "local(4, every=4)", runs=tmp_path)
-    record, parameters = Record(run.folder), 10 * 16 + 16 + 16 * 4 + 4
+    record = Record(run.folder)
+    parameters = 10 * 16 + 16 + 16 * 4 + 4
     sent = [line["sent"] for line in record.of("step", 0)]
     assert [bool(each) for each in sent] == [False, False, False, True] * 3
     epochs = record.of("epoch", 0)
     assert [set(line["sent"]) for line in epochs] == [{"tests"}] * 4
-    assert epochs[3]["sent"]["tests"]["bytes"] < 200            # they have just met, and say so
+    assert epochs[3]["sent"]["tests"]["bytes"] < 200  # they have just met, and say so
     whole = sent[3]["weights"]["bytes"]
     assert whole == epochs[0]["sent"]["tests"]["bytes"]
     assert 1.5 * 4 * parameters < whole <= 1.5 * 4 * parameters + 200
@@ -521,29 +713,46 @@ def test_weights_travel_when_replicas_meet_and_what_a_test_sends_is_told_apart(t
 
 def test_a_test_does_not_feed_back(tmp_path: Path) -> None:
     """Tested after every epoch or not at all, it is the same training to the bit."""
-    tested, not_tested = (pg.train(images(**changes), "local(3, every=5, outer=nesterov)", runs=tmp_path)
-                          for changes in ({}, {"test": None, "metric": None}))
+    tested, not_tested = (
+        pg.train(images(**changes), "local(3, every=5, outer=nesterov)", runs=tmp_path)
+        for changes in ({}, {"test": None, "metric": None})
+    )
     assert tested.losses == not_tested.losses
     assert close(tested.model().state_dict(), not_tested.model().state_dict(), 0.0)
 
 
 def test_the_saved_model_is_the_mean_at_the_end(tmp_path: Path, pool: Ranks) -> None:
-    """ParallelSGD: replicas never meet before, so each is serial's training on its own shares."""
+    """ParallelSGD: replicas never meet before, so each is serial's training on its own
+    shares.
+    """
     made = vectors(epochs=2)
     run = pg.train(made, "local(2, every=end)", runs=tmp_path)
     assert not any(line["sent"] for line in Record(run.folder).of("step", 0))
     ranks = steps_on(pool, made, "local(2, every=end)", 6)
-    weights = [sum(line["loss"][1] for line in Record(run.folder).of("step", rank)) for rank in range(2)]
+    weights = [
+        sum(line["loss"][1] for line in Record(run.folder).of("step", rank)) for rank in range(2)
+    ]
     assert sum(weights) == 2 * len(VECTORS)
-    mean = {name: sum(weight * rank[6][1][name] for weight, rank in zip(weights, ranks, strict=True)) / sum(weights)
-            for name in ranks[0][6][1]}
-    assert close(run.model().state_dict(), mean)        # type: ignore[arg-type]
+    mean = {
+        name: sum(weight * rank[6][1][name] for weight, rank in zip(weights, ranks, strict=True))
+        / sum(weights)
+        for name in ranks[0][6][1]
+    }
+    assert close(run.model().state_dict(), mean)  # type: ignore[arg-type]
 
 
 def test_optimizers_states_become_their_mean() -> None:
     """By what each has seen; what counts steps stays a number."""
-    told = [(1.0, {"a": {"m": torch.tensor([1.0, 0.0]), "z": torch.tensor([2j]), "step": 3}}),
-            (3.0, {"a": {"m": torch.tensor([5.0, 4.0]), "z": torch.tensor([6j]), "step": 3}, "b": {"m": torch.ones(1)}})]
+    told = [
+        (1.0, {"a": {"m": torch.tensor([1.0, 0.0]), "z": torch.tensor([2j]), "step": 3}}),
+        (
+            3.0,
+            {
+                "a": {"m": torch.tensor([5.0, 4.0]), "z": torch.tensor([6j]), "step": 3},
+                "b": {"m": torch.ones(1)},
+            },
+        ),
+    ]
     found = mean_state(told)
     assert found["a"]["m"].tolist() == [4.0, 3.0]
     assert found["a"]["z"].tolist() == [5j]
@@ -554,26 +763,43 @@ def test_optimizers_states_become_their_mean() -> None:
 
 def test_a_planted_division_shows(tmp_path: Path) -> None:
     """The weight is divided twice as well, which hid it."""
-    whole, planted = (pg.train(vectors(), "local(2, every=1, reduce=ring)", runs=tmp_path, **more)
-                      for more in ({}, {"sabotage": "mean_twice", "unproved": True}))
+    whole, planted = (
+        pg.train(vectors(), "local(2, every=1, reduce=ring)", runs=tmp_path, **more)
+        for more in ({}, {"sabotage": "mean_twice", "unproved": True})
+    )
     assert whole.losses != planted.losses
 
 
 @pytest.mark.parametrize("outer", ["mean", "nesterov", "elastic"])
 def test_what_is_saved_goes_on_under_other_strategies(tmp_path: Path, outer: str) -> None:
-    """Under serial names, with the mean of the optimizers' states; what the strategy alone keeps is named and left out."""
+    """Under serial names, with the mean of the optimizers' states; what the strategy alone
+    keeps is named and left out.
+    """
     made = images(optimizer=functools.partial(torch.optim.Adam, lr=0.01))
     text = f"local(2, every=2, outer={outer})"
     first = pg.train(made.replace(epochs=2), text, runs=tmp_path, save=3)
     folder = first.folder / "checkpoint-00000006"
     saved = load_file(folder / "optimizer.safetensors")
-    assert set(saved) == {f"{name}/{what}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")
-                          for what in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(saved) == {
+        f"{name}/{what}"
+        for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+        for what in ("step", "exp_avg", "exp_avg_sq")
+    }
     assert (folder / "strategy.safetensors").exists() == (outer == "nesterov")
-    for other in ("data(2)", "serial", text, "local(2, every=3, outer=nesterov(lr=0.5))", "local(2)"):
+    for other in (
+        "data(2)",
+        "serial",
+        text,
+        "local(2, every=3, outer=nesterov(lr=0.5))",
+        "local(2)",
+    ):
         run = pg.train(made, other, runs=tmp_path, resume=first.folder)
         assert len(run.losses) == 6
-        left = [line for line in run.of("choice") if line["what"] == "checkpoint" and line["picked"].startswith("without")]
+        left = [
+            line
+            for line in run.of("choice")
+            if line["what"] == "checkpoint" and line["picked"].startswith("without")
+        ]
         assert bool(left) == (outer == "nesterov" and "nesterov" not in other)
         assert all(line["picked"] == "without outer momentum" for line in left)
 
@@ -583,12 +809,16 @@ def test_a_damaged_or_lost_file_of_the_strategy_is_found(tmp_path: Path) -> None
     first = pg.train(made, "local(2, every=2, outer=nesterov)", runs=tmp_path, save=3)
     (first.folder / "checkpoint-00000006" / "strategy.safetensors").unlink()
     with pytest.warns(UserWarning, match=r"strategy\.safetensors"):
-        run = pg.train(made, "local(2, every=2, outer=nesterov)", runs=tmp_path, resume=first.folder)
+        run = pg.train(
+            made, "local(2, every=2, outer=nesterov)", runs=tmp_path, resume=first.folder
+        )
     assert len(run.losses) == 3
 
 
 def test_the_outer_momentum_is_kept(tmp_path: Path) -> None:
-    """Saved when replicas have met, the outer step goes on as if nothing had been; plain SGD has no state that differs."""
+    """Saved when replicas have met, the outer step goes on as if nothing had been; plain SGD
+    has no state that differs.
+    """
     made = vectors(epochs=4)
     text = "local(2, every=3, outer=nesterov)"
     whole = pg.train(made, text, runs=tmp_path)
@@ -597,10 +827,11 @@ def test_the_outer_momentum_is_kept(tmp_path: Path) -> None:
     assert close(whole.model().state_dict(), resumed.model().state_dict())
 
 
-# ---- a loop of one's own ---------------------------------------------------------------------------------------------------
+# ---- a loop of one's own ---------------------------------------------------------------------
 def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, State]:
     model = mlp()
-    optimizer, stops = plain(model.parameters()), []
+    optimizer = plain(model.parameters())
+    stops = []
     with pg.parallelize(model, nn.functional.cross_entropy, optimizer, text) as trainer:
         for epoch in range(3):
             for inputs, target in trainer.batches(VECTORS, 12, epoch):
@@ -614,9 +845,13 @@ def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, 
     return stops, stood, {name: each.detach() for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("text", ["local(2, every=3)", "local(2, every=3) * place(2)", "local(2, every=3) * tensor(2)"])
+@pytest.mark.parametrize(
+    "text", ["local(2, every=3)", "local(2, every=3) * place(2)", "local(2, every=3) * tensor(2)"]
+)
 def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Ranks, text: str) -> None:
-    """That somebody was asked to stop was heard when they met, and told in the step after it: one into the next round."""
+    """That somebody was asked to stop was heard when they met, and told in the step after it:
+    one into the next round.
+    """
     size = resolved(text).size
     found = pool.run(own_loop, text, size - 1, size=size)
     assert [each[0] for each in found] == [[False] * 2 + [True] * 7] * size
@@ -628,7 +863,9 @@ def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Ranks, text: str)
 def early_end(world: World) -> None:
     """A loop that ends by the loss of a step, which is each rank's own."""
     model = mlp()
-    with pg.parallelize(model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)") as trainer:
+    with pg.parallelize(
+        model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)"
+    ) as trainer:
         for epoch in range(3):
             for inputs, target in trainer.batches(VECTORS, 12, epoch):
                 trainer.step(inputs, target)
@@ -637,8 +874,13 @@ def early_end(world: World) -> None:
 
 
 def test_ranks_that_end_at_other_steps_say_so(pool: Ranks) -> None:
-    """The end of one met the meeting of another, and both went on with the mean of two different steps."""
-    says = r"rank 0 tests, saves or ends in step 4, and rank 1 averages in step 5.*A loop ends on all ranks by what all know"
+    """The end of one met the meeting of another, and both went on with the mean of two
+    different steps.
+    """
+    says = (
+        r"rank 0 tests, saves or ends in step 4, and rank 1 averages in step 5.*A loop ends on "
+        r"all ranks by what all know"
+    )
     with Ranks(2) as two, pytest.raises(pg.RankFailed, match=says):
         two.run(early_end, size=2, timeout=20)
 
@@ -646,7 +888,9 @@ def test_ranks_that_end_at_other_steps_say_so(pool: Ranks) -> None:
 def frozen_late(world: World, freeze: bool) -> None:
     model = mlp()
     model[0].requires_grad_(freeze)
-    with pg.parallelize(model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)") as trainer:
+    with pg.parallelize(
+        model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)"
+    ) as trainer:
         for inputs, target in trainer.batches(VECTORS, 12, 0):
             trainer.step(inputs, target)
             model[0].requires_grad_(not freeze)
@@ -654,8 +898,13 @@ def frozen_late(world: World, freeze: bool) -> None:
 
 @pytest.mark.parametrize("freeze", [True, False])
 def test_what_is_frozen_or_unfrozen_late_is_named(freeze: bool) -> None:
-    """Frozen, it moved the mean of every weight into the place of the one before; unfrozen, it was never averaged."""
-    with Ranks(2) as two, pytest.raises(pg.RankFailed, match="frozen or unfrozen after step 0") as caught:
+    """Frozen, it moved the mean of every weight into the place of the one before; unfrozen, it
+    was never averaged.
+    """
+    with (
+        Ranks(2) as two,
+        pytest.raises(pg.RankFailed, match="frozen or unfrozen after step 0") as caught,
+    ):
         two.run(frozen_late, freeze, size=2)
     assert caught.value.tensor == "0.weight, 0.bias"
 
@@ -669,8 +918,12 @@ def states_at_the_end(world: World, text: str) -> dict[str, State]:
     return {name: optimizer.state[each] for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"])
-def test_at_its_end_every_rank_has_the_mean_of_the_optimizers_states(pool: Ranks, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"]
+)
+def test_at_its_end_every_rank_has_the_mean_of_the_optimizers_states(
+    pool: Ranks, text: str
+) -> None:
     """Replicas other than the first were left with none, where the model is cut."""
     found = pool.run(states_at_the_end, text, size=resolved(text).size)
     assert set(found[0]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -687,37 +940,51 @@ def stopped_at_an_epochs_end(world: World, checked: Any, folder: Path, origin: f
         world.stop.clear()
 
 
-def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(pool: Ranks, tmp_path: Path) -> None:
+def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(
+    pool: Ranks, tmp_path: Path
+) -> None:
     """Without a test, under every=end, all epochs were trained first."""
     checked = admitted(vectors(), "local(2, every=end)")
     assert checked.on(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0) == ["stopped"] * 2
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000003"]
 
 
-@pytest.mark.parametrize("text", ["local(2, every=2, outer=nesterov)", "local(2, every=2) * place(2)"])
-def test_a_stop_that_is_heard_in_a_meeting_is_acted_on_there(pool: Ranks, tmp_path: Path, text: str) -> None:
-    """It was saved one step into the next round, at which no replica is where the others are."""
+@pytest.mark.parametrize(
+    "text", ["local(2, every=2, outer=nesterov)", "local(2, every=2) * place(2)"]
+)
+def test_a_stop_that_is_heard_in_a_meeting_is_acted_on_there(
+    pool: Ranks, tmp_path: Path, text: str
+) -> None:
+    """It was saved one step into the next round, at which no replica is where the others
+    are.
+    """
     checked = admitted(vectors(), text)
-    assert checked.on(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0) == ["stopped"] * checked.resolved.size
+    assert (
+        checked.on(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0)
+        == ["stopped"] * checked.resolved.size
+    )
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000002"]
 
 
-# ---- refused ---------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("text", "says"), [
-    ("local(2, every=0)", "a whole number from 1"),
-    ("local(2, every=never)", "end"),
-    ("local(2, after=-1)", "a whole number from 0"),
-    ("local(2, outer=nesterov(momentum=1))", "give it a momentum below 1"),
-    ("local(2, outer=nesterov(lr=0))", "a number above 0"),
-    ("local(2, outer=nesterov(lr=1e400))", "a number above 0"),
-    ("local(2, outer=elastic(pull=2))", "at most 1"),
-    ("local(2, every=end, outer=elastic)", "let them meet, such as every=16"),
-    ("local(2, every=end, outer=nesterov) * place(2)", "leave out outer"),
-    ("local(4, outer=elastic(pull=0.4))", "leave it out, which is 0.9 over their number"),
-    ("local(2) * local(2)", "leftmost"),
-    ("local(2, reduce=rong)", "did you mean ring?"),
-    ("diloco(4)", "local(2, every=500, outer=nesterov)"),
-])
+# ---- refused ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("local(2, every=0)", "a whole number from 1"),
+        ("local(2, every=never)", "end"),
+        ("local(2, after=-1)", "a whole number from 0"),
+        ("local(2, outer=nesterov(momentum=1))", "give it a momentum below 1"),
+        ("local(2, outer=nesterov(lr=0))", "a number above 0"),
+        ("local(2, outer=nesterov(lr=1e400))", "a number above 0"),
+        ("local(2, outer=elastic(pull=2))", "at most 1"),
+        ("local(2, every=end, outer=elastic)", "let them meet, such as every=16"),
+        ("local(2, every=end, outer=nesterov) * place(2)", "leave out outer"),
+        ("local(4, outer=elastic(pull=0.4))", "leave it out, which is 0.9 over their number"),
+        ("local(2) * local(2)", "leftmost"),
+        ("local(2, reduce=rong)", "did you mean ring?"),
+        ("diloco(4)", "local(2, every=500, outer=nesterov)"),
+    ],
+)
 def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         resolved(text)
@@ -729,32 +996,63 @@ def test_more_workers_than_samples_are_refused() -> None:
         pg.train(vectors(), "local(13)")
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("local(2, every=13, outer=elastic)", "replicas first meet after step 13, and elastic steps where they meet; give every of "
-                                          "at most 12, or leave out outer"),
-    ("local(2, every=5, after=8, outer=nesterov) * place(2)", "first meet after step 13, and nesterov .* every of at most 4")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "local(2, every=13, outer=elastic)",
+            "replicas first meet after step 13, and elastic steps where they meet; give every of "
+            "at most 12, or leave out outer",
+        ),
+        (
+            "local(2, every=5, after=8, outer=nesterov) * place(2)",
+            "first meet after step 13, and nesterov .* every of at most 4",
+        ),
+    ],
+)
 def test_an_outer_that_would_never_step_is_refused(text: str, says: str) -> None:
-    """It stepped once, at the end: elastic saved a tenth of the initial weights, nesterov a third too much of the whole run."""
+    """It stepped once, at the end: elastic saved a tenth of the initial weights, nesterov a
+    third too much of the whole run.
+    """
     with pytest.raises(pg.Refused, match=rf"job vectors makes 12 step\(s\), and .*{says}"):
         admitted(vectors(), text)
     admitted(vectors(epochs=5), text)
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("local(2, every=13)", "first meet after step 13, so their weights are averaged once, at the end, as by every=end; give "
-                           "every of at most 12"),
-    ("local(2, every=5, after=8) * place(2)", "as by every=end; give every of at most 4"),
-    ("local(2, every=2, after=12)", r"all of them synchronous: it is data\(n\) with batch_norm=share; give after of less than"),
-    ("local(2, every=end, after=13)", "all of them synchronous"),
-    ("local(2, every=2, after=12, outer=nesterov)", "all of them synchronous")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "local(2, every=13)",
+            "first meet after step 13, so their weights are averaged once, at the end, as by "
+            "every=end; give "
+            "every of at most 12",
+        ),
+        ("local(2, every=5, after=8) * place(2)", "as by every=end; give every of at most 4"),
+        (
+            "local(2, every=2, after=12)",
+            r"all of them synchronous: it is data\(n\) with batch_norm=share; give after of less "
+            r"than",
+        ),
+        ("local(2, every=end, after=13)", "all of them synchronous"),
+        ("local(2, every=2, after=12, outer=nesterov)", "all of them synchronous"),
+    ],
+)
 def test_replicas_that_never_meet_or_never_part_are_told_at_the_door(text: str, says: str) -> None:
     with pytest.warns(UserWarning, match=rf"job vectors makes 12 step\(s\), .*{says}"):
         admitted(vectors(), text)
     admitted(vectors(epochs=5), text)
 
 
-@pytest.mark.parametrize("text", ["local(2, every=12, outer=nesterov)", "local(2, every=4, after=8)", "local(2, every=end)",
-                                  "local(2, every=end, after=11)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local(2, every=12, outer=nesterov)",
+        "local(2, every=4, after=8)",
+        "local(2, every=end)",
+        "local(2, every=end, after=11)",
+    ],
+)
 def test_nothing_is_told_of_others(text: str) -> None:
     admitted(vectors(), text)
     admitted(vectors(epochs=0), text)
@@ -763,17 +1061,21 @@ def test_nothing_is_told_of_others(text: str) -> None:
 class Masters(torch.optim.SGD):
     """Steps copies of the weights in a finer type, and copies them into the parameters."""
 
-    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            master = self.state[parameter].setdefault("master", parameter.detach().to(torch.float64, copy=True))
+            master = self.state[parameter].setdefault(
+                "master", parameter.detach().to(torch.float64, copy=True)
+            )
             master.sub_(0.1 * parameter.grad)
             parameter.data.copy_(master)
 
 
 class SlowWeights(torch.optim.SGD):
-    """Looks ahead: every five steps it goes back to where it was, and most of the way from there."""
+    """Looks ahead: every five steps it goes back to where it was, and most of the way from
+    there.
+    """
 
-    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
@@ -784,9 +1086,11 @@ class SlowWeights(torch.optim.SGD):
 
 
 class Decaying(torch.optim.SGD):
-    """Shrinks the weights by 5 % in every step, and steps by the sign of an average, in proportion to the weights."""
+    """Shrinks the weights by 5 % in every step, and steps by the sign of an average, in
+    proportion to the weights.
+    """
 
-    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
             mean.lerp_(parameter.grad, 0.1)
@@ -794,7 +1098,9 @@ class Decaying(torch.optim.SGD):
 
 
 def kept_by(kind: Any, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
-    return keeps_copies(kind(nn.Sequential(*mlp(), nn.BatchNorm1d(4)).to(dtype).parameters(), lr=0.1, **more))
+    return keeps_copies(
+        kind(nn.Sequential(*mlp(), nn.BatchNorm1d(4)).to(dtype).parameters(), lr=0.1, **more)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -805,8 +1111,23 @@ def test_an_optimizer_that_keeps_copies_of_the_weights_is_found(dtype: torch.dty
     assert not kept_by(Replacing, dtype)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD",
-                                  "Rprop", "Adafactor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "ASGD",
+        "Rprop",
+        "Adafactor",
+    ],
+)
 def test_torchs_optimizers_keep_none(name: str) -> None:
     assert not kept_by(getattr(torch.optim, name))
 
@@ -814,13 +1135,22 @@ def test_torchs_optimizers_keep_none(name: str) -> None:
 @pytest.mark.parametrize("kind", [Masters, SlowWeights])
 @pytest.mark.parametrize("text", ["local(2)", "local(2, every=2, outer=elastic) * place(2)"])
 def test_an_optimizer_that_would_undo_the_averaging_is_refused(kind: Any, text: str) -> None:
-    """What is averaged is written into the parameters, and its next step wrote its own copies over that."""
+    """What is averaged is written into the parameters, and its next step wrote its own copies
+    over that.
+    """
     says = f"{kind.__name__} goes on from copies of the weights that it keeps .* data\\(n\\)"
     made = vectors(optimizer=functools.partial(kind, lr=0.1))
     with pytest.raises(pg.Refused, match=says):
         admitted(made, text)
-    with pytest.raises(pg.Refused, match=says), pg.parallelize(
-            model := mlp(), nn.functional.cross_entropy, kind(model.parameters(), lr=0.1), "local(1)"):
+    with (
+        pytest.raises(pg.Refused, match=says),
+        pg.parallelize(
+            model := mlp(),
+            nn.functional.cross_entropy,
+            kind(model.parameters(), lr=0.1),
+            "local(1)",
+        ),
+    ):
         pass
     admitted(made, "data(2)")
 
@@ -836,17 +1166,25 @@ class Moded(torch.optim.SGD):
 @pytest.mark.parametrize("outer", ["nesterov", "elastic"])
 def test_an_optimizer_with_modes_beside_a_centre_is_refused_at_the_door(outer: str) -> None:
     """All ranks failed in step 0."""
-    says = rf"Moded has weights for training and others for tests, and {outer} a centre, which would be of one kind"
-    made, text = vectors(optimizer=functools.partial(Moded, lr=0.1)), f"local(1, outer={outer})"
+    says = (
+        rf"Moded has weights for training and others for tests, and {outer} a centre, which "
+        rf"would be of one kind"
+    )
+    made = vectors(optimizer=functools.partial(Moded, lr=0.1))
+    text = f"local(1, outer={outer})"
     with pytest.raises(pg.Refused, match=says):
         admitted(made, text)
-    with pytest.raises(pg.Refused, match=says), pg.parallelize(
-            model := mlp(), nn.functional.cross_entropy, Moded(model.parameters(), lr=0.1), text):
+    with (
+        pytest.raises(pg.Refused, match=says),
+        pg.parallelize(
+            model := mlp(), nn.functional.cross_entropy, Moded(model.parameters(), lr=0.1), text
+        ),
+    ):
         pass
     admitted(made, "local(2)")
 
 
-# ---- waiting ---------------------------------------------------------------------------------------------------------------
+# ---- waiting ---------------------------------------------------------------------------------
 def slow_one(world: World) -> None:
     """Rank 1 is in its second step until rank 0 has given up waiting for it."""
     made = vectors()
@@ -864,8 +1202,14 @@ def slow_one(world: World) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_replica_that_is_slow_over_many_steps_is_no_riddle(backend: str) -> None:
-    """A second a step beside two is a wait of 500 s after 500 steps: a collective's timeout, and no word of the repair."""
-    says = "meanwhile others make steps of their own: where that .*give a longer --timeout, or let them meet more often"
+    """A second a step beside two is a wait of 500 s after 500 steps: a collective's timeout,
+    and no word of the repair.
+    """
+    says = (
+        "meanwhile others make steps of their own: where that .*give a longer --timeout, or "
+        "let "
+        "them meet more often"
+    )
     with Ranks(2) as two, pytest.raises(pg.RankFailed, match=says):
         two.run(slow_one, size=2, timeout=2.0, backend=backend)
 
@@ -878,12 +1222,23 @@ def test_nobody_is_missed_who_need_not_have_come(text: str, after: float) -> Non
     trainer.close()
 
 
-# ---- the record ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("text", "overlap", "told"), [
-    ("local(2, every=2)", True, []), ("local(2, every=2, after=2)", True, []), ("data(2) * tensor(2)", True, []),
-    ("local(2, every=2) * pipeline(2, micro=2)", True, []), ("data(2) * pipeline(2, micro=2)", True, ["on"]),
-    ("local(2, every=2, after=2) * pipeline(2, micro=2)", False, ["off"])])
-def test_the_record_says_that_gradients_overlap_where_so(tmp_path: Path, text: str, overlap: bool, told: list[str]) -> None:
+# ---- the record ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "overlap", "told"),
+    [
+        ("local(2, every=2)", True, []),
+        ("local(2, every=2, after=2)", True, []),
+        ("data(2) * tensor(2)", True, []),
+        ("local(2, every=2) * pipeline(2, micro=2)", True, []),
+        ("data(2) * pipeline(2, micro=2)", True, ["on"]),
+        ("local(2, every=2, after=2) * pipeline(2, micro=2)", False, ["off"]),
+    ],
+)
+def test_the_record_says_that_gradients_overlap_where_so(
+    tmp_path: Path, text: str, overlap: bool, told: list[str]
+) -> None:
     """`local` said so, where nothing is sent in a step."""
     run = pg.train(vectors(epochs=2), text, runs=tmp_path, overlap=overlap)
-    assert [line["picked"] for line in Record(run.folder).of("choice", 0) if line["what"] == "overlap"] == told
+    assert [
+        line["picked"] for line in Record(run.folder).of("choice", 0) if line["what"] == "overlap"
+    ] == told

@@ -46,7 +46,7 @@ from paragrad.world.world import World
 JOB = JOBS["mlp"].replace(epochs=2, dtype=torch.float64)
 
 
-# ---- a checkpoint is of a step that all records hold ---------------------------------------------------------------------
+# ---- a checkpoint is of a step that all records hold -----------------------------------------
 def killed_before_its_line(world: World, checked: Admitted, folder: Path) -> None:
     """A training in which rank 1 dies after step 3, before its record has it."""
     write = Log.step
@@ -55,12 +55,15 @@ def killed_before_its_line(world: World, checked: Admitted, folder: Path) -> Non
         if world.rank == 1 and number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, number, *words, **fields)
+
     with mock.patch.object(Log, "step", step):
         train_rank(world, checked, folder, time.monotonic())
 
 
 def test_a_checkpoint_is_of_a_step_that_all_records_hold(tmp_path: Path) -> None:
-    """Rank 0 had saved a step whose line rank 1 had not written: the resumed run's audit said that samples were missed."""
+    """Rank 0 had saved a step whose line rank 1 had not written: the resumed run's audit said
+    that samples were missed.
+    """
     checked = admitted(JOB, "data(2, reduce=ring)", Settings(save=1))
     with Ranks(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
         checked.on(ranks, killed_before_its_line, checked, tmp_path)
@@ -78,10 +81,14 @@ class Raises(nn.Linear):
 
 @pytest.mark.parametrize(("writer", "name"), [(checkpoint, "save_tensors"), (loop, "save_weights")])
 def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, name: str) -> None:
-    """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be recorded."""
+    """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be
+    recorded.
+    """
+
     def full(written: Any, path: Path) -> None:
         path.write_bytes(b"half of it")
         raise OSError(28, "No space left on device", str(path))
+
     with mock.patch.object(writer, name, full), pytest.raises(OSError, match="No space left"):
         train_rank(World(), admitted(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
     assert not list(tmp_path.glob("*.partial"))
@@ -89,16 +96,24 @@ def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, nam
 
 def test_a_record_on_a_full_disk_is_named() -> None:
     """Which file could not be written was not said; the launcher took it for what it prints."""
-    with Recorder(Path("/dev/full")) as record, pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+    with (
+        Recorder(Path("/dev/full")) as record,
+        pytest.raises(OSError, match="No space left on device: '/dev/full'"),
+    ):
         record.write("step", epoch=0)
 
 
 def test_a_failure_is_told_where_its_end_cannot_be_recorded(pool: Ranks, tmp_path: Path) -> None:
     """On a full disk the record's own error stood in the place of the rank's."""
+
     def full(record: Recorder, *_: Any) -> None:
         raise OSError(28, "No space left on device", record.file.name)
+
     job = make_job("raises", lambda: Raises(10, 4), VECTORS)
-    with mock.patch.object(training, "_write_end", full), pytest.raises(RankFailed, match="enough of it"):
+    with (
+        mock.patch.object(training, "_write_end", full),
+        pytest.raises(RankFailed, match="enough of it"),
+    ):
         training.run(pool, admitted(job, "data(2)", Settings()), tmp_path)
 
 
@@ -110,7 +125,7 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-# ---- torchrun starts ranks anew beside a store that stays ----------------------------------------------------------------
+# ---- torchrun starts ranks anew beside a store that stays ------------------------------------
 DIES = """
 import os, signal, torch, paragrad as pg
 from torch import nn
@@ -121,12 +136,14 @@ class Net(nn.Linear):
 
     def forward(self, x):
         Net.calls += 1
-        if Net.calls == 30 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and os.environ["RANK"] == "1":
+        if (Net.calls == 30 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+                and os.environ["RANK"] == "1"):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
 torch.manual_seed(0)
-job = pg.Job(name="dies", model=lambda: Net(10, 4), loss=nn.functional.cross_entropy, batch=12, epochs=20,
+job = pg.Job(name="dies", model=lambda: Net(10, 4), loss=nn.functional.cross_entropy, batch=12,
+        epochs=20,
              train=TensorDataset(torch.randn(60, 10), torch.randint(4, (60,))),
              optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 """
@@ -135,12 +152,32 @@ job = pg.Job(name="dies", model=lambda: Net(10, 4), loss=nn.functional.cross_ent
 @pytest.mark.story
 @pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.table)])
 def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
-    """The restarted ranks read what those before them had left in torchrun's store: the address of a process that is gone."""
+    """The restarted ranks read what those before them had left in torchrun's store: the address
+    of a process that is gone.
+    """
     job = tmp_path / "dies.py"
     job.write_text(DIES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-               "-m", "paragrad", "train", str(job), "--strategy", "data(2)", "--backend", backend, "--no-check",
-               "--runs", str(tmp_path / "runs")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+        "paragrad",
+        "train",
+        str(job),
+        "--strategy",
+        "data(2)",
+        "--backend",
+        backend,
+        "--no-check",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
     ends = [Record(folder).end for folder in sorted((tmp_path / "runs").iterdir())]
@@ -149,7 +186,9 @@ def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
 
 
 def started_after_another(world: World) -> list[str]:
-    """Keys of an earlier start that came to its end: its name and all answers are still there."""
+    """Keys of an earlier start that came to its end: its name and all answers are still
+    there.
+    """
     store = torch.distributed.PrefixStore("test", world.store)
     first = of_this_start(store, world.rank, world.size, 10.0)
     first.set(f"{world.rank}", f"old {world.rank}")
@@ -157,7 +196,8 @@ def started_after_another(world: World) -> list[str]:
     answers = [f"answers/{begun}/{rank}" for rank in range(1, world.size)]
     before = [store.get(answer) for answer in answers]
     world.barrier()
-    if world.rank == 0:                                 # it is late: the others have answered to the start before
+    # it is late: the others have answered to the start before
+    if world.rank == 0:
         while any(store.get(answer) == old for answer, old in zip(answers, before, strict=True)):
             threading.Event().wait(0.01)
     second = of_this_start(store, world.rank, world.size, 10.0)
@@ -170,7 +210,7 @@ def test_a_start_has_keys_of_its_own(pool: Ranks) -> None:
         assert found == ["new 0", "new 1", "new 2"]
 
 
-# ---- waits ---------------------------------------------------------------------------------------------------------------
+# ---- waits -----------------------------------------------------------------------------------
 class Said(io.StringIO):
     """Standard error of a rank that waits: what is said there is told to the others."""
 
@@ -186,7 +226,9 @@ class Said(io.StringIO):
 
 
 def waits(world: World) -> str:
-    """Ranks 0 and 1 are in step 7; rank 2 comes when somebody has said that it is waited for."""
+    """Ranks 0 and 1 are in step 7; rank 2 comes when somebody has said that it is waited
+    for.
+    """
     watch = Watch(world, after=0.1)
     said = Said(world)
     with contextlib.redirect_stderr(said):
@@ -202,13 +244,15 @@ def waits(world: World) -> str:
 def test_who_is_waited_for_is_said(pool: Ranks, backend: str) -> None:
     """A loop that left early on one rank: the others were silent until their bound of 300 s."""
     first, second, _ = pool.run(waits, size=3, backend=backend)
-    told = f"{first}{second}"                           # by the first of the two that has noticed the other
+    # by the first of the two that has noticed the other
+    told = f"{first}{second}"
     assert " is in step 7 for " in told
     assert "and rank(s) 2 have not come to it" in told
 
 
 class Hangs(nn.Linear):
     """On rank 1, in its tenth forward."""
+
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -222,13 +266,17 @@ class Hangs(nn.Linear):
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
     job = make_job("hangs", lambda: Hangs(10, 4), VECTORS, epochs=9)
-    with pytest.raises(RankFailed, match=r"^rank 0, step \d+: rank 0 waits for slot 1 from rank 1") as caught:
+    with pytest.raises(
+        RankFailed, match=r"^rank 0, step \d+: rank 0 waits for slot 1 from rank 1"
+    ) as caught:
         pg.train(job, "data(2, reduce=ring)", runs=tmp_path, backend=backend, timeout=1.5)
-    assert "Unable to cast" not in f"{caught.value} {caught.value.traceback}"          # what DDP says around it
+    # what DDP says around it
+    assert "Unable to cast" not in f"{caught.value} {caught.value.traceback}"
 
 
 class Stopped(nn.Linear):
     """On rank 1, in its tenth forward, by SIGSTOP."""
+
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -240,13 +288,18 @@ class Stopped(nn.Linear):
 
 @pytest.mark.sample(2)
 @pytest.mark.story
-@pytest.mark.parametrize(("strategy", "message"), [
-    ("data(4)", r"rank [023] gave up waiting for rank 1 in "),
-    ("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing:")
-])
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("data(4)", r"rank [023] gave up waiting for rank 1 in "),
+        ("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing:"),
+    ],
+)
 def test_a_rank_that_was_stopped_is_named(tmp_path: Path, strategy: str, message: str) -> None:
-    """The others gave up "waiting in updating parameters": for whom, nobody said, though three wait for it by way of each
-    other. Along a ring it was said, within "Unable to cast ... to Tensor"."""
+    """The others gave up "waiting in updating parameters": for whom, nobody said, though three
+    wait for it by way of each other. Along a ring it was said, within "Unable to cast ... to
+    Tensor".
+    """
     job = make_job("stopped", lambda: Stopped(10, 4), VECTORS, epochs=9)
     with pytest.raises(RankFailed, match=rf"^rank \d, step \d+: {message}"):
         pg.train(job, strategy, runs=tmp_path, timeout=4.0)
@@ -257,16 +310,27 @@ def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("backend", "rank", "others"), [("shm", 1, "0, 2"), ("shm", 0, "1, 2"), ("gloo", 2, "0, 1")])
-def test_who_does_not_come_at_all_is_named(pool: Ranks, tmp_path: Path, backend: str, rank: int, others: str) -> None:
-    """"Wait timeout" was all that was said."""
-    with pytest.raises(RankFailed, match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s "):
+@pytest.mark.parametrize(
+    ("backend", "rank", "others"), [("shm", 1, "0, 2"), ("shm", 0, "1, 2"), ("gloo", 2, "0, 1")]
+)
+def test_who_does_not_come_at_all_is_named(
+    pool: Ranks, tmp_path: Path, backend: str, rank: int, others: str
+) -> None:
+    """ "Wait timeout" was all that was said."""
+    with pytest.raises(
+        RankFailed,
+        match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s ",
+    ):
         pool.run(meets_nobody, rank, backend, tmp_path / "store", size=1)
 
 
 def refused_by_the_store(world: World, store: Path) -> None:
-    with mock.patch.object(torch.distributed, "init_process_group", side_effect=RuntimeError("no such interface")), \
-            joined(0, 3, store, "gloo", timeout=60):
+    with (
+        mock.patch.object(
+            torch.distributed, "init_process_group", side_effect=RuntimeError("no such interface")
+        ),
+        joined(0, 3, store, "gloo", timeout=60),
+    ):
         pass
 
 
@@ -298,35 +362,47 @@ def loads(world: World, loaders: int) -> str:
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_a_dataset_that_hangs_is_named(pool: Ranks, loaders: int) -> None:
     """It hung the run for ever; now its item is named, with the line where it stands."""
-    told, = pool.run(loads, loaders, size=1)
+    (told,) = pool.run(loads, loaders, size=1)
     assert told.startswith("sample 5 of the dataset was not there within 0.5 s; it stands at ")
     assert "threading.py" in told
 
 
 @pytest.mark.story
 def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
-    """The path of the loaders' socket was too long (AF_UNIX has 107 bytes): a hang, deaf to SIGTERM."""
+    """The path of the loaders' socket was too long (AF_UNIX has 107 bytes): a hang, deaf to
+    SIGTERM.
+    """
     long = tmp_path / ("long" * 30)
     long.mkdir()
-    script = ("import paragrad as pg\nif __name__ == '__main__':\n"
-              "    pg.train(pg.job('digits').replace(epochs=1), 'data(2)', loaders=1, limit=3)")
+    script = (
+        "import paragrad as pg\nif __name__ == '__main__':\n"
+        "    pg.train(pg.job('digits').replace(epochs=1), 'data(2)', loaders=1, limit=3)"
+    )
     (tmp_path / "own.py").write_text(script)
-    ran = subprocess.run([sys.executable, str(tmp_path / "own.py")], capture_output=True, text=True, timeout=100, check=False,
-                         cwd=tmp_path, env={**os.environ, "TMPDIR": str(long)})
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "own.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(long)},
+    )
     assert ran.returncode == 0, ran.stderr
     assert short_enough(Path("/" + LONGEST * "x")) != Path("/" + LONGEST * "x")
     assert short_enough(tmp_path) == tmp_path or len(str(tmp_path)) > LONGEST
 
 
-# ---- what is left behind -------------------------------------------------------------------------------------------------
+# ---- what is left behind ---------------------------------------------------------------------
 def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> None:
     """Known by a lock, not by process ids, which mean other processes in another container."""
     with mock.patch("paragrad.world.launching.folders.short_enough", return_value=tmp_path):
-        (tmp_path / "paragrad-0").mkdir()               # where launched ranks meet: it has no lock
+        # where launched ranks meet: it has no lock
+        (tmp_path / "paragrad-0").mkdir()
         dead, held = locked_folder()
         alive, other = locked_folder()
         assert dead.exists()
-        os.close(held)                                  # as the end of its processes does
+        os.close(held)  # as the end of its processes does
         clear(tmp_path)
         assert not dead.exists()
         assert alive.exists()
@@ -341,7 +417,8 @@ from torch.utils.data import TensorDataset
 
 model = nn.Linear(10, 4)
 data = TensorDataset(torch.randn(60, 10), torch.randint(4, (60,)))
-with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), "serial") as trainer:
+with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(),
+        lr=0.1), "serial") as trainer:
     for batch in trainer.batches(data, 12, 0, loaders=1):
         trainer.step(*batch)
         if sys.argv[1:]:
@@ -351,28 +428,45 @@ with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.pa
 
 @pytest.mark.table
 @pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.table), "rank"])
-def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(who: str, tmp_path: Path) -> None:
-    """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears. Of a rank that was killed alone the
-    loaders lived on for up to five seconds, and held their folder's lock for longer than torchrun's next start took to its end.
+def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(
+    who: str, tmp_path: Path
+) -> None:
+    """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears. Of a
+    rank that was killed alone the loaders lived on for up to five seconds, and held their
+    folder's lock for longer than torchrun's next start took to its end.
     """
     (tmp_path / "own.py").write_text(KILLED)
-    with tempfile.TemporaryDirectory() as temporary:        # a short path: under a long one such folders are elsewhere
+    # a short path: under a long one such folders are elsewhere
+    with tempfile.TemporaryDirectory() as temporary:
         for more, code in ([who], -signal.SIGKILL), ([], 0):
-            ran = subprocess.run([sys.executable, str(tmp_path / "own.py"), *more], timeout=100, check=False, process_group=0,
-                                 env={**os.environ, "TMPDIR": temporary})
+            ran = subprocess.run(
+                [sys.executable, str(tmp_path / "own.py"), *more],
+                timeout=100,
+                check=False,
+                process_group=0,
+                env={**os.environ, "TMPDIR": temporary},
+            )
             assert ran.returncode == code
-            left = [path.name for path in Path(temporary).iterdir() if path.name.startswith(("pymp-", "paragrad-"))]
+            left = [
+                path.name
+                for path in Path(temporary).iterdir()
+                if path.name.startswith(("pymp-", "paragrad-"))
+            ]
             assert len(left) == len(more)
 
 
 def test_what_is_half_written_goes_with_ctrl_c(tmp_path: Path) -> None:
-    """Ranks are killed then, one of them amid a checkpoint, which stayed: --resume saves in a folder of its own."""
+    """Ranks are killed then, one of them amid a checkpoint, which stayed: --resume saves in a
+    folder of its own.
+    """
+
     def interrupt(told: dict[str, Any]) -> None:
         (run,) = tmp_path.iterdir()
         (run / "checkpoint-00000009.partial").mkdir()
         (run / "checkpoint-00000009.partial" / "model.safetensors").touch()
         (run / "model.safetensors.partial").touch()
         raise KeyboardInterrupt
+
     with pytest.raises(Interrupted):
         pg.train(JOB, "data(2)", runs=tmp_path, progress=interrupt)
     assert list(tmp_path.rglob("*.partial")) == []
@@ -383,14 +477,32 @@ def test_an_impatient_ctrl_c(tmp_path: Path) -> None:
     """The third one came as the server was waited for, and was a traceback."""
     (tmp_path / "talks.py").write_text(TALKS)
     os.mkfifo(tmp_path / "begun")
-    words = [sys.executable, "-m", "paragrad", "train", "talks.py", "--strategy", "data(2)", "--save", "5", "--runs", "runs"]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          env={**os.environ, "BEGUN": str(tmp_path / "begun")}) as launcher:
+    words = [
+        sys.executable,
+        "-m",
+        "paragrad",
+        "train",
+        "talks.py",
+        "--strategy",
+        "data(2)",
+        "--save",
+        "5",
+        "--runs",
+        "runs",
+    ]
+    with subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "BEGUN": str(tmp_path / "begun")},
+    ) as launcher:
         (tmp_path / "begun").read_text()
         while launcher.poll() is None:
             launcher.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(0.03)                         # as quickly as fingers are
+                launcher.wait(0.03)  # as quickly as fingers are
         assert launcher.stdout is not None
         printed = launcher.stdout.read()
     assert launcher.returncode == 130
@@ -398,7 +510,7 @@ def test_an_impatient_ctrl_c(tmp_path: Path) -> None:
     assert printed.splitlines()[-1].startswith("paragrad: stopped")
 
 
-# ---- a terminal that is closed --------------------------------------------------------------------------------------------
+# ---- a terminal that is closed ---------------------------------------------------------------
 TALKS = """
 import contextlib, os, paragrad as pg, torch
 from torch import nn
@@ -413,17 +525,20 @@ class Points(Dataset):
     def __getitem__(self, index):
         Points.seen += 1
         if Points.seen == 200:
-            with contextlib.suppress(FileExistsError):      # one rank tells: whoever reads is gone by the second
+            # one rank tells: whoever reads is gone by the second
+            with contextlib.suppress(FileExistsError):
                 os.mkdir(os.environ["BEGUN"] + "-told")
                 open(os.environ["BEGUN"], "w").close()      # waits for who reads it
         return torch.full((10,), index / 60), index % 4
 
-job = pg.Job(name="talks", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy, train=Points(), batch=12,
+job = pg.Job(name="talks", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy,
+        train=Points(), batch=12,
              optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=100_000)
 """
 AT_A_TERMINAL = """
 import os, sys
-terminal = os.open(sys.argv[1], os.O_RDWR)                  # of a session's first process: its controlling terminal
+# of a session's first process: its controlling terminal
+terminal = os.open(sys.argv[1], os.O_RDWR)
 for number in range(3):
     os.dup2(terminal, number)
 os.execv(sys.executable, [sys.executable, "-m", "paragrad", *sys.argv[2:]])
@@ -437,21 +552,35 @@ def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Pat
     (tmp_path / "temporary").mkdir()
     os.mkfifo(tmp_path / "begun")
     ours, theirs = os.openpty()
-    command = ["train", str(tmp_path / "talks.py"), "--strategy", "data(2)", "--runs", str(tmp_path / "runs")]
-    with subprocess.Popen([sys.executable, "-c", AT_A_TERMINAL, os.ttyname(theirs), *command], start_new_session=True, env={
-            **os.environ, "BEGUN": str(tmp_path / "begun"), "TMPDIR": str(tmp_path / "temporary")}) as launcher:
+    command = [
+        "train",
+        str(tmp_path / "talks.py"),
+        "--strategy",
+        "data(2)",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", AT_A_TERMINAL, os.ttyname(theirs), *command],
+        start_new_session=True,
+        env={**os.environ, "BEGUN": str(tmp_path / "begun"), "TMPDIR": str(tmp_path / "temporary")},
+    ) as launcher:
         os.close(theirs)
         (tmp_path / "begun").read_text()
-        os.close(ours)                                      # its system hangs up
+        os.close(ours)  # its system hangs up
         assert launcher.wait(60) == 0
     record = Record(next((tmp_path / "runs").iterdir()))
     assert record.end is not None
     assert record.end["status"] == "stopped"
-    assert step_of(folders(record.folder)[0]) == len(record.of("step")) == len(record.of("step", rank=1))
+    assert (
+        step_of(folders(record.folder)[0])
+        == len(record.of("step"))
+        == len(record.of("step", rank=1))
+    )
     assert list((tmp_path / "temporary").glob("paragrad-*")) == []
 
 
-# ---- a comparison that ends early ----------------------------------------------------------------------------------------
+# ---- a comparison that ends early ------------------------------------------------------------
 ROWS = "serial; data(2); data(2, reduce=ring)"
 
 
@@ -464,7 +593,9 @@ def at_the_second(act: Callable[[], None]) -> Callable[[str], Callable[[dict[str
             if name == "data(2)" and not acted:
                 acted.append(name)
                 act()
+
         return tell
+
     return of
 
 
@@ -478,15 +609,22 @@ def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
         with pytest.raises(Interrupted) as caught:
             pg.compare(job, ROWS, runs=tmp_path, progress=at_the_second(interrupted), **settings)
         return pg.Table(caught.value.folder)
-    return pg.compare(job, ROWS, runs=tmp_path,
-                      progress=at_the_second(lambda: os.kill(os.getpid(), signal.SIGTERM)), **settings)
+    return pg.compare(
+        job,
+        ROWS,
+        runs=tmp_path,
+        progress=at_the_second(lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        **settings,
+    )
 
 
 @pytest.mark.sample(2)
 @pytest.mark.story
 @pytest.mark.parametrize("status", ["stopped", "interrupted"])
 def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) -> None:
-    """SIGTERM and Ctrl-C lost them; now the table has them and names the others, and --resume finishes it."""
+    """SIGTERM and Ctrl-C lost them; now the table has them and names the others, and --resume
+    finishes it.
+    """
     table = compared(tmp_path, status)
     assert table.ended["status"] == status
     assert table.missing == ["data(2)", "data(2, reduce=ring)", "baseline-serial-threads-1"]
@@ -500,10 +638,14 @@ def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) 
     assert whole.missing == []
     assert "not done" not in str(whole)
     assert max(row.difference or 0.0 for row in whole.rows) <= 1e-10
-    assert (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns == begun     # it was not made anew
+    # it was not made anew
+    assert (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns == begun
     with pytest.raises(pg.Refused, match="go on with the same"):
         pg.compare(JOB.replace(epochs=4), "serial; data(2)", runs=tmp_path, resume=table.folder)
-    with Recorder(whole.folder / "compare.jsonl", alone=True), pytest.raises(pg.Refused, match="is still being written to"):
+    with (
+        Recorder(whole.folder / "compare.jsonl", alone=True),
+        pytest.raises(pg.Refused, match="is still being written to"),
+    ):
         pg.compare(JOB.replace(epochs=4), ROWS, runs=tmp_path, resume=table.folder)
     with pytest.raises(pg.Refused, match="holds no comparison"):
         pg.compare(JOB, ROWS, runs=tmp_path, resume=tmp_path)
@@ -516,6 +658,7 @@ def test_a_comparison_on_a_full_disk(tmp_path: Path) -> None:
         if "data" in folder.name:
             raise OSError(28, "No space left on device", str(folder / "run.jsonl"))
         return run(ranks, row, folder, **more)
+
     with mock.patch.object(comparing, "run", full):
         table = pg.compare(JOB, ROWS, runs=tmp_path)
     assert table.ended["status"] == "failed"

@@ -1,4 +1,6 @@
-"""What has a mean over replicas or clients besides weights, what has none, and what a record says of it."""
+"""What has a mean over replicas or clients besides weights, what has none, and what a record
+says of it.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,14 @@ plain = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS).replace(**{"epochs": 3, "dtype": torch.float64, "optimizer": plain, **changes})
+    return job("vectors", mlp, VECTORS).replace(
+        **{"epochs": 3, "dtype": torch.float64, "optimizer": plain, **changes}
+    )
 
 
-def ranks_of(pool: Ranks, made: pg.Job, text: str, steps: int, look: Callable[[Trainer], Any]) -> list[list[Any]]:
+def ranks_of(
+    pool: Ranks, made: pg.Job, text: str, steps: int, look: Callable[[Trainer], Any]
+) -> list[list[Any]]:
     return pool.run(seen, made, resolved(text), steps, look, size=resolved(text).size)
 
 
@@ -52,7 +58,7 @@ def equal(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ---- caches have none ------------------------------------------------------------------------------------------------------
+# ---- caches have none ------------------------------------------------------------------------
 def angles(first: int, last: int) -> Tensor:
     return torch.arange(first, last, dtype=torch.float64).cos()
 
@@ -65,7 +71,7 @@ class Computing(nn.Module):
         self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(x * self.of(10 + int(100 * x.abs().sum()) % 30).mean().to(x))           # type: ignore[no-any-return]
+        return self.out(x * self.of(10 + int(100 * x.abs().sum()) % 30).mean().to(x))
 
     def of(self, length: int) -> Tensor:
         return angles(0, length)
@@ -81,7 +87,7 @@ class Filling(Computing):
 
     def of(self, length: int) -> Tensor:
         if length > self.filled:
-            self.kept[self.filled:length] = angles(self.filled, length)
+            self.kept[self.filled : length] = angles(self.filled, length)
             self.filled = length
         return self.kept[:length]
 
@@ -101,27 +107,46 @@ class Growing(Computing):
 
 @pytest.mark.parametrize("model", [Filling, Growing])
 @pytest.mark.parametrize("text", ["local(2, every=1)", "local(3, every=2, outer=nesterov)"])
-def test_a_cache_that_state_dict_does_not_hold_is_each_replicas_own(pool: Ranks, model: type[Computing], text: str) -> None:
-    """What one replica had filled and another had not became half of it, while a number in Python said that it was there; one
-    that grew ended the run, for it has another length on each rank."""
-    with_cache, without = (ranks_of(pool, vectors(model=each), text, 6, lambda trainer: copied(trainer.model.state_dict()))
-                           for each in (model, Computing))
-    assert all(equal(one, other) for rank, others in zip(with_cache, without, strict=True)
-               for one, other in zip(rank, others, strict=True))
+def test_a_cache_that_state_dict_does_not_hold_is_each_replicas_own(
+    pool: Ranks, model: type[Computing], text: str
+) -> None:
+    """What one replica had filled and another had not became half of it, while a number in
+    Python said that it was there; one that grew ended the run, for it has another length on
+    each rank.
+    """
+    with_cache, without = (
+        ranks_of(
+            pool, vectors(model=each), text, 6, lambda trainer: copied(trainer.model.state_dict())
+        )
+        for each in (model, Computing)
+    )
+    assert all(
+        equal(one, other)
+        for rank, others in zip(with_cache, without, strict=True)
+        for one, other in zip(rank, others, strict=True)
+    )
 
 
 @pytest.mark.parametrize("model", [Filling, Growing])
-def test_clients_begin_with_the_cache_of_their_round(tmp_path: Path, model: type[Computing]) -> None:
-    """The clients of which it had another length than at the beginning of the round were lost, or its mean was kept."""
+def test_clients_begin_with_the_cache_of_their_round(
+    tmp_path: Path, model: type[Computing]
+) -> None:
+    """The clients of which it had another length than at the beginning of the round were lost,
+    or its mean was kept.
+    """
     text = "federated(2, clients=4, fraction=1.0, rounds=3)"
-    with_cache, without = (pg.train(vectors(model=each, batch=4), text, runs=tmp_path) for each in (model, Computing))
+    with_cache, without = (
+        pg.train(vectors(model=each, batch=4), text, runs=tmp_path) for each in (model, Computing)
+    )
     assert equal(copied(with_cache.model().state_dict()), copied(without.model().state_dict()))
     assert not any(line["lost"] for line in Record(with_cache.folder).of("epoch"))
 
 
-# ---- what has one ----------------------------------------------------------------------------------------------------------
+# ---- what has one ----------------------------------------------------------------------------
 class Keeping(nn.Module):
-    """Counts what it sees: in a whole number, in a flag, in a queue of features, and in Python; and a cache."""
+    """Counts what it sees: in a whole number, in a flag, in a queue of features, and in Python;
+    and a cache.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +164,7 @@ class Keeping(nn.Module):
             self.queue = torch.stack([self.queue[1], x.detach().mean(0).to(self.queue)])
             self.cache += x.detach().sum()
             self.seen += float(x.sum())
-        return self.out(x)                                  # type: ignore[no-any-return]
+        return self.out(x)  # type: ignore[no-any-return]
 
 
 class Centred(nn.Module):
@@ -158,22 +183,33 @@ class Centred(nn.Module):
 
 
 def kept_and_centred(**changes: Any) -> pg.Job:
-    return vectors(model=Keeping, loss=Centred(), train=torch.utils.data.Subset(VECTORS, range(24)), **changes)
+    return vectors(
+        model=Keeping, loss=Centred(), train=torch.utils.data.Subset(VECTORS, range(24)), **changes
+    )
 
 
-@pytest.mark.parametrize("text", ["local(3, every=2)", "local(2, every=2, outer=elastic)", "local(2, every=2, after=2)"])
+@pytest.mark.parametrize(
+    "text", ["local(3, every=2)", "local(2, every=2, outer=elastic)", "local(2, every=2, after=2)"]
+)
 def test_replicas_that_met_are_equal_in_all_that_has_a_mean(pool: Ranks, text: str) -> None:
-    """Whole numbers, flags, and what a loss keeps stayed each one's own: a test added up what n different models said."""
-    ranks, size = ranks_of(pool, kept_and_centred(), text, 4, everything), resolved(text).size
+    """Whole numbers, flags, and what a loss keeps stayed each one's own: a test added up what n
+    different models said.
+    """
+    ranks = ranks_of(pool, kept_and_centred(), text, 4, everything)
+    size = resolved(text).size
     names = ("count", "large", "queue", "the loss.center")
     for name in names:
         assert all(torch.equal(rank[3][name], ranks[0][3][name]) for rank in ranks), name
-        assert any(not torch.equal(rank[step][name], ranks[0][step][name]) for rank in ranks for step in (0, 2)), name
+        assert any(
+            not torch.equal(rank[step][name], ranks[0][step][name])
+            for rank in ranks
+            for step in (0, 2)
+        ), name
     if "after" not in text:
         alone = ranks_of(pool, kept_and_centred(), f"local({size}, every=end)", 2, everything)
-        for name in ("count", "large"):                 # all have as many samples
+        for name in ("count", "large"):  # all have as many samples
             mean = sum(rank[1][name].double() for rank in alone) / size
-            assert torch.equal(ranks[0][1][name], nearest(mean, ranks[0][1][name].dtype))      # type: ignore[arg-type]
+            assert torch.equal(ranks[0][1][name], nearest(mean, ranks[0][1][name].dtype))
 
 
 def in_a_test(trainer: Trainer) -> State:
@@ -202,7 +238,8 @@ def on_the_way(world: World, made: pg.Job) -> State:
 
 
 def own_loop(world: World) -> State:
-    model, loss = Keeping(), Centred()
+    model = Keeping()
+    loss = Centred()
     with pg.parallelize(model, loss, plain(model.parameters()), "local(2, every=5)") as trainer:
         for inputs, target in trainer.batches(VECTORS, 12, 0):
             trainer.step(inputs, target)
@@ -225,35 +262,77 @@ def normed_and_kept() -> nn.Module:
     return nn.Sequential(Keeping(), nn.BatchNorm1d(4), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("text", ["local(2, every=2)", "federated(2, clients=4, fraction=1.0, rounds=2)"])
+@pytest.mark.parametrize(
+    "text", ["local(2, every=2)", "federated(2, clients=4, fraction=1.0, rounds=2)"]
+)
 def test_what_is_averaged_and_what_is_not_is_said_once(tmp_path: Path, text: str) -> None:
-    """A queue, the vectors of a spectral norm become means, which need not be good for anything: a user should read it."""
-    run = pg.train(vectors(model=normed_and_kept, loss=Centred(), test=VECTORS), text, runs=tmp_path)
+    """A queue, the vectors of a spectral norm become means, which need not be good for
+    anything: a user should read it.
+    """
+    run = pg.train(
+        vectors(model=normed_and_kept, loss=Centred(), test=VECTORS), text, runs=tmp_path
+    )
     for rank in range(2):
-        said = [line for line in Record(run.folder).of("choice", rank) if line["what"] in ("averaged too", "kept in Python")]
-        assert [line["picked"] for line in said if line["what"] == "averaged too"] == ["0.count, 0.large, 0.queue, ..."]
-        assert all("persistent=False" in line["because"] for line in said if line["what"] == "averaged too")
-        kept, = [line for line in said if line["what"] == "kept in Python"]
+        said = [
+            line
+            for line in Record(run.folder).of("choice", rank)
+            if line["what"] in ("averaged too", "kept in Python")
+        ]
+        assert [line["picked"] for line in said if line["what"] == "averaged too"] == [
+            "0.count, 0.large, 0.queue, ..."
+        ]
+        assert all(
+            "persistent=False" in line["because"] for line in said if line["what"] == "averaged too"
+        )
+        (kept,) = [line for line in said if line["what"] == "kept in Python"]
         assert kept["because"].endswith("0.seen")
-        assert kept["picked"].startswith("each worker's own" if "local" in text else "as at the beginning")
+        assert kept["picked"].startswith(
+            "each worker's own" if "local" in text else "as at the beginning"
+        )
 
 
-@pytest.mark.parametrize("text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"])
+@pytest.mark.parametrize(
+    "text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"]
+)
 def test_of_batch_norms_and_nothing_else_nothing_is_said(tmp_path: Path, text: str) -> None:
     """Where the model is cut buffers stand in attributes, too."""
     run = pg.train(job("normed", normed_cnn, IMAGES, epochs=2), text, runs=tmp_path)
     for rank in range(resolved(text).size):
-        said = [line for line in Record(run.folder).of("choice", rank) if line["what"] in ("averaged too", "kept in Python")]
+        said = [
+            line
+            for line in Record(run.folder).of("choice", rank)
+            if line["what"] in ("averaged too", "kept in Python")
+        ]
         assert [line["because"] for line in said] == []
 
 
-# ---- optimizers' states --------------------------------------------------------------------------------------------------
+# ---- optimizers' states ----------------------------------------------------------------------
 def test_codes_are_one_replicas_and_so_is_what_lies_beside_them() -> None:
     """8-bit Adam kept the codes of one replica beside the mean of the scales of all."""
-    told = [(1.0, {"a": {"codes": torch.tensor([7, 9], dtype=torch.uint8), "scale": torch.tensor([1.0]), "step": 4},
-                   "b": {"m": torch.tensor([1.0])}}),
-            (3.0, {"a": {"codes": torch.tensor([1, 2], dtype=torch.uint8), "scale": torch.tensor([3.0]), "step": 4},
-                   "b": {"m": torch.tensor([5.0])}})]
+    told = [
+        (
+            1.0,
+            {
+                "a": {
+                    "codes": torch.tensor([7, 9], dtype=torch.uint8),
+                    "scale": torch.tensor([1.0]),
+                    "step": 4,
+                },
+                "b": {"m": torch.tensor([1.0])},
+            },
+        ),
+        (
+            3.0,
+            {
+                "a": {
+                    "codes": torch.tensor([1, 2], dtype=torch.uint8),
+                    "scale": torch.tensor([3.0]),
+                    "step": 4,
+                },
+                "b": {"m": torch.tensor([5.0])},
+            },
+        ),
+    ]
     for order in (told, told[::-1]):
         found = mean_state(order)
         assert found["a"] == order[0][1]["a"]
@@ -263,11 +342,13 @@ def test_codes_are_one_replicas_and_so_is_what_lies_beside_them() -> None:
 class Viewing(torch.optim.SGD):
     """Has the states of all parameters in one flat tensor, each a piece of it."""
 
-    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = self.param_groups[0]["params"]
         if not self.state:
             flat = torch.zeros(sum(each.numel() for each in parameters), dtype=torch.float64)
-            for each, piece in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+            for each, piece in zip(
+                parameters, flat.split([each.numel() for each in parameters]), strict=True
+            ):
                 self.state[each]["m"] = piece.view_as(each)
         for each in parameters:
             self.state[each]["m"].mul_(0.9).add_(each.grad)
@@ -282,8 +363,14 @@ def states_sent(world: World) -> tuple[int, int]:
     def heard() -> Iterator[None]:
         collected = World.collected
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(World, "collected", lambda own, value: (
-                sent.extend(each for values in value[1].values() for each in values.values()), collected(own, value))[1])
+            patch.setattr(
+                World,
+                "collected",
+                lambda own, value: (
+                    sent.extend(each for values in value[1].values() for each in values.values()),
+                    collected(own, value),
+                )[1],
+            )
             yield
 
     def look(trainer: Trainer) -> None:
@@ -291,13 +378,23 @@ def states_sent(world: World) -> tuple[int, int]:
         with heard():
             trainer.exchange.state()
 
-    seen(world, vectors(optimizer=functools.partial(Viewing, lr=0.1)), resolved("local(2, every=2)"), 1, look)
+    seen(
+        world,
+        vectors(optimizer=functools.partial(Viewing, lr=0.1)),
+        resolved("local(2, every=2)"),
+        1,
+        look,
+    )
     assert all(each.device.type == "cpu" for each in sent)
     return sum(each.untyped_storage().nbytes() for each in sent), sum(each.nbytes for each in sent)
 
 
-def test_states_go_to_another_rank_through_the_host_and_without_what_they_are_views_of(pool: Ranks) -> None:
-    """As they were, they came back on the GPUs that they were sent from, and the sum of two failed."""
+def test_states_go_to_another_rank_through_the_host_and_without_what_they_are_views_of(
+    pool: Ranks,
+) -> None:
+    """As they were, they came back on the GPUs that they were sent from, and the sum of two
+    failed.
+    """
     for stored, told in pool.run(states_sent, size=2):
         assert stored == told
 
@@ -306,28 +403,35 @@ def test_a_state_goes_to_where_the_one_is_that_it_replaces() -> None:
     """A fused Adam's step is a tensor without dimensions on the GPU, and stayed on the host."""
     parameter = nn.Parameter(torch.empty(2, device="meta"))
     here: dict[str, Any] = {"step": torch.tensor(3.0), "m": torch.ones(2), "seen": 4}
-    for capturable, before, where in ((False, {}, "cpu"), (True, {}, "meta"),
-                                      (False, {"step": torch.zeros((), device="meta")}, "meta")):
+    for capturable, before, where in (
+        (False, {}, "cpu"),
+        (True, {}, "meta"),
+        (False, {"step": torch.zeros((), device="meta")}, "meta"),
+    ):
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         optimizer.param_groups[0]["capturable"] = capturable
         optimizer.state[parameter].update(before)
         taken(optimizer, parameter, here)
         found = optimizer.state[parameter]
-        assert (found["step"].device.type, found["m"].device.type, found["seen"]) == (where, "meta", 4)
+        assert (found["step"].device.type, found["m"].device.type, found["seen"]) == (
+            where,
+            "meta",
+            4,
+        )
 
 
 class Counting(torch.optim.SGD):
     """As MADGRAD: counts its steps under a name of its own."""
 
-    def step(self, closure: Any = None) -> Any:                 # type: ignore[override]
-        self.state["k"] = self.state.get("k", torch.zeros(())) + 1         # type: ignore[index]
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.state["k"] = self.state.get("k", torch.zeros(())) + 1  # type: ignore[index]
         return super().step(closure)
 
 
 class Adapting(torch.optim.SGD):
     """As Prodigy: has a number in its groups that follows the gradients."""
 
-    def step(self, closure: Any = None) -> Any:                 # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         group = self.param_groups[0]
         group["d"] = group.get("d", 1.0) + float(group["params"][0].grad.abs().sum())
         return super().step(closure)
@@ -339,12 +443,16 @@ def counted_at_the_end(world: World, text: str) -> tuple[float, list[float]]:
     with pg.parallelize(model, functional.cross_entropy, optimizer, text) as trainer:
         for inputs, target in trainer.batches(VECTORS, 12, 0):
             trainer.step(inputs, target)
-    return float(optimizer.state["k"]), [float(optimizer.state[each]["momentum_buffer"].sum()) for each in model.parameters()]
+    return float(optimizer.state["k"]), [
+        float(optimizer.state[each]["momentum_buffer"].sum()) for each in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("text", ["local(2, every=2)", "local(2, every=2) * place(2)", "data(2)"])
 def test_what_an_optimizer_keeps_beside_its_parameters_is_left_alone(text: str) -> None:
-    """It was taken for a parameter's, after the last step of a loop: a KeyError; where the model was cut it was forgotten."""
+    """It was taken for a parameter's, after the last step of a loop: a KeyError; where the
+    model was cut it was forgotten.
+    """
     with Ranks(4) as four:
         found = four.run(counted_at_the_end, text, size=resolved(text).size)
     assert all(each == found[0] for each in found)
@@ -355,23 +463,40 @@ def test_what_an_optimizer_keeps_beside_its_parameters_is_left_alone(text: str) 
 def test_what_a_checkpoint_has_no_place_for_is_named(tmp_path: Path, text: str) -> None:
     """It said KeyError: 'k'."""
     made = vectors(optimizer=functools.partial(Counting, lr=0.1))
-    with pytest.raises(pg.RankFailed, match=r"Counting keeps k beside the states.*in a parameter's state or in a group"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"Counting keeps k beside the states.*in a parameter's state or in a group",
+    ):
         pg.train(made, text, runs=tmp_path, save=2)
 
 
 def test_settings_that_differ_between_optimizers_are_told(tmp_path: Path) -> None:
     """Of what a checkpoint has one, the first worker's is as good as another's, and no more."""
-    run = pg.train(vectors(optimizer=functools.partial(Adapting, lr=0.1)), "local(2, every=2)", runs=tmp_path, save=3)
-    said, = [line for line in run.of("choice") if line["what"] == "optimizer" and "settings" in line["picked"]]
+    run = pg.train(
+        vectors(optimizer=functools.partial(Adapting, lr=0.1)),
+        "local(2, every=2)",
+        runs=tmp_path,
+        save=3,
+    )
+    (said,) = [
+        line
+        for line in run.of("choice")
+        if line["what"] == "optimizer" and "settings" in line["picked"]
+    ]
     assert "one of each: d (" in said["because"]
     run = pg.train(vectors(), "local(2, every=2)", runs=tmp_path, save=3)
-    assert not [line for line in run.of("choice") if line["what"] == "optimizer" and "settings" in line["picked"]]
+    assert not [
+        line
+        for line in run.of("choice")
+        if line["what"] == "optimizer" and "settings" in line["picked"]
+    ]
 
 
-# ---- what saving sends ---------------------------------------------------------------------------------------------------
+# ---- what saving sends -----------------------------------------------------------------------
 def test_what_saving_sends_is_told_apart(tmp_path: Path) -> None:
-    """It counted as for a test, and of a checkpoint in the middle of an epoch no line had it; states, which are as long as the
-    weights, nobody counted."""
+    """It counted as for a test, and of a checkpoint in the middle of an epoch no line had it;
+    states, which are as long as the weights, nobody counted.
+    """
     made = vectors(test=VECTORS, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     run = pg.train(made, "local(2, every=4, reduce=ring)", runs=tmp_path, save=2)
     weights = 8 * sum(each.numel() for each in mlp().parameters())
@@ -379,13 +504,16 @@ def test_what_saving_sends_is_told_apart(tmp_path: Path) -> None:
         lines = Record(run.folder).of("checkpoint", rank)
         assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
         sent = [line["sent"]["checkpoints"]["bytes"] for line in lines]
-        numbers = sent[3] - rank * weights              # they have just met: what they say of themselves, and states
+        # they have just met: what they say of themselves, and states
+        numbers = sent[3] - rank * weights
         assert 0 < numbers < 100
         assert sent[0] == sent[2] == sent[4] == numbers + weights + rank * weights
-        assert [set(line["sent"]) for line in Record(run.folder).of("epoch", rank)] == [{"tests"}] * 3
+        assert [set(line["sent"]) for line in Record(run.folder).of("epoch", rank)] == [
+            {"tests"}
+        ] * 3
 
 
-# ---- rates ---------------------------------------------------------------------------------------------------------------
+# ---- rates -----------------------------------------------------------------------------------
 def rated(world: World, by_test: bool) -> float:
     """A rate that falls with the loss: of a step, or of a test."""
     model = mlp()
@@ -398,9 +526,14 @@ def rated(world: World, by_test: bool) -> float:
 
 
 def test_rates_that_follow_each_ranks_own_loss_are_named() -> None:
-    """Right under data(n); under local replicas went on with other rates for good, without a word."""
+    """Right under data(n); under local replicas went on with other rates for good, without a
+    word.
+    """
     with Ranks(2) as two:
         one, other = two.run(rated, True, size=2)
         assert one == other != 0.1
-        with pytest.raises(pg.RankFailed, match=r"the optimizer's group 0 is 0\.\d+ on rank 0 and 0\.\d+ on rank 1.*evaluate"):
+        with pytest.raises(
+            pg.RankFailed,
+            match=r"the optimizer's group 0 is 0\.\d+ on rank 0 and 0\.\d+ on rank 1.*evaluate",
+        ):
             two.run(rated, False, size=2)

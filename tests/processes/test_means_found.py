@@ -1,5 +1,7 @@
-"""What trained wrongly, or ended without a sentence, where weights are averaged: models and optimizers that are not the same
-each time they are asked, parameters that forwards replace, tensors that are not dense."""
+"""What trained wrongly, or ended without a sentence, where weights are averaged: models and
+optimizers that are not the same each time they are asked, parameters that forwards replace,
+tensors that are not dense.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from paragrad.record.record import Record
 from paragrad.training.admission import admitted
 
 pytestmark = pytest.mark.usefixtures("warm")
-LOCAL, FEDERATED = "local(2, every=3)", "federated(2, clients=6, fraction=0.7)"
+LOCAL = "local(2, every=3)"
+FEDERATED = "federated(2, clients=6, fraction=0.7)"
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -31,20 +34,24 @@ def linear() -> nn.Module:
 
 
 def of(model: Any, optimizer: Any = sgd, **changes: Any) -> pg.Job:
-    return job("found", model, VECTORS).replace(optimizer=optimizer, dtype=torch.float64, batch=4, **changes)
+    return job("found", model, VECTORS).replace(
+        optimizer=optimizer, dtype=torch.float64, batch=4, **changes
+    )
 
 
-# ---- parameters that forwards replace ----------------------------------------------------------------------------------------
+# ---- parameters that forwards replace --------------------------------------------------------
 class Tied(nn.Module):
     """Ties its weights in a forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other, self.last = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.one = nn.Linear(10, 10)
+        self.other = nn.Linear(10, 10)
+        self.last = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.other.weight = self.one.weight
-        return self.last(self.other(torch.tanh(self.one(x))))                   # type: ignore[no-any-return]
+        return self.last(self.other(torch.tanh(self.one(x))))  # type: ignore[no-any-return]
 
 
 class Made(nn.Linear):
@@ -75,22 +82,31 @@ class Swapped(nn.Linear):
 
 @pytest.mark.parametrize("text", [LOCAL, FEDERATED])
 @pytest.mark.parametrize(("model", "name"), [(Tied, "other.weight"), (Made, "late")])
-def test_a_parameter_that_a_forward_replaces_is_found_at_the_door(model: Any, name: str, text: str) -> None:
-    """A KeyError in the first meeting; and one that was made was trained under federated, on some workers."""
-    with pytest.raises(pg.Refused, match=f"in the place of {name}, ties it or makes it; do that in __init__"):
+def test_a_parameter_that_a_forward_replaces_is_found_at_the_door(
+    model: Any, name: str, text: str
+) -> None:
+    """A KeyError in the first meeting; and one that was made was trained under federated, on
+    some workers.
+    """
+    with pytest.raises(
+        pg.Refused, match=f"in the place of {name}, ties it or makes it; do that in __init__"
+    ):
         admitted(of(model), text)
 
 
 @pytest.mark.parametrize("text", [LOCAL, "federated(2, clients=5, fraction=0.7)"])
 def test_and_where_it_comes_later_in_the_step(text: str, tmp_path: Path) -> None:
     """It was neither put back nor told: another training with each number of workers."""
-    with pytest.raises(pg.RankFailed, match="tensor weight: a forward put another parameter in its place"):
+    with pytest.raises(
+        pg.RankFailed, match="tensor weight: a forward put another parameter in its place"
+    ):
         pg.train(of(Swapped), text, runs=tmp_path)
 
 
-# ---- jobs that are not the same when they are asked again --------------------------------------------------------------------
+# ---- jobs that are not the same when they are asked again ------------------------------------
 class Outside:
     """What it keeps in a list, or counts for all, nobody puts back."""
+
     every = 0
 
     def __init__(self) -> None:
@@ -118,6 +134,7 @@ class Globally(nn.Linear):
 
 class Turning(Dataset):
     """Its samples change whenever one is read."""
+
     read = 0
 
     def __len__(self) -> int:
@@ -151,16 +168,22 @@ def once(parameters: Any) -> torch.optim.Optimizer:
     return ONCE[0]
 
 
-@pytest.mark.parametrize(("made", "says"), [
-    (of(Counting), "the loss of the same samples is another number each time"),
-    (of(Globally), "the loss of the same samples is another number each time"),
-    (of(linear, train=Turning()), "train gives other values each time"),
-    (of(linear, collate=collated), "train gives other values each time"),
-    (of(linear, hooked), "registers hooks on parameters, which stay there"),
-    (of(linear, once), "the same one each time it is called")],
-    ids=["a list", "a global", "a dataset", "a collate", "hooks", "the same optimizer"])
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (of(Counting), "the loss of the same samples is another number each time"),
+        (of(Globally), "the loss of the same samples is another number each time"),
+        (of(linear, train=Turning()), "train gives other values each time"),
+        (of(linear, collate=collated), "train gives other values each time"),
+        (of(linear, hooked), "registers hooks on parameters, which stay there"),
+        (of(linear, once), "the same one each time it is called"),
+    ],
+    ids=["a list", "a global", "a dataset", "a collate", "hooks", "the same optimizer"],
+)
 def test_what_nobody_puts_back_before_a_client_is_refused(made: pg.Job, says: str) -> None:
-    """It went from one client to the next one on its worker, in silence: with each number of workers another training."""
+    """It went from one client to the next one on its worker, in silence: with each number of
+    workers another training.
+    """
     with pytest.raises(pg.Refused, match=says):
         admitted(made, FEDERATED)
 
@@ -171,19 +194,26 @@ def test_hooks_of_the_models_own_are_no_matter(tmp_path: Path) -> None:
         for each in model.parameters():
             each.register_hook(lambda gradient: 0.5 * gradient)
         return model
-    one, two = (pg.train(of(halved), f"federated({workers}, clients=6, fraction=0.7)", runs=tmp_path) for workers in (1, 2))
-    assert torch.allclose(one.model().weight, two.model().weight, rtol=1e-12)       # type: ignore[arg-type]
+
+    one, two = (
+        pg.train(of(halved), f"federated({workers}, clients=6, fraction=0.7)", runs=tmp_path)
+        for workers in (1, 2)
+    )
+    assert torch.allclose(one.model().weight, two.model().weight, rtol=1e-12)
 
 
-# ---- tensors -----------------------------------------------------------------------------------------------------------------
+# ---- tensors ---------------------------------------------------------------------------------
 class Empty(nn.Linear):
     """Its first parameter has no elements: there was no bucket for it."""
 
     def __init__(self) -> None:
         super().__init__(10, 4)
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias = self.bias
         del self.weight, self.bias
-        self.none, self.weight, self.bias = nn.Parameter(torch.empty(0)), weight, bias
+        self.none = nn.Parameter(torch.empty(0))
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.none.sum()
@@ -210,32 +240,49 @@ class Graph(nn.Linear):
 
 @pytest.mark.parametrize("text", ["serial", FEDERATED])
 def test_a_sparse_tensor(text: str, tmp_path: Path) -> None:
-    """Nothing said what it was: the door compared it by an operation that there is for dense ones alone."""
-    with pytest.raises(pg.Refused, match="near is sparse, and no file of a trained model holds that"):
+    """Nothing said what it was: the door compared it by an operation that there is for dense
+    ones alone.
+    """
+    with pytest.raises(
+        pg.Refused, match="near is sparse, and no file of a trained model holds that"
+    ):
         admitted(of(lambda: Graph(True)), text)
     assert pg.train(of(lambda: Graph(False)), text, runs=tmp_path).finished
 
 
 def test_a_model_that_is_not_as_it_was_built_is_told(tmp_path: Path) -> None:
-    with pytest.raises(pg.Refused, match=r"model.safetensors does not fit the model as job found builds it"):
+    with pytest.raises(
+        pg.Refused, match=r"model.safetensors does not fit the model as job found builds it"
+    ):
         pg.train(of(Made), "serial", runs=tmp_path).model()
 
 
-# ---- rounds ------------------------------------------------------------------------------------------------------------------
+# ---- rounds ----------------------------------------------------------------------------------
 def test_so_many_rounds_are_counted_and_not_drawn() -> None:
     """The door was silent for minutes."""
     found = Rounds(divided(100, 20, 7), Order(100, 4, 7), 2, 3, 1, 1, 10**9)
     assert not found.drawn
     assert (found.begins[10**6], found.begins[-1]) == (6 * 10**6, 6 * 10**9)
-    assert [found.begins[number] for number in range(4)] == [sum(
-        found.length(client) for before in range(number) for client in found.chosen(before)) for number in range(4)]
+    assert [found.begins[number] for number in range(4)] == [
+        sum(found.length(client) for before in range(number) for client in found.chosen(before))
+        for number in range(4)
+    ]
     with pytest.raises(pg.Refused, match=r"comes to 30,000 rounds, .*; give at most rounds=20000"):
         admitted(of(linear), "federated(2, clients=6, fraction=0.7, rounds=30000)")
 
 
 def test_a_fraction_that_keeps_workers_idle_is_told(tmp_path: Path) -> None:
-    says = "1 of 6 clients takes part in a round, which keeps at most 1 of 2 workers busy, and nothing is averaged; give fewer"
-    with pytest.warns(UserWarning, match=f"{says} workers, or a larger fraction, such as fraction=0.333"):
+    says = (
+        "1 of 6 clients takes part in a round, which keeps at most 1 of 2 workers busy, and "
+        "nothing is averaged; give fewer"
+    )
+    with pytest.warns(
+        UserWarning, match=f"{says} workers, or a larger fraction, such as fraction=0.333"
+    ):
         run = pg.train(of(linear), "federated(2, clients=6, rounds=2)", runs=tmp_path)
-    told = [line["picked"] for line in Record(run.folder).of("choice", 0) + run.choices if line["what"] == "rounds"]
+    told = [
+        line["picked"]
+        for line in Record(run.folder).of("choice", 0) + run.choices
+        if line["what"] == "rounds"
+    ]
     assert told == ["2, with 1 of 6 clients in each"]

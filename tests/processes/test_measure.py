@@ -31,10 +31,13 @@ from paragrad.world.world import World
 
 
 def invoke(words: list[str]) -> Any:
-    """The command's answer. Imported here: ranks import this module, and need no command line."""
+    """The command's answer. Imported here: ranks import this module, and need no command
+    line.
+    """
     from typer.testing import CliRunner
 
     from paragrad.verbs.cli import app
+
     return CliRunner().invoke(app, words)
 
 
@@ -57,15 +60,22 @@ BYTES = (64, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 
 
 def disturbed_link(world: World, slow: Callable[[int, int], bool]) -> tuple[Link, float, int]:
-    """A link of 50 us and 1 GB/s, measured while other work makes some messages three times slower: slow(bytes, round)."""
-    rounds = dict.fromkeys(BYTES, -2)                               # two times how often it is played are looked for
+    """A link of 50 us and 1 GB/s, measured while other work makes some messages three times
+    slower: slow(bytes, round).
+    """
+    # two times how often it is played are looked for
+    rounds = dict.fromkeys(BYTES, -2)
 
-    def played(world: World, vector: torch.Tensor, program: object, peer: int, times: int) -> tuple[float, float]:
+    def played(
+        world: World, vector: torch.Tensor, program: object, peer: int, times: int
+    ) -> tuple[float, float]:
         size = vector.nbytes // measuring.PARTS
         ping_pong = program is measuring._ping_pong
         rounds[size] += ping_pong if rounds[size] >= 0 else 1
         taken = (50e-6 + 1e-9 * size) * (3 if slow(size, rounds[size]) else 1)
-        return times * ((2 if ping_pong else 1) * taken + (40e-6 if ping_pong else 0)), times * 10e-6
+        return times * (
+            (2 if ping_pong else 1) * taken + (40e-6 if ping_pong else 0)
+        ), times * 10e-6
 
     with patch.object(measuring, "_played", played):
         link, error = measured_link(world, BYTES)
@@ -81,28 +91,38 @@ def that_moment(size: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("slow", [every_other, that_moment])
-def test_what_a_link_can_do_is_found_beside_other_work(pool: Ranks, slow: Callable[[int, int], bool]) -> None:
-    """The clock was as good as one quiet moment: 4 MB measured beside a few commands, and 16 MB was foretold 60 % too slow."""
+def test_what_a_link_can_do_is_found_beside_other_work(
+    pool: Ranks, slow: Callable[[int, int], bool]
+) -> None:
+    """The clock was as good as one quiet moment: 4 MB measured beside a few commands, and 16 MB
+    was foretold 60 % too slow.
+    """
     link, error, rounds = pool.run(disturbed_link, slow, size=2)[0]
     assert link.held(1 << 24) == pytest.approx(50e-6 + 1e-9 * (1 << 24), rel=1e-3)
     assert error < 1e-3
     assert link.disturbed is not None
     assert link.disturbed.held(1 << 24) > 2.5 * link.held(1 << 24)
-    assert (rounds > measuring.ROUNDS) == (slow is that_moment)             # it contradicted the line, and was measured anew
+    # it contradicted the line, and was measured anew
+    assert (rounds > measuring.ROUNDS) == (slow is that_moment)
 
 
 def play(world: World, algorithm: object, vector: torch.Tensor) -> None:
     if isinstance(algorithm, Native):
         vector.copy_(world.all_reduced(vector))
     else:
-        all_reduce(algorithm, vector, world)                        # type: ignore[arg-type]
+        all_reduce(algorithm, vector, world)  # type: ignore[arg-type]
 
 
 def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     """What is picked for two lengths, asked twice; and whether sums by it are right."""
     told: list[str] = []
-    chooser = Chooser(world, Native(), partial(play, world), machine,
-                      told=lambda bytes_, pick: told.append(f"{bytes_}: {pick}"))
+    chooser = Chooser(
+        world,
+        Native(),
+        partial(play, world),
+        machine,
+        told=lambda bytes_, pick: told.append(f"{bytes_}: {pick}"),
+    )
     right = True
     for length in (10, 30_000, 10):
         vector = torch.arange(float(length)) + 100 * world.rank
@@ -111,7 +131,9 @@ def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     return told, right
 
 
-@pytest.mark.parametrize("machine", [pytest.param(None, marks=pytest.mark.table), ASSUMED], ids=["measured", "given"])
+@pytest.mark.parametrize(
+    "machine", [pytest.param(None, marks=pytest.mark.table), ASSUMED], ids=["measured", "given"]
+)
 def test_all_ranks_pick_alike_and_once_for_a_size(pool: Ranks, machine: Machine | None) -> None:
     given = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given") if machine else None
     answers = pool.run(chosen, given, size=3)
@@ -123,15 +145,30 @@ def test_all_ranks_pick_alike_and_once_for_a_size(pool: Ranks, machine: Machine 
     assert ("given" if machine else "measured just before") in told[0]
 
 
-def known_on_hosts(world: World, hosts: list[int], machine: Machine | None) -> tuple[Cluster | None, str]:
-    """What is known of a cluster where each rank is on a host of so many, and from where. A link tells which peer was asked."""
+def known_on_hosts(
+    world: World, hosts: list[int], machine: Machine | None
+) -> tuple[Cluster | None, str]:
+    """What is known of a cluster where each rank is on a host of so many, and from where. A
+    link tells which peer was asked.
+    """
+
     def asked(world: World, sizes: object, rounds: int, peer: int = 1) -> tuple[Link, float]:
         return Link(alpha=1e-6 * peer, beta=1e-9), 0.0
 
     told: list[str] = []
-    with patch.object(measuring, "ranks_here", lambda: hosts[world.rank]), patch.object(choosing, "measured_link", asked), \
-            patch.object(choosing, "MOMENT", 0.0):                  # what is tried then is another test's
-        chooser = Chooser(world, Native(), partial(play, world), machine, told=lambda _, pick: told.append(pick.because))
+    # what is tried then is another test's
+    with (
+        patch.object(measuring, "ranks_here", lambda: hosts[world.rank]),
+        patch.object(choosing, "measured_link", asked),
+        patch.object(choosing, "MOMENT", 0.0),
+    ):
+        chooser = Chooser(
+            world,
+            Native(),
+            partial(play, world),
+            machine,
+            told=lambda _, pick: told.append(pick.because),
+        )
         chooser.pick(torch.zeros(8))
     return chooser.cluster, told[0].rpartition("links ")[2]
 
@@ -140,18 +177,41 @@ GIVEN = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", hosts=2)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("hosts", "machine", "link", "inside", "known"), [
-    ([4, 4, 4, 4], None, 1e-6, None, "measured just before"),
-    ([2, 2, 2, 2], None, 2e-6, 1e-6, "measured just before; inside a host: measured just before"),
-    ([2, 2, 2, 2], GIVEN, 20e-6, 1e-6, "by hand; inside a host: measured just before"),
-    ([2, 2, 2, 2], replace(GIVEN, hosts=1), 2e-6, 1e-6,
-     "measured just before, as the machine file is of one host; inside a host: measured just before"),
-    ([3, 3, 3, 1], None, 3e-6, None, "measured just before"),
-    ([1, 3, 3, 3], None, 1e-6, None, "measured just before")])
-def test_hosts_and_their_links(pool: Ranks, hosts: list[int], machine: Machine | None, link: float, inside: float | None,
-                               known: str) -> None:
-    """All ranks agree, also where hosts have different numbers of ranks: those once asked their own host, and would have tried
-    different candidates; then they all went by rank 0's, and the clock played hosts that do not exist.
+@pytest.mark.parametrize(
+    ("hosts", "machine", "link", "inside", "known"),
+    [
+        ([4, 4, 4, 4], None, 1e-6, None, "measured just before"),
+        (
+            [2, 2, 2, 2],
+            None,
+            2e-6,
+            1e-6,
+            "measured just before; inside a host: measured just before",
+        ),
+        ([2, 2, 2, 2], GIVEN, 20e-6, 1e-6, "by hand; inside a host: measured just before"),
+        (
+            [2, 2, 2, 2],
+            replace(GIVEN, hosts=1),
+            2e-6,
+            1e-6,
+            "measured just before, as the machine file is of one host; inside a host: measured "
+            "just before",
+        ),
+        ([3, 3, 3, 1], None, 3e-6, None, "measured just before"),
+        ([1, 3, 3, 3], None, 1e-6, None, "measured just before"),
+    ],
+)
+def test_hosts_and_their_links(
+    pool: Ranks,
+    hosts: list[int],
+    machine: Machine | None,
+    link: float,
+    inside: float | None,
+    known: str,
+) -> None:
+    """All ranks agree, also where hosts have different numbers of ranks: those once asked their
+    own host, and would have tried different candidates; then they all went by rank 0's, and the
+    clock played hosts that do not exist.
     """
     answers = pool.run(known_on_hosts, hosts, machine, size=4)
     assert answers == [answers[0]] * 4
@@ -179,14 +239,23 @@ def test_what_the_clock_foretells() -> None:
 def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
     Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, cores(), "by hand").write(machine)
-    run = pg.train(pg.job("digits").replace(epochs=1), "data(2, state=replicated)", backend="gloo", machine=machine,
-                   runs=tmp_path, check=False)
+    run = pg.train(
+        pg.job("digits").replace(epochs=1),
+        "data(2, state=replicated)",
+        backend="gloo",
+        machine=machine,
+        runs=tmp_path,
+        check=False,
+    )
     lines = [json.loads(line) for line in (run.folder / "rank-0.jsonl").read_text().splitlines()]
     picks = [line for line in lines if line["kind"] == "choice" and line["what"] == "reduce"]
-    assert len(picks) == 1                                          # 19 KB: one bucket
+    assert len(picks) == 1  # 19 KB: one bucket
     assert picks[0]["bytes"] == 4 * (64 * 64 + 64 + 640 + 10 + 4)
     assert "links by hand" in picks[0]["because"]
-    with pytest.warns(UserWarning, match=r"nobody reads the machine file .*: data\(2, state=shared_memory\) has no all-"):
+    with pytest.warns(
+        UserWarning,
+        match=r"nobody reads the machine file .*: data\(2, state=shared_memory\) has no all-",
+    ):
         pg.train(pg.job("digits").replace(epochs=0), "data(2)", machine=machine, runs=tmp_path)
     # the run's own lines said native, by a decision of their own, while others were picked
     assert [line for line in run.choices if line["what"] == "reduce"] == []
@@ -201,7 +270,9 @@ def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:
     assert list(machine.links) == ["gloo"]
     assert machine.gamma > 0
     assert str(path) in answer.output
-    answer = invoke(["simulate", "data(4, reduce=ring)", "--bytes", "1MB", "--machine", str(path), "--json"])
+    answer = invoke(
+        ["simulate", "data(4, reduce=ring)", "--bytes", "1MB", "--machine", str(path), "--json"]
+    )
     found = json.loads(answer.stdout)
     assert found["measured"] == machine.measured
     assert 0 < found["seconds"] < 1

@@ -1,4 +1,6 @@
-"""What ranks hold: counted in a step, against what the schedule foretells, against the allocator, and against a budget."""
+"""What ranks hold: counted in a step, against what the schedule foretells, against the
+allocator, and against a budget.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.GELU(), nn.Dropout(0.1)) for _ in range(8))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(40, 40), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)
+        )
         self.out = nn.Linear(40, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,28 +56,46 @@ class Blocks(nn.Module):
 
 
 def adam(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-3)                # type: ignore[arg-type]
+    return torch.optim.Adam(parameters, lr=1e-3)  # type: ignore[arg-type]
 
 
 BLOCKS = make_job("blocks", Blocks, DATA, batch=48, epochs=1, optimizer=adam, test=DATA)
-ROWS = ["serial", "serial(micro=3)", "data(2, shares=[3, 1], reduce=ring)", "place(3)",
-        *(f"pipeline(3, micro=6, schedule={schedule}{again})" for schedule in ("gpipe", "one_f_one_b")
-          for again in ("", ", recompute=true")),
-        "pipeline(3, micro=6, recompute=true, cut=[3, 11, 11])",        # the first part's copy of the batch was left out
-        "pipeline(2, micro=5)", "pipeline(2, micro=4, schedule=zero_bubble)", "pipeline(2, micro=4, schedule=interleaved)",
-        "data(2) * pipeline(2, micro=4)"]
-QUICK = ("serial(micro=3)", "pipeline(3, micro=6, schedule=one_f_one_b)",
-         "pipeline(3, micro=6, recompute=true, cut=[3, 11, 11])")
+ROWS = [
+    "serial",
+    "serial(micro=3)",
+    "data(2, shares=[3, 1], reduce=ring)",
+    "place(3)",
+    *(
+        f"pipeline(3, micro=6, schedule={schedule}{again})"
+        for schedule in ("gpipe", "one_f_one_b")
+        for again in ("", ", recompute=true")
+    ),
+    # the first part's copy of the batch was left out
+    "pipeline(3, micro=6, recompute=true, cut=[3, 11, 11])",
+    "pipeline(2, micro=5)",
+    "pipeline(2, micro=4, schedule=zero_bubble)",
+    "pipeline(2, micro=4, schedule=interleaved)",
+    "data(2) * pipeline(2, micro=4)",
+]
+QUICK = (
+    "serial(micro=3)",
+    "pipeline(3, micro=6, schedule=one_f_one_b)",
+    "pipeline(3, micro=6, recompute=true, cut=[3, 11, 11])",
+)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.table) for row in ROWS])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.table) for row in ROWS]
+)
 def test_the_peak_is_foretold(pool: Ranks, row: str) -> None:
     """Within 5 % of what is counted on every rank, saved tensors and messages."""
     checked = admitted(BLOCKS, row)
     found = account(checked.job, checked.resolved, checked.facts)
     counted = one_step(pool, admitted(BLOCKS, found.strategy, facts=checked.facts))
     for rank in range(found.ranks):
-        assert found.peak(rank) == pytest.approx(counted[found.first + rank]["activations"], rel=0.05), rank
+        assert found.peak(rank) == pytest.approx(
+            counted[found.first + rank]["activations"], rel=0.05
+        ), rank
 
 
 class Looking(nn.Module):
@@ -81,7 +103,8 @@ class Looking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.out, self.tested = nn.Linear(40, 4), set[int]()
+        self.out = nn.Linear(40, 4)
+        self.tested = set[int]()
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -106,11 +129,16 @@ def looked(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
 
 
 def test_a_test_with_a_graph_runs_no_more_samples_at_once_than_a_step(pool: Ranks) -> None:
-    """256, whatever the batch: with a loss whose weight is read off its graph, that of 256 samples was alive at once."""
+    """256, whatever the batch: with a loss whose weight is read off its graph, that of 256
+    samples was alive at once.
+    """
     assert looked(World(), resolved("serial"), graph=False) == {96}
     assert looked(World(), resolved("serial")) == {24}
     assert looked(World(), resolved("serial(micro=4)")) == {6}
-    assert pool.run(looked, resolved("data(2, shares=[3, 1], reduce=ring)"), size=2) == [{18, 12}, {6}]
+    assert pool.run(looked, resolved("data(2, shares=[3, 1], reduce=ring)"), size=2) == [
+        {18, 12},
+        {6},
+    ]
 
 
 def test_what_a_test_holds_is_foretold() -> None:
@@ -120,14 +148,16 @@ def test_what_a_test_holds_is_foretold() -> None:
     assert found.in_test(0) == found.peak(0) > 0
     parts = admitted(judged.job, "place(2)", facts=judged.facts)
     found = account(parts.job, parts.resolved, parts.facts)
-    assert found.in_test(1) > found.in_test(0) > 0                          # type: ignore[operator]
+    assert found.in_test(1) > found.in_test(0) > 0  # type: ignore[operator]
     scored = admitted(BLOCKS, "serial")
     assert account(scored.job, scored.resolved, scored.facts).in_test(0) == 0
 
 
 def test_what_is_counted_is_what_the_allocator_gave() -> None:
     """Of a forward of which nothing else is left."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4))
+    )
     inputs = torch.ones(32, 64)
     alive = Alive([*model.parameters(), inputs])
     gc.collect()
@@ -141,10 +171,17 @@ def test_what_is_counted_is_what_the_allocator_gave() -> None:
     assert (alive.now, alive.most) == (0, most), "let go by its backward"
 
 
-@pytest.mark.parametrize("strategy", ["place(4, cut=[2, 2, 2, 2])", "pipeline(4, micro=4, cut=[2, 2, 2, 2])", "tensor(4)"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["place(4, cut=[2, 2, 2, 2])", "pipeline(4, micro=4, cut=[2, 2, 2, 2])", "tensor(4)"],
+)
 def test_a_part_of_four_holds_a_quarter_at_rest(pool: Ranks, strategy: str) -> None:
-    """Eight equal layers: at most 0.30 of serial's parameters and optimizer state on the fullest rank."""
-    job = make_job("equal", lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), DATA, optimizer=adam)
+    """Eight equal layers: at most 0.30 of serial's parameters and optimizer state on the
+    fullest rank.
+    """
+    job = make_job(
+        "equal", lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), DATA, optimizer=adam
+    )
     (alone,), parts = (one_step(pool, admitted(job, each)) for each in ("serial", strategy))
     assert len(parts) == 4
     for kind in ("parameters", "optimizer", "gradients"):
@@ -159,15 +196,18 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.scores = nn.Embedding(8192, 12), nn.Linear(12, 8192)
+        self.words = nn.Embedding(8192, 12)
+        self.scores = nn.Linear(12, 8192)
         self.scores.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.scores(self.words(tokens).tanh()).transpose(1, 2)           # type: ignore[no-any-return]
+        return self.scores(self.words(tokens).tanh()).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def test_no_rank_has_the_scores_of_all_words(pool: Ranks) -> None:
-    """What is kept for backward: of four ranks a quarter of one worker's, the words' scores and no more."""
+    """What is kept for backward: of four ranks a quarter of one worker's, the words' scores and
+    no more.
+    """
     job = make_job("words", Words, WORDS, batch=8, epochs=1)
     (alone,), split = (one_step(pool, admitted(job, each)) for each in ("serial", "tensor(4)"))
     scores = 8 * 16 * 8192 * 4
@@ -175,13 +215,21 @@ def test_no_rank_has_the_scores_of_all_words(pool: Ranks) -> None:
     assert max(each["activations"] for each in split) <= 0.3 * scores
 
 
-@pytest.mark.parametrize("strategy", ["serial", pytest.param("pipeline(2, micro=2, cut=[12, 13])", marks=pytest.mark.table),
-                                      pytest.param("data(2, shares=[2, 1])", marks=pytest.mark.table)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "serial",
+        pytest.param("pipeline(2, micro=2, cut=[12, 13])", marks=pytest.mark.table),
+        pytest.param("data(2, shares=[2, 1])", marks=pytest.mark.table),
+    ],
+)
 def test_the_largest_batch_that_fits(pool: Ranks, strategy: str, tmp_path: Path) -> None:
     """It fits, and a larger one does not."""
     chosen = pg.strategy(strategy)
-    budget = max(sum(size for kind, size in each.items() if kind != "resident")
-                 for each in one_step(pool, admitted(BLOCKS.replace(batch=61), chosen)))
+    budget = max(
+        sum(size for kind, size in each.items() if kind != "resident")
+        for each in one_step(pool, admitted(BLOCKS.replace(batch=61), chosen))
+    )
     run = pg.train(BLOCKS.replace(batch="fit"), chosen, memory=budget, runs=tmp_path, limit=2)
     grain = {"serial": 1, "data(2, shares=[2, 1])": 3}.get(strategy, 2)
     assert run.header["job"]["batch"] == 61 // grain * grain
@@ -193,47 +241,74 @@ def test_the_largest_batch_that_fits(pool: Ranks, strategy: str, tmp_path: Path)
 
 def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
     job = BLOCKS.replace(batch="fit")
-    with pytest.raises(pg.Refused, match=r"memory 20 KB does not hold a step of 1 sample.*fullest rank holds about"):
+    with pytest.raises(
+        pg.Refused, match=r"memory 20 KB does not hold a step of 1 sample.*fullest rank holds about"
+    ):
         pg.train(job, "serial", memory="20KB", runs=tmp_path)
-    with pytest.raises(pg.Refused, match="batch='fit' wants to know how much a rank may hold; add memory='2GB'"):
+    with pytest.raises(
+        pg.Refused, match="batch='fit' wants to know how much a rank may hold; add memory='2GB'"
+    ):
         pg.train(job, "serial", runs=tmp_path)
     with pytest.raises(pg.Refused, match="batch='fit' is found by train alone, for one strategy"):
         pg.compare(job, "serial; data(2)", runs=tmp_path)
-    with pytest.raises(pg.Refused, match="memory 2GB says what a rank may hold where the batch is to be found"):
+    with pytest.raises(
+        pg.Refused, match="memory 2GB says what a rank may hold where the batch is to be found"
+    ):
         pg.train(BLOCKS, "serial", memory="2GB", runs=tmp_path)
-    with mock.patch.object(fit, "memory_left", return_value=1 << 30), pytest.raises(
-            pg.Refused, match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* left; give at most 512MiB"):
+    with (
+        mock.patch.object(fit, "memory_left", return_value=1 << 30),
+        pytest.raises(
+            pg.Refused,
+            match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* left; give at most "
+            r"512MiB",
+        ),
+    ):
         pg.train(job, "data(2)", memory="600MB", runs=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_reason_that_is_given_for_a_batch() -> None:
     """That larger ones did not fit was written over, but for the largest batch of all."""
-    found = fit.Fitting(None, BLOCKS, pg.strategy("serial"), None, mock.Mock(samples=96), 2, 1 << 20)   # type: ignore[arg-type]
-    assert found.because(16, {"parameters": 100}, "the largest that was seen to fit").startswith("the largest that was seen to")
+    found = fit.Fitting(
+        None, BLOCKS, pg.strategy("serial"), None, mock.Mock(samples=96), 2, 1 << 20
+    )  # type: ignore[arg-type]
+    assert found.because(16, {"parameters": 100}, "the largest that was seen to fit").startswith(
+        "the largest that was seen to"
+    )
     assert found.because(16, {"parameters": 100}).startswith("the largest multiple of 2,")
     assert found.because(96, {"parameters": 100}).startswith("all samples of the dataset;")
     found.grain = 5
-    assert found.because(95, {"parameters": 100}).startswith("the largest multiple of 5, which makes micro-batches equal, that "
-                                                             "the dataset has;")
+    assert found.because(95, {"parameters": 100}).startswith(
+        "the largest multiple of 5, which makes micro-batches equal, that the dataset has;"
+    )
 
 
 def test_a_batch_of_all_samples(tmp_path: Path) -> None:
     run = pg.train(BLOCKS.replace(batch="fit"), "serial", memory="1GB", runs=tmp_path)
     assert run.header["job"]["batch"] == 96
-    assert next(line["because"] for line in run.choices if line["what"] == "batch").startswith("all samples of the dataset")
+    assert next(line["because"] for line in run.choices if line["what"] == "batch").startswith(
+        "all samples of the dataset"
+    )
 
 
 def test_a_batch_is_found_for_batch_norm(tmp_path: Path) -> None:
-    """Refused, for the small batches that it tries leave a last one of one sample; what it finds must leave none."""
-    norm = make_job("norm", lambda: nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
-                    TensorDataset(numbers(97, 40, seed=1), whole(4, 97, seed=2)), batch="fit", epochs=1)
+    """Refused, for the small batches that it tries leave a last one of one sample; what it
+    finds must leave none.
+    """
+    norm = make_job(
+        "norm",
+        lambda: nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
+        TensorDataset(numbers(97, 40, seed=1), whole(4, 97, seed=2)),
+        batch="fit",
+        epochs=1,
+    )
     run = pg.train(norm, "serial", memory="1GB", runs=tmp_path / "all", limit=2)
     assert run.header["job"]["batch"] == 97
     run = pg.train(norm, "data(2)", memory="1GB", runs=tmp_path / "even", limit=2)
     assert run.header["job"]["batch"] == 94, "96 leaves one sample"
     assert "whose epochs end in no batch that is refused, of which" in next(
-        line["because"] for line in run.choices if line["what"] == "batch")
+        line["because"] for line in run.choices if line["what"] == "batch"
+    )
 
 
 def test_a_run_with_a_batch_that_was_found_goes_on_with_it(tmp_path: Path) -> None:
@@ -241,11 +316,16 @@ def test_a_run_with_a_batch_that_was_found_goes_on_with_it(tmp_path: Path) -> No
     before = pg.train(job, "serial", memory="300KB", runs=tmp_path, save=1, limit=2)
     after = pg.train(job, "serial", memory="300KB", runs=tmp_path, resume=before.folder, limit=3)
     assert after.header["job"]["batch"] == before.header["job"]["batch"] < 96
-    assert next(line["because"] for line in after.choices if line["what"] == "batch").startswith("that of ")
+    assert next(line["because"] for line in after.choices if line["what"] == "batch").startswith(
+        "that of "
+    )
 
 
 def test_draw_memory_names_the_ranks_of_the_larger_replica() -> None:
-    result = CliRunner().invoke(app, ["draw", "--memory", "--job", "digits", "data(2, shares=[1, 3]) * pipeline(2, micro=2)"])
+    result = CliRunner().invoke(
+        app,
+        ["draw", "--memory", "--job", "digits", "data(2, shares=[1, 3]) * pipeline(2, micro=2)"],
+    )
     assert result.exit_code == 0, result.output
     assert [line.split()[0] for line in result.stdout.splitlines()[-2:]] == ["2", "3"]
     assert "\n2 | F0" in result.stdout
@@ -271,7 +351,9 @@ def test_the_record_of_a_cut_model_says_what_was_kept(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_was_fitted_is_trained_as_it_was() -> None:
-    """data(auto) was fitted, and then replaced by one worker with all threads, who holds twice as much."""
+    """data(auto) was fitted, and then replaced by one worker with all threads, who holds twice
+    as much.
+    """
     checked = replace(admitted(BLOCKS, "data(auto)"), fitted="as large as that")
     with Ranks(1) as ranks:
         assert tried(ranks, checked) is checked

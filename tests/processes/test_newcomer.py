@@ -1,4 +1,6 @@
-"""What README and pages tell a newcomer to type works as it stands, in a fresh clone (examples: test_examples.py)."""
+"""What README and pages tell a newcomer to type works as it stands, in a fresh clone (examples:
+test_examples.py).
+"""
 
 from __future__ import annotations
 
@@ -16,46 +18,90 @@ pytestmark = pytest.mark.story
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCED = re.compile(r"^```(sh|console|python)\n(.*?)^```$|`(python -c \".+?\")`", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(
+    r"^```(sh|console|python)\n(.*?)^```$|`(python -c \".+?\")`", re.MULTILINE | re.DOTALL
+)
+
 
 def imported(code: str) -> bool:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+        ).returncode
+        == 0
+    )
 
 
 # what is not typed here, by its first words, and why
 ELSEWHERE = {
     "make test": "it is what CI runs beside this",
     "python3 -m venv": "installing is where CI begins",
-    ".venv/bin/python -m pip install torch": "installing is where CI begins; the version is the pinned one (test_docs.py)",
+    ".venv/bin/python -m pip install torch": "installing is where CI begins; the version is the "
+    "pinned one (test_docs.py)",
     "GLOO_SOCKET_IFNAME=eth0 ": "two hosts; tests/network/test_several_hosts.py types it on two",
     "torchrun --nnodes 2 ": "two hosts; tests/network has them",
     "srun ": "it wants Slurm; test_environment.py has its variables",
     "python benchmarks/ring_vs_tree.py": "it takes an hour and a half",
-    ".venv/bin/paragrad compare mnist-mlp ": "nine trainings, minutes; test_page.py and test_cli.py have the options",
-    ".venv/bin/paragrad train mnist-cnn ": "minutes; test_datasets.py trains the job, test_checkpoint.py has the options",
-    ".venv/bin/paragrad compare shakespeare-gpt ": "ten minutes; test_in_stages.py and test_page.py have the strategies",
-    "paragrad compare mnist-mlp ": "minutes for each training; test_equality.py and test_verify.py have the strategies",
+    ".venv/bin/paragrad compare mnist-mlp ": "nine trainings, minutes; test_page.py and "
+    "test_cli.py have the options",
+    ".venv/bin/paragrad train mnist-cnn ": "minutes; test_datasets.py trains the job, "
+    "test_checkpoint.py has the options",
+    ".venv/bin/paragrad compare shakespeare-gpt ": "ten minutes; test_in_stages.py and "
+    "test_page.py have the strategies",
+    "paragrad compare mnist-mlp ": "minutes for each training; test_equality.py and test_verify.py "
+    "have the strategies",
     "paragrad compare mnist-cnn ": "minutes; test_datasets.py trains the job",
     "paragrad compare shakespeare-lstm": "many minutes; test_datasets.py trains the job",
-    "paragrad train digits --strategy \"data(2, reduce=ring)\" --sabotage": "refused, as the page shows; a row of refused.md",
+    'paragrad train digits --strategy "data(2, reduce=ring)" '
+    "--sabotage": "refused, as the page shows; a row of refused.md",
 }
-# what a command wants that is not on every machine: the words that show it, is it here, what is said otherwise
+# what a command wants that is not on every machine: the words that show it, is it here, what is
+# said otherwise
 WANTS = {
-    r"mnist|shakespeare": (lambda: "PARAGRAD_DATA" in os.environ, "PARAGRAD_DATA names no folder with the files of MNIST"),
-    r"mpirun": (lambda: shutil.which("mpirun") is not None, "mpirun is not installed (make system)"),
-    r"causal\.py": (lambda: imported("from transformers import GPT2LMHeadModel"),
-                    "transformers is not installed (make zoo), or torchvision's build is not torch's"),
+    r"mnist|shakespeare": (
+        lambda: "PARAGRAD_DATA" in os.environ,
+        "PARAGRAD_DATA names no folder with the files of MNIST",
+    ),
+    r"mpirun": (
+        lambda: shutil.which("mpirun") is not None,
+        "mpirun is not installed (make system)",
+    ),
+    r"causal\.py": (
+        lambda: imported("from transformers import GPT2LMHeadModel"),
+        "transformers is not installed (make zoo), or torchvision's build is not torch's",
+    ),
 }
 
 
-LONG = {"work.md", "simulate.md", "own_all_reduce.md", "coming_from_ddp.md", "resume.md", "timeline.md", "memory.md",
-        "halving.md", "butterfly.md", "two_level.md", "direct.md", "ring.md", "ring_async.md", "place.md",
-        "double_tree.md", "tensor.md", "exact.md", "your_data.md", "spatial.md", "integrated.md",
-        "branch.md"}                    # in `make table`
+LONG = {
+    "work.md",
+    "simulate.md",
+    "own_all_reduce.md",
+    "coming_from_ddp.md",
+    "resume.md",
+    "timeline.md",
+    "memory.md",
+    "halving.md",
+    "butterfly.md",
+    "two_level.md",
+    "direct.md",
+    "ring.md",
+    "ring_async.md",
+    "place.md",
+    "double_tree.md",
+    "tensor.md",
+    "exact.md",
+    "your_data.md",
+    "spatial.md",
+    "integrated.md",
+    "branch.md",
+}  # in `make table`
 
 
 def told(page: Path) -> list[tuple[str, str]]:
-    """What a page tells to save (name of the file, its text) and to type ("", the command), in its order."""
+    """What a page tells to save (name of the file, its text) and to type ("", the command), in
+    its order.
+    """
     steps = []
     for kind, block, inline in FENCED.findall(page.read_text()):
         if kind == "python":
@@ -72,47 +118,82 @@ def bare(command: str) -> str:
     return re.sub(r"\s{2,}#.*", "", command)
 
 
-IN_EXAMPLES = {bare(line) for _, line in test_examples.COMMANDS}          # typed by that file
+IN_EXAMPLES = {bare(line) for _, line in test_examples.COMMANDS}  # typed by that file
 COMMANDS = {page: [line for name, line in told(page) if not name] for page in PAGES}
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A fresh clone, with what is changed and not committed yet, and in its .venv what `make` would install."""
+    """A fresh clone, with what is changed and not committed yet, and in its .venv what `make`
+    would install.
+    """
     clone = tmp_path / "paragrad"
     if (ROOT / ".git").exists() and shutil.which("git"):
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        changed = subprocess.run(["git", "diff", "--binary", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+        changed = subprocess.run(
+            ["git", "diff", "--binary", "HEAD"], cwd=ROOT, capture_output=True, check=True
+        ).stdout
         subprocess.run(["git", "apply", "--allow-empty"], cwd=clone, input=changed, check=True)
-    else:                                                   # an unpacked sdist
-        shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info"))
+    else:  # an unpacked sdist
+        shutil.copytree(
+            ROOT, clone, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info")
+        )
     (clone / ".venv").mkdir()
     for each in Path(sys.prefix).iterdir():
         if each.name not in ("ready", "zoo"):
             (clone / ".venv" / each.name).symlink_to(each)
-    (clone / ".venv" / "ready").touch()                     # newer than what it is made of: make does not install
+    # newer than what it is made of: make does not install
+    (clone / ".venv" / "ready").touch()
     return clone
 
 
-@pytest.mark.timeout(900)               # a page is up to a dozen trainings
-@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.table if page.name in LONG else (), id=page.name)
-                                  for page in PAGES if COMMANDS[page]])
+@pytest.mark.timeout(900)  # a page is up to a dozen trainings
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.table if page.name in LONG else (), id=page.name)
+        for page in PAGES
+        if COMMANDS[page]
+    ],
+)
 def test_as_typed(page: Path, clone: Path) -> None:
-    """Every command of a page ends with exit code 0, in the order of the page, the files that it shows saved beside it."""
-    environment = {**os.environ, "PATH": f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(clone / "src"),
-                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}       # containers are root's
+    """Every command of a page ends with exit code 0, in the order of the page, the files that
+    it shows saved beside it.
+    """
+    environment = {
+        **os.environ,
+        "PATH": f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(clone / "src"),
+        # containers are root's
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
     missed = set()
     for name, text in told(page):
         if name:
             (clone / name).write_text(text)
             continue
-        missing = {said for words, (here, said) in WANTS.items() if re.search(words, text) and not here()}
+        missing = {
+            said for words, (here, said) in WANTS.items() if re.search(words, text) and not here()
+        }
         missed |= missing
-        if missing or bare(text) in IN_EXAMPLES or any(text.startswith(words) for words in ELSEWHERE):
+        if (
+            missing
+            or bare(text) in IN_EXAMPLES
+            or any(text.startswith(words) for words in ELSEWHERE)
+        ):
             continue
-        words = ["timeout", "--kill-after=20", "300", "bash", "-c", text]             # ends what the command has started, too
-        typed = subprocess.run(words, cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                               check=False)
+        # ends what the command has started, too
+        words = ["timeout", "--kill-after=20", "300", "bash", "-c", text]
+        typed = subprocess.run(
+            words,
+            cwd=clone,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert typed.returncode == 0, f"{text}\n{typed.stdout}\n{typed.stderr}"
     if missed:
         pytest.skip(f"some commands were not typed: {'; '.join(sorted(missed))}")
@@ -121,7 +202,9 @@ def test_as_typed(page: Path, clone: Path) -> None:
 def test_what_is_not_typed_is_still_told() -> None:
     """A line of the tables above that fits no command any more hides nothing, and goes."""
     commands = [line for lines in COMMANDS.values() for line in lines]
-    assert [words for words in ELSEWHERE if not any(line.startswith(words) for line in commands)] == []
+    assert [
+        words for words in ELSEWHERE if not any(line.startswith(words) for line in commands)
+    ] == []
     assert [words for words in WANTS if not any(re.search(words, line) for line in commands)] == []
 
 
@@ -129,6 +212,10 @@ def test_commands_stand_where_they_are_seen() -> None:
     """An indented or unnamed block of commands would be typed by nobody but newcomers."""
     for page in PAGES:
         text = page.read_text()
-        stray = re.findall(r"^(?:```\n| {4})(?:\$ )?(?:paragrad|python3?|torchrun|mpirun|pytest|make|\.venv/bin/\w+) .*", text,
-                           re.MULTILINE)
+        stray = re.findall(
+            r"^(?:```\n| {4})(?:\$ "
+            r")?(?:paragrad|python3?|torchrun|mpirun|pytest|make|\.venv/bin/\w+) .*",
+            text,
+            re.MULTILINE,
+        )
         assert stray == [], page.name

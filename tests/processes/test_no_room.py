@@ -1,5 +1,7 @@
-"""Where one rank has no room for the whole batch, the first step is proved with fewer samples; where not even for one a share,
-the record says that it was not checked. And buffers that are no real numbers."""
+"""Where one rank has no room for the whole batch, the first step is proved with fewer samples;
+where not even for one a share, the record says that it was not checked. And buffers that are no
+real numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,16 @@ from paragrad.training.first_step import beside
 
 
 def cramped(model: nn.Module, samples: int) -> nn.Module:
-    """In ranks: as if there were room for about so many samples beside two models, on each of ranks 0 and 1."""
+    """In ranks: as if there were room for about so many samples beside two models, on each of
+    ranks 0 and 1.
+    """
     if dist.is_initialized():
-        def left(trainer: object, batch: object, original: object = beside._room) -> tuple[int, str]:
+
+        def left(
+            trainer: object, batch: object, original: object = beside._room
+        ) -> tuple[int, str]:
             return samples, "the samples want more than there is"
+
         mock.patch.object(beside, "_room", left).start()
     return model
 
@@ -30,10 +38,17 @@ def cramped(model: nn.Module, samples: int) -> nn.Module:
 @pytest.mark.parametrize("strategy", ["data(2)", "data(2, reduce=ring)", "data(2, micro=2)"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_fewer_samples_are_proved(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    run = pg.train(job("cramped", lambda: cramped(mlp(), 4), VECTORS, dtype=dtype), strategy, runs=tmp_path)
+    run = pg.train(
+        job("cramped", lambda: cramped(mlp(), 4), VECTORS, dtype=dtype), strategy, runs=tmp_path
+    )
     event = run.of("event")[0]
-    assert "of its first 4 samples, for which there is room on one rank, are one worker's" in event["message"]
-    assert len(run.losses) == len(pg.train(job("roomy", mlp, VECTORS, dtype=dtype), strategy, runs=tmp_path).losses)
+    assert (
+        "of its first 4 samples, for which there is room on one rank, are one worker's"
+        in event["message"]
+    )
+    assert len(run.losses) == len(
+        pg.train(job("roomy", mlp, VECTORS, dtype=dtype), strategy, runs=tmp_path).losses
+    )
 
 
 def test_fewer_samples_find_a_wrong(tmp_path: Path) -> None:
@@ -48,9 +63,11 @@ def test_not_one_sample_a_share_is_said(tmp_path: Path) -> None:
         if dist.is_initialized():
             mock.patch.object(beside, "memory_left", return_value=0).start()
         return model
+
     run = pg.train(job("full", lambda: full(mlp()), VECTORS), "data(2)", runs=tmp_path)
     assert [line["because"] for line in run.of("choice") if line["what"] == "first step"] == [
-        "12 samples want about 0 MiB on one rank, and 0 MiB are left"]
+        "12 samples want about 0 MiB on one rank, and 0 MiB are left"
+    ]
     assert not run.of("event")
 
 

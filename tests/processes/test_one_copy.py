@@ -1,4 +1,6 @@
-"""The whole model once on a host, until it is cut: what comes over to ranks that did not build it, and what it takes."""
+"""The whole model once on a host, until it is cut: what comes over to ranks that did not build
+it, and what it takes.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,14 @@ from paragrad.world.world import World
 
 
 class Everything(nn.Module):
-    """What a model may hold: a tied weight, views of one storage, buffers of all kinds, tensors and functions in Python."""
+    """What a model may hold: a tied weight, views of one storage, buffers of all kinds, tensors
+    and functions in Python.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(10, 10), nn.Linear(10, 10)
+        self.first = nn.Linear(10, 10)
+        self.last = nn.Linear(10, 10)
         self.last.weight = self.first.weight
         flat = torch.randn(30)
         self.views = nn.ParameterList([nn.Parameter(flat[:10]), nn.Parameter(flat[10:])])
@@ -42,8 +47,10 @@ class Everything(nn.Module):
         self.register_buffer("scale", torch.tensor(2.0), persistent=False)
         self.register_buffer("nothing", torch.empty(0))
         self.register_buffer("counts", torch.arange(3))
-        self.table, self.array = torch.randn(5), numpy.random.rand(3)
-        self.drawn, self.layer_of = random.random(), {"first": self.first}
+        self.table = torch.randn(5)
+        self.array = numpy.random.rand(3)
+        self.drawn = random.random()
+        self.layer_of = {"first": self.first}
         self.end = lambda x: x * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +62,9 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(parametrizations.weight_norm(nn.Linear(10, 10)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            parametrizations.weight_norm(nn.Linear(10, 10)) for _ in range(2)
+        )
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -66,19 +75,24 @@ def comes_over(world: World, job: Job) -> tuple[str, str]:
     """Beside what this rank builds itself."""
     begun = one_copy.built(world, job.built_model)
     after = generator_states()
-    wanted, model = job.built_model(), begun.model
+    wanted = job.built_model()
+    model = begun.model
     assert after == generator_states()
     assert list(state(model)) == list(state(wanted))
     for name, tensor in state(wanted).items():
         ours = state(model)[name]
         assert torch.equal(ours, tensor), name
-        assert (ours.stride(), ours.requires_grad, ours.dtype) == (tensor.stride(), tensor.requires_grad, tensor.dtype)
-    for tensor in model.parameters():                   # nobody else's
+        assert (ours.stride(), ours.requires_grad, ours.dtype) == (
+            tensor.stride(),
+            tensor.requires_grad,
+            tensor.dtype,
+        )
+    for tensor in model.parameters():  # nobody else's
         tensor.data.fill_(world.rank)
     world.barrier()
     assert all(bool((tensor == world.rank).all()) for tensor in model.parameters())
     if isinstance(model, Everything):
-        check_everything(model, wanted)                 # type: ignore[arg-type]
+        check_everything(model, wanted)  # type: ignore[arg-type]
     return begun.picked, begun.because
 
 
@@ -104,7 +118,9 @@ def test_what_cannot_be_pickled_every_rank_builds(pool: Ranks) -> None:
 
 
 def cannot_open(world: World) -> tuple[str, str, list[bool]]:
-    """What is built, and with which weights a checkpoint is loaded, where no process may open another's memory."""
+    """What is built, and with which weights a checkpoint is loaded, where no process may open
+    another's memory.
+    """
     loads: list[bool] = []
     with mock.patch.object(one_copy, "opened", side_effect=RuntimeError("not from here")):
         begun = one_copy.built(world, lambda: nn.Linear(2, 2))
@@ -133,22 +149,30 @@ def test_a_model_that_cannot_be_built_tells_its_own_story(pool: Ranks) -> None:
 def kept_apart(world: World) -> bool:
     """Of a part, the values of views of one storage, and no more than is held of another."""
     whole = Everything()
-    model, values = one_copy.beside(whole), whole.frozen.clone()
+    model = one_copy.beside(whole)
+    values = whole.frozen.clone()
     assert model.first.weight.data_ptr() == whole.first.weight.data_ptr()
     one_copy.own(model)
     model.frozen.data.zero_()
     model.views[0].data.zero_()
-    return torch.equal(whole.frozen, values) and bool(whole.views[0].all()) and model.last.weight is model.first.weight
+    return (
+        torch.equal(whole.frozen, values)
+        and bool(whole.views[0].all())
+        and model.last.weight is model.first.weight
+    )
 
 
 def test_a_part_has_values_of_its_own() -> None:
     assert kept_apart(World())
 
 
-# ---- what it takes -----------------------------------------------------------------------------------------------------------
-LAYERS, SIZE = 16, 1024
+# ---- what it takes ---------------------------------------------------------------------------
+LAYERS = 16
+SIZE = 1024
 WHOLE = LAYERS * SIZE * (SIZE + 1) * 4
-OF_MKL = 5 << 20        # bytes that its products of such matrices may keep in a process (none with MKL_DISABLE_FAST_MM=1)
+# bytes that its products of such matrices may keep in a process (none with
+# MKL_DISABLE_FAST_MM=1)
+OF_MKL = 5 << 20
 
 
 def large(size: int) -> nn.Module:
@@ -156,17 +180,24 @@ def large(size: int) -> nn.Module:
 
 
 def proportional() -> int:
-    """Bytes that this process takes of the machine's memory, its part of what it shares; not of files: where others end that
-    use torch, its libraries count for more in those that are left."""
-    lines = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    """Bytes that this process takes of the machine's memory, its part of what it shares; not of
+    files: where others end that use torch, its libraries count for more in those that are
+    left.
+    """
+    lines = dict(
+        line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    )
     return sum(1024 * int(lines[each].split()[0]) for each in ("Pss_Anon", "Pss_Shmem"))
 
 
 def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
-    """What a rank takes more than before, as the model is to be cut, and after the first step."""
+    """What a rank takes more than before, as the model is to be cut, and after the first
+    step.
+    """
+
     def now() -> int:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)                # what is free in the heap is no model's
+        ctypes.CDLL(None).malloc_trim(0)  # what is free in the heap is no model's
         world.barrier()
         found = proportional()
         world.barrier()
@@ -176,8 +207,9 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
         seen.append(now())
         return divided(*arguments, **more)
 
-    heap.give_back()                                # of trainings before
-    seen, divided = [now()], start.divided
+    heap.give_back()  # of trainings before
+    seen = [now()]
+    divided = start.divided
     trainer = Trainer.of_job(world, job, resolved(text), unchecked=unchecked)
     with mock.patch.object(start, "divided", cut):
         trainer.step(*parted(next(trainer.batches(job.train, job.batch, 0))))
@@ -188,15 +220,29 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
 
 @pytest.mark.parametrize("unchecked", [True, pytest.param(False, marks=pytest.mark.story)])
 def test_the_whole_model_is_on_a_host_once(pool: Ranks, unchecked: bool) -> None:
-    """Every rank had all of it until the cut: four ranks, four models, and more for the comparison with one worker's step."""
+    """Every rank had all of it until the cut: four ranks, four models, and more for the
+    comparison with one worker's step.
+    """
+
     def found(size: int) -> Any:
         points = torch.utils.data.TensorDataset(torch.randn(8, size), torch.randint(4, (8,)))
-        job = make_job("large", lambda: large(size), points, batch=8,
-                       optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        return zip(*pool.run(taken, job, "place(4, cut=[4, 4, 4, 4])", unchecked, size=4), strict=True)
-    found(8)                                            # what a rank takes for its first training is no model's
+        job = make_job(
+            "large",
+            lambda: large(size),
+            points,
+            batch=8,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )
+        return zip(
+            *pool.run(taken, job, "place(4, cut=[4, 4, 4, 4])", unchecked, size=4), strict=True
+        )
+
+    # what a rank takes for its first training is no model's
+    found(8)
     before, after = found(SIZE)
-    assert sum(before) <= 1.15 * WHOLE + (0 if unchecked else 2 * WHOLE)    # what one worker made, and its twin, on rank 0
+    # what one worker made, and its twin, on rank 0
+    assert sum(before) <= 1.15 * WHOLE + (0 if unchecked else 2 * WHOLE)
     assert max(before[1:]) <= 0.1 * WHOLE
-    assert sum(after) <= 2.2 * WHOLE + 4 * OF_MKL                           # of every rank its part, and the gradients
+    # of every rank its part, and the gradients
+    assert sum(after) <= 2.2 * WHOLE + 4 * OF_MKL
     assert max(after) <= 0.6 * WHOLE + OF_MKL

@@ -1,4 +1,6 @@
-"""Techniques that cut the model, and one with a server, enter by the same door: none is named in the library."""
+"""Techniques that cut the model, and one with a server, enter by the same door: none is named
+in the library.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +35,45 @@ pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 
 def deep() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2),
-                         nn.Linear(16, 5))
+    return nn.Sequential(
+        nn.Linear(10, 16),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(16, 5),
+    )
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-job = make_job("deep", deep, VECTORS, test=VECTORS, metric=pg.accuracy, clip_norm=0.5, optimizer=adamw)
+job = make_job(
+    "deep", deep, VECTORS, test=VECTORS, metric=pg.accuracy, clip_norm=0.5, optimizer=adamw
+)
 EVERY = (Columns(2), pg.Data(2, reduce=pg.Ring()) * Stages(2), Central(2))
-TABLE = (Columns(2) * Stages(2), Columns(3), Stages(3, micro=2), pg.Data(2) * Columns(2), Stages(2) * Columns(2), Stages(2),
-         pg.Data(2, reduce=pg.Tree()) * Columns(2) * Stages(2), pg.Data(2, shares=(2, 1)) * Stages(2, micro=2))
+TABLE = (
+    Columns(2) * Stages(2),
+    Columns(3),
+    Stages(3, micro=2),
+    pg.Data(2) * Columns(2),
+    Stages(2) * Columns(2),
+    Stages(2),
+    pg.Data(2, reduce=pg.Tree()) * Columns(2) * Stages(2),
+    pg.Data(2, shares=(2, 1)) * Stages(2, micro=2),
+)
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("chosen", [*EVERY, *(pytest.param(each, marks=pytest.mark.table) for each in TABLE)], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [*EVERY, *(pytest.param(each, marks=pytest.mark.table) for each in TABLE)], ids=str
+)
 def test_it_is_the_same_training(chosen: pg.Strategy, tmp_path: Path) -> None:
-    """Dropout in every part, clipping by the norm over parts, an optimizer with state; tests and the record see each sample
-    once."""
+    """Dropout in every part, clipping by the norm over parts, an optimizer with state; tests
+    and the record see each sample once.
+    """
     certificate = pg.verify(job, chosen, runs=tmp_path)
     assert certificate.same
     assert certificate.difference < 1e-12
@@ -62,7 +84,9 @@ def test_it_is_the_same_training(chosen: pg.Strategy, tmp_path: Path) -> None:
     assert {line["name"] for line in run.of("event")} == {"checked"}
 
 
-@pytest.mark.parametrize("chosen", [pytest.param(Stages(2), marks=pytest.mark.table), pg.Data(2) * Stages(2)], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [pytest.param(Stages(2), marks=pytest.mark.table), pg.Data(2) * Stages(2)], ids=str
+)
 def test_buffers_and_batch_norm_of_parts(chosen: pg.Strategy, tmp_path: Path) -> None:
     normed = make_job("normed", normed_cnn, IMAGES, test=IMAGES)
     assert pg.verify(normed, chosen, runs=tmp_path).same
@@ -72,41 +96,67 @@ def test_buffers_and_batch_norm_of_parts(chosen: pg.Strategy, tmp_path: Path) ->
 
 
 def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
+    model = nn.Sequential(
+        nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10)
+    )
     model[4].weight = model[0].weight
     return model
 
 
-@pytest.mark.parametrize("chosen", [Stages(3), pytest.param(pg.Data(2) * Stages(2), marks=pytest.mark.table)], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [Stages(3), pytest.param(pg.Data(2) * Stages(2), marks=pytest.mark.table)], ids=str
+)
 def test_a_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: Path) -> None:
     both = make_job("tied", tied, VECTORS, clip_norm=0.1, optimizer=adamw)
     assert pg.verify(both, chosen, runs=tmp_path).same
     run = pg.train(both, chosen, runs=tmp_path, save=2)
     model = run.model()
-    assert model[4].weight is model[0].weight                                   # type: ignore[index,union-attr]
-    assert len(pg.train(both.replace(epochs=3), "serial", runs=tmp_path, resume=run.folder).losses) == 3
+    assert model[4].weight is model[0].weight  # type: ignore[index,union-attr]
+    assert (
+        len(pg.train(both.replace(epochs=3), "serial", runs=tmp_path, resume=run.folder).losses)
+        == 3
+    )
 
 
-@pytest.mark.parametrize("ways", [
-    (Columns(2), Stages(2)),
-    pytest.param((pg.Data(2) * Columns(2), Stages(2), Columns(3), "data(2)", Central(2), "serial"), marks=pytest.mark.table)])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (Columns(2), Stages(2)),
+        pytest.param(
+            (pg.Data(2) * Columns(2), Stages(2), Columns(3), "data(2)", Central(2), "serial"),
+            marks=pytest.mark.table,
+        ),
+    ],
+)
 def test_what_one_saved_another_goes_on_with(ways: tuple[Any, ...], tmp_path: Path) -> None:
-    """Checkpoints are serial's: values, and Adam's state by elements, from parts and into parts."""
+    """Checkpoints are serial's: values, and Adam's state by elements, from parts and into
+    parts.
+    """
     whole = pg.train(job, "serial", runs=tmp_path)
     for first, second in zip(ways, (*ways[1:], ways[0]), strict=True):
         half = pg.train(job.replace(epochs=1), first, runs=tmp_path, save=1)
         run = pg.train(job, second, runs=tmp_path, resume=half.folder)
         for name, tensor in whole.model().state_dict().items():
-            assert torch.allclose(run.model().state_dict()[name], tensor, atol=2e-6), (first, second, name)
+            assert torch.allclose(run.model().state_dict()[name], tensor, atol=2e-6), (
+                first,
+                second,
+                name,
+            )
 
 
 def test_a_rank_holds_its_part_alone(tmp_path: Path) -> None:
-    """In the record, and in memory: of the whole model, which the first step was compared with, nothing stays."""
+    """In the record, and in memory: of the whole model, which the first step was compared with,
+    nothing stays.
+    """
     run = pg.train(job, Stages(3), runs=tmp_path)
-    held = [line["parameters"] for rank in range(3) for line in Record(run.folder).of("memory", rank)]
+    held = [
+        line["parameters"] for rank in range(3) for line in Record(run.folder).of("memory", rank)
+    ]
     assert sum(held) == 4 * sum(parameter.numel() for parameter in deep().parameters())
     assert max(held) < sum(held)
-    assert ("loss again", "not checked") in {(line["what"], line["picked"]) for line in run.of("choice")}
+    assert ("loss again", "not checked") in {
+        (line["what"], line["picked"]) for line in run.of("choice")
+    }
 
 
 def freed(world: World, chosen: pg.Strategy) -> list[bool]:
@@ -136,7 +186,7 @@ class Failing(Central):
     def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
         made = Served(replica, world)
         if world.rank == 0:
-            made.average = _broken                      # type: ignore[method-assign]
+            made.average = _broken  # type: ignore[method-assign]
         return made
 
 
@@ -148,11 +198,12 @@ def test_a_failed_worker_does_not_wait_for_its_server(tmp_path: Path) -> None:
 
 
 def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
-    trainer, stops = Trainer.of_job(world, job, chosen), []
+    trainer = Trainer.of_job(world, job, chosen)
+    stops = []
     try:
         for inputs, target in trainer.batches(job.train, job.batch, 0):
             stops.append(trainer.step(inputs, target).stop)
-            if world.rank == 0:                         # which has no loss
+            if world.rank == 0:  # which has no loss
                 world.stop.set()
             if len(stops) == 2:
                 return stops
@@ -162,13 +213,12 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("chosen", [Stages(2), Columns(2), pg.Data(2) * Stages(2)],
-                         ids=str)
+@pytest.mark.parametrize("chosen", [Stages(2), Columns(2), pg.Data(2) * Stages(2)], ids=str)
 def test_the_wish_to_stop_of_any_part_reaches_all(pool: Ranks, chosen: pg.Strategy) -> None:
     assert pool.run(asked_to_stop, chosen, size=chosen.size) == [[False, True]] * chosen.size
 
 
-# ---- wrong ones --------------------------------------------------------------------------------------------------------------
+# ---- wrong ones ------------------------------------------------------------------------------
 class Uncopied(Columns):
     """The gradient of a layer's input is this rank's part alone."""
 
@@ -176,16 +226,18 @@ class Uncopied(Columns):
         share = super().share(model, example, axis)
         for module in share.model.modules():
             if isinstance(module, ColumnLinear):
-                module.forward = _without_sum.__get__(module)           # type: ignore[method-assign]
+                module.forward = _without_sum.__get__(module)  # type: ignore[method-assign]
         return share
 
 
 def _without_sum(self: ColumnLinear, x: torch.Tensor) -> torch.Tensor:
-    return Gathered.apply(nn.functional.linear(x, self.weight, self.bias), self.rows, self.axis)    # type: ignore[no-any-return]
+    return Gathered.apply(nn.functional.linear(x, self.weight, self.bias), self.rows, self.axis)
 
 
 def test_a_wrong_cut_ends_in_its_first_step(tmp_path: Path) -> None:
-    with pytest.raises(pg.RankFailed, match="before the first update the gradient is off") as caught:
+    with pytest.raises(
+        pg.RankFailed, match="before the first update the gradient is off"
+    ) as caught:
         pg.train(job, Uncopied(2), runs=tmp_path)
     assert caught.value.step == 0
     certificate = pg.verify(job, Uncopied(2), runs=tmp_path)
@@ -199,12 +251,17 @@ class Missing(Columns):
 
     def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         share = super().share(model, example, axis)
-        return replace(share, held={**share.held, "6.bias": replace(share.held["6.bias"], counts=False)})
+        return replace(
+            share, held={**share.held, "6.bias": replace(share.held["6.bias"], counts=False)}
+        )
 
 
 class Twice(Columns):
     def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return pg.Share(model, {name: replace(each, counts=True) for name, each in held_whole(model, axis).items()})
+        return pg.Share(
+            model,
+            {name: replace(each, counts=True) for name, each in held_whole(model, axis).items()},
+        )
 
 
 class Nameless(Columns):
@@ -223,7 +280,9 @@ class Misplaced(Columns):
 
     def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         share = super().share(model, example, axis)
-        return replace(share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))})
+        return replace(
+            share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))}
+        )
 
 
 class Overlapping(Columns):
@@ -233,7 +292,9 @@ class Overlapping(Columns):
         whole = model.get_parameter("0.weight").detach().clone()
         share = super().share(model, example, axis)
         share.model.get_parameter("0.weight").data = whole[:8].clone()
-        return replace(share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))})
+        return replace(
+            share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))}
+        )
 
 
 class Giftless(Columns):
@@ -243,7 +304,7 @@ class Giftless(Columns):
 
 class Textual(Columns):
     def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return pg.Share(model, {"0.weight": "all of it"})           # type: ignore[dict-item]
+        return pg.Share(model, {"0.weight": "all of it"})  # type: ignore[dict-item]
 
 
 class Unhappy(Columns):
@@ -254,7 +315,9 @@ class Unhappy(Columns):
 class Further(Columns):
     def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         share = super().share(model, example, axis)
-        return replace(share, held={**share.held, "7.bias": replace(share.held["6.bias"], counts=False)})
+        return replace(
+            share, held={**share.held, "7.bias": replace(share.held["6.bias"], counts=False)}
+        )
 
 
 class Numbered(Stages):
@@ -332,29 +395,52 @@ class Nothing(Columns):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("chosen", "says"), [
-    (Missing(2), r"missing\(2\) cuts the model wrongly: of the 5 elements of 6\.bias 0 count"),
-    (Twice(2), r"of the 160 elements of 0\.weight 320 count"),
-    (Nameless(2), r"0\.weight is held, and of which tensor it is a part is not said"),
-    (Misplaced(2), r"0\.weight has other values than what it says to hold of 0\.weight"),
-    (Overlapping(2), r"of 0\.weight some elements count twice, and others not at all"),
-    (Giftless(2), "no rank gives the output and the loss"),
-    (Textual(2), r"a share is Share\(model, held\): an nn.Module, and a paragrad.Held for each"),
-    (Unhappy(2), r"share\(\) of unhappy\(2\) raised KeyError: 'rows'"),
-    (Further(2), r"7\.bias is said to be held, and the part has no such parameter or buffer"),
-    (Numbered(2), r"gives the random calls of a part the numbers \[7\], and the model's are 0 to 1"),
-    (Generous(2), r"of the ranks of one replica 2 say that they give the loss, and they are not those that have one"),
-    (Early(2), r"of the ranks of one replica 1 say that they give the loss"),
-    (Forgetful(2, micro=2), "leaves out some of the 2 micro-batches of this step; take all"),
-    (Mute(2), r"gives none in a test: output\(inputs\) of the passes is None there"),
-    (Deserting(2), r"serve\(\) of Deserter returned before the workers dismissed it"),
-    (Keeping(2), r"keeping\(2\) has servers, and its Keeper no dismiss; give it a method dismiss\(self\)"),
-    (Thawed(2), r"0\.bias is frozen, and 0\.bias of the model is not"),
-    (Elsewhere(2), r"0\.bias holds of 0\.bia, which the model does not have"),
-    (Misshapen(2), r"0\.weight has the shape \(8, 10\), and what it says to hold of 0\.weight, whole \(16, 10\), has another"),
-    (Nothing(2), r"the share of nothing is a Sequential; return a paragrad\.Share"),
-])
-def test_a_cut_that_is_none_says_what_is_missing(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        (Missing(2), r"missing\(2\) cuts the model wrongly: of the 5 elements of 6\.bias 0 count"),
+        (Twice(2), r"of the 160 elements of 0\.weight 320 count"),
+        (Nameless(2), r"0\.weight is held, and of which tensor it is a part is not said"),
+        (Misplaced(2), r"0\.weight has other values than what it says to hold of 0\.weight"),
+        (Overlapping(2), r"of 0\.weight some elements count twice, and others not at all"),
+        (Giftless(2), "no rank gives the output and the loss"),
+        (
+            Textual(2),
+            r"a share is Share\(model, held\): an nn.Module, and a paragrad.Held for each",
+        ),
+        (Unhappy(2), r"share\(\) of unhappy\(2\) raised KeyError: 'rows'"),
+        (Further(2), r"7\.bias is said to be held, and the part has no such parameter or buffer"),
+        (
+            Numbered(2),
+            r"gives the random calls of a part the numbers \[7\], and the model's are 0 to 1",
+        ),
+        (
+            Generous(2),
+            r"of the ranks of one replica 2 say that they give the loss, and they are not those "
+            r"that have one",
+        ),
+        (Early(2), r"of the ranks of one replica 1 say that they give the loss"),
+        (Forgetful(2, micro=2), "leaves out some of the 2 micro-batches of this step; take all"),
+        (Mute(2), r"gives none in a test: output\(inputs\) of the passes is None there"),
+        (Deserting(2), r"serve\(\) of Deserter returned before the workers dismissed it"),
+        (
+            Keeping(2),
+            r"keeping\(2\) has servers, and its Keeper no dismiss; give it a method "
+            r"dismiss\(self\)",
+        ),
+        (Thawed(2), r"0\.bias is frozen, and 0\.bias of the model is not"),
+        (Elsewhere(2), r"0\.bias holds of 0\.bia, which the model does not have"),
+        (
+            Misshapen(2),
+            r"0\.weight has the shape \(8, 10\), and what it says to hold of 0\.weight, whole "
+            r"\(16, 10\), has another",
+        ),
+        (Nothing(2), r"the share of nothing is a Sequential; return a paragrad\.Share"),
+    ],
+)
+def test_a_cut_that_is_none_says_what_is_missing(
+    chosen: pg.Strategy, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(pg.RankFailed, match=says):
         pg.train(job, chosen, runs=tmp_path)
 
@@ -366,7 +452,9 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
 def test_an_optimizer_that_wants_whole_tensors_gets_them_or_says_so(tmp_path: Path) -> None:
     """The first step is compared before its update, so a wrong update would go unseen."""
     whole = job.replace(optimizer=adafactor)
-    with pytest.raises(pg.RankFailed, match=r"Adafactor wants whole tensors together .* columns\(2\) cuts them"):
+    with pytest.raises(
+        pg.RankFailed, match=r"Adafactor wants whole tensors together .* columns\(2\) cuts them"
+    ):
         pg.train(whole, Columns(2), runs=tmp_path)
     assert pg.verify(whole, Stages(2), runs=tmp_path).same
 
@@ -380,8 +468,9 @@ class Dropping(Stages):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_wrong_number_of_a_draw_ends_with_a_verdict(dtype: torch.dtype, tmp_path: Path) -> None:
-    """One worker was asked again with the part's draws, and that failed in its place; and ranks without the loss took it for
-    float32, so that some doubted what others did not."""
+    """One worker was asked again with the part's draws, and that failed in its place; and ranks
+    without the loss took it for float32, so that some doubted what others did not.
+    """
     with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update"):
         pg.train(job.replace(dtype=dtype), Dropping(2), runs=tmp_path)
 
@@ -404,26 +493,32 @@ def test_copies_that_would_drift_apart_end_in_the_first_step(tmp_path: Path) -> 
     """Of copies only the one that counts was compared."""
     both = make_job("layer norm", normed, VECTORS)
     assert pg.verify(both, Columns(2), runs=tmp_path).same
-    with pytest.raises(pg.RankFailed, match="ranks 0 and 1 hold copies of it with other gradients") as caught:
+    with pytest.raises(
+        pg.RankFailed, match="ranks 0 and 1 hold copies of it with other gradients"
+    ) as caught:
         pg.train(both, Drifting(2), runs=tmp_path)
     assert caught.value.tensor == "1.weight"
 
 
 class Parted(Columns):
-    """One weight, whose rows are two experts' of two ranks: a rank that is not asked has no gradient."""
+    """One weight, whose rows are two experts' of two ranks: a rank that is not asked has no
+    gradient.
+    """
 
     def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         held = held_whole(model, axis)
         table = model.get_parameter("0.table")
         rows = slice(2 * axis.rank, 2 * axis.rank + 2)
-        model.get_submodule("0").table = nn.Parameter(table.detach()[rows].clone())    # type: ignore[assignment]
-        model.get_submodule("0").axis = axis                                            # type: ignore[assignment]
+        model.get_submodule("0").table = nn.Parameter(table.detach()[rows].clone())
+        model.get_submodule("0").axis = axis  # type: ignore[assignment]
         held["0.table"] = Held("0.table", (4, 4), ((rows,),))
         return pg.Share(model, held)
 
 
 class Table(nn.Module):
-    """Adds a row, by the sign of the first feature of the first sample, to all samples: of a part, where the part has it."""
+    """Adds a row, by the sign of the first feature of the first sample, to all samples: of a
+    part, where the part has it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,7 +528,9 @@ class Table(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.axis is None:
             return x + self.table[0]
-        return x + Summed.apply(self.table[0] if self.axis.rank == 0 else torch.zeros(4, dtype=x.dtype), self.axis)
+        return x + Summed.apply(
+            self.table[0] if self.axis.rank == 0 else torch.zeros(4, dtype=x.dtype), self.axis
+        )
 
 
 class Summed(torch.autograd.Function):
@@ -447,21 +544,35 @@ class Summed(torch.autograd.Function):
 
 
 def tabled() -> nn.Module:
-    return nn.Sequential(OrderedDict([("first", nn.Linear(10, 4)), ("0", Table()), ("last", nn.Tanh())]))
+    return nn.Sequential(
+        OrderedDict([("first", nn.Linear(10, 4)), ("0", Table()), ("last", nn.Tanh())])
+    )
 
 
 def test_a_part_without_a_gradient_is_updated_as_the_whole_is(tmp_path: Path) -> None:
-    """Weight decay moves it in serial, for the tensor has a gradient; on the rank of that part it had none."""
+    """Weight decay moves it in serial, for the tensor has a gradient; on the rank of that part
+    it had none.
+    """
     both = make_job("tabled", tabled, VECTORS, optimizer=adamw)
     assert pg.verify(both, Parted(2), runs=tmp_path).same
 
 
-@pytest.mark.parametrize("chosen", [Stages(2), *(pytest.param(each, marks=pytest.mark.table) for each in (
-    Columns(2), pg.Data(2) * Stages(2)))], ids=str)
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        Stages(2),
+        *(
+            pytest.param(each, marks=pytest.mark.table)
+            for each in (Columns(2), pg.Data(2) * Stages(2))
+        ),
+    ],
+    ids=str,
+)
 def test_autocast_and_more_stages_than_parameters(chosen: pg.Strategy, tmp_path: Path) -> None:
     run = pg.train(job.replace(dtype=torch.bfloat16), chosen, runs=tmp_path)
     assert {line["name"] for line in run.of("event")} == {"checked"}
-    assert pg.verify(job, Stages(4), runs=tmp_path).same            # of which the third has nothing to train
+    # of which the third has nothing to train
+    assert pg.verify(job, Stages(4), runs=tmp_path).same
 
 
 class Uncast(Stages):
@@ -491,10 +602,13 @@ def drawing() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 8), Drawing(), nn.Linear(8, 4))
 
 
-@pytest.mark.parametrize(("model", "says"), [
-    (hooked, "it has a hook, which its parts would not have"),
-    (drawing, "the model draws from random, and in parts its calls are others"),
-])
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (hooked, "it has a hook, which its parts would not have"),
+        (drawing, "the model draws from random, and in parts its calls are others"),
+    ],
+)
 def test_what_a_part_would_do_otherwise_is_refused(model: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match=says):
         pg.train(make_job("otherwise", model, VECTORS), Stages(2), runs=tmp_path)
@@ -523,6 +637,7 @@ def test_what_a_forward_keeps_in_python_is_not_carried_and_says_so(tmp_path: Pat
 
 class Undivided(pg.Strategy):
     """Divides the model, and does not say how; has an exchange all the same."""
+
     workers: int = pg.option(pg.Integer())
     promise = Columns.promise
     axes = Columns.axes
@@ -535,36 +650,58 @@ class Unsaid(pg.Strategy):
     axes = Columns.axes
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("data(2) * undivided(2)", r"and undivided\(2\) both bring exchange of their own; at most one factor"),
-    ("data(2) * unsaid(2)", r"Unsaid has no exchange; give it a method .* or `share\(self, model, example, axis\)`"),
-    ("stages(2) * stages(2)", "both bring passes of their own|two axes stages"),
-    ("columns(2) * data(2)", "data holds replicas: at most one such part in a product, leftmost"),
-    ("columns(2) * columns(2)", "has two axes columns"),
-    ("central(2) * columns(2)", r"central\(2\) has servers, which know no other axes"),
-    ("data(2, micro=2) * stages(2)", r"data\(micro=...\) does not fit beside"),
-    ("data(2, state=shared_memory) * columns(2)", "cuts the model, of which each rank holds a part of its own"),
-    ("data(2) * branch(2)", "the model has no branches"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "data(2) * undivided(2)",
+            r"and undivided\(2\) both bring exchange of their own; at most one factor",
+        ),
+        (
+            "data(2) * unsaid(2)",
+            r"Unsaid has no exchange; give it a method .* or `share\(self, model, example, axis\)`",
+        ),
+        ("stages(2) * stages(2)", "both bring passes of their own|two axes stages"),
+        (
+            "columns(2) * data(2)",
+            "data holds replicas: at most one such part in a product, leftmost",
+        ),
+        ("columns(2) * columns(2)", "has two axes columns"),
+        ("central(2) * columns(2)", r"central\(2\) has servers, which know no other axes"),
+        ("data(2, micro=2) * stages(2)", r"data\(micro=...\) does not fit beside"),
+        (
+            "data(2, state=shared_memory) * columns(2)",
+            "cuts the model, of which each rank holds a part of its own",
+        ),
+        ("data(2) * branch(2)", "the model has no branches"),
+    ],
+)
 def test_products_that_cannot_be_are_refused(text: str, says: str) -> None:
     with pytest.raises(pg.Refused, match=says):
         pg.train(job, pg.strategy(text))
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("central(1)", r"central\(1\): its servers have no loop of your own; make it a Job"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("central(1)", r"central\(1\): its servers have no loop of your own; make it a Job"),
+    ],
+)
 def test_in_a_loop_of_ones_own_they_are_refused(text: str, says: str) -> None:
     model = deep()
-    with pytest.raises(pg.Refused, match=says), \
-            pg.parallelize(model, nn.functional.cross_entropy, adamw(model.parameters()), text):
+    with (
+        pytest.raises(pg.Refused, match=says),
+        pg.parallelize(model, nn.functional.cross_entropy, adamw(model.parameters()), text),
+    ):
         pass
 
 
 def test_planted_bugs_are_found_in_a_product_too(tmp_path: Path) -> None:
     for bug in ("mean_twice", "skip_chunk"):
         with pytest.raises(pg.RankFailed, match="off"):
-            pg.train(job, "data(2, reduce=ring) * columns(2)", runs=tmp_path, sabotage=bug, unproved=True)
+            pg.train(
+                job, "data(2, reduce=ring) * columns(2)", runs=tmp_path, sabotage=bug, unproved=True
+            )
 
 
 def test_the_record_tells_workers_from_servers(tmp_path: Path) -> None:
@@ -572,28 +709,43 @@ def test_the_record_tells_workers_from_servers(tmp_path: Path) -> None:
     assert (run.header["workers"], run.header["servers"]) == (2, 1)
     assert not Record(run.folder).of("step", 2)
     assert run.sent_per_step["gradients"]["bytes"] > 0
-    assert json.loads((run.folder / "rank-2.jsonl").read_text().splitlines()[-1])["kind"] == "memory"
+    assert (
+        json.loads((run.folder / "rank-2.jsonl").read_text().splitlines()[-1])["kind"] == "memory"
+    )
 
 
 def test_a_run_without_a_step_left_lets_its_server_go(tmp_path: Path) -> None:
     """It waited for a first step."""
     first = pg.train(job, Central(2), runs=tmp_path, save=6)
-    with pytest.warns(UserWarning, match="all 6 steps of 2 epoch.* were made; nothing is left to train"):
+    with pytest.warns(
+        UserWarning, match="all 6 steps of 2 epoch.* were made; nothing is left to train"
+    ):
         assert pg.train(job, Central(2), runs=tmp_path, resume=first.folder).losses == []
 
 
-# ---- layouts ---------------------------------------------------------------------------------------------------------------
+# ---- layouts ---------------------------------------------------------------------------------
 def test_boxes_and_ranges_put_the_serial_tensor_together() -> None:
-    """A fused qkv: of each third of the rows one half a rank; a flat range; one that another rank holds."""
-    qkv, flat = torch.arange(24.0).view(12, 2), torch.arange(7.0)
-    held = [Held("qkv", (12, 2), tuple((slice(4 * third + 2 * rank, 4 * third + 2 * rank + 2),) for third in range(3)))
-            for rank in range(2)]
+    """A fused qkv: of each third of the rows one half a rank; a flat range; one that another
+    rank holds.
+    """
+    qkv = torch.arange(24.0).view(12, 2)
+    flat = torch.arange(7.0)
+    held = [
+        Held(
+            "qkv",
+            (12, 2),
+            tuple((slice(4 * third + 2 * rank, 4 * third + 2 * rank + 2),) for third in range(3)),
+        )
+        for rank in range(2)
+    ]
     ranges = [Held("flat", (7,), each) for each in (range(3), range(3, 7))]
-    parts = [(each, each.of(whole)) for whole, both in ((qkv, held), (flat, ranges)) for each in both]
+    parts = [
+        (each, each.of(whole)) for whole, both in ((qkv, held), (flat, ranges)) for each in both
+    ]
     assert parts[0][1].tolist() == torch.cat([qkv[0:2], qkv[4:6], qkv[8:10]]).tolist()
     found = together([*parts, (Held("none", (3,)), None)])
-    assert torch.equal(found["qkv"], qkv)               # type: ignore[arg-type]
-    assert torch.equal(found["flat"], flat)             # type: ignore[arg-type]
+    assert torch.equal(found["qkv"], qkv)  # type: ignore[arg-type]
+    assert torch.equal(found["flat"], flat)  # type: ignore[arg-type]
     assert found["none"] is None
 
 

@@ -1,4 +1,6 @@
-"""A technique and an all-reduce of a user's own enter by the same door as ours, without a line changed in the library."""
+"""A technique and an all-reduce of a user's own enter by the same door as ours, without a line
+changed in the library.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,16 @@ OWN = ROOT / "examples" / "own_all_reduce.py"
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "paragrad", *words], cwd=cwd, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [sys.executable, "-m", "paragrad", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
 
-# ---- a technique -------------------------------------------------------------------------------------------------------
+# ---- a technique -----------------------------------------------------------------------------
 def test_an_own_technique_trains_and_is_in_the_record(tmp_path: Path) -> None:
     run = pg.train(job, Vote(2), runs=tmp_path)
     assert run.header["strategy"] == run.header["resolved"] == "vote(2)"
@@ -48,13 +56,17 @@ def test_an_own_technique_trains_and_is_in_the_record(tmp_path: Path) -> None:
 
 
 def test_it_is_saved_and_resumed(tmp_path: Path) -> None:
-    """Resumed by as many ranks it ends where the whole run does; by `data` it goes on, as any checkpoint."""
+    """Resumed by as many ranks it ends where the whole run does; by `data` it goes on, as any
+    checkpoint.
+    """
     whole = pg.train(job, Vote(2), runs=tmp_path, save=1)
     first = pg.train(job.replace(epochs=1), Vote(2), runs=tmp_path, save=1)
     resumed = pg.train(job, Vote(2), runs=tmp_path, resume=first.folder)
     for name, tensor in whole.model().state_dict().items():
         assert torch.equal(tensor, resumed.model().state_dict()[name])
-    assert len(pg.train(job, "data(2)", runs=tmp_path, resume=first.folder).losses) == len(resumed.losses)
+    assert len(pg.train(job, "data(2)", runs=tmp_path, resume=first.folder).losses) == len(
+        resumed.losses
+    )
 
 
 def test_verify_says_that_it_is_not_the_same(tmp_path: Path) -> None:
@@ -64,7 +76,9 @@ def test_verify_says_that_it_is_not_the_same(tmp_path: Path) -> None:
 
 
 def test_it_is_refused_in_a_product_that_it_does_not_allow() -> None:
-    with pytest.raises(pg.Refused, match=r"vote holds replicas: at most one such part in a product, leftmost"):
+    with pytest.raises(
+        pg.Refused, match=r"vote holds replicas: at most one such part in a product, leftmost"
+    ):
         pg.Data(2) * Vote(2)
     both = pg.Data(2)
     with pytest.raises(pg.Refused, match="data holds replicas"):
@@ -81,7 +95,9 @@ class Lying(Vote):
 
 
 def test_one_that_promises_to_be_exact_and_is_not_ends_in_its_first_step(tmp_path: Path) -> None:
-    with pytest.raises(pg.RankFailed, match=r"before the first update the gradient is off.*the exchange of lying") as caught:
+    with pytest.raises(
+        pg.RankFailed, match=r"before the first update the gradient is off.*the exchange of lying"
+    ) as caught:
         pg.train(job, Lying(2), runs=tmp_path)
     assert caught.value.step == 0
     assert not pg.verify(job, Lying(2), runs=tmp_path).same
@@ -95,9 +111,12 @@ def test_the_page_shows_what_is_tested() -> None:
         assert code.strip() in file.read_text()
 
 
-# ---- several axes ------------------------------------------------------------------------------------------------------
+# ---- several axes ----------------------------------------------------------------------------
 class Twofold(pg.Strategy):
-    """Every replica is two ranks, which do the same: what a hybrid of data and a cut of the model asks of a trainer."""
+    """Every replica is two ranks, which do the same: what a hybrid of data and a cut of the
+    model asks of a trainer.
+    """
+
     workers: int = pg.option(pg.Integer(2))
 
     @property
@@ -122,17 +141,25 @@ class Summed(Ballot):
     def finish(self, weight: float, loss: float) -> None:
         own = torch.tensor([weight, loss, self.doubt], dtype=torch.float64)
         weight, loss, doubt = self.world.all_reduced(own).tolist()
-        self.told = [weight, loss, float(self.all.all_reduced(torch.tensor(float(self.stop)))), doubt]
+        self.told = [
+            weight,
+            loss,
+            float(self.all.all_reduced(torch.tensor(float(self.stop)))),
+            doubt,
+        ]
         for parameter in self.every:
             if parameter.requires_grad:
-                parameter.grad = self.world.all_reduced(torch.zeros_like(parameter) if parameter.grad is None else
-                                                        parameter.grad)
+                parameter.grad = self.world.all_reduced(
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
 
     average = pg.Exchange.average
 
 
 class Reordered(Twofold):
-    """Passes of its own: all forwards of a step, then all backwards, the last one first, as a pipeline makes them."""
+    """Passes of its own: all forwards of a step, then all backwards, the last one first, as a
+    pipeline makes them.
+    """
 
     @property
     def division(self) -> Division:
@@ -144,12 +171,15 @@ class Reordered(Twofold):
 
 class ForwardsFirst(pg.Passes):
     def gradients(self, micros: Any, count: int) -> Sums:
-        loss, weight, made = 0.0, 0.0, []
+        loss = 0.0
+        weight = 0.0
+        made = []
         for micro, inputs, target in micros:
             with self.within.keyed(micro):
                 total, more = self.exchange.module(inputs, target, len(micro.positions))
             made.append(total)
-            loss, weight = loss + float(total.detach()), weight + more
+            loss = loss + float(total.detach())
+            weight = weight + more
         for total in reversed(made):
             total.backward()
         return Sums(loss, weight)
@@ -157,12 +187,17 @@ class ForwardsFirst(pg.Passes):
 
 def test_passes_of_its_own_are_the_same_training(tmp_path: Path) -> None:
     assert pg.verify(job, Reordered(4), runs=tmp_path).same
-    assert "first step" not in {line["what"] for line in pg.train(job, Reordered(4), runs=tmp_path).of("choice")}
+    assert "first step" not in {
+        line["what"] for line in pg.train(job, Reordered(4), runs=tmp_path).of("choice")
+    }
 
 
 def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
-    """Whether all ranks know in the same step that one was asked to stop. The loop changes what it was given."""
-    trainer, stops = Trainer.of_job(world, job, chosen), []
+    """Whether all ranks know in the same step that one was asked to stop. The loop changes what
+    it was given.
+    """
+    trainer = Trainer.of_job(world, job, chosen)
+    stops = []
     try:
         for inputs, target in trainer.batches(job.train, job.batch, 0):
             stops.append(trainer.step(inputs * 2.0, target).stop)
@@ -178,24 +213,28 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("chosen", [Twofold(4), Reordered(4), Twofold(2)])
 def test_the_wish_to_stop_reaches_all_whatever_the_passes(pool: Ranks, chosen: pg.Strategy) -> None:
-    """It was set in one worker's passes, so others lost it. And one worker's step counted a share of two ranks twice, where
-    the loop had changed its batch."""
+    """It was set in one worker's passes, so others lost it. And one worker's step counted a
+    share of two ranks twice, where the loop had changed its batch.
+    """
     assert pool.run(asked_to_stop, chosen, size=chosen.workers) == [(False, True)] * chosen.workers
 
 
 @pytest.mark.table
 def test_a_strategy_of_two_axes_is_the_same_training(tmp_path: Path) -> None:
-    """Shares are those of replicas, not of ranks: every sample counts once, batch norm and tests see each once, and the record
-    has it of one rank alone."""
+    """Shares are those of replicas, not of ranks: every sample counts once, batch norm and
+    tests see each once, and the record has it of one rank alone.
+    """
     for each in (job, JOBS["cnn with batch norm"].replace(test=IMAGES, metric=pg.accuracy)):
         assert pg.verify(each, Twofold(4), runs=tmp_path).same
-        run, serial = (pg.train(each, strategy, runs=tmp_path) for strategy in (Twofold(4), "serial"))
+        run, serial = (
+            pg.train(each, strategy, runs=tmp_path) for strategy in (Twofold(4), "serial")
+        )
         assert (run.audit.twice, run.audit.missed) == (0, 0)
         assert run.losses == pytest.approx(serial.losses, rel=1e-4)
         assert run.test == (None if serial.test is None else pytest.approx(serial.test))
 
 
-# ---- answers left out, contradictions ------------------------------------------------------------------------------------
+# ---- answers left out, contradictions --------------------------------------------------------
 class Silent(pg.Strategy):
     workers: int = pg.option(pg.Integer())
 
@@ -241,7 +280,7 @@ class Doubled(Vote):
 class Slipping(Vote):
     @property
     def promise(self) -> pg.Promise:
-        return pg.Promise(exact=self.exactly)       # type: ignore[attr-defined]
+        return pg.Promise(exact=self.exactly)  # type: ignore[attr-defined]
 
 
 class Gathering(Vote):
@@ -255,19 +294,38 @@ class Nobody(pg.Strategy):
         return pg.Promise(exact=False)
 
 
-@pytest.mark.parametrize(("chosen", "says"), [
-    (Silent(2), "Silent has no promise; give it a property `promise`"),
-    (Idle(2), r"Idle has no exchange; give it a method `exchange\(self, replica, world, log, how\)`"),
-    (Nobody(), "Nobody has no workers; give it the field"),
-    (Sure(2), r"sure\(2\) promises True; let it be a Promise"),
-    (Paired(2), "Paired, asked about itself, raised AttributeError: 'tuple' object has no attribute 'size'"),
-    (Doubled(2), "has two axes data"),
-    (Slipping(2), "Slipping, asked about itself, raised AttributeError: 'Slipping' object has no attribute 'exactly'"),
-    (Gathering(2), r"gathering\(2\) plans 'all-gather', which nobody can prove; known: all-reduce"),
-    (Crooked(2), "has 2 workers, and axes of 4 ranks: crooked 2 x crooked 2"),
-    (Uneven(2), "divides a batch into 1 shares, and its axes have 2 replicas"),
-])
-def test_a_strategy_that_leaves_an_answer_out_or_contradicts_itself_is_refused(chosen: pg.Strategy, says: str) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        (Silent(2), "Silent has no promise; give it a property `promise`"),
+        (
+            Idle(2),
+            r"Idle has no exchange; give it a method `exchange\(self, replica, world, log, how\)`",
+        ),
+        (Nobody(), "Nobody has no workers; give it the field"),
+        (Sure(2), r"sure\(2\) promises True; let it be a Promise"),
+        (
+            Paired(2),
+            "Paired, asked about itself, raised AttributeError: 'tuple' object has no attribute "
+            "'size'",
+        ),
+        (Doubled(2), "has two axes data"),
+        (
+            Slipping(2),
+            "Slipping, asked about itself, raised AttributeError: 'Slipping' object has no "
+            "attribute 'exactly'",
+        ),
+        (
+            Gathering(2),
+            r"gathering\(2\) plans 'all-gather', which nobody can prove; known: all-reduce",
+        ),
+        (Crooked(2), "has 2 workers, and axes of 4 ranks: crooked 2 x crooked 2"),
+        (Uneven(2), "divides a batch into 1 shares, and its axes have 2 replicas"),
+    ],
+)
+def test_a_strategy_that_leaves_an_answer_out_or_contradicts_itself_is_refused(
+    chosen: pg.Strategy, says: str
+) -> None:
     with pytest.raises(pg.Refused, match=says):
         pg.train(job, chosen)
 
@@ -280,7 +338,9 @@ class Empty(Vote):
 
 
 def test_an_exchange_that_is_none_says_so(tmp_path: Path) -> None:
-    with pytest.raises(pg.RankFailed, match=r"the exchange of empty is a NoneType; return a paragrad\.Exchange"):
+    with pytest.raises(
+        pg.RankFailed, match=r"the exchange of empty is a NoneType; return a paragrad\.Exchange"
+    ):
         pg.train(job, Empty(2), runs=tmp_path)
 
 
@@ -289,7 +349,7 @@ class Few(Vote):
 
     def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> pg.Exchange:
         made = Ballot(replica, world)
-        made.counted = lambda: made.told[:3]            # type: ignore[method-assign]
+        made.counted = lambda: made.told[:3]  # type: ignore[method-assign]
         return made
 
 
@@ -301,7 +361,7 @@ class Passless(Reordered):
 class Pairing(Reordered):
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
         right = ForwardsFirst(within, exchange)
-        right.gradients = lambda micros, count: (1.0, 2.0)      # type: ignore[method-assign,assignment,return-value]
+        right.gradients = lambda micros, count: (1.0, 2.0)
         return right
 
 
@@ -314,24 +374,44 @@ class Fickle(pg.AllReduce):
     """A ring in some processes, and in others one that goes the other way round."""
 
     def program(self, rank: int, size: int) -> Any:
-        return pg.Ring().program(rank, size) if os.environ.get("FICKLE") != "yes" else pg.Direct().program(rank, size)
+        return (
+            pg.Ring().program(rank, size)
+            if os.environ.get("FICKLE") != "yes"
+            else pg.Direct().program(rank, size)
+        )
 
 
-@pytest.mark.parametrize(("chosen", "says"), [
-    (Few(2), "counted\\(\\) of Ballot gives 3 numbers; give four: weight, loss, ranks asked to stop, doubtful weight"),
-    (Passless(4), r"the passes of passless\(4\) are a NoneType; return paragrad\.Passes"),
-    (Pairing(4), r"gradients\(\) of ForwardsFirst gives a tuple; give paragrad\.Sums\(loss, weight\)"),
-])
-def test_parts_of_the_wrong_kind_say_what_they_should_be(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        (
+            Few(2),
+            "counted\\(\\) of Ballot gives 3 numbers; give four: weight, loss, ranks asked to "
+            "stop, doubtful weight",
+        ),
+        (Passless(4), r"the passes of passless\(4\) are a NoneType; return paragrad\.Passes"),
+        (
+            Pairing(4),
+            r"gradients\(\) of ForwardsFirst gives a tuple; give paragrad\.Sums\(loss, weight\)",
+        ),
+    ],
+)
+def test_parts_of_the_wrong_kind_say_what_they_should_be(
+    chosen: pg.Strategy, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(pg.RankFailed, match=says):
         pg.train(job, chosen, runs=tmp_path)
 
 
 def test_what_raises_when_it_is_asked_is_refused_with_its_name() -> None:
-    with pytest.raises(pg.Refused, match=r"Raising, asked about itself, raised KeyError: 'rows'; mend it"):
+    with pytest.raises(
+        pg.Refused, match=r"Raising, asked about itself, raised KeyError: 'rows'; mend it"
+    ):
         pg.train(job, Raising(2))
-    with pytest.raises(pg.Refused, match=r"data\(reduce=\.\.\.\) got the class Fickle; write Fickle\(\)"):
-        pg.Data(2, reduce=Fickle)                       # type: ignore[arg-type]
+    with pytest.raises(
+        pg.Refused, match=r"data\(reduce=\.\.\.\) got the class Fickle; write Fickle\(\)"
+    ):
+        pg.Data(2, reduce=Fickle)  # type: ignore[arg-type]
 
 
 def fickle(world: World) -> None:
@@ -347,15 +427,21 @@ def fickle(world: World) -> None:
 
 def test_ranks_with_other_programs_say_so(pool: Ranks) -> None:
     """They aborted over gloo, or waited for ever."""
-    with pytest.raises(pg.RankFailed, match=r"fickle has another program on rank . than on rank .: it is to be a function of"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"fickle has another program on rank . than on rank .: it is to be a function of",
+    ):
         pool.run(fickle, size=2)
 
 
 @pytest.mark.table
 def test_a_file_that_is_run_and_imported_has_one_class(tmp_path: Path) -> None:
     """A job file that something imports under its own name was refused as two of one name."""
-    (tmp_path / "rumour.py").write_text(OWN.read_text().replace("Gossip", "Hearsay").replace(
-        "import paragrad", "import beside\nimport paragrad", 1))
+    (tmp_path / "rumour.py").write_text(
+        OWN.read_text()
+        .replace("Gossip", "Hearsay")
+        .replace("import paragrad", "import beside\nimport paragrad", 1)
+    )
     (tmp_path / "beside.py").write_text("import rumour\n")
     done = command("train", "rumour.py", "--strategy", "data(2, reduce=hearsay)", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -364,9 +450,15 @@ def test_a_file_that_is_run_and_imported_has_one_class(tmp_path: Path) -> None:
 @pytest.mark.story
 def test_a_run_whose_class_is_not_known_says_what_to_import(tmp_path: Path) -> None:
     folder = pg.train(job, Vote(2), runs=tmp_path).folder
-    code = f"from pathlib import Path; import paragrad as pg; pg.Run(pg.job('digits'), Path({str(folder)!r})).resolved"
+    code = (
+        f"from pathlib import Path; import paragrad as pg; pg.Run(pg.job('digits'), "
+        f"Path({str(folder)!r})).resolved"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert re.search(r"was trained under vote\(2\): .* is known once the file that defines it is imported", done.stderr)
+    assert re.search(
+        r"was trained under vote\(2\): .* is known once the file that defines it is imported",
+        done.stderr,
+    )
 
 
 def test_strategies_lists_those_of_a_file() -> None:
@@ -376,13 +468,19 @@ def test_strategies_lists_those_of_a_file() -> None:
 
 
 def test_what_no_rank_can_import_is_sent_or_refused(tmp_path: Path) -> None:
-    """A class of a module that is no file goes to the ranks by value; one that cannot is refused before they start."""
+    """A class of a module that is no file goes to the ranks by value; one that cannot is
+    refused before they start.
+    """
     ghost = ModuleType("ghost")
     code = "import threading\nimport paragrad as pg\nlock = threading.Lock()\n"
     code += OWN.read_text().split("\njob = ")[0].replace("Gossip", "Rumour")
     exec(code, vars(ghost))
     assert len(pg.train(job, pg.Data(2, reduce=ghost.Rumour()), runs=tmp_path).losses) == 6
-    exec("class Locked(Rumour):\n    def parts(self, size):\n        with lock:\n            return size", vars(ghost))
+    exec(
+        "class Locked(Rumour):\n    def parts(self, size):\n        with lock:\n            return "
+        "size",
+        vars(ghost),
+    )
     with pytest.raises(pg.Refused, match="cannot be sent to the ranks"):
         pg.train(job, pg.Data(2, reduce=ghost.Locked()), runs=tmp_path)
 
@@ -392,8 +490,13 @@ class Scaled(Reordered):
 
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
         right = ForwardsFirst(within, exchange)
-        right.gradients = lambda micros, count: ForwardsFirst(within, exchange).gradients(  # type: ignore[method-assign]
-            micros, count)._replace(scale=2.0)
+        right.gradients = lambda micros, count: (
+            ForwardsFirst(within, exchange)
+            .gradients(  # type: ignore[method-assign]
+                micros, count
+            )
+            ._replace(scale=2.0)
+        )
         return right
 
 
@@ -405,40 +508,68 @@ def test_a_scale_that_is_not_so_ends_in_the_first_step(tmp_path: Path) -> None:
 
 
 def test_words_of_the_notation_are_no_names_and_fields_are_options() -> None:
-    for name, base in (("Auto", pg.AllReduce), ("true", pg.AllReduce), ("Native", pg.AllReduce), ("Data", pg.AllReduce),
-                       ("Ring", pg.Strategy)):
+    for name, base in (
+        ("Auto", pg.AllReduce),
+        ("true", pg.AllReduce),
+        ("Native", pg.AllReduce),
+        ("Data", pg.AllReduce),
+        ("Ring", pg.Strategy),
+    ):
         with pytest.raises(pg.Refused, match="give it another name"):
             type(name, (base,), {"__module__": "mine"})
-    with pytest.raises(pg.Refused, match=r"hops is no option; write it .* as an option, such as hops: int"):
-        type("Hopping", (pg.AllReduce,), {"__module__": __name__, "__annotations__": {"hops": "int"}, "hops": 1})
+    with pytest.raises(
+        pg.Refused, match=r"hops is no option; write it .* as an option, such as hops: int"
+    ):
+        type(
+            "Hopping",
+            (pg.AllReduce,),
+            {"__module__": __name__, "__annotations__": {"hops": "int"}, "hops": 1},
+        )
 
 
 def test_ours_have_their_names_first() -> None:
-    """In a fresh process an own one was defined before ours, which then could not be imported."""
+    """In a fresh process an own one was defined before ours, which then could not be
+    imported.
+    """
     for text in ("class Ring(pg.AllReduce): pass", "class Data(pg.Strategy): pass"):
         words = [sys.executable, "-c", f"import paragrad as pg\n{text}"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-        assert re.search(r"Refused: __main__\.\w+ would be called \w+, as paragrad\.", done.stderr), done.stderr
+        assert re.search(
+            r"Refused: __main__\.\w+ would be called \w+, as paragrad\.", done.stderr
+        ), done.stderr
 
 
 def test_an_all_reduce_without_a_program_is_refused() -> None:
     bare = type("Bare", (pg.AllReduce,), {"__module__": __name__})
-    with pytest.raises(pg.Refused, match=r"Bare has no program; give it a method program\(rank, size\)"):
+    with pytest.raises(
+        pg.Refused, match=r"Bare has no program; give it a method program\(rank, size\)"
+    ):
         pg.train(job, pg.Data(2, reduce=bare()))
 
 
 def test_two_of_one_name_are_refused() -> None:
-    with pytest.raises(pg.Refused, match=r"would be called ring, as paragrad\.schedules\.ring\.Ring is; give it another name"):
+    with pytest.raises(
+        pg.Refused,
+        match=r"would be called ring, as paragrad\.schedules\.ring\.Ring is; give it another name",
+    ):
         type("Ring", (pg.AllReduce,), {"__module__": "mine"})
-    with pytest.raises(pg.Refused, match=r"mine\.Data would be called data, as paragrad\.strategies\.data\.Data is"):
+    with pytest.raises(
+        pg.Refused, match=r"mine\.Data would be called data, as paragrad\.strategies\.data\.Data is"
+    ):
         type("Data", (pg.Strategy,), {"__module__": "mine"})
 
 
-# ---- an all-reduce -------------------------------------------------------------------------------------------------------
+# ---- an all-reduce ---------------------------------------------------------------------------
 @pytest.mark.table
 def test_the_example_runs_as_its_page_says(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(OWN)], cwd=tmp_path, capture_output=True, text=True, timeout=110,
-                          env={**os.environ, "COLUMNS": "200"})
+    done = subprocess.run(
+        [sys.executable, str(OWN)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "COLUMNS": "200"},
+    )
     assert done.returncode == 0, done.stderr
     assert "0 | >1:0" in done.stdout
     assert re.search(r"gossip: \d+ us for 100 KB over 3 ranks, by the clock", done.stdout)
@@ -457,7 +588,10 @@ def test_the_command_finds_it_in_the_job_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert Record(folder).header["resolved"] == "data(3, reduce=gossip, state=replicated)"
-    for words, shown in ((["draw"], "gossip, 3 ranks"), (["simulate", "--bytes", "1MB"], "by the clock")):
+    for words, shown in (
+        (["draw"], "gossip, 3 ranks"),
+        (["simulate", "--bytes", "1MB"], "by the clock"),
+    ):
         answer = CliRunner().invoke(app, [*words, "data(3, reduce=gossip)", "--job", str(OWN)])
         assert answer.exit_code == 0, answer.output
         assert shown in answer.stdout
@@ -466,7 +600,12 @@ def test_the_command_finds_it_in_the_job_file(tmp_path: Path) -> None:
 @pytest.mark.table
 def test_a_skipped_chunk_is_refused_with_rank_and_slot(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
-    broken.write_text(OWN.read_text().replace("for part in range(size):  ", "for part in range(1, size):", 1))
+    broken.write_text(
+        OWN.read_text().replace("for part in range(size):  ", "for part in range(1, size):", 1)
+    )
     done = command("train", str(broken), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
     assert done.returncode == 2
-    assert "gossip is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 0 in slot 0" in done.stderr
+    assert (
+        "gossip is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 0 in "
+        "slot 0" in done.stderr
+    )

@@ -29,20 +29,33 @@ def vectors(**changes: Any) -> pg.Job:
     return job("vectors", mlp, VECTORS).replace(**{"epochs": 3, "dtype": torch.float64, **changes})
 
 
-# ---- slowed on purpose ---------------------------------------------------------------------------------------------------
+# ---- slowed on purpose -----------------------------------------------------------------------
 def test_slow_is_read() -> None:
     assert read_slowed("1=3x", None) == Slowed(((1, 3.0),))
-    assert read_slowed("1=3, 2=1.5x,random:0.2=3x", 0.05) == Slowed(((1, 3.0), (2, 1.5)), (0.2, 3.0), 0.05)
+    assert read_slowed("1=3, 2=1.5x,random:0.2=3x", 0.05) == Slowed(
+        ((1, 3.0), (2, 1.5)), (0.2, 3.0), 0.05
+    )
     assert read_slowed(None, None) == Slowed()
 
 
-@pytest.mark.parametrize(("slow", "pace", "says"), [
-    ("1", None, "write RANK=FACTOR"), ("one=3x", None, "write RANK=FACTOR"), ("1=0.5x", None, "give at least 1"),
-    ("random:0.2", None, "write random:SHARE=FACTOR"), ("random:2=3x", None, "give a number above 0, at most 1"),
-    ("random:0=3x", None, "give a number above 0, at most 1"), ("random:0.1=0x", None, "give at least 1"),
-    (3, None, "slow must be a text"), (None, 0, "pace must be seconds above 0"), (None, "fast", "pace must be seconds above 0"),
-    ("1=3x,1=4x", None, "rank 1 is there twice"), ("random:0.2=3x,random:0.5=5x", None, "random is there twice"),
-    ("2=3x", None, "there are 2 worker(s); give one from 0 to 1")])
+@pytest.mark.parametrize(
+    ("slow", "pace", "says"),
+    [
+        ("1", None, "write RANK=FACTOR"),
+        ("one=3x", None, "write RANK=FACTOR"),
+        ("1=0.5x", None, "give at least 1"),
+        ("random:0.2", None, "write random:SHARE=FACTOR"),
+        ("random:2=3x", None, "give a number above 0, at most 1"),
+        ("random:0=3x", None, "give a number above 0, at most 1"),
+        ("random:0.1=0x", None, "give at least 1"),
+        (3, None, "slow must be a text"),
+        (None, 0, "pace must be seconds above 0"),
+        (None, "fast", "pace must be seconds above 0"),
+        ("1=3x,1=4x", None, "rank 1 is there twice"),
+        ("random:0.2=3x,random:0.5=5x", None, "random is there twice"),
+        ("2=3x", None, "there are 2 worker(s); give one from 0 to 1"),
+    ],
+)
 def test_what_cannot_be_is_refused(slow: Any, pace: Any, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         pg.train(vectors(), "data(2)", slow=slow, pace=pace)
@@ -58,48 +71,73 @@ def test_a_random_share_of_steps_is_slow_the_same_in_every_process() -> None:
     assert factors[0] != [2 * each for each in factors[1]]
 
 
-def waits(monkeypatch: pytest.MonkeyPatch, slowed: Slowed, took: list[float], samples: int = 16) -> tuple[Pace, list[float]]:
-    """What rank 1 waits in steps whose passes take so many seconds of the core, and its pace. A share is 16 samples."""
-    pace, waited, clock, passes = Pace(slowed, 0, 1), [], [0.0], SimpleNamespace(forward=0.0, on_core=0.0)
+def waits(
+    monkeypatch: pytest.MonkeyPatch, slowed: Slowed, took: list[float], samples: int = 16
+) -> tuple[Pace, list[float]]:
+    """What rank 1 waits in steps whose passes take so many seconds of the core, and its pace. A
+    share is 16 samples.
+    """
+    pace = Pace(slowed, 0, 1)
+    waited = []
+    clock = [0.0]
+    passes = SimpleNamespace(forward=0.0, on_core=0.0)
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", waited.append)
     for step, seconds in enumerate(took):
-        with pace.over(step, samples, 16.0, passes):        # type: ignore[arg-type]
+        with pace.over(step, samples, 16.0, passes):  # type: ignore[arg-type]
             clock[0] += seconds
-            passes.on_core += seconds / 3                   # the core is shared: on the clock all takes twice as long
+            # the core is shared: on the clock all takes twice as long
+            passes.on_core += seconds / 3
             passes.forward += 2 * seconds / 3
     return pace, waited
 
 
-def test_a_slow_rank_waits_for_what_it_would_take_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_waits_for_what_it_would_take_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert waits(monkeypatch, Slowed(), [0.5, 0.25])[1] == [0.0, 0.0]
     pace, waited = waits(monkeypatch, Slowed(((1, 3.0),)), [0.5, 0.25])
-    assert waited == [2.0, 1.0]                             # of one second, and of half of one
+    assert waited == [2.0, 1.0]  # of one second, and of half of one
     assert (pace.samples, pace.seconds) == (32, 4.5)
     assert waits(monkeypatch, Slowed(((0, 3.0),)), [0.5])[1] == [0.0]
-    assert waits(monkeypatch, Slowed((), None, 4.0), [0.5], samples=8)[1] == [1.0]      # half a share: two seconds
+    # half a share: two seconds
+    assert waits(monkeypatch, Slowed((), None, 4.0), [0.5], samples=8)[1] == [1.0]
     assert waits(monkeypatch, Slowed(((1, 3.0),), None, 4.0), [0.5])[1] == [11.0]
 
 
-@pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)", "local(2, every=2)", "pipeline(2)", "serial"])
+@pytest.mark.parametrize(
+    "text", ["data(2)", "data(2, reduce=ring)", "local(2, every=2)", "pipeline(2)", "serial"]
+)
 def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
-    slow, quick = (pg.train(vectors(epochs=1), text, runs=tmp_path, **more)
-                   for more in ({"slow": "0=2x,random:0.5=3x", "pace": 0.01}, {}))
+    slow, quick = (
+        pg.train(vectors(epochs=1), text, runs=tmp_path, **more)
+        for more in ({"slow": "0=2x,random:0.5=3x", "pace": 0.01}, {})
+    )
     assert slow.losses == quick.losses
     assert slow.header["settings"]["slow"] == "0=2x,random:0.5=3x"
 
 
-# ---- shares that follow ----------------------------------------------------------------------------------------------------
-def followed(told: list[tuple[float, float]], before: tuple[int, ...], full: int = 64) -> tuple[int, ...]:
+# ---- shares that follow ----------------------------------------------------------------------
+def followed(
+    told: list[tuple[float, float]], before: tuple[int, ...], full: int = 64
+) -> tuple[int, ...]:
     """Shares by the samples and seconds that ranks tell."""
-    world: Any = SimpleNamespace(gathered=lambda own: [torch.tensor(each, dtype=torch.float64) for each in told])
+    world: Any = SimpleNamespace(
+        gathered=lambda own: [torch.tensor(each, dtype=torch.float64) for each in told]
+    )
     return Pace(Slowed(), 0, 0).followed(world, full, Division(before), Log(None), 1).shares
 
 
 def test_shares_are_in_proportion_to_what_ranks_take() -> None:
     assert divide(64, followed([(160, 1.0), (160, 3.0)], (1, 1))) == [48, 16]
-    assert divide(64, followed([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))) == [16, 16, 31, 1]
-    assert followed([(160, 1.0), (20, 1.0), (20, 1.0), (10, 1.0)], (1, 1, 1, 1), 4) == (1, 1, 1, 1)    # a sample for each
+    assert divide(64, followed([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))) == [
+        16,
+        16,
+        31,
+        1,
+    ]
+    # a sample for each
+    assert followed([(160, 1.0), (20, 1.0), (20, 1.0), (10, 1.0)], (1, 1, 1, 1), 4) == (1, 1, 1, 1)
     assert min(followed([(160, 1.0), (1, 1.0), (1, 1.0)], (1, 1, 1), 7)) == 1
     assert divide(4000, followed([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3997, 3]
 
@@ -110,28 +148,39 @@ def test_shares_stay_where_others_are_hardly_worth_it_or_nothing_is_known() -> N
 
 
 def test_shares_change_once_an_epoch() -> None:
-    """A loop of one's own that tested in the middle of an epoch, and went on there, got other shares for the rest of it."""
+    """A loop of one's own that tested in the middle of an epoch, and went on there, got other
+    shares for the rest of it.
+    """
     world: Any = SimpleNamespace(gathered=lambda own: [own, own * torch.tensor([1.0, 3.0])])
-    pace, shares = Pace(Slowed(), 0, 0), []
+    pace = Pace(Slowed(), 0, 0)
+    shares = []
     for epoch in (1, 1, 2):
-        pace.samples, pace.seconds = pace.samples + 160, pace.seconds + 1.0
+        pace.samples = pace.samples + 160
+        pace.seconds = pace.seconds + 1.0
         shares.append(pace.followed(world, 64, Division((1, 1)), Log(None), epoch).shares)
     assert divide(64, shares[0]) == divide(64, shares[2]) == [48, 16]
-    assert shares[1] == (1, 1)                              # that is, those of before
+    assert shares[1] == (1, 1)  # that is, those of before
     assert pace.samples == 0
 
 
 def test_shares_that_cannot_change_are_told_at_the_door() -> None:
     """One epoch was trained with equal shares, and nothing was said."""
-    with pytest.warns(UserWarning, match="job vectors begins one alone, so they stay equal; give more epochs, or say the"):
+    with pytest.warns(
+        UserWarning,
+        match="job vectors begins one alone, so they stay equal; give more epochs, or say the",
+    ):
         admitted(vectors(epochs=1), "data(2, shares=auto)")
     with pytest.warns(UserWarning, match="they stay equal"):
         admitted(vectors(), "data(2, shares=auto)", Settings(limit=3))
     admitted(vectors(epochs=2), "data(2, shares=auto)")
 
 
-@pytest.mark.parametrize("text", ["data(2, shares=auto)", "data(2, shares=auto, reduce=ring)", "data(3, shares=auto)"])
-def test_a_slow_rank_gets_fewer_samples_and_the_training_is_serials(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["data(2, shares=auto)", "data(2, shares=auto, reduce=ring)", "data(3, shares=auto)"]
+)
+def test_a_slow_rank_gets_fewer_samples_and_the_training_is_serials(
+    tmp_path: Path, text: str
+) -> None:
     run = pg.train(vectors(), text, runs=tmp_path, slow="1=5x", pace=0.05)
     serial = pg.train(vectors(), "serial", runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-10)
@@ -146,13 +195,17 @@ def test_a_slow_rank_gets_fewer_samples_and_the_training_is_serials(tmp_path: Pa
 
 def test_shares_change_between_epochs_alone(tmp_path: Path) -> None:
     run = pg.train(vectors(epochs=2), "data(2, shares=auto)", runs=tmp_path, slow="0=5x", pace=0.05)
-    counts = [stop - start for start, stop in (line["order"] for line in Record(run.folder).of("step", 0))]
+    counts = [
+        stop - start for start, stop in (line["order"] for line in Record(run.folder).of("step", 0))
+    ]
     assert counts[:3] == [6, 6, 3]
     assert counts[3] == counts[4] < 6
 
 
 def test_batch_norm_does_not_hide_who_is_slow(tmp_path: Path) -> None:
-    """A forward waits for the other ranks' statistics, so all took equally long, and shares stayed as they were."""
+    """A forward waits for the other ranks' statistics, so all took equally long, and shares
+    stayed as they were.
+    """
     made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
     run = pg.train(made, "data(2, shares=auto)", runs=tmp_path, slow="1=5x", pace=0.05)
     serial = pg.train(made, "serial", runs=tmp_path)
@@ -160,7 +213,9 @@ def test_batch_norm_does_not_hide_who_is_slow(tmp_path: Path) -> None:
     assert any(line["what"] == "shares" for line in run.of("choice"))
 
 
-@pytest.mark.parametrize("text", ["data(2, shares=auto) * pipeline(2)", "data(2, shares=auto, state=fully_sharded)"])
+@pytest.mark.parametrize(
+    "text", ["data(2, shares=auto) * pipeline(2)", "data(2, shares=auto, state=fully_sharded)"]
+)
 def test_they_are_not_measured_where_forwards_wait_for_others(text: str) -> None:
     with pytest.raises(pg.Refused, match=r"say the shares, such as shares=\[3, 1\]"):
         strategy(text)

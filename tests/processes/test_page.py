@@ -1,4 +1,6 @@
-"""The page of a comparison, in a real browser: it opens, needs nothing, shows the record's numbers, fits a phone and paper."""
+"""The page of a comparison, in a real browser: it opens, needs nothing, shows the record's
+numbers, fits a phone and paper.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +32,42 @@ from paragrad.report.times import times_of
 
 pytestmark = pytest.mark.story
 
-CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
+CHROMIUM = Path("/usr/bin/chromium")
+DRIVER = Path("/usr/bin/chromedriver")
 JOB_FILES = Path(__file__).parents[1] / "job_files"
-QUIET = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars")
+QUIET = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--hide-scrollbars",
+)
 PHONE = (360, 740)
 
-in_browser = pytest.mark.skipif(not (CHROMIUM.exists() and DRIVER.exists()),
-                                reason="needs a browser: install chromium and chromium-driver")
+in_browser = pytest.mark.skipif(
+    not (CHROMIUM.exists() and DRIVER.exists()),
+    reason="needs a browser: install chromium and chromium-driver",
+)
 
 
-# ---- a browser ---------------------------------------------------------------------------------------------------------
+# ---- a browser -------------------------------------------------------------------------------
 @contextmanager
 def browser(width: int = 1100, height: int = 800) -> Iterator[Any]:
-    """A headless Chromium with a profile of its own, which tells of its console and its requests."""
+    """A headless Chromium with a profile of its own, which tells of its console and its
+    requests.
+    """
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, pytest.MonkeyPatch.context() as shell:
-        shell.setenv("no_proxy", "localhost,127.0.0.1")         # the driver is on this machine
+
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        pytest.MonkeyPatch.context() as shell,
+    ):
+        shell.setenv("no_proxy", "localhost,127.0.0.1")  # the driver is on this machine
         options = ChromeOptions()
         options.binary_location = str(CHROMIUM)
         for argument in (*QUIET, f"--user-data-dir={profile}"):
@@ -63,16 +83,29 @@ def browser(width: int = 1100, height: int = 800) -> Iterator[Any]:
 
 def resized(driver: Any, width: int, height: int, scale: float = 1.0) -> None:
     """Give the page a screen of so many CSS pixels, below 600 a phone's."""
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
-        "width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600})
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600},
+    )
 
 
-def screenshot(file: Path, picture: Path, width: int = 1100, height: int | None = None, scale: float = 1.0) -> None:
+def screenshot(
+    file: Path, picture: Path, width: int = 1100, height: int | None = None, scale: float = 1.0
+) -> None:
     """The page as a PNG, its first `height` CSS pixels, or all of it."""
     with browser(width) as driver:
         driver.get(file.resolve().as_uri())
-        resized(driver, width, height or driver.execute_script("return document.documentElement.scrollHeight"), scale)
-        picture.write_bytes(base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]))
+        resized(
+            driver,
+            width,
+            height or driver.execute_script("return document.documentElement.scrollHeight"),
+            scale,
+        )
+        picture.write_bytes(
+            base64.b64decode(
+                driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
+            )
+        )
 
 
 def opened(driver: Any, file: Path) -> None:
@@ -81,25 +114,37 @@ def opened(driver: Any, file: Path) -> None:
     assert driver.get_log("browser") == []
     told = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     asked = [each["params"] for each in told if each["method"] == "Network.requestWillBeSent"]
-    assert [each["request"]["url"] for each in asked if each["documentURL"].startswith("file:")] == [file.resolve().as_uri()]
+    assert [
+        each["request"]["url"] for each in asked if each["documentURL"].startswith("file:")
+    ] == [file.resolve().as_uri()]
 
 
 def table_of(driver: Any) -> list[dict[str, str]]:
     """The rows that the browser shows: column -> text."""
-    found = driver.execute_script("return [...document.querySelectorAll('[data-row]')].map("
-                                  "cell => [cell.dataset.row, cell.dataset.column, cell.textContent])")
+    found = driver.execute_script(
+        "return [...document.querySelectorAll('[data-row]')].map("
+        "cell => [cell.dataset.row, cell.dataset.column, cell.textContent])"
+    )
     rows: dict[str, dict[str, str]] = {}
     for row, column, text in found:
         rows.setdefault(row, {})[column] = text
     return [rows[str(place)] for place in range(len(rows))]
 
 
-# ---- a real comparison -------------------------------------------------------------------------------------------------
+# ---- a real comparison -----------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """digits under two strategies and the rounding twin, two seeds, with a goal; its folder, with the page."""
-    table = paragrad.compare(paragrad.job("digits").replace(epochs=2), "serial; data(2, reduce=ring)", seeds=2, twin=True,
-                             until="accuracy=80", runs=tmp_path_factory.mktemp("compared"))
+    """digits under two strategies and the rounding twin, two seeds, with a goal; its folder,
+    with the page.
+    """
+    table = paragrad.compare(
+        paragrad.job("digits").replace(epochs=2),
+        "serial; data(2, reduce=ring)",
+        seeds=2,
+        twin=True,
+        until="accuracy=80",
+        runs=tmp_path_factory.mktemp("compared"),
+    )
     page.write_page(table)
     return table.folder
 
@@ -110,13 +155,22 @@ def test_opens_without_an_error_or_a_request_and_shows_every_chart(compared: Pat
         opened(driver, compared / "page.html")
         drawn = driver.execute_script(
             "return [...document.querySelectorAll('figure svg[role=img]')].map("
-            "chart => [chart.getBoundingClientRect().width > 300, chart.querySelectorAll('path').length > 5, "
-            "chart.getAttribute('aria-label')])")
+            "chart => [chart.getBoundingClientRect().width > 300, "
+            "chart.querySelectorAll('path').length > 5, "
+            "chart.getAttribute('aria-label')])"
+        )
     assert [(wide, full) for wide, full, _ in drawn] == [(True, True)] * 9
     assert [told.split(".")[0].split(":")[0] for _, _, told in drawn] == [
-        "Training loss over samples", "Training loss over seconds", "Test accuracy over samples", "Test accuracy over seconds",
-        "Distance from serial over steps", "Bytes sent per rank and step", "Memory of the fullest rank",
-        "One step of serial", "One step of data(2, reduce=ring)"]
+        "Training loss over samples",
+        "Training loss over seconds",
+        "Test accuracy over samples",
+        "Test accuracy over seconds",
+        "Distance from serial over steps",
+        "Bytes sent per rank and step",
+        "Memory of the fullest rank",
+        "One step of serial",
+        "One step of data(2, reduce=ring)",
+    ]
 
 
 @in_browser
@@ -126,48 +180,80 @@ def test_numbers_are_the_records(compared: Path) -> None:
         opened(driver, compared / "page.html")
         rows = table_of(driver)
     assert [row["strategy"] for row in rows] == ["serial", "data(2, reduce=ring)", "rounding twin"]
-    all_threads, baseline = (times_of([Record(path) for path in compared.glob(pattern)])
-                             for pattern in ("01-serial-seed-*", "baseline-serial-threads-1"))
+    all_threads, baseline = (
+        times_of([Record(path) for path in compared.glob(pattern)])
+        for pattern in ("01-serial-seed-*", "baseline-serial-threads-1")
+    )
     assert all_threads
     assert baseline
-    comparison = [json.loads(line) for line in (compared / "compare.jsonl").read_text().splitlines()]
+    comparison = [
+        json.loads(line) for line in (compared / "compare.jsonl").read_text().splitlines()
+    ]
     (difference,) = [line for line in comparison if line["kind"] == "difference"]
     for row, names in zip(rows, comparison[0]["rows"], strict=True):
         records = [Record(compared / name) for name in names]
-        tests = numpy.array([[line["test"]["value"] for line in record.ranks[0] if line["kind"] == "epoch"][-1]
-                             for record in records])
+        tests = numpy.array(
+            [
+                [line["test"]["value"] for line in record.ranks[0] if line["kind"] == "epoch"][-1]
+                for record in records
+            ]
+        )
         assert row["test accuracy"] == f"{tests.mean():.2f} ± {tests.std(ddof=1):.2f}"
         step = median(milliseconds(record) for record in records)
         reached = [goal(record, 80.0, step) for record in records]
-        for column, place, digits in (("seconds", 0, ".1f"), ("epochs", 1, ".1f"), ("samples", 2, ",.0f")):
+        for column, place, digits in (
+            ("seconds", 0, ".1f"),
+            ("epochs", 1, ".1f"),
+            ("samples", 2, ",.0f"),
+        ):
             wanted = numpy.mean([each[place] for each in reached])
             assert row[f"{column} to accuracy=80"].rstrip("!") == f"{wanted:{digits}}"
         times = times_of(records)
         assert times
         assert float(row["ms/step"].rstrip("!")) == pytest.approx(step, abs=0.0051)
-        assert row["speed-up"].rstrip("!") == (str(all_threads.over(times)) if names[0] != "01-serial-seed-0" else "1.00x")
+        assert row["speed-up"].rstrip("!") == (
+            str(all_threads.over(times)) if names[0] != "01-serial-seed-0" else "1.00x"
+        )
         assert row["over 1 thread"].rstrip("!") == str(baseline.over(times))
         assert row["parameters"].split() == [
-            hashlib.sha256((compared / name / "model.safetensors").read_bytes()).hexdigest()[:8] for name in names]
+            hashlib.sha256((compared / name / "model.safetensors").read_bytes()).hexdigest()[:8]
+            for name in names
+        ]
     ring = Record(compared / "02-data-2-reduce-ring-seed-0")
-    most = max(line["sent"]["gradients"]["bytes"] for lines in ring.ranks for line in lines if line["kind"] == "step")
+    most = max(
+        line["sent"]["gradients"]["bytes"]
+        for lines in ring.ranks
+        for line in lines
+        if line["kind"] == "step"
+    )
     assert rows[1]["sent/rank/step"] == f"gradients {most:,}"
     assert float(rows[1]["difference"]) == pytest.approx(difference["value"], rel=0.05)
     assert rows[1]["where largest"] == difference["tensor"]
-    assert rows[1]["memory"] == sized(sum(Record(compared / "02-data-2-reduce-ring-seed-0").fullest.values()))
+    assert rows[1]["memory"] == sized(
+        sum(Record(compared / "02-data-2-reduce-ring-seed-0").fullest.values())
+    )
 
 
 def milliseconds(record: Record) -> float:
     """The median step of the slowest rank, the first left out."""
-    return max(1e3 * median([line["seconds"] for line in lines if line["kind"] == "step"][1:]) for lines in record.ranks)
+    return max(
+        1e3 * median([line["seconds"] for line in lines if line["kind"] == "step"][1:])
+        for lines in record.ranks
+    )
 
 
 def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int, int]:
-    """(seconds, epochs, samples) to the first test that reaches the value; samples by what the ranks say they used."""
+    """(seconds, epochs, samples) to the first test that reaches the value; samples by what the
+    ranks say they used.
+    """
     steps = [line for lines in record.ranks for line in lines if line["kind"] == "step"]
     for line in record.ranks[0]:
         if line["kind"] == "epoch" and line["test"]["value"] >= value:
-            used = sum(step["order"][1] - step["order"][0] for step in steps if step["epoch"] <= line["epoch"])
+            used = sum(
+                step["order"][1] - step["order"][0]
+                for step in steps
+                if step["epoch"] <= line["epoch"]
+            )
             made = {step["step"] for step in steps if step["epoch"] <= line["epoch"]}
             return 1e-3 * milliseconds * len(made), line["epoch"] + 1, used
     raise AssertionError(f"{record.folder.name} never reaches {value}")
@@ -177,13 +263,18 @@ def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int,
 def test_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
     with browser(*PHONE) as driver:
         opened(driver, compared / "page.html")
-        width, inner = driver.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+        width, inner = driver.execute_script(
+            "return [document.documentElement.scrollWidth, window.innerWidth]"
+        )
         assert inner == PHONE[0]
         assert width <= inner
-        smallest = driver.execute_script(                       # CSS pixels; the charts shrink with the screen
+        # CSS pixels; the charts shrink with the screen
+        smallest = driver.execute_script(
             "return Math.min(...[...document.querySelectorAll('figure svg')].flatMap(chart => "
-            "[...chart.querySelectorAll('text')].map(text => parseFloat(getComputedStyle(text).fontSize) "
-            "* chart.getBoundingClientRect().width / chart.viewBox.baseVal.width)))")
+            "[...chart.querySelectorAll('text')].map(text => "
+            "parseFloat(getComputedStyle(text).fontSize) "
+            "* chart.getBoundingClientRect().width / chart.viewBox.baseVal.width)))"
+        )
         assert smallest >= 8
         printed = base64.b64decode(driver.print_page())
     assert printed.startswith(b"%PDF")
@@ -194,76 +285,129 @@ def test_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
 
 def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
     text = (compared / "page.html").read_text(encoding="utf-8")
-    assert not re.search(r"""(src|href)\s*=(?!\s*["']?\#)|url\((?!\#)|@import|<script|<link""", text)
+    assert not re.search(
+        r"""(src|href)\s*=(?!\s*["']?\#)|url\((?!\#)|@import|<script|<link""", text
+    )
     ids = re.findall(r'\bid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(ids)
     shown = unescape(re.sub(r"<[^>]*>", "", text))
     header = Record(compared / "01-serial-seed-0").header
     machine = header["machine"]
-    for words in ("paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), "
-                  "'serial; data(2, reduce=ring)', seeds=2, twin=True, until='accuracy=80')", machine["cpu"],
-                  f"torch {machine['torch']}", f"paragrad {paragrad.__version__}", "digits(width=64)", "float32",
-                  f"{datetime.fromisoformat(header['date']):%-d %B %Y, %H:%M} UTC, paragrad ",
-                  "data(2, reduce=ring, state=replicated)", "gradients are exchanged while backward runs",
-                  "memory of a rank: parameters 19.2 KB, optimizer 19.2 KB, gradients 19.2 KB, activations 9.49 KB, exchange "
-                  "19.3 KB"):
+    for words in (
+        "paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), "
+        "'serial; data(2, reduce=ring)', seeds=2, twin=True, until='accuracy=80')",
+        machine["cpu"],
+        f"torch {machine['torch']}",
+        f"paragrad {paragrad.__version__}",
+        "digits(width=64)",
+        "float32",
+        f"{datetime.fromisoformat(header['date']):%-d %B %Y, %H:%M} UTC, paragrad ",
+        "data(2, reduce=ring, state=replicated)",
+        "gradients are exchanged while backward runs",
+        "memory of a rank: parameters 19.2 KB, optimizer 19.2 KB, gradients 19.2 KB, activations "
+        "9.49 KB, exchange "
+        "19.3 KB",
+    ):
         assert words in shown
-    assert Table(compared).rows[1].memory == Record(compared / "02-data-2-reduce-ring-seed-0").memory
+    assert (
+        Table(compared).rows[1].memory == Record(compared / "02-data-2-reduce-ring-seed-0").memory
+    )
 
 
 @in_browser
 def test_the_page_at_night_and_on_paper(compared: Path) -> None:
-    """By night nothing keeps a light colour, charts neither; paper stays white, and no chart, row or entry is cut in two."""
+    """By night nothing keeps a light colour, charts neither; paper stays white, and no chart,
+    row or entry is cut in two.
+    """
     seen = "getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
     with browser() as driver:
+
         def look(theme: str, media: str = "") -> list[str]:
-            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {
-                "media": media, "features": [{"name": "prefers-color-scheme", "value": theme}]})
-            return [driver.execute_script(f"return {seen}", *each) for each in (
-                ("body", "backgroundColor"), ("h1", "color"), ("section", "backgroundColor"), ("figure svg text", "fill"),
-                ("#loss path[style*='--accent']", "stroke"),
-                ("#sent path[style*='--steel']", "fill"))]
+            driver.execute_cdp_cmd(
+                "Emulation.setEmulatedMedia",
+                {"media": media, "features": [{"name": "prefers-color-scheme", "value": theme}]},
+            )
+            return [
+                driver.execute_script(f"return {seen}", *each)
+                for each in (
+                    ("body", "backgroundColor"),
+                    ("h1", "color"),
+                    ("section", "backgroundColor"),
+                    ("figure svg text", "fill"),
+                    ("#loss path[style*='--accent']", "stroke"),
+                    ("#sent path[style*='--steel']", "fill"),
+                )
+            ]
+
         opened(driver, compared / "page.html")
-        day, night, paper = look("light"), look("dark"), look("dark", "print")
+        day = look("light")
+        night = look("dark")
+        paper = look("dark", "print")
         avoiding = driver.execute_script(
-            "return [...document.querySelectorAll('figure, tr, .whole')].map(each => getComputedStyle(each).breakInside)")
+            "return [...document.querySelectorAll('figure, tr, .whole')].map(each => "
+            "getComputedStyle(each).breakInside)"
+        )
     assert all(one != other for one, other in zip(day, night, strict=True))
-    assert [day[1], night[1], day[2], night[2]] == [rgb(palette.PALETTE[name][theme]) for name in ("ink", "paper")
-                                                    for theme in (0, 1)]
+    assert [day[1], night[1], day[2], night[2]] == [
+        rgb(palette.PALETTE[name][theme]) for name in ("ink", "paper") for theme in (0, 1)
+    ]
     assert paper[1:] == day[1:]
     assert set(avoiding) == {"avoid"}
-    assert not set(re.findall(r"#[0-9a-f]{6}", "".join(re.findall(r"<figure.*?</figure>", (
-        compared / "page.html").read_text(encoding="utf-8"), re.DOTALL)))) & {light for light, _ in palette.PALETTE.values()}
+    assert not set(
+        re.findall(
+            r"#[0-9a-f]{6}",
+            "".join(
+                re.findall(
+                    r"<figure.*?</figure>",
+                    (compared / "page.html").read_text(encoding="utf-8"),
+                    re.DOTALL,
+                )
+            ),
+        )
+    ) & {light for light, _ in palette.PALETTE.values()}
 
 
 def rgb(colour: str) -> str:
-    return "rgb(" + ", ".join(str(int(colour[place:place + 2], 16)) for place in (1, 3, 5)) + ")"
+    return "rgb(" + ", ".join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5)) + ")"
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_colours_are_told_from_their_paper(theme: int) -> None:
-    """Text by 4.5 to 1 and lines by 2 to 1, as WCAG counts contrast (lines have markers and a legend, too)."""
+    """Text by 4.5 to 1 and lines by 2 to 1, as WCAG counts contrast (lines have markers and a
+    legend, too).
+    """
+
     def luminance(colour: str) -> float:
-        parts = [int(colour[place:place + 2], 16) / 255 for place in (1, 3, 5)]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
     paper = luminance(palette.PALETTE["paper"][theme])
     for name, colours in palette.PALETTE.items():
         dark, light = sorted((paper, luminance(colours[theme])))
         contrast = (light + 0.05) / (dark + 0.05)
-        assert name in ("paper", "ground", "line") or contrast >= (4.5 if name in ("ink", "muted", "bad") else 2), name
+        assert name in ("paper", "ground", "line") or contrast >= (
+            4.5 if name in ("ink", "muted", "bad") else 2
+        ), name
 
 
 @pytest.mark.table
 @in_browser
 def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
-    """A job's name and an error's message are the user's; neither may run in the reader's browser."""
+    """A job's name and an error's message are the user's; neither may run in the reader's
+    browser.
+    """
     job = find(str(JOB_FILES / "fails_on_two.py"), {})
     table = paragrad.compare(job, "serial; data(2, reduce=tree); data(3)", runs=tmp_path)
     for header in table.folder.glob("*/run.jsonl"):
-        header.write_text(header.read_text().replace('"name":"picky"', '"name":"<script>document.title=1</script>&"')
-                          .replace("two is one too many", "<img src=x onerror=document.title=1>"))
+        header.write_text(
+            header.read_text()
+            .replace('"name":"picky"', '"name":"<script>document.title=1</script>&"')
+            .replace("two is one too many", "<img src=x onerror=document.title=1>")
+        )
     with browser() as driver:
         opened(driver, page.write_page(Table(table.folder)))
         rows = table_of(driver)
@@ -272,39 +416,108 @@ def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
         failed = driver.execute_script("return document.querySelector('td.failed').colSpan")
     assert failed == len(columns_of(table)) - 1
     assert rows[1].keys() == {"strategy", "test accuracy"}
-    assert rows[1]["test accuracy"].startswith("failed: rank 1, step 0: RuntimeError: <img src=x onerror=document.title=1> (/")
+    assert rows[1]["test accuracy"].startswith(
+        "failed: rank 1, step 0: RuntimeError: <img src=x onerror=document.title=1> (/"
+    )
     assert float(rows[2]["difference"]) <= 1e-10
 
 
-# ---- written records: what is rare, missing or large -------------------------------------------------------------------
-def written(folder: Path, strategies: list[str], *, steps: int = 4, test: bool = True, sent: Line | None = None,
-            seeds: int = 1, losses: list[float] | None = None, distance: float | None = None) -> Table:
-    """A comparison as its ranks would have written it: one rank, a test after every second step."""
+# ---- written records: what is rare, missing or large -----------------------------------------
+def written(
+    folder: Path,
+    strategies: list[str],
+    *,
+    steps: int = 4,
+    test: bool = True,
+    sent: Line | None = None,
+    seeds: int = 1,
+    losses: list[float] | None = None,
+    distance: float | None = None,
+) -> Table:
+    """A comparison as its ranks would have written it: one rank, a test after every second
+    step.
+    """
+
     def to(path: Path, lines: list[Line]) -> None:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
     names = [[f"{place:02}-{seed}" for seed in range(seeds)] for place in range(len(strategies))]
-    asked: list[Line] = [{"kind": "comparison", "rows": names, "until": None, "seeds": seeds, "command": "paragrad compare x"}]
+    asked: list[Line] = [
+        {
+            "kind": "comparison",
+            "rows": names,
+            "until": None,
+            "seeds": seeds,
+            "command": "paragrad compare x",
+        }
+    ]
     for strategy, runs in zip(strategies, names, strict=True):
         for seed, name in enumerate(runs):
             (folder / name).mkdir()
-            to(folder / name / "run.jsonl", [
-                {"kind": "run", "strategy": strategy, "resolved": strategy, "seed": seed, "reverse": False, "workers": 1,
-                 "threads": 1, "device": "cpu", "backend": None,
-                 "machine": {"cpu": "a", "cores": 1, "torch": "2", "python": "3"},
-                 "job": {"name": "x", "arguments": {}, "batch": 8, "epochs": steps // 2, "metric": "accuracy", "samples": 16,
-                         "parameters": 3, "dtype": "float64"}}, {"kind": "end", "status": "finished", "error": None}])
+            to(
+                folder / name / "run.jsonl",
+                [
+                    {
+                        "kind": "run",
+                        "strategy": strategy,
+                        "resolved": strategy,
+                        "seed": seed,
+                        "reverse": False,
+                        "workers": 1,
+                        "threads": 1,
+                        "device": "cpu",
+                        "backend": None,
+                        "machine": {"cpu": "a", "cores": 1, "torch": "2", "python": "3"},
+                        "job": {
+                            "name": "x",
+                            "arguments": {},
+                            "batch": 8,
+                            "epochs": steps // 2,
+                            "metric": "accuracy",
+                            "samples": 16,
+                            "parameters": 3,
+                            "dtype": "float64",
+                        },
+                    },
+                    {"kind": "end", "status": "finished", "error": None},
+                ],
+            )
             (folder / name / "model.safetensors").write_bytes(b"weights")
             lines: list[Line] = []
             for step in range(steps):
                 loss = losses[step] if losses else 1.0 + seed + 1.0 / (step + 1)
-                lines.append({"kind": "step", "epoch": step // 2, "step": step, "start": 5.0 + step, "seconds": 0.5,
-                              "loss": [8.0 * loss, 8.0], "order": [8 * (step % 2), 8 * (step % 2) + 8], "sent": sent or {}})
+                lines.append(
+                    {
+                        "kind": "step",
+                        "epoch": step // 2,
+                        "step": step,
+                        "start": 5.0 + step,
+                        "seconds": 0.5,
+                        "loss": [8.0 * loss, 8.0],
+                        "order": [8 * (step % 2), 8 * (step % 2) + 8],
+                        "sent": sent or {},
+                    }
+                )
                 if step % 2:
-                    lines.append({"kind": "epoch", "epoch": step // 2, "start": 4.0 + step, "seconds": 1.5,
-                                  "test": {"value": 10.0 * step, "weight": 4.0} if test else None})
+                    lines.append(
+                        {
+                            "kind": "epoch",
+                            "epoch": step // 2,
+                            "start": 4.0 + step,
+                            "seconds": 1.5,
+                            "test": {"value": 10.0 * step, "weight": 4.0} if test else None,
+                        }
+                    )
             to(folder / name / "rank-0.jsonl", lines)
         if distance is not None and not strategy.startswith("serial"):
-            asked.append({"kind": "distance", "baseline": "serial", "run": runs[0], "values": [distance] * steps})
+            asked.append(
+                {
+                    "kind": "distance",
+                    "baseline": "serial",
+                    "run": runs[0],
+                    "values": [distance] * steps,
+                }
+            )
     to(folder / "compare.jsonl", asked)
     return Table(folder)
 
@@ -316,11 +529,15 @@ def page_of(table: Table) -> str:
 def test_what_is_missing_is_a_sentence_and_no_chart(tmp_path: Path) -> None:
     text = page_of(written(tmp_path, ["serial"], test=False))
     assert re.findall(r'<figure id="([^"]*)"', text) == ["chart-loss-1", "chart-loss-2"]
-    for sentence in ("this job has no test set", "no strategy but serial was followed", "no strategy here sends anything"):
+    for sentence in (
+        "this job has no test set",
+        "no strategy but serial was followed",
+        "no strategy here sends anything",
+    ):
         assert sentence in text
     assert "paragrad compare x" in text
     assert "shade spans" not in text
-    assert "memory of a rank" not in text           # as in records of earlier versions
+    assert "memory of a rank" not in text  # as in records of earlier versions
 
 
 def test_without_a_step_there_is_no_chart_at_all(tmp_path: Path) -> None:
@@ -332,9 +549,15 @@ def test_without_a_step_there_is_no_chart_at_all(tmp_path: Path) -> None:
 def test_no_distance_is_said_and_a_little_is_drawn_above_zero(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    assert "equal serial&#39;s after each of 4 steps" in page_of(written(tmp_path / "a", ["serial", "data(2)"], distance=0.0))
+    assert "equal serial&#39;s after each of 4 steps" in page_of(
+        written(tmp_path / "a", ["serial", "data(2)"], distance=0.0)
+    )
     mixed = written(tmp_path / "b", ["serial", "data(2)", "data(3)"], distance=0.0)
-    lines = (mixed.folder / "compare.jsonl").read_text().replace("[0.0, 0.0, 0.0, 0.0]", "[0.0, 1e-12, 3e-7, NaN]", 1)
+    lines = (
+        (mixed.folder / "compare.jsonl")
+        .read_text()
+        .replace("[0.0, 0.0, 0.0, 0.0]", "[0.0, 1e-12, 3e-7, NaN]", 1)
+    )
     (mixed.folder / "compare.jsonl").write_text(lines)
     found = ticks(page_of(mixed), "chart-distance-1")
     assert found[-1] == "0"
@@ -344,7 +567,10 @@ def test_no_distance_is_said_and_a_little_is_drawn_above_zero(tmp_path: Path) ->
 def ticks(text: str, figure: str, axis: str = "matplotlib.axis_2") -> list[str]:
     """The labels of an axis, otherwise y."""
     chart = text.split(f'<figure id="{figure}">')[1].split("</figure>")[0]
-    return re.findall(r"<text[^>]*>([^<]*)</text>", re.split("-matplotlib.axis_2|-patch_", chart.split(f'-{axis}">')[1])[0])
+    return re.findall(
+        r"<text[^>]*>([^<]*)</text>",
+        re.split("-matplotlib.axis_2|-patch_", chart.split(f'-{axis}">')[1])[0],
+    )
 
 
 def test_percentages_and_their_goal_are_in_per_cent(compared: Path) -> None:
@@ -354,55 +580,109 @@ def test_percentages_and_their_goal_are_in_per_cent(compared: Path) -> None:
 
 
 @pytest.mark.parametrize(("slower", "logarithmic"), [(99.0, False), (100.0, True)])
-def test_seconds_are_logarithmic_where_rows_differ_a_hundredfold(tmp_path: Path, slower: float, logarithmic: bool) -> None:
-    """A row that took a hundred times as long pressed all others into a stroke at the left edge."""
+def test_seconds_are_logarithmic_where_rows_differ_a_hundredfold(
+    tmp_path: Path, slower: float, logarithmic: bool
+) -> None:
+    """A row that took a hundred times as long pressed all others into a stroke at the left
+    edge.
+    """
     compared = written(tmp_path, ["serial", "data(2)"])
     path = tmp_path / "01-0" / "rank-0.jsonl"
     path.write_text(path.read_text().replace('"seconds": 0.5', f'"seconds": {0.5 * slower}'))
     text = page_of(Table(compared.folder))
     assert ("Seconds are logarithmic: rows differ a hundredfold." in text) == logarithmic
-    assert (ticks(text, "chart-loss-2", "matplotlib.axis_1")[:3] == ["1", "10", "100"]) == logarithmic
+    assert (
+        ticks(text, "chart-loss-2", "matplotlib.axis_1")[:3] == ["1", "10", "100"]
+    ) == logarithmic
     assert "1" not in ticks(text, "chart-loss-1", "matplotlib.axis_1")
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("end", "why"), [
-    ({"status": "stopped", "error": None}, "asked to stop (SIGTERM)"),
-    ({"status": "interrupted", "error": None}, "interrupted (Ctrl-C)"),
-    ({"status": "failed", "error": {"rank": 1, "step": 4, "tensor": None, "message": "out of luck"}}, "failed: out of luck"),
-    ({"status": "finished", "error": None}, "the test reached accuracy=20"),
-    (None, "killed, for its record has no end")])
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ({"status": "stopped", "error": None}, "asked to stop (SIGTERM)"),
+        ({"status": "interrupted", "error": None}, "interrupted (Ctrl-C)"),
+        (
+            {
+                "status": "failed",
+                "error": {"rank": 1, "step": 4, "tensor": None, "message": "out of luck"},
+            },
+            "failed: out of luck",
+        ),
+        ({"status": "finished", "error": None}, "the test reached accuracy=20"),
+        (None, "killed, for its record has no end"),
+    ],
+)
 def test_why_a_line_ends_is_beside_the_chart(tmp_path: Path, end: Line | None, why: str) -> None:
-    """A line ended at step 100 of 5,000, and nothing said whether it was stopped, had reached its goal or was killed."""
+    """A line ended at step 100 of 5,000, and nothing said whether it was stopped, had reached
+    its goal or was killed.
+    """
     written(tmp_path, ["serial", "data(2)"])
-    for path in (tmp_path / "01-0" / "rank-0.jsonl", tmp_path / "01-0" / "run.jsonl", tmp_path / "compare.jsonl"):
+    for path in (
+        tmp_path / "01-0" / "rank-0.jsonl",
+        tmp_path / "01-0" / "run.jsonl",
+        tmp_path / "compare.jsonl",
+    ):
         path.write_text(path.read_text().replace('"until": null', '"until": "accuracy=20"'))
-    rank, run = tmp_path / "01-0" / "rank-0.jsonl", tmp_path / "01-0" / "run.jsonl"
+    rank = tmp_path / "01-0" / "rank-0.jsonl"
+    run = tmp_path / "01-0" / "run.jsonl"
     rank.write_text("".join(rank.read_text().splitlines(keepends=True)[:3]))
-    run.write_text(run.read_text().splitlines()[0] + "\n" + (json.dumps({"kind": "end", **end}) + "\n" if end else ""))
+    run.write_text(
+        run.read_text().splitlines()[0]
+        + "\n"
+        + (json.dumps({"kind": "end", **end}) + "\n" if end else "")
+    )
     text = unescape(page_of(Table(tmp_path)))
     loss = text.split('<section id="loss"')[1].split("</section>")[0]
-    assert re.findall("<li>([^<]*)</li>", loss.split('class="ends"')[1]) == [f"data(2) ends at step 2 of 4: {why}."]
+    assert re.findall("<li>([^<]*)</li>", loss.split('class="ends"')[1]) == [
+        f"data(2) ends at step 2 of 4: {why}."
+    ]
     assert "ends at step 2" not in text.split('<section id="sent"')[1]
 
 
 def test_lines_that_end_alike_are_one_sentence(tmp_path: Path) -> None:
     written(tmp_path, ["serial", "data(2)", "data(3)"])
     for run in tmp_path.glob("*/run.jsonl"):
-        run.write_text(run.read_text().replace('"epochs": 2', '"epochs": 1000').replace('"finished"', '"stopped"'))
-    assert page.words.ends(Table(tmp_path)) == ["All lines end at step 4 of 2,000: asked to stop (SIGTERM)."]
+        run.write_text(
+            run.read_text()
+            .replace('"epochs": 2', '"epochs": 1000')
+            .replace('"finished"', '"stopped"')
+        )
+    assert page.words.ends(Table(tmp_path)) == [
+        "All lines end at step 4 of 2,000: asked to stop (SIGTERM)."
+    ]
 
 
 def test_losses_that_diverge_are_drawn(tmp_path: Path) -> None:
-    """Infinite, not a number, and everything between: no warning, no refusal to write the page."""
-    nan, inf = float("nan"), float("inf")
-    text = page_of(written(tmp_path, ["serial", "data(2)"], steps=6, losses=[1.0, 1e30, inf, nan, -inf, 2.0], seeds=2))
+    """Infinite, not a number, and everything between: no warning, no refusal to write the
+    page.
+    """
+    nan = float("nan")
+    inf = float("inf")
+    text = page_of(
+        written(
+            tmp_path,
+            ["serial", "data(2)"],
+            steps=6,
+            losses=[1.0, 1e30, inf, nan, -inf, 2.0],
+            seeds=2,
+        )
+    )
     assert '<figure id="chart-loss-2"' in text
 
 
 def test_kinds_of_bytes_and_what_was_computed(tmp_path: Path) -> None:
-    text = page_of(written(tmp_path, ["serial", "data(2)"], sent={
-        "gradients": {"bytes": 1234567, "computed": True}, "batch_norm": {"bytes": 512, "computed": False}}))
+    text = page_of(
+        written(
+            tmp_path,
+            ["serial", "data(2)"],
+            sent={
+                "gradients": {"bytes": 1234567, "computed": True},
+                "batch_norm": {"bytes": 512, "computed": False},
+            },
+        )
+    )
     assert "gradients 1,234,567*, batch_norm 512" in text
     assert "Hatched" in text
     assert 'fill="url(#sent-' in text.replace("fill: url(#sent-", 'fill="url(#sent-')
@@ -418,8 +698,12 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
 @pytest.mark.table
 def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) -> None:
     """Ten strategies of 10,000 steps."""
-    table = written(tmp_path, ["serial", *(f"data({workers}, reduce=ring)" for workers in range(2, 11))], steps=10_000,
-                    distance=1e-9)
+    table = written(
+        tmp_path,
+        ["serial", *(f"data({workers}, reduce=ring)" for workers in range(2, 11))],
+        steps=10_000,
+        distance=1e-9,
+    )
     text = page_of(table)
     assert len(text.encode()) < 1_000_000
     assert page_of(table) == text
@@ -429,22 +713,46 @@ def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) ->
 def test_points_are_the_records(tmp_path: Path) -> None:
     """(samples, steps, value) at the end of every step and of every epoch."""
     record = written(tmp_path, ["serial"]).records["00-0"]
-    assert sections.losses(record) == [(8.0, 1.0, 2.0), (16.0, 2.0, 1.5), (24.0, 3.0, 1.0 + 1 / 3), (32.0, 4.0, 1.25)]
+    assert sections.losses(record) == [
+        (8.0, 1.0, 2.0),
+        (16.0, 2.0, 1.5),
+        (24.0, 3.0, 1.0 + 1 / 3),
+        (32.0, 4.0, 1.25),
+    ]
     assert sections.tests(record) == [(16.0, 2.0, 10.0), (32.0, 4.0, 30.0)]
 
 
 def test_bytes_in_the_units_that_people_use() -> None:
-    assert table.held({"a": 0, "b": 1, "c": 999, "d": 19_256, "e": 999_400, "f": 999_600, "g": 286_000_000, "h": 10**13}) == (
-        "b 1 bytes, c 999 bytes, d 19.3 KB, e 999 KB, f 1 MB, g 286 MB, h 10,000.0 GB")
+    assert table.held(
+        {
+            "a": 0,
+            "b": 1,
+            "c": 999,
+            "d": 19_256,
+            "e": 999_400,
+            "f": 999_600,
+            "g": 286_000_000,
+            "h": 10**13,
+        }
+    ) == ("b 1 bytes, c 999 bytes, d 19.3 KB, e 999 KB, f 1 MB, g 286 MB, h 10,000.0 GB")
 
 
 def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:
     seen = charts.style(0)
     seeds = [[(float(step), float(10 * seed + step)) for step in range(8)] for seed in range(2)]
-    seeds[1].append((8.0, 1000.0))                  # a seed that went further: its mates have nothing to average with
+    # a seed that went further: its mates have nothing to average with
+    seeds[1].append((8.0, 1000.0))
     found = charts.curve(seen, "serial", seeds, most=4)
-    assert found == charts.Curve(seen, "serial", x=[0.5, 2.5, 4.5, 6.5], y=[5.5, 7.5, 9.5, 11.5], low=[0.5, 2.5, 4.5, 6.5],
-                                 high=[10.5, 12.5, 14.5, 16.5], seeds=2, steps=2)
+    assert found == charts.Curve(
+        seen,
+        "serial",
+        x=[0.5, 2.5, 4.5, 6.5],
+        y=[5.5, 7.5, 9.5, 11.5],
+        low=[0.5, 2.5, 4.5, 6.5],
+        high=[10.5, 12.5, 14.5, 16.5],
+        seeds=2,
+        steps=2,
+    )
     assert charts.curve(seen, "serial", []) is None
     assert charts.curve(seen, "serial", [[(1.0, float("nan"))]]) is None
 
@@ -455,47 +763,64 @@ def test_ten_strategies_look_different() -> None:
     assert len({charts.style(place) for place in range(20)}) == 20
 
 
-# ---- the table at a terminal -------------------------------------------------------------------------------------------
-SIX = ["serial", *(f"data(2, reduce={name})" for name in ("native", "ring", "ring_async", "tree", "butterfly"))]
+# ---- the table at a terminal -----------------------------------------------------------------
+SIX = [
+    "serial",
+    *(f"data(2, reduce={name})" for name in ("native", "ring", "ring_async", "tree", "butterfly")),
+]
 
 
 def at_terminal(compared: Table, width: int) -> list[str]:
     console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
     table.show(compared, console)
-    return console.file.getvalue().splitlines()                                 # type: ignore[attr-defined]
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
-    """Its nine columns were squeezed to a few characters each, and a number stood on three lines."""
-    compared = written(tmp_path, SIX, sent={"gradients": {"bytes": 19252, "computed": True}}, seeds=seeds)
+    """Its nine columns were squeezed to a few characters each, and a number stood on three
+    lines.
+    """
+    compared = written(
+        tmp_path, SIX, sent={"gradients": {"bytes": 19252, "computed": True}}, seeds=seeds
+    )
     lines = at_terminal(compared, 80)
-    drawn = lines[:lines.index(next(line for line in lines if line.startswith("in page.html")))]
+    drawn = lines[: lines.index(next(line for line in lines if line.startswith("in page.html")))]
     assert max(map(len, drawn)) <= 80
     for strategy in SIX:
-        (line,) = [line for line in drawn if line.startswith(f"{strategy} ")]       # one line a row
+        # one line a row
+        (line,) = [line for line in drawn if line.startswith(f"{strategy} ")]
         assert line.split("  ")[1:] != []
         assert "500.00" in line
         assert ("9a129038" in line) == (seeds == 1)
     assert "accuracy" in drawn[2]
     shown = [column for column in columns_of(compared) if column.split()[-1] in drawn[2]]
-    assert lines[len(drawn)].split(": ")[1].split(", ") == [column for column in columns_of(compared) if column not in shown]
+    assert lines[len(drawn)].split(": ")[1].split(", ") == [
+        column for column in columns_of(compared) if column not in shown
+    ]
     wide = at_terminal(compared, 170)
     assert all(column in wide[2] for column in columns_of(compared))
 
 
 def test_a_long_strategy_and_a_failure_leave_the_table_readable(tmp_path: Path) -> None:
-    """The message of a failure stood in the column of the test, and took the room of all others."""
+    """The message of a failure stood in the column of the test, and took the room of all
+    others.
+    """
     long = "data(3, reduce=ring_async(segments=4), shares=[3, 1, 2], micro=2)"
     compared = written(tmp_path, ["serial", long, "data(2)"])
     end = tmp_path / "02-0" / "run.jsonl"
-    end.write_text(end.read_text().replace('"finished", "error": null', '"failed", "error": ' + json.dumps(
-        {"rank": 1, "step": 3, "tensor": None, "message": "out of luck, " * 20})))
+    end.write_text(
+        end.read_text().replace(
+            '"finished", "error": null',
+            '"failed", "error": '
+            + json.dumps({"rank": 1, "step": 3, "tensor": None, "message": "out of luck, " * 20}),
+        )
+    )
     lines = at_terminal(Table(compared.folder), 80)
     row = next(line for line in lines if line.startswith("data(2)"))
     assert row.split()[1] == "failed"
     assert any(line.startswith("data(2) failed: rank 1, step 3: out of luck") for line in lines)
-    assert max(len(line) for line in lines[:lines.index(row)]) <= 80
+    assert max(len(line) for line in lines[: lines.index(row)]) <= 80
 
 
 def test_a_table_prints_in_columns(tmp_path: Path) -> None:
@@ -509,27 +834,51 @@ def test_a_table_prints_in_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("everybody", "busy"), [(4.1, False), (4.8, True), (None, False)])
 def test_a_busy_machine_is_told(tmp_path: Path, everybody: float | None, busy: bool) -> None:
-    """Other work on the machine doubled a column of times, and nothing showed it. (There is one core: a tenth is too much.)"""
+    """Other work on the machine doubled a column of times, and nothing showed it. (There is one
+    core: a tenth is too much.)
+    """
     compared = written(tmp_path, ["serial(threads=1)", "data(2)"], steps=8)
     with (tmp_path / "01-0" / "rank-0.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "cpu", "host": "here", "seconds": 4.0, "own": 4.0, "all": everybody, "switched": 400}))
-    told = ("!: other work kept up to 0.2 of 1 cores busy meanwhile, and the system gave a rank's core to another "
-            "thread up to 100 times a second")
+        file.write(
+            json.dumps(
+                {
+                    "kind": "cpu",
+                    "host": "here",
+                    "seconds": 4.0,
+                    "own": 4.0,
+                    "all": everybody,
+                    "switched": 400,
+                }
+            )
+        )
+    told = (
+        "!: other work kept up to 0.2 of 1 cores busy meanwhile, and the system gave a rank's core "
+        "to another "
+        "thread up to 100 times a second"
+    )
     lines = at_terminal(compared, 130)
     assert (told in "\n".join(lines)) == busy
     assert not busy or told in unescape(page_of(Table(tmp_path)))
-    assert [[word for word in line.split() if word.endswith("!")] for line in str(compared).splitlines()[1:3]] == [
-        [], ["500.00!", "1.00x!", "1.00x!"] if busy else []]
+    assert [
+        [word for word in line.split() if word.endswith("!")]
+        for line in str(compared).splitlines()[1:3]
+    ] == [[], ["500.00!", "1.00x!", "1.00x!"] if busy else []]
 
 
 def test_a_speed_up_that_noise_made_is_not_told(tmp_path: Path) -> None:
-    """Steps of serial were disturbed in bursts, and the table said that two workers were 47 times faster."""
+    """Steps of serial were disturbed in bursts, and the table said that two workers were 47
+    times faster.
+    """
     written(tmp_path, ["serial(threads=1)", "data(2)", "data(3)"], steps=60)
-    lines = [json.loads(line) for line in (tmp_path / "00-0" / "rank-0.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "00-0" / "rank-0.jsonl").read_text().splitlines()
+    ]
     for line in lines:
         if line["kind"] == "step":
             line["seconds"] = 23.5 if line["step"] // 10 % 2 == 0 else 0.6
-    (tmp_path / "00-0" / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "00-0" / "rank-0.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     table = Table(tmp_path)
     assert [row.speed_up for row in table.rows] == [1.0, None, None]
     assert "1.2-47x" in str(table)

@@ -19,6 +19,7 @@ from paragrad.training.settings import Settings
 
 class Counting:
     """Counts what is asked of it, as a function that closes over a counter."""
+
     asked = 0
 
     def __call__(self, step: int) -> float:
@@ -35,9 +36,11 @@ SOUND: dict[str, Callable[[Optimizer], Any]] = {
     "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=10),
     "a warm-up": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: min(1.0, step / 100)),
     "zero at the half": partial(lr_scheduler.CosineAnnealingLR, T_max=200),
-    "the end": partial(lr_scheduler.CosineAnnealingLR, T_max=400), "one that raises": half_of_it,
+    "the end": partial(lr_scheduler.CosineAnnealingLR, T_max=400),
+    "one that raises": half_of_it,
     "a state of its own": partial(lr_scheduler.LambdaLR, lr_lambda=Counting()),
-    "none at all": partial(lr_scheduler.ConstantLR, factor=0.0, total_iters=10**6)}
+    "none at all": partial(lr_scheduler.ConstantLR, factor=0.0, total_iters=10**6),
+}
 
 
 def stepped_by(scheduler: Callable[[Optimizer], Any]) -> pg.Job:
@@ -47,23 +50,37 @@ def stepped_by(scheduler: Callable[[Optimizer], Any]) -> pg.Job:
     return job.replace(epochs=200, batch=(samples + 1) // 2, scheduler=scheduler)
 
 
-@pytest.mark.parametrize(("scheduler", "step"), [
-    (partial(lr_scheduler.StepLR, step_size=10), 70), (partial(lr_scheduler.ExponentialLR, gamma=0.9), 132),
-    (partial(lr_scheduler.PolynomialLR, total_iters=50), 50)])
+@pytest.mark.parametrize(
+    ("scheduler", "step"),
+    [
+        (partial(lr_scheduler.StepLR, step_size=10), 70),
+        (partial(lr_scheduler.ExponentialLR, gamma=0.9), 132),
+        (partial(lr_scheduler.PolynomialLR, total_iters=50), 50),
+    ],
+)
 def test_a_rate_that_is_gone_is_told(scheduler: Callable[[Optimizer], Any], step: int) -> None:
-    """StepLR(30) of a script that steps it once an epoch: nothing was learned from step 200 on, and nothing was said."""
-    with pytest.warns(UserWarning, match=f"from step {step} of 400 on the learning rate is below a millionth of the first: "
-                                         r"\w+LR is stepped once for every global batch; .* give it 2 times as many"):
+    """StepLR(30) of a script that steps it once an epoch: nothing was learned from step 200 on,
+    and nothing was said.
+    """
+    with pytest.warns(
+        UserWarning,
+        match=f"from step {step} of 400 on the learning rate is below a millionth of the first: "
+        r"\w+LR is stepped once for every global batch; .* give it 2 times as many",
+    ):
         admitted(stepped_by(scheduler), "serial", Settings())
 
 
 @pytest.mark.parametrize("name", SOUND)
 def test_others_are_not(name: str) -> None:
-    """A look that stepped any scheduler moved the counter in a user's function, and the training was another; a cosine that is
-    0 where the look ended was called gone."""
-    Counting.asked, drawn = 0, torch.random.get_rng_state()
+    """A look that stepped any scheduler moved the counter in a user's function, and the
+    training was another; a cosine that is 0 where the look ended was called gone.
+    """
+    Counting.asked = 0
+    drawn = torch.random.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         admitted(stepped_by(SOUND[name]), "serial", Settings())
-    assert Counting.asked == (name == "a state of its own")             # as torch asks when it is made
-    assert torch.equal(torch.random.get_rng_state(), drawn)             # also the first time in a process: models are built
+    # as torch asks when it is made
+    assert Counting.asked == (name == "a state of its own")
+    # also the first time in a process: models are built
+    assert torch.equal(torch.random.get_rng_state(), drawn)

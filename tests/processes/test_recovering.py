@@ -1,4 +1,6 @@
-"""`server(n)` goes on when a process of it dies: whenever that is, parameters, record and checkpoints are as if nothing was."""
+"""`server(n)` goes on when a process of it dies: whenever that is, parameters, record and
+checkpoints are as if nothing was.
+"""
 
 from __future__ import annotations
 
@@ -41,50 +43,93 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-MADE = {"dropout, AdamW, clipping, a scheduler": job("vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy).replace(
-            optimizer=adam, clip_norm=0.5, scheduler=halving),
-        "batch norm": job("normed", normed_cnn, IMAGES, test=IMAGES)}
+MADE = {
+    "dropout, AdamW, clipping, a scheduler": job(
+        "vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy
+    ).replace(optimizer=adam, clip_norm=0.5, scheduler=halving),
+    "batch norm": job("normed", normed_cnn, IMAGES, test=IMAGES),
+}
 
-PACE = 0.03             # seconds of a step: what is to happen does so long before the training's end
+# seconds of a step: what is to happen does so long before the training's end
+PACE = 0.03
 
 
 class Disturbed(recovering.Run):
-    """Once so many steps are in the record of the first rank, something happens to one of its processes, every time it has
-    begun again too. Whoever looks does so five times a second, at least: a training of steps that nothing holds may be over by
-    then, so it is given a pace."""
+    """Once so many steps are in the record of the first rank, something happens to one of its
+    processes, every time it has begun again too. Whoever looks does so five times a second, at
+    least: a training of steps that nothing holds may be over by then, so it is given a pace.
+    """
+
     at: tuple[int, ...] = ()
     happens: Callable[[recovering.Run, int], None]
 
     def look(self) -> None:
         super().look()
-        while self.at and max((line["step"] for line in lines_of(self.folder / "rank-0.jsonl", spans=False)
-                               if line["kind"] == "step"), default=-1) >= self.at[0]:
-            first, self.at = self.at[0], self.at[1:]
+        while (
+            self.at
+            and max(
+                (
+                    line["step"]
+                    for line in lines_of(self.folder / "rank-0.jsonl", spans=False)
+                    if line["kind"] == "step"
+                ),
+                default=-1,
+            )
+            >= self.at[0]
+        ):
+            first = self.at[0]
+            self.at = self.at[1:]
             self.happens(first)
 
 
 def signalled(number: int, sent: signal.Signals) -> Callable[[recovering.Run, int], None]:
     def happens(run: recovering.Run, step: int) -> None:
-        if number in run.crew.members:                  # it may have come to its end
+        if number in run.crew.members:  # it may have come to its end
             run.crew.members[number].signal(sent)
+
     return happens
 
 
-KILLED = {"a worker": ("server(3)", 1, "again"), "the first worker": ("server(2, servers=2)", 0, "again"),
-          "the only server": ("server(2)", 2, "back"), "a server of two": ("server(2, servers=2)", 3, "back"),
-          "the only worker": ("server(1, servers=2)", 0, "again")}
+KILLED = {
+    "a worker": ("server(3)", 1, "again"),
+    "the first worker": ("server(2, servers=2)", 0, "again"),
+    "the only server": ("server(2)", 2, "back"),
+    "a server of two": ("server(2, servers=2)", 3, "back"),
+    "the only worker": ("server(1, servers=2)", 0, "again"),
+}
 SAMPLE = [("dropout, AdamW, clipping, a scheduler", "a server of two")]
 
 
-@pytest.mark.parametrize(("made", "text", "number", "event"), [
-    pytest.param(made, *killed, id=f"{who}-{name}", marks=[] if (name, who) in SAMPLE else pytest.mark.table)
-    for name, made in MADE.items() for who, killed in KILLED.items()])
-def test_who_is_killed_leaves_no_trace_in_the_training(made: pg.Job, text: str, number: int, event: str, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("made", "text", "number", "event"),
+    [
+        pytest.param(
+            made,
+            *killed,
+            id=f"{who}-{name}",
+            marks=[] if (name, who) in SAMPLE else pytest.mark.table,
+        )
+        for name, made in MADE.items()
+        for who, killed in KILLED.items()
+    ],
+)
+def test_who_is_killed_leaves_no_trace_in_the_training(
+    made: pg.Job,
+    text: str,
+    number: int,
+    event: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = made.replace(dtype=torch.float64, epochs=50)
     serial = pg.train(made, runs=tmp_path)
-    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
-        "at": (3, 40, 110), "happens": signalled(number, signal.SIGKILL)}))
+    monkeypatch.setattr(
+        recovering,
+        "Run",
+        type(
+            "Here", (Disturbed,), {"at": (3, 40, 110), "happens": signalled(number, signal.SIGKILL)}
+        ),
+    )
     run = pg.train(made, text, runs=tmp_path, save=30, pace=PACE)
     assert run.finished
     for name, tensor in serial.model().state_dict().items():
@@ -103,13 +148,17 @@ def test_who_is_killed_leaves_no_trace_in_the_training(made: pg.Job, text: str, 
     assert on.losses == pytest.approx(more.losses[-3:], rel=1e-8)
 
 
-# ---- what is no parameter, and what comes after the last step ----------------------------------------------------------------
+# ---- what is no parameter, and what comes after the last step --------------------------------
 class Remembering(nn.Module):
-    """A count of another type, a frozen copy that follows, a mask that stays, a view of another order."""
+    """A count of another type, a frozen copy that follows, a mask that stays, a view of another
+    order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.slow, self.out = nn.Linear(10, 8), nn.Linear(10, 8).requires_grad_(False), nn.Linear(8, 4)
+        self.layer = nn.Linear(10, 8)
+        self.slow = nn.Linear(10, 8).requires_grad_(False)
+        self.out = nn.Linear(8, 4)
         self.register_buffer("calls", torch.zeros(1, dtype=torch.int32))
         self.register_buffer("mask", torch.ones(256, 256))
         self.register_buffer("table", torch.ones(8, 10).t())
@@ -121,12 +170,16 @@ class Remembering(nn.Module):
                 self.calls += 1
                 self.slow.weight.mul_(0.9).add_(self.layer.weight, alpha=0.1)
         hidden = self.layer(x) + self.slow(x) + x @ self.table
-        return self.out(hidden / (1.0 + 0.01 * self.calls))             # type: ignore[no-any-return]
+        return self.out(hidden / (1.0 + 0.01 * self.calls))  # type: ignore[no-any-return]
 
 
 def deadly(output: Tensor, target: Tensor) -> tuple[float, float]:
-    """A metric in which a worker dies, once: after so many calls, each of which leaves a file."""
-    if "PARAGRAD_TEST_CALLS" in os.environ and os.getpid() != int(os.environ["PARAGRAD_TEST_LAUNCHER"]):
+    """A metric in which a worker dies, once: after so many calls, each of which leaves a
+    file.
+    """
+    if "PARAGRAD_TEST_CALLS" in os.environ and os.getpid() != int(
+        os.environ["PARAGRAD_TEST_LAUNCHER"]
+    ):
         calls = Path(os.environ["PARAGRAD_TEST_CALLS"])
         (calls / f"{len(list(calls.iterdir()))}-{os.getpid()}").touch()
         if len(list(calls.iterdir())) >= int(os.environ["PARAGRAD_TEST_DIES_AT"]):
@@ -136,10 +189,17 @@ def deadly(output: Tensor, target: Tensor) -> tuple[float, float]:
 
 
 def test_what_forwards_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count that is no float, and weights that follow others, began anew. What stays as it is does not travel."""
+    """A count that is no float, and weights that follow others, began anew. What stays as it is
+    does not travel.
+    """
     made = job("remembering", Remembering, VECTORS).replace(dtype=torch.float64, epochs=20)
-    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {"at": (5, 20), "happens": signalled(1, signal.SIGKILL)}))
-    run, serial = pg.train(made, "server(2)", runs=tmp_path, pace=PACE), pg.train(made, runs=tmp_path)
+    monkeypatch.setattr(
+        recovering,
+        "Run",
+        type("Here", (Disturbed,), {"at": (5, 20), "happens": signalled(1, signal.SIGKILL)}),
+    )
+    run = pg.train(made, "server(2)", runs=tmp_path, pace=PACE)
+    serial = pg.train(made, runs=tmp_path)
     assert run.happened
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     for name, tensor in serial.model().state_dict().items():
@@ -147,15 +207,39 @@ def test_what_forwards_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.Mo
     assert run.sent_per_step["beside"]["bytes"] < 8 * 256 * 256
 
 
-@pytest.mark.parametrize(("optimizer", "changes", "at"), [
-    (adam, {}, 3), pytest.param(adam, {"limit": 8}, 2, marks=pytest.mark.table), (schedule_free, {}, 2),
-    pytest.param(adam, {"until": "deadly=0.001"}, 1, marks=pytest.mark.table)],
-    ids=["in the last test", "before a limit", "in a test of weights that are not those of training", "in the test of a goal"])
-def test_who_dies_after_a_last_step_leaves_no_trace(optimizer: Any, changes: dict[str, Any], at: int, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody makes a step then: the checkpoint had no optimizer's state, the test was of other weights, a limit was overrun."""
+@pytest.mark.parametrize(
+    ("optimizer", "changes", "at"),
+    [
+        (adam, {}, 3),
+        pytest.param(adam, {"limit": 8}, 2, marks=pytest.mark.table),
+        (schedule_free, {}, 2),
+        pytest.param(adam, {"until": "deadly=0.001"}, 1, marks=pytest.mark.table),
+    ],
+    ids=[
+        "in the last test",
+        "before a limit",
+        "in a test of weights that are not those of training",
+        "in the test of a goal",
+    ],
+)
+def test_who_dies_after_a_last_step_leaves_no_trace(
+    optimizer: Any,
+    changes: dict[str, Any],
+    at: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody makes a step then: the checkpoint had no optimizer's state, the test was of other
+    weights, a limit was overrun.
+    """
     made = MADE["dropout, AdamW, clipping, a scheduler"].replace(
-        dtype=torch.float64, optimizer=optimizer, scheduler=None, clip_norm=None, epochs=3, metric=deadly)
+        dtype=torch.float64,
+        optimizer=optimizer,
+        scheduler=None,
+        clip_norm=None,
+        epochs=3,
+        metric=deadly,
+    )
     serial = pg.train(made, runs=tmp_path, save=100, **changes)
     (calls := tmp_path / "calls").mkdir()
     monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
@@ -174,35 +258,57 @@ def test_who_dies_after_a_last_step_leaves_no_trace(optimizer: Any, changes: dic
     assert epochs[0] == epochs[1]
     for name, tensor in serial.model().state_dict().items():
         assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-10), name
-    more = [pg.train(made.replace(epochs=4), runs=tmp_path, resume=each.folder).losses for each in (run, serial)]
+    more = [
+        pg.train(made.replace(epochs=4), runs=tmp_path, resume=each.folder).losses
+        for each in (run, serial)
+    ]
     assert more[0] == pytest.approx(more[1], rel=1e-8)
 
 
 @pytest.mark.table
-def test_servers_that_die_again_and_again_end_no_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_die_again_and_again_end_no_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=110)
     monkeypatch.setattr(recovering, "AGAIN", 1)
-    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
-        "at": (101, 203, 305), "happens": signalled(1, signal.SIGKILL)}))
-    run, serial = pg.train(made, "server(1)", runs=tmp_path, pace=PACE), pg.train(made, runs=tmp_path)
-    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"] * 3
+    monkeypatch.setattr(
+        recovering,
+        "Run",
+        type(
+            "Here", (Disturbed,), {"at": (101, 203, 305), "happens": signalled(1, signal.SIGKILL)}
+        ),
+    )
+    run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
+    serial = pg.train(made, runs=tmp_path)
+    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == [
+        "back"
+    ] * 3
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
-def test_servers_that_die_as_they_are_started_again_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_die_as_they_are_started_again_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the second death nobody was to hear: it ended the run, in a traceback."""
+
     class Again(Disturbed):
-        at, happens, left = (5,), signalled(1, signal.SIGKILL), 2
+        at = (5,)
+        happens = signalled(1, signal.SIGKILL)
+        left = 2
 
         def go_back(self, trouble: pg.RankFailed, because: str) -> None:
             super().go_back(trouble, because)
             self.left -= 1
             if self.left:
                 self.crew.members[1].signal(signal.SIGKILL)
+
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(recovering, "Run", Again)
-    run, serial = pg.train(made, "server(1)", runs=tmp_path, pace=PACE), pg.train(made, runs=tmp_path)
-    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"] * 2
+    run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
+    serial = pg.train(made, runs=tmp_path)
+    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == [
+        "back"
+    ] * 2
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
@@ -213,11 +319,11 @@ class Counting(torch.optim.SGD):
         super().__init__(parameters, lr)
         self.count = 0
 
-    def step(self, closure: Any = None) -> None:                        # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.count += 1
-        self.state["count"] = self.state.get("count", 0) + 1            # type: ignore[index, call-overload]
+        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index, call-overload]
         for group in self.param_groups:
-            group["lr"] = 0.1 / (self.count + self.state["count"])      # type: ignore[index]
+            group["lr"] = 0.1 / (self.count + self.state["count"])  # type: ignore[index]
         super().step(closure)
 
 
@@ -225,39 +331,62 @@ def counting(parameters: Any) -> torch.optim.Optimizer:
     return Counting(parameters, lr=0.1)
 
 
-def test_what_an_optimizer_keeps_beside_its_parameters_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was started again began to count anew: it was another training, and nobody said so."""
+def test_what_an_optimizer_keeps_beside_its_parameters_goes_on_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was started again began to count anew: it was another training, and nobody
+    said so.
+    """
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=50, optimizer=counting)
-    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {"at": (105,), "happens": signalled(1, signal.SIGKILL)}))
-    run, serial = pg.train(made, "server(1)", runs=tmp_path, pace=PACE), pg.train(made, runs=tmp_path)
+    monkeypatch.setattr(
+        recovering,
+        "Run",
+        type("Here", (Disturbed,), {"at": (105,), "happens": signalled(1, signal.SIGKILL)}),
+    )
+    run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
+    serial = pg.train(made, runs=tmp_path)
     assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"]
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
 @pytest.mark.parametrize("text", ["serial", "data(2)", "server(2)", "server(2, sync=asp)"])
 def test_a_checkpoint_without_what_an_optimizer_keeps_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(pg.RankFailed, match="Counting keeps count, count beside the states of its parameters"):
-        pg.train(MADE["batch norm"].replace(epochs=1, optimizer=counting), text, runs=tmp_path, save=2)
+    with pytest.raises(
+        pg.RankFailed, match="Counting keeps count, count beside the states of its parameters"
+    ):
+        pg.train(
+            MADE["batch norm"].replace(epochs=1, optimizer=counting), text, runs=tmp_path, save=2
+        )
 
 
-def test_a_worker_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_stands_still_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
-    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
-        "at": (5,), "happens": signalled(1, signal.SIGSTOP)}))
-    run, serial = pg.train(made, "server(2)", runs=tmp_path, timeout=2, pace=PACE), pg.train(made, runs=tmp_path)
+    monkeypatch.setattr(
+        recovering,
+        "Run",
+        type("Here", (Disturbed,), {"at": (5,), "happens": signalled(1, signal.SIGSTOP)}),
+    )
+    run = pg.train(made, "server(2)", runs=tmp_path, timeout=2, pace=PACE)
+    serial = pg.train(made, runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["again"]
 
 
 @pytest.fixture
 def worlds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of workers that were started; what goes wrong in a loss begins with the first of them, after the door has tried it."""
-    begin, found = recovering.Run.work, list[int]()
+    """Of workers that were started; what goes wrong in a loss begins with the first of them,
+    after the door has tried it.
+    """
+    begin = recovering.Run.work
+    found = list[int]()
 
     def work(self: recovering.Run) -> None:
         monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
         found.append(self.worlds)
         begin(self)
+
     monkeypatch.setattr(recovering.Run, "work", work)
     return found
 
@@ -293,7 +422,9 @@ def leaving(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
-def test_who_dies_every_time_ends_the_run(worlds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_dies_every_time_ends_the_run(
+    worlds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recovering, "AGAIN", 1)
     with pytest.raises(pg.RankFailed, match="exited with code 3"):
         pg.train(MADE["batch norm"].replace(loss=leaving), "server(2)", runs=tmp_path)
@@ -303,6 +434,7 @@ def test_who_dies_every_time_ends_the_run(worlds: list[int], tmp_path: Path, mon
 def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
     def stop(told: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
+
     made = MADE["batch norm"].replace(epochs=200)
     run = pg.train(made, "server(2, servers=2)", runs=tmp_path, progress=stop)
     assert run.stopped
@@ -311,7 +443,7 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert len(on.losses) == 3
 
 
-# ---- what a server does ------------------------------------------------------------------------------------------------------
+# ---- what a server does ----------------------------------------------------------------------
 def kept(told: Told) -> Any:
     """A server that is kept when workers die."""
     served = server("server(2)", told)
@@ -338,8 +470,10 @@ def test_a_step_of_which_all_is_there_is_made_or_forgotten(finish: float) -> Non
     asked(served, told, Kind.RESUME, 78, numbers=(finish, 12.0, 1.0))
     assert stands(told) == (Kind.DONE, int(finish))
     assert float(served.shard.values[0][0]) == pytest.approx(1.0 - finish * 2.0 / 12.0)
-    for share in range(2):                              # the next step, or the same again
-        served.taken(push(share=share, sender=share + 5, whose=b"n%d" % share, job=78, step=int(finish)))
+    for share in range(2):  # the next step, or the same again
+        served.taken(
+            push(share=share, sender=share + 5, whose=b"n%d" % share, job=78, step=int(finish))
+        )
     assert served.shard.complete
 
 
@@ -354,19 +488,29 @@ def test_what_those_who_are_gone_sent_is_nothing_any_more() -> None:
     assert not served.shard.complete
 
 
-# ---- the record --------------------------------------------------------------------------------------------------------------
+# ---- the record ------------------------------------------------------------------------------
 def test_a_record_goes_back(tmp_path: Path) -> None:
-    lines = [{"kind": "choice"}, *({"kind": "step", "step": step} for step in range(3)), {"kind": "epoch", "epoch": 0},
-             {"kind": "spans", "step": 3}, {"kind": "step", "step": 3}, {"kind": "event"}]
+    lines = [
+        {"kind": "choice"},
+        *({"kind": "step", "step": step} for step in range(3)),
+        {"kind": "epoch", "epoch": 0},
+        {"kind": "spans", "step": 3},
+        {"kind": "step", "step": 3},
+        {"kind": "event"},
+    ]
     for rank in range(2):
-        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        (tmp_path / f"rank-{rank}.jsonl").write_text(
+            "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        )
     with (tmp_path / "rank-0.jsonl").open("a") as file:
-        file.write('{"kind":"step","step":')           # by one that was killed over it
+        file.write('{"kind":"step","step":')  # by one that was killed over it
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step:08}").mkdir()
     recovering.rewind(tmp_path, 2, 3)
     for rank in range(2):
-        assert [json.loads(text) for text in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()] == lines[:5]
+        assert [
+            json.loads(text) for text in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()
+        ] == lines[:5]
     assert [each.name for each in folders(tmp_path)] == ["checkpoint-00000002"]
 
 
@@ -387,15 +531,20 @@ def test_what_forwards_change_counts_with_its_step() -> None:
         served.taken(push(share=share, sender=share + 1))
     asked(served, told, Kind.UPDATE, numbers=(12.0, 1.0))
     assert served.shard.beside == {"calls": torch.ones(1)}
-    assert said(served, frames(Header(Kind.BESIDE, JOB, step=1), b"no tensors")) == "what forwards change, and cannot be read"
+    assert (
+        said(served, frames(Header(Kind.BESIDE, JOB, step=1), b"no tensors"))
+        == "what forwards change, and cannot be read"
+    )
     assert said(server("server(2)"), frames(Header(Kind.HALT, JOB))) == "HALT is no question"
 
 
-def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on(tmp_path: Path,
-                                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(kept: Any, path: Path) -> None:
         path.write_bytes(b"as much as there was room for")
         raise OSError(28, "No space left on device")
+
     served = kept(Told())
     served.shard.snapshots = Snapshots(tmp_path, 0)
     monkeypatch.setattr(torch, "save", full)

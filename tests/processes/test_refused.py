@@ -1,4 +1,6 @@
-"""docs/refused.md is the test: every command of its table is run, and must print its message and exit with 2."""
+"""docs/refused.md is the test: every command of its table is run, and must print its message
+and exit with 2.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,24 @@ from paragrad.verbs.cli import app
 from paragrad.world import launching
 
 ROOT = Path(__file__).parents[2]
-TABLE = re.findall(r"^\| `(.+)` \| (.+) \|$", (ROOT / "docs" / "refused.md").read_text(), re.MULTILINE)
+TABLE = re.findall(
+    r"^\| `(.+)` \| (.+) \|$", (ROOT / "docs" / "refused.md").read_text(), re.MULTILINE
+)
 
 
-@pytest.mark.filterwarnings("ignore:there is no data folder")            # said before a job that reads it refuses
+# said before a job that reads it refuses
+@pytest.mark.filterwarnings("ignore:there is no data folder")
 @pytest.mark.parametrize(("command", "message"), TABLE, ids=[command for command, _ in TABLE])
-def test_refused(command: str, message: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
-                 tmp_path: Path) -> None:
-    """What is refused for its samples reads some: without the files it was downloaded, or failed where there is no network."""
+def test_refused(
+    command: str,
+    message: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """What is refused for its samples reads some: without the files it was downloaded, or
+    failed where there is no network.
+    """
     if "shakespeare-gpt" in command:
         request.getfixturevalue("data")
     monkeypatch.chdir(ROOT / "tests" / "job_files")

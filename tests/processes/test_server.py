@@ -1,4 +1,5 @@
-"""Parameter servers: what servers do with messages, good and bad; samples that are handed out; who dies, stalls, or is late.
+"""Parameter servers: what servers do with messages, good and bad; samples that are handed out;
+who dies, stalls, or is late.
 
 That `server(n)` is serial's training is in the equality table.
 """
@@ -62,35 +63,64 @@ class Told:
         self.address = Address("ipc://a place of this host")
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
-        self.answers.append((whose, header, rest[0].decode() if header.kind == Kind.REFUSED else ""))
+        self.answers.append(
+            (whose, header, rest[0].decode() if header.kind == Kind.REFUSED else "")
+        )
 
 
 def server(text: str, listening: Any = None) -> Reception:
     """Of a server that has all of 60 parameters in two tensors, under SGD with a rate of 1."""
     chosen: Any = pg.strategy(text)
-    model = nn.Sequential(nn.Linear(10, 5, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64, bias=False))
+    model = nn.Sequential(
+        nn.Linear(10, 5, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64, bias=False)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
     names, tensors = zip(*model.named_parameters(), strict=True)
-    slot = Slot(torch.float64, tuple(Stretch(index, 0, each.numel()) for index, each in enumerate(tensors)))
-    replica = Replica(Summed(model, functional.mse_loss), torch.optim.SGD(model.parameters(), lr=1.0), full=12)
-    return Reception(Shard(chosen, replica, [slot], list(names), list(tensors), 12), listening or Told(), JOB)
+    slot = Slot(
+        torch.float64, tuple(Stretch(index, 0, each.numel()) for index, each in enumerate(tensors))
+    )
+    replica = Replica(
+        Summed(model, functional.mse_loss), torch.optim.SGD(model.parameters(), lr=1.0), full=12
+    )
+    return Reception(
+        Shard(chosen, replica, [slot], list(names), list(tensors), 12), listening or Told(), JOB
+    )
 
 
 def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[Any]:
     first = header if isinstance(header, bytes) else header.packed()
-    return [SimpleNamespace(bytes=each, buffer=memoryview(bytearray(each))) for each in (whose, first, *rest)]
+    return [
+        SimpleNamespace(bytes=each, buffer=memoryview(bytearray(each)))
+        for each in (whose, first, *rest)
+    ]
 
 
-HANDED = 6.0, 2.0, 0.0, 6.0     # of a share that was handed out to one of two workers
+HANDED = 6.0, 2.0, 0.0, 6.0  # of a share that was handed out to one of two workers
 
 
-def push(value: float = 1.0, elements: int = 60, marks: bytes = b"\1\1\1", dtype: torch.dtype = torch.float64,
-         whose: bytes = b"w0", **more: Any) -> list[Any]:
+def push(
+    value: float = 1.0,
+    elements: int = 60,
+    marks: bytes = b"\1\1\1",
+    dtype: torch.dtype = torch.float64,
+    whose: bytes = b"w0",
+    **more: Any,
+) -> list[Any]:
     vector = torch.full((elements,), value, dtype=dtype)
-    header = Header(**{"kind": Kind.PUSH, "job": JOB, "sender": 1, "shares": 2, "dtype": dtype, "elements": elements,
-                       "numbers": (6.0, 3.0, 0.0, 6.0, 6.0), **more})
+    header = Header(
+        **{
+            "kind": Kind.PUSH,
+            "job": JOB,
+            "sender": 1,
+            "shares": 2,
+            "dtype": dtype,
+            "elements": elements,
+            "numbers": (6.0, 3.0, 0.0, 6.0, 6.0),
+            **more,
+        }
+    )
     return frames(header, marks, bytes(bytes_of(vector)), whose=whose)
 
 
@@ -111,7 +141,9 @@ def step(served: Reception) -> None:
     served.taken(push(3.0, step=number, share=1, sender=2, whose=b"w1"))
     assert [header.numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
     served.taken(frames(Header(Kind.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0))))
-    served.taken(frames(Header(Kind.UPDATE, JOB, 2, number, shares=2, numbers=(12.0, 1.0)), whose=b"w1"))
+    served.taken(
+        frames(Header(Kind.UPDATE, JOB, 2, number, shares=2, numbers=(12.0, 1.0)), whose=b"w1")
+    )
     assert [header.kind for _, header, _ in told.answers[2:]] == [Kind.VALUES] * 2
 
 
@@ -126,7 +158,9 @@ BAD: dict[str, Callable[[], list[Any]]] = {
     "a message of 0 parts": lambda: frames(_header())[:1],
     "DONE is no question": lambda: frames(replace(_header(), kind=Kind.DONE)),
     "without its marks and its vector": lambda: frames(_header()),
-    "gradients of type float32, and here are parameters of float64": lambda: push(dtype=torch.float32),
+    "gradients of type float32, and here are parameters of float64": lambda: push(
+        dtype=torch.float32
+    ),
     "a gradient of 61 elements for 60 parameters": lambda: push(elements=61),
     "472 bytes, where its header says 480": lambda: frames(_header(), b"\1\1\1", bytes(472)),
     "marks that do not fit the slice": lambda: push(marks=b"\1"),
@@ -136,17 +170,29 @@ BAD: dict[str, Callable[[], list[Any]]] = {
     "a gradient of a later step": lambda: push(step=1_000_000),
     "a gradient of an earlier step": lambda: push(step=-1),
     "a share that there is not (2 of 2)": lambda: push(share=2, step=1),
-    "an update of a later step": lambda: frames(Header(Kind.UPDATE, JOB, 1, 5, shares=2, numbers=(12.0, 1.0))),
+    "an update of a later step": lambda: frames(
+        Header(Kind.UPDATE, JOB, 1, 5, shares=2, numbers=(12.0, 1.0))
+    ),
 }
 
 
 def _header() -> Header:
-    return Header(Kind.PUSH, JOB, 1, step=1, shares=2, dtype=torch.float64, elements=60, numbers=(6.0, 3.0, 0.0, 6.0))
+    return Header(
+        Kind.PUSH,
+        JOB,
+        1,
+        step=1,
+        shares=2,
+        dtype=torch.float64,
+        elements=60,
+        numbers=(6.0, 3.0, 0.0, 6.0),
+    )
 
 
 @pytest.mark.parametrize("why", BAD)
 def test_what_is_not_as_it_should_be_is_refused_by_name_and_changes_nothing(why: str) -> None:
-    served, undisturbed = server("server(2)"), server("server(2)")
+    served = server("server(2)")
+    undisturbed = server("server(2)")
     step(served)
     step(undisturbed)
     assert why in said(served, BAD[why]())
@@ -159,7 +205,9 @@ def test_what_is_not_as_it_should_be_is_refused_by_name_and_changes_nothing(why:
 def test_the_mean_of_all_shares_is_one_update() -> None:
     served = server("server(2)")
     step(served)
-    assert torch.equal(served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
+    assert torch.equal(
+        served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
+    )
 
 
 def test_what_comes_twice_is_refused_and_what_is_of_no_complete_step_updates_nothing() -> None:
@@ -167,9 +215,13 @@ def test_what_comes_twice_is_refused_and_what_is_of_no_complete_step_updates_not
     assert said(served, push()) == ""
     assert said(served, push(9.0)) == "a gradient that came before"
     assert said(served, push(9.0, sender=5)) == "a gradient that came before"
-    assert "an update of a later step" in said(served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(12.0, 1.0))))
+    assert "an update of a later step" in said(
+        served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(12.0, 1.0)))
+    )
     assert said(served, push(3.0, share=1)) == ""
-    assert "cannot be" in said(served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(0.0, 1.0))))
+    assert "cannot be" in said(
+        served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(0.0, 1.0)))
+    )
     assert float(served.shard.values[0].sum()) == 60.0
 
 
@@ -183,7 +235,9 @@ def test_numbers_are_finite_though_their_sum_is_not() -> None:
 
 
 def test_a_vector_that_lies_at_an_odd_address() -> None:
-    """ZeroMQ keeps short messages where they fit; torch's sums of complex numbers there ended the server by SIGSEGV."""
+    """ZeroMQ keeps short messages where they fit; torch's sums of complex numbers there ended
+    the server by SIGSEGV.
+    """
     values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
     header = Header(Kind.PUSH, JOB, dtype=values.dtype, elements=2)
     for start in range(16):
@@ -201,7 +255,8 @@ def lying(served: Reception, place: bytes, **more: Any) -> str:
 
 
 def test_a_vector_is_read_where_it_lies() -> None:
-    served, shelf = server("server(2)"), Shelf([(torch.float32, 3), (torch.float64, 60)])
+    served = server("server(2)")
+    shelf = Shelf([(torch.float32, 3), (torch.float64, 60)])
     shelf.vectors[1].fill_(2.0)
     place = shelf.sent(1, lies=True)
     assert lying(served, place) == ""
@@ -215,50 +270,87 @@ def test_a_vector_is_read_where_it_lies() -> None:
 
 
 def test_what_lies_nowhere_or_elsewhere_is_refused() -> None:
-    """Whatever the words of who sent it lead to, nothing of another file, or beyond an end, is read. By a size of -1 the server
-    ended."""
+    """Whatever the words of who sent it lead to, nothing of another file, or beyond an end, is
+    read. By a size of -1 the server ended.
+    """
     shelf = Shelf([(torch.float64, 60)])
     begin, address = shelf.place(0).decode().split(" ", 1)
     host, pid, number, size, token = address.split()
-    unreadable = [b"", b"\xff\xfe", b"0", f"x {address}".encode(), f"{begin} none: sorry".encode(), *(
-        " ".join([begin, *words]).encode() for words in (
-            [host, pid, number, size], ["elsewhere", pid, number, size, token], [host, "1/../1", number, size, token],
-            [host, pid, "99999", size, token],
-            *([host, pid, number, each, token] for each in (str(10 * int(size)), "0", "-1", str(10**30))),
-            [host, pid, number, size, "00" * 16]))]
+    unreadable = [
+        b"",
+        b"\xff\xfe",
+        b"0",
+        f"x {address}".encode(),
+        f"{begin} none: sorry".encode(),
+        *(
+            " ".join([begin, *words]).encode()
+            for words in (
+                [host, pid, number, size],
+                ["elsewhere", pid, number, size, token],
+                [host, "1/../1", number, size, token],
+                [host, pid, "99999", size, token],
+                *(
+                    [host, pid, number, each, token]
+                    for each in (str(10 * int(size)), "0", "-1", str(10**30))
+                ),
+                [host, pid, number, size, "00" * 16],
+            )
+        ),
+    ]
     for place in unreadable:
-        assert lying(server("server(2)"), place).startswith("it lies where it cannot be read: "), place
+        assert lying(server("server(2)"), place).startswith("it lies where it cannot be read: "), (
+            place
+        )
     for start in (0, int(size), int(size) - 472, -490, 10**30):
-        assert lying(server("server(2)"), f"{start} {address}".encode()) == "it lies beyond the end of what can be read"
-    served, told = server("server(2)"), Told()
+        assert (
+            lying(server("server(2)"), f"{start} {address}".encode())
+            == "it lies beyond the end of what can be read"
+        )
+    served = server("server(2)")
+    told = Told()
     told.address = Address("tcp://10.0.0.1:4000", b"key")
-    served.listening = told         # type: ignore[assignment]
+    served.listening = told  # type: ignore[assignment]
     assert lying(served, shelf.place(0)) == "it lies in the memory of another host"
     shelf.close()
 
 
 def test_where_memory_cannot_be_shared_vectors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, what, other, why in ((shelf_of, "lacking", lambda: "here is no /proc", "here is no /proc"),
-                                     (os, "posix_fallocate", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left")),
-                                      "no 0 MiB of shared memory on this host (no space left); start fewer workers")):
+    for module, what, other, why in (
+        (shelf_of, "lacking", lambda: "here is no /proc", "here is no /proc"),
+        (
+            os,
+            "posix_fallocate",
+            mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left")),
+            "no 0 MiB of shared memory on this host (no space left); start fewer workers",
+        ),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(module, what, other)
             shelf = Shelf([(torch.float64, 60), (torch.float32, 0)])
         assert (shelf.lies, shelf.against) == (False, why)
         assert bytes(shelf.sent(0, shelf.lies)) == bytes(bytes_of(shelf.vectors[0]))
         shelf.close()
-    assert Shelf([(torch.float32, 0)]).vectors[0].numel() == 0          # nothing to map
+    assert Shelf([(torch.float32, 0)]).vectors[0].numel() == 0  # nothing to map
 
 
-LIE, HERE = "lie in shared memory", "servers and workers are on one host"
+LIE = "lie in shared memory"
+HERE = "servers and workers are on one host"
 
 
-@pytest.mark.parametrize(("text", "gradients", "parameters"), [
-    ("server(2, servers=2)", (LIE, HERE), (LIE, HERE)),
-    ("server(2, sync=asp)", (LIE, HERE), ("travel", "an update may come while they are read")),
-    ("server(2, sync=bsp(backup=1))", *[("travel", "who is late may be at the next ones when they are read")] * 2)])
-def test_vectors_of_one_host_lie_in_its_memory(text: str, gradients: tuple[str, str], parameters: tuple[str, str],
-                                               tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "gradients", "parameters"),
+    [
+        ("server(2, servers=2)", (LIE, HERE), (LIE, HERE)),
+        ("server(2, sync=asp)", (LIE, HERE), ("travel", "an update may come while they are read")),
+        (
+            "server(2, sync=bsp(backup=1))",
+            *[("travel", "who is late may be at the next ones when they are read")] * 2,
+        ),
+    ],
+)
+def test_vectors_of_one_host_lie_in_its_memory(
+    text: str, gradients: tuple[str, str], parameters: tuple[str, str], tmp_path: Path
+) -> None:
     lines = Record(pg.train(vectors(epochs=1), text, runs=tmp_path).folder).of("choice")
     for what, told in (("gradients", gradients), ("parameters", parameters)):
         found = [(line["picked"], line["because"]) for line in lines if line["what"] == what]
@@ -272,67 +364,93 @@ def unopened() -> nn.Module:
     return mlp()
 
 
-def test_what_cannot_be_read_where_it_lies_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a system opens no process's memory to another, though they share a folder: a push was refused, which ended the
-    training."""
+def test_what_cannot_be_read_where_it_lies_travels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a system opens no process's memory to another, though they share a folder: a push
+    was refused, which ended the training.
+    """
     monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
     made = job("unopened", unopened, VECTORS).replace(epochs=1)
     run = pg.train(made, "server(2)", runs=tmp_path)
     assert run.losses == pytest.approx(pg.train(made, "serial", runs=tmp_path).losses, rel=1e-5)
-    told = {(line["what"], line["picked"], line["because"]) for line in Record(run.folder).of("choice")}
+    told = {
+        (line["what"], line["picked"], line["because"]) for line in Record(run.folder).of("choice")
+    }
     assert ("gradients", "travel", "server 0 cannot read them") in told
     assert ("parameters", "travel", "it lies where it cannot be read: not permitted") in told
 
 
 def test_parameters_that_travel_go_to_all_at_a_time_to_another_one_first() -> None:
-    """Every server sent them to the first worker first, whose link was full while those of the others rested."""
-    served, told = server("server(3)"), Told()
-    served.listening = told         # type: ignore[assignment]
+    """Every server sent them to the first worker first, whose link was full while those of the
+    others rested.
+    """
+    served = server("server(3)")
+    told = Told()
+    served.listening = told  # type: ignore[assignment]
     for share in range(3):
         served.taken(push(step=0, share=share, shares=3, sender=share))
     told.answers.clear()
 
     def asks(sender: int, turn: int = 0, lies: bool = False) -> list[bytes]:
         before = len(told.answers)
-        header = Header(Kind.UPDATE, JOB, sender, share=turn, shares=3, lies=lies, numbers=(18.0, 1.0))
+        header = Header(
+            Kind.UPDATE, JOB, sender, share=turn, shares=3, lies=lies, numbers=(18.0, 1.0)
+        )
         served.taken(frames(header, whose=b"w%d" % sender))
         return [whose for whose, header, _ in told.answers[before:] if header.kind == Kind.VALUES]
+
     assert [asks(0, 2), asks(2, 1)] == [[], []]
-    assert [asks(9), asks(0)] == [[b"w9"], [b"w0"]]     # who is not expected, or not any more, waits for nobody
+    # who is not expected, or not any more, waits for nobody
+    assert [asks(9), asks(0)] == [[b"w9"], [b"w0"]]
     assert asks(1, 0) == [b"w1", b"w2", b"w0"]
     assert asks(1, 0) == [b"w1"]
 
 
 def test_where_every_worker_has_its_share_of_every_batch_servers_keep_the_bound() -> None:
     """Under torchrun nobody did: ssp was asp."""
-    served, told = server("server(3, sync=ssp(1))"), Told()
-    served.listening = told         # type: ignore[assignment]
+    served = server("server(3, sync=ssp(1))")
+    told = Told()
+    served.listening = told  # type: ignore[assignment]
 
     def pulls(sender: int, step: int) -> list[tuple[int, int]]:
         """Who has parameters now: (sender, step)."""
         before = len(told.answers)
-        served.taken(frames(Header(Kind.PULL, JOB, sender, step=step, shares=3), whose=b"w%d" % sender))
-        return [(int(whose[1:]), header.step) for whose, header, _ in told.answers[before:] if header.kind == Kind.VALUES]
-    assert [pulls(0, 4), pulls(0, 5), pulls(0, 6)] == [[(0, 4)], [(0, 5)], []]          # nobody else was there yet
+        served.taken(
+            frames(Header(Kind.PULL, JOB, sender, step=step, shares=3), whose=b"w%d" % sender)
+        )
+        return [
+            (int(whose[1:]), header.step)
+            for whose, header, _ in told.answers[before:]
+            if header.kind == Kind.VALUES
+        ]
+
+    # nobody else was there yet
+    assert [pulls(0, 4), pulls(0, 5), pulls(0, 6)] == [[(0, 4)], [(0, 5)], []]
     assert [pulls(1, 4), pulls(2, 4)] == [[(1, 4)], [(2, 4)]]
     assert pulls(1, 5) == [(1, 5)]
     assert pulls(1, 6) == []
     assert sorted(pulls(2, 5)) == [(0, 6), (1, 6), (2, 5)]
     served.taken(frames(Header(Kind.APART, JOB, 2, shares=3), whose=b"w2"))
-    assert [pulls(0, 7), pulls(1, 7)] == [[(0, 7)], [(1, 7)]]          # 2 waits for them where they meet, to save
+    # 2 waits for them where they meet, to save
+    assert [pulls(0, 7), pulls(1, 7)] == [[(0, 7)], [(1, 7)]]
     assert pulls(0, 9) == []
     told.answers.clear()
-    served.taken(frames(Header(Kind.PULL, JOB, 0, step=10, shares=3, numbers=(0.0, 1.0)), whose=b"w0"))
-    assert [header.step for _, header, _ in told.answers] == [10]       # as they are, for no step
+    served.taken(
+        frames(Header(Kind.PULL, JOB, 0, step=10, shares=3, numbers=(0.0, 1.0)), whose=b"w0")
+    )
+    # as they are, for no step
+    assert [header.step for _, header, _ in told.answers] == [10]
     free = server("server(3, sync=asp)")
-    free.listening = told           # type: ignore[assignment]
+    free.listening = told  # type: ignore[assignment]
     free.taken(frames(Header(Kind.PULL, JOB, 0, step=9, shares=3)))
     assert told.answers[-1][1].kind == Kind.VALUES
 
 
 def test_asynchronous_updates_are_made_at_once_and_once() -> None:
     served = server("server(2, sync=asp)")
-    for ticket in (3, 0, 3):                            # who brings it again is told that it is done
+    # who brings it again is told that it is done
+    for ticket in (3, 0, 3):
         assert said(served, push(1.0, step=ticket, numbers=HANDED)) == ""
     assert float(served.shard.values[0][0]) == -1.0
     assert served.shard.refused == {"samples that were applied before": 1}
@@ -341,36 +459,45 @@ def test_asynchronous_updates_are_made_at_once_and_once() -> None:
 
 def test_the_rate_is_divided_by_the_staleness() -> None:
     served = server("server(2, sync=asp, rate=by_staleness)")
-    for ticket, version in ((0, 0), (1, 0), (2, 0)):    # late by 0, 1, 2 updates
+    for ticket, version in ((0, 0), (1, 0), (2, 0)):  # late by 0, 1, 2 updates
         said(served, push(1.0, step=ticket, version=version))
     assert float(served.shard.values[0][0]) == 1 - 1 - 1 - 0.5
     assert served.shard.staleness == {0: 1, 1: 1, 2: 1}
 
 
 def test_of_more_workers_than_the_strategy_has_a_round_moves_as_far() -> None:
-    """Runs that others joined ended at 86 % where undisturbed ones had 97: staleness adds to momentum."""
+    """Runs that others joined ended at 86 % where undisturbed ones had 97: staleness adds to
+    momentum.
+    """
     served = server("server(2, sync=asp)")
-    for ticket, workers in enumerate((0, 1, 2, 4)):     # it was not said, one of two is dead, all are there, and two more
+    # it was not said, one of two is dead, all are there, and two more
+    for ticket, workers in enumerate((0, 1, 2, 4)):
         said(served, push(1.0, step=ticket, version=ticket, numbers=(6.0, workers, 0.0, 6.0)))
     assert float(served.shard.values[0][0]) == 1 - 1 - 1 - 1 - 0.5
     stale = server("server(2, sync=asp, rate=by_staleness)")
-    said(stale, push(1.0, step=0, numbers=(6.0, 4.0, 0.0, 6.0)))       # whose staleness says it already
+    # whose staleness says it already
+    said(stale, push(1.0, step=0, numbers=(6.0, 4.0, 0.0, 6.0)))
     assert float(stale.shard.values[0][0]) == 0.0
 
 
 def test_backup_workers_are_not_waited_for() -> None:
-    """The first two of three make a step; the third hears that it was late, and nothing of it is used."""
+    """The first two of three make a step; the third hears that it was late, and nothing of it
+    is used.
+    """
     told = Told()
     served = server("server(3, sync=bsp(backup=1))", told)
     for ticket, value in ((0, 1.0), (2, 3.0), (1, 100.0)):
         served.taken(push(value, step=ticket, sender=ticket, shares=2))
     assert [int(header.numbers[0]) for _, header, _ in told.answers] == [0, 0, LATE]
-    assert torch.equal(served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
+    assert torch.equal(
+        served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
+    )
 
 
-# ---- sockets ---------------------------------------------------------------------------------------------------------------
+# ---- sockets ---------------------------------------------------------------------------------
 def test_between_hosts_only_who_is_known_is_let_in() -> None:
-    mine, others = Keys.made(), Keys.made()
+    mine = Keys.made()
+    others = Keys.made()
     listening = Listening(1000, "127.0.0.1", Keys.made())
     try:
         listening.allow([mine.public])
@@ -390,9 +517,11 @@ def test_between_hosts_only_who_is_known_is_let_in() -> None:
 @pytest.mark.parametrize("length", [8, PIECE, PIECE + 8, 3 * PIECE])
 @pytest.mark.parametrize("host", ["127.0.0.1", None], ids=["encrypted", "on one host"])
 def test_a_vector_comes_as_it_was_sent(host: str | None, length: int) -> None:
-    """Encrypted, a long one travels in pieces: whole, its bytes were decrypted when the last of them had come, and the link
-    rested meanwhile."""
-    vector, mine = torch.randint(256, (length,), dtype=torch.uint8), Keys.made()
+    """Encrypted, a long one travels in pieces: whole, its bytes were decrypted when the last of
+    them had come, and the link rested meanwhile.
+    """
+    vector = torch.randint(256, (length,), dtype=torch.uint8)
+    mine = Keys.made()
     header = Header(Kind.PUSH, JOB, dtype=torch.uint8, elements=length)
     listening = Listening(length, host, Keys.made())
     calling = Calling([listening.address], length, mine, 30.0)
@@ -442,32 +571,43 @@ def test_who_is_not_answered_says_so() -> None:
 
 
 def test_who_was_stopped_waits_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than the limit: its first look at the clock said that nobody had answered, before it looked for an answer."""
+    """For longer than the limit: its first look at the clock said that nobody had answered,
+    before it looked for an answer.
+    """
     listening = Listening(1000, None, Keys.made())
-    calling, later, clock = Calling([listening.address], 1000, Keys.made(), 30.0, 0.1), itertools.count(), time.monotonic
+    calling = Calling([listening.address], 1000, Keys.made(), 30.0, 0.1)
+    later = itertools.count()
+    clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + (100.0 if next(later) > 2 else 0.0))
     send = calling._send
 
     def sending(server: int, frames: Any) -> None:
-        if next(later) > 5:                             # it asks again, and is answered
+        if next(later) > 5:  # it asks again, and is answered
             send(server, frames)
             whose, header, *_ = listening.take(20.0) or []
             listening.answer(whose.bytes, replace(unpacked(header.bytes), kind=Kind.DONE))
+
     monkeypatch.setattr(calling, "_send", sending)
     try:
-        assert [header.kind for _, header, _ in calling.asked([(0, Header(Kind.PULL, JOB), ())])] == [Kind.DONE]
+        assert [
+            header.kind for _, header, _ in calling.asked([(0, Header(Kind.PULL, JOB), ())])
+        ] == [Kind.DONE]
     finally:
         calling.close()
         listening.close()
 
 
-# ---- the office ------------------------------------------------------------------------------------------------------------
+# ---- the office ------------------------------------------------------------------------------
 class Desk:
     """An office and its workers, without sockets."""
 
-    def __init__(self, bound: int | None = None, wanted: int | None = None, limit: float = 100.0) -> None:
+    def __init__(
+        self, bound: int | None = None, wanted: int | None = None, limit: float = 100.0
+    ) -> None:
         self.heard: list[Ticket] = []
-        self.office = Office(JOB, bound, wanted, limit, lambda number, ticket, said: self.heard.append(ticket))
+        self.office = Office(
+            JOB, bound, wanted, limit, lambda number, ticket, said: self.heard.append(ticket)
+        )
         self.given: dict[int, Ticket] = {}
         self.calls = itertools.count(1)
 
@@ -478,9 +618,11 @@ class Desk:
         """A worker has done what it had, and asks for more."""
         done = self.given.pop(number, None)
         text = json.dumps([number, done and done.__dict__, said]).encode()
-        message = frames(Header(Kind.NEXT, JOB, call=next(self.calls)), text, whose=str(number).encode())
-        self.office.taken(self, message)                # type: ignore[arg-type]
-        self.office.hand_out(self)                      # type: ignore[arg-type]
+        message = frames(
+            Header(Kind.NEXT, JOB, call=next(self.calls)), text, whose=str(number).encode()
+        )
+        self.office.taken(self, message)  # type: ignore[arg-type]
+        self.office.hand_out(self)  # type: ignore[arg-type]
         return self.given.get(number)
 
     def give(self, count: int) -> None:
@@ -491,7 +633,7 @@ def test_nobody_is_further_ahead_than_the_bound() -> None:
     desk = Desk(bound=2)
     desk.give(20)
     assert desk.asks(0) is not None
-    assert desk.asks(1) is not None                     # and is slow
+    assert desk.asks(1) is not None  # and is slow
     assert [desk.asks(0) is not None for _ in range(4)] == [True, True, False, False]
     desk.asks(1)
     assert 0 in desk.given
@@ -510,12 +652,19 @@ def test_a_ticket_says_how_many_workers_are_there() -> None:
     assert sorted(ticket.number for ticket in desk.heard) == [0, 1]
 
 
-def test_how_many_there_are_comes_to_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_there_are_comes_to_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def many(ticket: Ticket, **changes: Any) -> Ticket:
         return replace(ticket, **{**changes, "workers": 10**6})
+
     monkeypatch.setattr("paragrad.techniques.served.office.replace", many)
-    one, more = (pg.train(vectors(epochs=epochs), "server(2, servers=2, sync=asp)", runs=tmp_path).model().state_dict()
-                 for epochs in (1, 3))
+    one, more = (
+        pg.train(vectors(epochs=epochs), "server(2, servers=2, sync=asp)", runs=tmp_path)
+        .model()
+        .state_dict()
+        for epochs in (1, 3)
+    )
     assert 0 < max(float((value - one[name]).abs().max()) for name, value in more.items()) < 1e-5
 
 
@@ -525,8 +674,10 @@ def test_what_a_lost_worker_was_at_is_somebody_elses_once() -> None:
     lost = desk.asks(0)
     desk.office.lost(0)
     assert desk.asks(1) == lost
-    assert desk.asks(0) != lost                         # it comes back, and has done it after all
-    assert desk.office.begun_again == {0: [0, 1]}       # the other one's line of it was looked for nowhere, and written again
+    # it comes back, and has done it after all
+    assert desk.asks(0) != lost
+    # the other one's line of it was looked for nowhere, and written again
+    assert desk.office.begun_again == {0: [0, 1]}
     while desk.asks(1):
         pass
     desk.asks(0)
@@ -548,28 +699,33 @@ def test_a_step_with_backup_is_of_as_many_as_are_left() -> None:
     desk.give(3)
     first = [desk.asks(number) for number in range(3)]
     assert [ticket and ticket.wanted for ticket in first] == [2, 2, 2]
-    assert desk.asks(2, became=LATE, version=1) is None         # until both of the step that was made have said so
+    # until both of the step that was made have said so
+    assert desk.asks(2, became=LATE, version=1) is None
     assert desk.asks(0, version=1) is None
     desk.asks(1, version=1)
-    again, = desk.given.values()
+    (again,) = desk.given.values()
     assert again.number == 2
     assert (again.wanted, again.after) == (1, 1)
 
 
 def test_who_asks_twice_gets_the_same_ticket() -> None:
-    """A question that crossed its answer took a second ticket, which nobody was at: the run never ended."""
+    """A question that crossed its answer took a second ticket, which nobody was at: the run
+    never ended.
+    """
     desk = Desk()
     desk.give(2)
     text = json.dumps([0, None, {}]).encode()
     for _ in range(2):
-        desk.office.taken(desk, frames(Header(Kind.NEXT, JOB, call=9), text, whose=b"0"))       # type: ignore[arg-type]
-        desk.office.hand_out(desk)                      # type: ignore[arg-type]
+        desk.office.taken(desk, frames(Header(Kind.NEXT, JOB, call=9), text, whose=b"0"))
+        desk.office.hand_out(desk)  # type: ignore[arg-type]
         assert desk.given[0].number == 0
     assert len(desk.office.open) == 1
 
 
 def test_a_server_that_is_behind_is_believed() -> None:
-    """It was started again at 200 updates, and a report of 250, from before, came after that."""
+    """It was started again at 200 updates, and a report of 250, from before, came after
+    that.
+    """
     desk = Desk(wanted=2)
     desk.office.made = 249
     desk.give(3)
@@ -583,18 +739,27 @@ def test_a_server_that_is_behind_is_believed() -> None:
 
 
 def test_what_is_no_question_is_refused() -> None:
-    desk, told = Desk(), Told()
-    for message in (frames(b"x"), frames(Header(Kind.NEXT, 5), b"[]"), frames(Header(Kind.PUSH, JOB), b""),
-                    frames(Header(Kind.NEXT, JOB), b"[1, {\"no\": 3}, {}]"), frames(Header(Kind.NEXT, JOB), b"\xff"),
-                    frames(Header(Kind.NEXT, JOB), b"[1, null, [1]]"), frames(Header(Kind.NEXT, JOB), b"[" * 100_000)):
-        desk.office.taken(told, message)                # type: ignore[arg-type]
+    desk = Desk()
+    told = Told()
+    for message in (
+        frames(b"x"),
+        frames(Header(Kind.NEXT, 5), b"[]"),
+        frames(Header(Kind.PUSH, JOB), b""),
+        frames(Header(Kind.NEXT, JOB), b'[1, {"no": 3}, {}]'),
+        frames(Header(Kind.NEXT, JOB), b"\xff"),
+        frames(Header(Kind.NEXT, JOB), b"[1, null, [1]]"),
+        frames(Header(Kind.NEXT, JOB), b"[" * 100_000),
+    ):
+        desk.office.taken(told, message)  # type: ignore[arg-type]
     assert [header.kind for _, header, _ in told.answers] == [Kind.REFUSED] * 7
     assert sum(desk.office.refused.values()) == 7
 
 
-# ---- trainings -------------------------------------------------------------------------------------------------------------
+# ---- trainings -------------------------------------------------------------------------------
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy).replace(**{"epochs": 3, **changes})
+    return job("vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy).replace(
+        **{"epochs": 3, **changes}
+    )
 
 
 def halving(optimizer: Any) -> Any:
@@ -604,20 +769,38 @@ def halving(optimizer: Any) -> Any:
 def applied(run: pg.Run) -> list[int]:
     """Samples that each server applied or lost."""
     record = Record(run.folder)
-    return [line["samples"] + line["lost"]["samples"]
-            for rank in range(len(record.ranks)) for line in record.of("server", rank)]
+    return [
+        line["samples"] + line["lost"]["samples"]
+        for rank in range(len(record.ranks))
+        for line in record.of("server", rank)
+    ]
 
 
-@pytest.mark.parametrize("made", [
-    job("deep", deep, Subset(VECTORS, range(24)), test=VECTORS, clip_norm=0.5, scheduler=halving),
-    pytest.param(job("normed", normed_cnn, Subset(IMAGES, range(24)), test=IMAGES), marks=pytest.mark.table)],
-    ids=lambda made: made.name)
+@pytest.mark.parametrize(
+    "made",
+    [
+        job(
+            "deep", deep, Subset(VECTORS, range(24)), test=VECTORS, clip_norm=0.5, scheduler=halving
+        ),
+        pytest.param(
+            job("normed", normed_cnn, Subset(IMAGES, range(24)), test=IMAGES),
+            marks=pytest.mark.table,
+        ),
+    ],
+    ids=lambda made: made.name,
+)
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.table)])
-def test_one_worker_that_waits_for_nobody_is_serial(made: pg.Job, servers: int, tmp_path: Path) -> None:
-    """Dropout, clipping, a scheduler, batch norm with its buffers: nothing is stale, and all is as on one worker. Without a
-    short batch, which counts for as much less as it is shorter."""
+def test_one_worker_that_waits_for_nobody_is_serial(
+    made: pg.Job, servers: int, tmp_path: Path
+) -> None:
+    """Dropout, clipping, a scheduler, batch norm with its buffers: nothing is stale, and all is
+    as on one worker. Without a short batch, which counts for as much less as it is shorter.
+    """
     made = made.replace(dtype=torch.float64)
-    run, serial = (pg.train(made, text, runs=tmp_path) for text in (f"server(1, servers={servers}, sync=asp)", "serial"))
+    run, serial = (
+        pg.train(made, text, runs=tmp_path)
+        for text in (f"server(1, servers={servers}, sync=asp)", "serial")
+    )
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     assert run.test == pytest.approx(serial.test)
     rates = [[line["lr"] for line in Record(each.folder).of("step")] for each in (run, serial)]
@@ -630,27 +813,57 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 500), nn.Tanh(), nn.Linear(500, 4))
 
 
-@pytest.mark.parametrize("text", ["server(2, compress={})", "server(3, servers=2, compress={})",
-                                  "server(2, servers=2, sync=asp, compress={})", "server(2, sync=ssp(1), compress={})"])
-@pytest.mark.parametrize(("compressor", "bound", "less"), [("int8", 2 / 127, 7.5), ("bf16", 1 / 200, 3.9)])
-def test_pushes_may_be_compressed(text: str, compressor: str, bound: float, less: float, tmp_path: Path) -> None:
-    """The first step's gradient is off by what the compressor rounds: of int8 less than a unit of every share's largest."""
-    made = job("large", large, VECTORS).replace(dtype=torch.float64, epochs=1,
-                                                optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-    run, serial = (pg.train(made, each, runs=tmp_path) for each in (text.format(compressor), "serial"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "server(2, compress={})",
+        "server(3, servers=2, compress={})",
+        "server(2, servers=2, sync=asp, compress={})",
+        "server(2, sync=ssp(1), compress={})",
+    ],
+)
+@pytest.mark.parametrize(
+    ("compressor", "bound", "less"), [("int8", 2 / 127, 7.5), ("bf16", 1 / 200, 3.9)]
+)
+def test_pushes_may_be_compressed(
+    text: str, compressor: str, bound: float, less: float, tmp_path: Path
+) -> None:
+    """The first step's gradient is off by what the compressor rounds: of int8 less than a unit
+    of every share's largest.
+    """
+    made = job("large", large, VECTORS).replace(
+        dtype=torch.float64, epochs=1, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
+    )
+    run, serial = (
+        pg.train(made, each, runs=tmp_path) for each in (text.format(compressor), "serial")
+    )
     assert "sync" in text or run.losses[0] == pytest.approx(serial.losses[0], rel=1e-12)
-    servers = [line for rank in range(len(Record(run.folder).ranks)) for line in Record(run.folder).of("server", rank)]
-    plain = [line for other in [pg.train(made, text.format("none"), runs=tmp_path)] for rank in range(len(other.ranks))
-             for line in other.of("server", rank)]
-    assert sum(line["received"] for line in servers) * less < sum(line["received"] for line in plain)
+    servers = [
+        line
+        for rank in range(len(Record(run.folder).ranks))
+        for line in Record(run.folder).of("server", rank)
+    ]
+    plain = [
+        line
+        for other in [pg.train(made, text.format("none"), runs=tmp_path)]
+        for rank in range(len(other.ranks))
+        for line in other.of("server", rank)
+    ]
+    assert sum(line["received"] for line in servers) * less < sum(
+        line["received"] for line in plain
+    )
     assert all(not line["refused"] for line in servers)
-    one, exact = (pg.train(made, text.format(each), runs=tmp_path, limit=1).model().state_dict()
-                  for each in (compressor, "none"))
+    one, exact = (
+        pg.train(made, text.format(each), runs=tmp_path, limit=1).model().state_dict()
+        for each in (compressor, "none")
+    )
     begun = made.built_model().state_dict()
     assert not all(torch.equal(one[name], exact[name]) for name in exact)
     if "sync" not in text:
         moved = max(float((exact[name] - begun[name]).abs().max()) for name in exact)
-        assert all(float((one[name] - exact[name]).abs().max()) <= 3 * bound * moved for name in exact)
+        assert all(
+            float((one[name] - exact[name]).abs().max()) <= 3 * bound * moved for name in exact
+        )
 
 
 def test_a_push_that_is_no_parcel_is_refused() -> None:
@@ -660,7 +873,8 @@ def test_a_push_that_is_no_parcel_is_refused() -> None:
     assert parcel is not None
     vector = torch.arange(60.0, dtype=torch.float64)
     other: Any = pg.strategy("server(2, compress=int8)")
-    drawn, many = parcel_of(other, Slot(torch.float32, (Stretch(0, 0, 3000),))), torch.randn(3000)
+    drawn = parcel_of(other, Slot(torch.float32, (Stretch(0, 0, 3000),)))
+    many = torch.randn(3000)
     assert drawn is not None
     assert drawn.sent(many, 1, 2) == drawn.sent(many, 1, 2) != drawn.sent(many, 1, 3)
     assert torch.equal(parcel.came(parcel.sent(vector)), vector)
@@ -669,11 +883,20 @@ def test_a_push_that_is_no_parcel_is_refused() -> None:
     served = server("server(2, compress=bf16)")
     assert "where they are compressed" in said(served, push(lies=True))
     assert "480 bytes" in said(served, push())
-    assert "not finite" in said(served, frames(replace(_header(), numbers=(6.0, 3.0, 0.0, 6.0, 6.0), step=0), b"\1\1\1",
-                                               bytes(torch.full((60,), math.inf).bfloat16().view(torch.uint8).numpy())))
+    assert "not finite" in said(
+        served,
+        frames(
+            replace(_header(), numbers=(6.0, 3.0, 0.0, 6.0, 6.0), step=0),
+            b"\1\1\1",
+            bytes(torch.full((60,), math.inf).bfloat16().view(torch.uint8).numpy()),
+        ),
+    )
 
 
-@pytest.mark.parametrize("text", ["server(3, servers=2, sync=asp)", "server(2, sync=ssp(1))", "server(3, sync=bsp(backup=1))"])
+@pytest.mark.parametrize(
+    "text",
+    ["server(3, servers=2, sync=asp)", "server(2, sync=ssp(1))", "server(3, sync=bsp(backup=1))"],
+)
 def test_every_sample_is_applied_once_on_every_server(text: str, tmp_path: Path) -> None:
     run = pg.train(vectors(), text, runs=tmp_path, save=1)
     assert set(applied(run)) == {3 * 29}
@@ -686,8 +909,10 @@ def test_every_sample_is_applied_once_on_every_server(text: str, tmp_path: Path)
 @pytest.mark.parametrize("text", ["server(2)", "server(2, servers=2, sync=asp)"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_of_other_types_and_with_batch_norm(text: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In bfloat16 the first step is rehearsed: its sum was refused as one that came before. With batch norm a server has two
-    vectors, of which the first alone was said to be applied."""
+    """In bfloat16 the first step is rehearsed: its sum was refused as one that came before.
+    With batch norm a server has two vectors, of which the first alone was said to be
+    applied.
+    """
     made = job("normed", normed_cnn, IMAGES, test=IMAGES).replace(dtype=dtype)
     run, serial = (pg.train(made, each, runs=tmp_path) for each in (text, "serial"))
     assert set(applied(run)) == {2 * 30}
@@ -698,17 +923,21 @@ def test_of_other_types_and_with_batch_norm(text: str, dtype: torch.dtype, tmp_p
 
 
 class Seeing(nn.Module):
-    """Notes in its forwards how often it was called, which samples it saw, and has a weight that is not trained and follows."""
+    """Notes in its forwards how often it was called, which samples it saw, and has a weight
+    that is not trained and follows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.follows = nn.Linear(10, 4), nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.layer = nn.Linear(10, 4)
+        self.follows = nn.Parameter(torch.zeros(3), requires_grad=False)
         self.stays = nn.Parameter(torch.ones(4), requires_grad=False)
         self.register_buffer("calls", torch.zeros(1, dtype=torch.int32))
         self.register_buffer("small", torch.zeros(1, dtype=torch.int8))
         self.register_buffer("seen", torch.zeros(997, dtype=torch.bool))
         self.register_buffer("unseen", torch.ones(997, dtype=torch.bool))
-        self.register_buffer("table", torch.ones(4, 10).t())           # of another order in memory
+        # of another order in memory
+        self.register_buffer("table", torch.ones(4, 10).t())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -718,31 +947,47 @@ class Seeing(nn.Module):
                 self.calls += 1
                 self.small += 1
                 self.follows += 1.0
-        return self.layer(x) * self.stays + x @ self.table              # type: ignore[no-any-return]
+        return self.layer(x) * self.stays + x @ self.table  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("text", ["server(2, servers=2, sync=asp)", "server(2, sync=bsp(backup=1))"])
+@pytest.mark.parametrize(
+    "text", ["server(2, servers=2, sync=asp)", "server(2, sync=bsp(backup=1))"]
+)
 def test_what_forwards_change_is_that_of_all_workers(text: str, tmp_path: Path) -> None:
-    """Counts in 32 bits, flags, and weights that are not trained were each worker's own: one that came later began with those
-    of the beginning, and a checkpoint had whosever it was."""
+    """Counts in 32 bits, flags, and weights that are not trained were each worker's own: one
+    that came later began with those of the beginning, and a checkpoint had whosever it was.
+    """
     made = job("seeing", Seeing, VECTORS).replace(dtype=torch.float64, epochs=4)
-    run, serial = pg.train(made, text, runs=tmp_path), pg.train(made, runs=tmp_path)
-    found, expected = run.model().state_dict(), serial.model().state_dict()
+    run = pg.train(made, text, runs=tmp_path)
+    serial = pg.train(made, runs=tmp_path)
+    found = run.model().state_dict()
+    expected = serial.model().state_dict()
     assert torch.equal(found["seen"], expected["seen"])
     assert torch.equal(found["unseen"], expected["unseen"])
     assert 20 < int(found["seen"].sum()) <= 29
-    assert (int(found["calls"]), int(found["small"])) == (24, 24)       # two shares of three batches, each with a forward
-    assert found["follows"].tolist() == pytest.approx(3 * [4 * 29 / 12 if "asp" in text else 24.0])       # of a full batch
+    # two shares of three batches, each with a forward
+    assert (int(found["calls"]), int(found["small"])) == (24, 24)
+    # of a full batch
+    assert found["follows"].tolist() == pytest.approx(3 * [4 * 29 / 12 if "asp" in text else 24.0])
 
 
 def test_changes_of_a_count_in_8_bits_have_a_mean_though_their_sum_has_no_room() -> None:
     """Of 100 and 100 it was -28."""
-    weight, count = nn.Parameter(torch.zeros(2, dtype=torch.float64)), torch.ones(1, dtype=torch.int8)
-    slots = [Slot(torch.float64, (Stretch(0, 0, 2),)), Slot(torch.int8, (Stretch(1, 0, 1),), added=True)]
-    replica = Replica(Summed(nn.ParameterList([weight]), functional.mse_loss), torch.optim.SGD([weight], lr=1.0))
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    count = torch.ones(1, dtype=torch.int8)
+    slots = [
+        Slot(torch.float64, (Stretch(0, 0, 2),)),
+        Slot(torch.int8, (Stretch(1, 0, 1),), added=True),
+    ]
+    replica = Replica(
+        Summed(nn.ParameterList([weight]), functional.mse_loss), torch.optim.SGD([weight], lr=1.0)
+    )
     chosen: Any = pg.strategy("server(2, sync=asp)")
     shard = Shard(chosen, replica, slots, ["0", "count"], [weight, count], 12)
-    share = {0: (b"\1", torch.zeros(2, dtype=torch.float64)), 1: (b"\1", torch.tensor([100], dtype=torch.int8))}
+    share = {
+        0: (b"\1", torch.zeros(2, dtype=torch.float64)),
+        1: (b"\1", torch.tensor([100], dtype=torch.int8)),
+    }
     shard.add_up([share, share])
     assert shard.values[1].tolist() == [101]
     shard.shelf.close()
@@ -751,13 +996,18 @@ def test_changes_of_a_count_in_8_bits_have_a_mean_though_their_sum_has_no_room()
 def drawing(output: Tensor, target: Tensor) -> Tensor:
     """A loss that notes what numpy draws next in a process, once."""
     if torch.is_grad_enabled() and os.getpid() != int(os.environ["PARAGRAD_TEST_LAUNCHER"]):
-        with contextlib.suppress(FileExistsError), Path(os.environ["PARAGRAD_TEST_DRAWN"], str(os.getpid())).open("x") as file:
+        with (
+            contextlib.suppress(FileExistsError),
+            Path(os.environ["PARAGRAD_TEST_DRAWN"], str(os.getpid())).open("x") as file,
+        ):
             file.write(str(numpy.random.random()))
     return functional.cross_entropy(output, target)
 
 
 def test_workers_do_not_draw_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is the first rank of a world of its own: all of them, and who came for one that died, drew the same numbers."""
+    """Each is the first rank of a world of its own: all of them, and who came for one that
+    died, drew the same numbers.
+    """
     drawn = tmp_path / "drawn"
     drawn.mkdir()
     monkeypatch.setenv("PARAGRAD_TEST_DRAWN", str(drawn))
@@ -777,31 +1027,51 @@ def test_servers_go_on_with_what_others_saved(tmp_path: Path) -> None:
 def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
     def stop(told: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
+
     run = pg.train(vectors(epochs=200), "server(2, sync=asp)", runs=tmp_path, progress=stop)
     assert run.stopped
     made = len(run.losses)
-    on = pg.train(vectors(epochs=200), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=made + 3)
+    on = pg.train(
+        vectors(epochs=200), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=made + 3
+    )
     assert len(on.losses) == 3
 
 
-def test_what_one_may_ask_of_a_training_is_done_where_samples_are_handed_out_too(tmp_path: Path) -> None:
-    """Checkpoints, of which two are kept, were made after epochs alone, event files of nothing, and behind its limit a run
-    trained to the end."""
-    run = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, save=2, tensorboard=True, limit=5)
-    assert sorted(each.name for each in run.folder.glob("checkpoint-*")) == [f"checkpoint-{step:08}" for step in (4, 5)]
+def test_what_one_may_ask_of_a_training_is_done_where_samples_are_handed_out_too(
+    tmp_path: Path,
+) -> None:
+    """Checkpoints, of which two are kept, were made after epochs alone, event files of nothing,
+    and behind its limit a run trained to the end.
+    """
+    run = pg.train(
+        vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, save=2, tensorboard=True, limit=5
+    )
+    assert sorted(each.name for each in run.folder.glob("checkpoint-*")) == [
+        f"checkpoint-{step:08}" for step in (4, 5)
+    ]
     assert [each.name for each in (run.folder / "tensorboard").iterdir()] != []
     assert len(run.losses) == 5
-    assert (on := pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=4)).losses == []
+    assert (
+        on := pg.train(
+            vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=4
+        )
+    ).losses == []
     assert on.finished
 
 
-def test_an_epoch_that_was_stopped_over_its_last_batch_is_tested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Going on, the next epoch was begun: of the one before there was no test, and nobody asked for the goal."""
+def test_an_epoch_that_was_stopped_over_its_last_batch_is_tested_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going on, the next epoch was begun: of the one before there was no test, and nobody asked
+    for the goal.
+    """
+
     class Stopped(elastic.Run):
         def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
             super().heard(number, ticket, said)
             if ticket.what == TRAIN and ticket.step == self.order.steps - 1:
                 self.asked.set()
+
     with monkeypatch.context() as patch:
         patch.setattr(elastic, "Run", Stopped)
         run = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path)
@@ -810,18 +1080,25 @@ def test_an_epoch_that_was_stopped_over_its_last_batch_is_tested_once(tmp_path: 
     on = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder)
     assert [line["epoch"] for line in Record(on.folder).of("epoch")] == [0, 1]
     ended = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path, save=3)
-    after = pg.train(vectors(epochs=2), "serial", runs=tmp_path, resume=ended.folder)       # which had its test
+    # which had its test
+    after = pg.train(vectors(epochs=2), "serial", runs=tmp_path, resume=ended.folder)
     assert [line["epoch"] for line in Record(after.folder).of("epoch")] == [1]
 
 
-# ---- who dies --------------------------------------------------------------------------------------------------------------
+# ---- who dies --------------------------------------------------------------------------------
 class Disturbed(elastic.Run):
     """After so many tickets something happens to one of its processes."""
-    after, happens, number, limit, happened = 5, signal.SIGKILL, 0, 300.0, False
+
+    after = 5
+    happens = signal.SIGKILL
+    number = 0
+    limit = 300.0
+    happened = False
     stopped: Any = None
 
     def run(self) -> str:
-        self.office.limit = self.limit                  # not that of sockets: a server takes its time to be there
+        # not that of sockets: a server takes its time to be there
+        self.office.limit = self.limit
         return super().run()
 
     def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
@@ -829,75 +1106,132 @@ class Disturbed(elastic.Run):
         if ticket.what != TRAIN:
             return
         member = self.office.members.get(self.number)
-        if not self.happened and self.done >= self.after and (self.number in self.servers or (member and member.holds)):
-            self.happened = True                        # a worker that is slow to come is waited for
+        if (
+            not self.happened
+            and self.done >= self.after
+            and (self.number in self.servers or (member and member.holds))
+        ):
+            # a worker that is slow to come is waited for
+            self.happened = True
             victim = self.crew.members[self.number]
             victim.signal(self.happens)
             self.stopped = victim if self.happens == signal.SIGSTOP else None
-        if self.stopped is not None and self.office.members.get(self.number) is None and self.done > self.after + 6:
+        if (
+            self.stopped is not None
+            and self.office.members.get(self.number) is None
+            and self.done > self.after + 6
+        ):
             self.stopped.signal(signal.SIGCONT)
             self.stopped = None
 
 
-@pytest.mark.parametrize(("number", "happens", "more", "event"), [
-    (0, signal.SIGKILL, {}, "replaced"), (1, signal.SIGSTOP, {"limit": 0.5}, "late"),
-    (2, signal.SIGKILL, {}, "again"), (3, signal.SIGKILL, {}, "again")],
-    ids=["a worker is killed", "a worker is stopped", "the first server is killed", "the second server is killed"])
-def test_the_others_go_on(number: int, happens: signal.Signals, more: dict[str, Any], event: str, tmp_path: Path,
-                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "Run", type("Here", (Disturbed,), {"number": number, "happens": happens, **more}))
+@pytest.mark.parametrize(
+    ("number", "happens", "more", "event"),
+    [
+        (0, signal.SIGKILL, {}, "replaced"),
+        (1, signal.SIGSTOP, {"limit": 0.5}, "late"),
+        (2, signal.SIGKILL, {}, "again"),
+        (3, signal.SIGKILL, {}, "again"),
+    ],
+    ids=[
+        "a worker is killed",
+        "a worker is stopped",
+        "the first server is killed",
+        "the second server is killed",
+    ],
+)
+def test_the_others_go_on(
+    number: int,
+    happens: signal.Signals,
+    more: dict[str, Any],
+    event: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        elastic, "Run", type("Here", (Disturbed,), {"number": number, "happens": happens, **more})
+    )
     run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path)
     assert run.finished
     assert set(applied(run)) == {6 * 29}
     events = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
     assert event in events
-    lost = [line["lost"]["updates"] for rank in range(len(Record(run.folder).ranks))
-            for line in Record(run.folder).of("server", rank)]
+    lost = [
+        line["lost"]["updates"]
+        for rank in range(len(Record(run.folder).ranks))
+        for line in Record(run.folder).of("server", rank)
+    ]
     assert sum(map(bool, lost)) == (event == "again")
 
 
-def test_the_limit_of_waiting_is_that_of_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world of one rank had 300 s, whatever --timeout said: a server that hung was waited for as long."""
+def test_the_limit_of_waiting_is_that_of_sockets_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A world of one rank had 300 s, whatever --timeout said: a server that hung was waited for
+    as long.
+    """
+
     class Hung(Disturbed):
-        number, happens = 2, signal.SIGSTOP
+        number = 2
+        happens = signal.SIGSTOP
 
         def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
             super().heard(number, ticket, said)
-            self.stopped = None                         # it stays so
+            self.stopped = None  # it stays so
+
     monkeypatch.setattr(elastic, "Run", Hung)
     with pytest.raises(pg.RankFailed, match="no answer from server 0 within 10 s"):
         pg.train(vectors(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
 
 
 @pytest.mark.parametrize("became", [APPLIED, AGAIN])
-@pytest.mark.parametrize("wrote", [None, 4, 6], ids=["nobody wrote", "the dead one wrote", "a late one wrote"])
-def test_a_share_that_was_applied_is_recorded_though_its_worker_wrote_no_line(became: int, wrote: int | None,
-                                                                              tmp_path: Path) -> None:
-    """It was missed in the audit, though every server had it: of a worker that was late and then killed, and of any that had
-    joined. Where the next worker applied it, that one wrote so itself."""
+@pytest.mark.parametrize(
+    "wrote", [None, 4, 6], ids=["nobody wrote", "the dead one wrote", "a late one wrote"]
+)
+def test_a_share_that_was_applied_is_recorded_though_its_worker_wrote_no_line(
+    became: int, wrote: int | None, tmp_path: Path
+) -> None:
+    """It was missed in the audit, though every server had it: of a worker that was late and
+    then killed, and of any that had joined. Where the next worker applied it, that one wrote so
+    itself.
+    """
     run: Any = elastic.Run.__new__(elastic.Run)
-    run.checked, run.folder, run.doubtful = admitted(vectors(), "server(2, sync=asp)"), tmp_path, []
-    run.done, run.loss, run.shares = 0, 0.0, 2
-    ticket, desk = Ticket(TRAIN, 3, 0, 1, 1), Desk()
+    run.checked = admitted(vectors(), "server(2, sync=asp)")
+    run.folder = tmp_path
+    run.doubtful = []
+    run.done = 0
+    run.loss = 0.0
+    run.shares = 2
+    ticket = Ticket(TRAIN, 3, 0, 1, 1)
+    desk = Desk()
     desk.office.give([ticket])
     desk.asks(4)
     desk.office.lost(4)
     desk.asks(6)
     desk.office.limit = -1.0
     assert desk.office.late() == [6]
-    run.office, run.record = desk.office, SimpleNamespace(origin=0.0)
+    run.office = desk.office
+    run.record = SimpleNamespace(origin=0.0)
     if wrote is not None:
         write_step(tmp_path, 0.0, wrote, run.checked, ticket, {"loss": 1.0, "weight": 6.0})
     run.heard(5, ticket, {"became": became, "loss": 2.0, "weight": 6.0})
     run.write_unrecorded()
-    found = [(number, line["step"], line["order"], line["loss"]) for number in (4, 5, 6)
-             for line in lines_of(tmp_path / f"rank-{number}.jsonl")]
+    found = [
+        (number, line["step"], line["order"], line["loss"])
+        for number in (4, 5, 6)
+        for line in lines_of(tmp_path / f"rank-{number}.jsonl")
+    ]
     mine = [(4, 1, [18, 24], [12.0, 6.0])] if became == AGAIN else []
     assert found == (mine if wrote is None else [(wrote, 1, [18, 24], [6.0, 6.0])])
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and float(target.sum()) > 0 and os.environ.get("PARAGRAD_TEST_RAISES") and len(target) < 12:
+    if (
+        torch.is_grad_enabled()
+        and float(target.sum()) > 0
+        and os.environ.get("PARAGRAD_TEST_RAISES")
+        and len(target) < 12
+    ):
         raise ValueError("broken")
     return functional.cross_entropy(output, target)
 
@@ -909,6 +1243,7 @@ def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
     def start(self: elastic.Run, number: int, server: int | None) -> None:
         monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
         begin(self, number, server)
+
     monkeypatch.setattr(elastic.Run, "start", start)
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
         pg.train(made, "server(2, sync=asp)", runs=tmp_path)
@@ -920,29 +1255,38 @@ def ending(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("text", ["server(2)", "data(2)"])
 def test_a_server_that_fails_names_the_step(text: str, tmp_path: Path) -> None:
-    """A scheduler that ends before its training: every server said step 0, as its rank makes none."""
+    """A scheduler that ends before its training: every server said step 0, as its rank makes
+    none.
+    """
     with pytest.raises(pg.RankFailed, match="total steps is 4") as failed:
         pg.train(vectors(scheduler=ending), text, runs=tmp_path)
     assert failed.value.step == 4
 
 
-def test_a_server_that_is_gone_when_all_is_saved_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone_when_all_is_saved_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A training that was finished ended in a traceback, as an interrupted one."""
+
     class Late(elastic.Run):
         def until(self, numbers: list[int]) -> None:
             super().until(numbers)
             for number in self.servers if not numbers or numbers[0] not in self.servers else ():
                 self.crew.members[number].signal(signal.SIGSTOP)
                 self.seconds = 0.5
+
     monkeypatch.setattr(elastic, "Run", Late)
     run = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     assert run.finished
     assert run.model()
 
 
-def test_what_this_process_cannot_do_is_a_failure_in_the_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_process_cannot_do_is_a_failure_in_the_record_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def listening(*_: Any) -> None:
         raise StepFailed("the port is somebody else's by now")
+
     monkeypatch.setattr(elastic, "Listening", listening)
     with pytest.raises(pg.RankFailed, match="somebody else's by now"):
         pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)

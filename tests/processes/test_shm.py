@@ -1,4 +1,6 @@
-"""The backend shm: every operation of torch.distributed's Python functions, against what it should give, on real ranks."""
+"""The backend shm: every operation of torch.distributed's Python functions, against what it
+should give, on real ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,17 @@ from paragrad.world.backends.shm.region import no_address, opened
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
-LONG = 1_200_001        # float32: more than two areas, and an odd number
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+LONG = 1_200_001  # float32: more than two areas, and an odd number
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -28,17 +39,32 @@ def same(found: Tensor, wanted: Tensor) -> None:
     assert torch.equal(found, wanted), (found, wanted)
 
 
-# ---- all_reduce --------------------------------------------------------------------------------------------------------
+# ---- all_reduce ------------------------------------------------------------------------------
 def all_reduces(world: World) -> None:
     for dtype in DTYPES:
-        for shape in ((), (0,), (1,), (3, 5), (20_000,), (LONG if dtype == torch.float32 else 9_001,)):
+        for shape in (
+            (),
+            (0,),
+            (1,),
+            (3, 5),
+            (20_000,),
+            (LONG if dtype == torch.float32 else 9_001,),
+        ):
             mine = values(world.rank, *shape, dtype=dtype)
             dist.all_reduce(mine)
-            same(mine, sum((values(rank, *shape, dtype=dtype) for rank in range(world.size)), torch.zeros((), dtype=dtype)))
+            same(
+                mine,
+                sum(
+                    (values(rank, *shape, dtype=dtype) for rank in range(world.size)),
+                    torch.zeros((), dtype=dtype),
+                ),
+            )
 
 
 def in_inference_mode(world: World) -> None:
-    """Who met first was in it (a test of a model), and whoever met in a step afterwards was not allowed to write."""
+    """Who met first was in it (a test of a model), and whoever met in a step afterwards was not
+    allowed to write.
+    """
     for size in (17, 20_017):
         for inside in (True, False):
             with torch.inference_mode(inside):
@@ -51,14 +77,17 @@ def operations(world: World) -> None:
     everyone = torch.stack([values(rank, 5, 7) + 1 for rank in range(world.size)])
     wholes = everyone.long()
     for operation, wanted, given in (
-            (dist.ReduceOp.SUM, everyone.sum(0), everyone), (dist.ReduceOp.AVG, everyone.mean(0), everyone),
-            (dist.ReduceOp.PRODUCT, everyone.prod(0), everyone), (dist.ReduceOp.MIN, everyone.amin(0), everyone),
-            (dist.ReduceOp.MAX, everyone.amax(0), everyone),
-            (dist.ReduceOp.AVG, wholes.sum(0) // world.size, wholes),
-            (dist.ReduceOp.BAND, combined(torch.bitwise_and, wholes), wholes),
-            (dist.ReduceOp.BOR, combined(torch.bitwise_or, wholes), wholes),
-            (dist.ReduceOp.BXOR, combined(torch.bitwise_xor, wholes), wholes),
-            (dist._make_nccl_premul_sum(0.5), everyone.sum(0) * 0.5, everyone)):
+        (dist.ReduceOp.SUM, everyone.sum(0), everyone),
+        (dist.ReduceOp.AVG, everyone.mean(0), everyone),
+        (dist.ReduceOp.PRODUCT, everyone.prod(0), everyone),
+        (dist.ReduceOp.MIN, everyone.amin(0), everyone),
+        (dist.ReduceOp.MAX, everyone.amax(0), everyone),
+        (dist.ReduceOp.AVG, wholes.sum(0) // world.size, wholes),
+        (dist.ReduceOp.BAND, combined(torch.bitwise_and, wholes), wholes),
+        (dist.ReduceOp.BOR, combined(torch.bitwise_or, wholes), wholes),
+        (dist.ReduceOp.BXOR, combined(torch.bitwise_xor, wholes), wholes),
+        (dist._make_nccl_premul_sum(0.5), everyone.sum(0) * 0.5, everyone),
+    ):
         mine = given[world.rank].clone()
         dist.all_reduce(mine, op=operation)
         torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
@@ -75,7 +104,7 @@ def operations(world: World) -> None:
 def combined(function: object, stacked: Tensor) -> Tensor:
     result = stacked[0]
     for each in stacked[1:]:
-        result = function(result, each)                                 # type: ignore[operator]
+        result = function(result, each)  # type: ignore[operator]
     return result
 
 
@@ -85,7 +114,8 @@ def not_contiguous(world: World) -> None:
     wanted = values(world.rank, 6, 8)
     wanted[:, ::2] = sum(values(rank, 6, 8) for rank in range(world.size))[:, ::2]
     same(whole, wanted)
-    wide = torch.zeros(4, 2 * world.size)[:, ::2]                       # rows of the output are not contiguous
+    # rows of the output are not contiguous
+    wide = torch.zeros(4, 2 * world.size)[:, ::2]
     dist.all_gather_into_tensor(wide.t(), values(world.rank, 1, 4))
     same(wide.t().contiguous(), torch.cat([values(rank, 1, 4) for rank in range(world.size)]))
     column = values(world.rank, 9, 2)[:, 1]
@@ -101,13 +131,16 @@ def same_bits(world: World) -> None:
     """Both ways of adding, short and long, are in rank order."""
     small = dist.group.WORLD.joined.port.small // 4
     for count in (7, small, small + 1, 300_000, 1_200_001):
-        everyone = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+        everyone = [
+            torch.randn(count, generator=torch.Generator().manual_seed(rank))
+            for rank in range(world.size)
+        ]
         mine = everyone[world.rank].clone()
         dist.all_reduce(mine)
         same(mine, sum(everyone[1:], everyone[0]))
 
 
-# ---- the other collectives ---------------------------------------------------------------------------------------------
+# ---- the other collectives -------------------------------------------------------------------
 def gathers(world: World) -> None:
     ranks = range(world.size)
     for shape in ((0,), (3, 2), (LONG,)):
@@ -117,7 +150,8 @@ def gathers(world: World) -> None:
         dist.all_gather(taken, mine)
         for found, wanted in zip(taken, everyone, strict=True):
             same(found, wanted)
-        flat, stacked = torch.empty(world.size * shape[0], *shape[1:]), torch.empty(world.size, *shape)
+        flat = torch.empty(world.size * shape[0], *shape[1:])
+        stacked = torch.empty(world.size, *shape)
         dist.all_gather_into_tensor(flat, mine)
         dist.all_gather_into_tensor(stacked, mine)
         same(flat, torch.cat(everyone))
@@ -137,7 +171,8 @@ def gathers(world: World) -> None:
     uneven = [torch.empty(rank + 1) for rank in ranks]
     dist.all_gather(uneven, values(world.rank, world.rank + 1))
     same(torch.cat(uneven), torch.cat([values(rank, rank + 1) for rank in ranks]))
-    first, second = torch.empty(world.size * 2), torch.empty(world.size * 3)
+    first = torch.empty(world.size * 2)
+    second = torch.empty(world.size * 3)
     with dist._coalescing_manager(async_ops=True) as both:
         dist.all_gather_into_tensor(first, values(world.rank, 2))
         dist.all_gather_into_tensor(second, values(world.rank, 3))
@@ -149,7 +184,8 @@ def gathers(world: World) -> None:
 def scatters(world: World) -> None:
     ranks = range(world.size)
     for shape in ((0,), (3, 2), (LONG,)):
-        inputs = [[values(rank, *shape) + to for to in ranks] for rank in ranks]        # by rank, by destination
+        # by rank, by destination
+        inputs = [[values(rank, *shape) + to for to in ranks] for rank in ranks]
         wanted = sum(inputs[rank][world.rank] for rank in ranks)
         out = torch.empty(shape)
         dist.reduce_scatter(out, inputs[world.rank])
@@ -159,7 +195,8 @@ def scatters(world: World) -> None:
         dist.reduce_scatter_tensor(out, torch.stack(inputs[world.rank]))
         same(out, wanted)
         stacked = torch.stack(inputs[world.rank])
-        dist.reduce_scatter_tensor(stacked[world.rank], stacked)                        # in place, as FSDP may
+        # in place, as FSDP may
+        dist.reduce_scatter_tensor(stacked[world.rank], stacked)
         same(stacked[world.rank], wanted)
         taken = [torch.empty(shape) for _ in ranks]
         dist.all_to_all(taken, inputs[world.rank])
@@ -167,18 +204,30 @@ def scatters(world: World) -> None:
         flat = torch.empty(world.size * shape[0], *shape[1:])
         dist.all_to_all_single(flat, torch.cat(inputs[world.rank]))
         same(flat, torch.cat([inputs[rank][world.rank] for rank in ranks]))
-    out, uneven = torch.empty(world.rank + 1), [values(world.rank, to + 1) for to in ranks]
+    out = torch.empty(world.rank + 1)
+    uneven = [values(world.rank, to + 1) for to in ranks]
     dist.reduce_scatter(out, uneven)
     same(out, sum(values(rank, world.rank + 1) for rank in ranks))
-    sends, takes = [world.rank + to for to in ranks], [rank + world.rank for rank in ranks]
+    sends = [world.rank + to for to in ranks]
+    takes = [rank + world.rank for rank in ranks]
     rows = torch.empty(sum(takes), 2)
     dist.all_to_all_single(rows, values(world.rank, sum(sends), 2), takes, sends)
-    same(rows, torch.cat([values(rank, sum(rank + to for to in ranks), 2).split([rank + to for to in ranks])[world.rank]
-                          for rank in ranks]))
+    same(
+        rows,
+        torch.cat(
+            [
+                values(rank, sum(rank + to for to in ranks), 2).split([rank + to for to in ranks])[
+                    world.rank
+                ]
+                for rank in ranks
+            ]
+        ),
+    )
     lists = [torch.empty(rank + world.rank) for rank in ranks]
     dist.all_to_all(lists, [values(world.rank, world.rank + to) for to in ranks])
     same(torch.cat(lists), torch.cat([values(rank, rank + world.rank) for rank in ranks]))
-    first, second = torch.empty(2), torch.empty(3)
+    first = torch.empty(2)
+    second = torch.empty(3)
     with dist._coalescing_manager() as _:
         dist.reduce_scatter_tensor(first, values(world.rank, world.size * 2))
         dist.reduce_scatter_tensor(second, values(world.rank, world.size * 3))
@@ -194,9 +243,15 @@ def objects_and_groups(world: World) -> None:
     dist.broadcast_object_list(lists, src=1)
     assert lists == [1, "only rank 1's"]
     out = [None]
-    dist.scatter_object_list(out, [f"to {rank}" for rank in ranks] if world.rank == 0 else None, src=0)
+    dist.scatter_object_list(
+        out, [f"to {rank}" for rank in ranks] if world.rank == 0 else None, src=0
+    )
     assert out == [f"to {world.rank}"]
-    groups = [dist.new_group([rank, (rank + 1) % world.size]) for rank in ranks] if world.size > 2 else [dist.new_group()]
+    groups = (
+        [dist.new_group([rank, (rank + 1) % world.size]) for rank in ranks]
+        if world.size > 2
+        else [dist.new_group()]
+    )
     for number, group in enumerate(groups):
         pair = sorted({number, (number + 1) % world.size})
         if world.rank in pair:
@@ -208,7 +263,16 @@ def objects_and_groups(world: World) -> None:
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
 
 
-COLLECTIVES = (all_reduces, in_inference_mode, operations, not_contiguous, same_bits, gathers, scatters, objects_and_groups)
+COLLECTIVES = (
+    all_reduces,
+    in_inference_mode,
+    operations,
+    not_contiguous,
+    same_bits,
+    gathers,
+    scatters,
+    objects_and_groups,
+)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -218,5 +282,7 @@ def test_collectives(pool: Ranks, function: object, size: int) -> None:
 
 
 def test_who_cannot_make_memory_tells_the_others_why() -> None:
-    with pytest.raises(RuntimeError, match="rank 0 could not make shared memory: no 9 MiB on this host"):
+    with pytest.raises(
+        RuntimeError, match="rank 0 could not make shared memory: no 9 MiB on this host"
+    ):
         opened(no_address(RuntimeError("no 9 MiB on this host")))

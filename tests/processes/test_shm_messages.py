@@ -24,9 +24,10 @@ from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------
 def passed_around(world: World) -> None:
-    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    right = (world.rank + 1) % world.size
+    left = (world.rank - 1) % world.size
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
         for count in (0, 1, 1000, LONG):
             taken = torch.empty(count, dtype=dtype)
@@ -37,9 +38,13 @@ def passed_around(world: World) -> None:
 
 
 def batches(world: World) -> None:
-    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    mine, taken = [values(world.rank, 3) + turn for turn in range(4)], [torch.empty(3) for _ in range(4)]
-    operations = [dist.P2POp(dist.irecv, each, left) for each in taken] + [dist.P2POp(dist.isend, each, right) for each in mine]
+    right = (world.rank + 1) % world.size
+    left = (world.rank - 1) % world.size
+    mine = [values(world.rank, 3) + turn for turn in range(4)]
+    taken = [torch.empty(3) for _ in range(4)]
+    operations = [dist.P2POp(dist.irecv, each, left) for each in taken] + [
+        dist.P2POp(dist.isend, each, right) for each in mine
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     same(torch.stack(taken), torch.stack([values(left, 3) + turn for turn in range(4)]))
@@ -100,7 +105,8 @@ def sends_while_others_wait(world: World) -> None:
 
 def crosswise(world: World) -> None:
     """Rank 0 starts an all-reduce, sends, then waits; rank 1 receives before it all-reduces."""
-    mine, message = values(world.rank, 40_000), torch.zeros(4)
+    mine = values(world.rank, 40_000)
+    message = torch.zeros(4)
     if world.rank == 0:
         work = dist.all_reduce(mine, async_op=True)
         dist.send(torch.ones(4), 1)
@@ -114,7 +120,9 @@ def crosswise(world: World) -> None:
 
 
 def later(world: World) -> None:
-    """Works in any order of waiting, futures that nobody here carries out, and what they give."""
+    """Works in any order of waiting, futures that nobody here carries out, and what they
+    give.
+    """
     tensors = [values(world.rank, 30_000) + turn for turn in range(6)]
     works = [dist.all_reduce(each, async_op=True) for each in tensors]
     random.Random(world.rank).shuffle(works)
@@ -125,12 +133,15 @@ def later(world: World) -> None:
     for turn, each in enumerate(tensors):
         same(each, sum(values(rank, 30_000) for rank in range(world.size)) + turn * world.size)
     mine = values(world.rank, 10)
-    future = dist.all_reduce(mine, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
+    future = (
+        dist.all_reduce(mine, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
+    )
     same(future.wait(), 2 * sum(values(rank, 10) for rank in range(world.size)))
     mine = values(world.rank, 10)
     work = dist.all_reduce(mine, async_op=True)
     end = time.monotonic() + 20
-    while not work.is_completed() and time.monotonic() < end:           # nobody waits: the daemon carries it out
+    # nobody waits: the daemon carries it out
+    while not work.is_completed() and time.monotonic() < end:
         pass
     same(mine, sum(values(rank, 10) for rank in range(world.size)))
     taken = torch.empty(5)
@@ -141,7 +152,16 @@ def later(world: World) -> None:
     same(taken, values((world.rank - 1) % world.size, 5))
 
 
-PROGRAMS = (passed_around, batches, tags, from_any, both_send_first, sends_while_others_wait, crosswise, later)
+PROGRAMS = (
+    passed_around,
+    batches,
+    tags,
+    from_any,
+    both_send_first,
+    sends_while_others_wait,
+    crosswise,
+    later,
+)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -151,11 +171,16 @@ def test_programs(pool: Ranks, function: object, size: int) -> None:
 
 
 def storm(world: World, seed: int) -> list[float]:
-    """A random program, the same draw on all ranks: collectives and messages mixed, waited for in random order."""
-    draw, total = random.Random(seed), []
-    pending, size = [], world.size
+    """A random program, the same draw on all ranks: collectives and messages mixed, waited for
+    in random order.
+    """
+    draw = random.Random(seed)
+    total = []
+    pending = []
+    size = world.size
     for turn in range(120):
-        kind, count = draw.choice(("reduce", "gather", "message", "wait")), draw.choice((1, 100, 9_000, 70_000))
+        kind = draw.choice(("reduce", "gather", "message", "wait"))
+        count = draw.choice((1, 100, 9_000, 70_000))
         sender, taker = draw.sample(range(size), 2)
         if kind == "reduce":
             mine = values(world.rank, count) + turn
@@ -164,7 +189,13 @@ def storm(world: World, seed: int) -> list[float]:
         elif kind == "gather":
             out = torch.empty(size * count)
             wanted = torch.cat([values(rank, count) for rank in range(size)])
-            pending.append((dist.all_gather_into_tensor(out, values(world.rank, count), async_op=True), out, wanted))
+            pending.append(
+                (
+                    dist.all_gather_into_tensor(out, values(world.rank, count), async_op=True),
+                    out,
+                    wanted,
+                )
+            )
         elif kind == "message" and world.rank == sender:
             mine = values(sender, count) + turn
             pending.append((dist.isend(mine, taker), mine, mine.clone()))
@@ -191,14 +222,19 @@ def test_a_storm(pool: Ranks, size: int) -> None:
         pool.run(storm, seed, size=size, backend="shm")
 
 
-# ---- the ring --------------------------------------------------------------------------------------------------------------
+# ---- the ring --------------------------------------------------------------------------------
 def ends_of_the_ring(world: World) -> None:
-    """Records end at, before and beyond the end of the ring, several of them under way; the sender does not wait for any."""
+    """Records end at, before and beyond the end of the ring, several of them under way; the
+    sender does not wait for any.
+    """
     ring = Layout(world.size).ring
     draw = random.Random(0)
     for turn in range(40):
-        counts, left = [], ring
-        while (count := draw.choice((0, 1, LINE, 5000, ring // 5, ring // 2))) + count // 16 + 20 * LINE < left:
+        counts = []
+        left = ring
+        while (
+            count := draw.choice((0, 1, LINE, 5000, ring // 5, ring // 2))
+        ) + count // 16 + 20 * LINE < left:
             counts.append(count)
             left -= count + count // 16 + 20 * LINE
         if world.rank == 0:
@@ -231,12 +267,19 @@ def many_at_once(world: World) -> None:
 
 
 def unusual(world: World) -> None:
-    """Tensors whose memory does not say what they are: columns, steps, and what torch notes as negative without touching it."""
+    """Tensors whose memory does not say what they are: columns, steps, and what torch notes as
+    negative without touching it.
+    """
     plain = values(1, 600).view(20, 30)
-    views = (lambda each: each[:15, :10], lambda each: each.t()[:15, :10], lambda each: each[5:, ::3],
-             lambda each: torch.complex(each, each).conj().imag[:15, :10])
+    views = (
+        lambda each: each[:15, :10],
+        lambda each: each.t()[:15, :10],
+        lambda each: each[5:, ::3],
+        lambda each: torch.complex(each, each).conj().imag[:15, :10],
+    )
     for given, taken in ((one, other) for one in views for other in views):
-        sent, place = given(plain), taken(torch.zeros_like(plain))
+        sent = given(plain)
+        place = taken(torch.zeros_like(plain))
         if world.rank == 0:
             dist.send(sent, 1)
         elif world.rank == 1:
@@ -245,7 +288,9 @@ def unusual(world: World) -> None:
     assert sent.is_neg()
 
 
-@pytest.mark.parametrize("function", [ends_of_the_ring, many_at_once, unusual], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "function", [ends_of_the_ring, many_at_once, unusual], ids=lambda each: each.__name__
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_ring(pool: Ranks, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
@@ -253,8 +298,14 @@ def test_the_ring(pool: Ranks, function: object, size: int) -> None:
 
 def killed_amid_a_message(rank: int, store: str) -> None:
     """Rank 1 is killed when it has sent a part of a message; rank 0 receives."""
-    dist.init_process_group("shm", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=300))
-    dist.barrier()                              # rank 0 has met rank 1
+    dist.init_process_group(
+        "shm",
+        store=dist.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=300),
+    )
+    dist.barrier()  # rank 0 has met rank 1
     if rank == 1:
         dist.isend(torch.ones(LONG), 0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -266,17 +317,33 @@ def killed_amid_a_message(rank: int, store: str) -> None:
 
 @pytest.mark.story
 def test_a_death_amid_a_message_ends_the_wait(tmp_path: Path) -> None:
-    """A receive that had begun was in no list of what fails with the group: its wait went round for ever."""
-    call = "import sys, paragrad.backends, test_shm_messages as t; t.killed_amid_a_message(int(sys.argv[1]), sys.argv[2])"
-    ranks = [subprocess.Popen([sys.executable, "-c", call, str(rank), str(tmp_path / "store")], cwd=Path(__file__).parent,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    """A receive that had begun was in no list of what fails with the group: its wait went round
+    for ever.
+    """
+    call = (
+        "import sys, paragrad.backends, test_shm_messages as t; "
+        "t.killed_amid_a_message(int(sys.argv[1]), sys.argv[2])"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", call, str(rank), str(tmp_path / "store")],
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
     try:
         told = [rank.communicate(timeout=60) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert ranks[1].returncode == -signal.SIGKILL
-    assert f"rank 1 (process {ranks[1].pid}) ended while rank 0 waited for it in receive from rank 1" in told[0][0], told[0]
+    assert (
+        f"rank 1 (process {ranks[1].pid}) ended while rank 0 waited for it in receive from rank 1"
+        in told[0][0]
+    ), told[0]
 
 
 class Patient(Lane):
@@ -284,7 +351,8 @@ class Patient(Lane):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun, self.way = threading.Event(), threading.Event()
+        self.begun = threading.Event()
+        self.way = threading.Event()
 
     def make_way(self) -> None:
         self.way.set()
@@ -298,9 +366,12 @@ class Patient(Lane):
 
 
 def test_who_waits_takes_the_lane_over() -> None:
-    """The daemon, at a receive that was posted ahead, kept the lane; who waited looked once a millisecond if it was done."""
+    """The daemon, at a receive that was posted ahead, kept the lane; who waited looked once a
+    millisecond if it was done.
+    """
     lane = Patient()
-    first, second = Work(lane, [], seconds=60), Work(lane, [], seconds=60)
+    first = Work(lane, [], seconds=60)
+    second = Work(lane, [], seconds=60)
     lane.leave(first)
     lane.begun.wait()
     second.wait()
@@ -308,16 +379,29 @@ def test_who_waits_takes_the_lane_over() -> None:
     assert first.done
 
 
-# ---- disagreement, deaths, limits ----------------------------------------------------------------------------------------
+# ---- disagreement, deaths, limits ------------------------------------------------------------
 def disagreeing(world: World) -> list[str]:
     """What every rank is told; and afterwards the group goes on."""
     told = []
-    for calls in ((lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(4))),
-                  (lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32))),
-                  (lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX)),
-                  (lambda: dist.all_reduce(torch.ones(2, 3)), lambda: dist.broadcast(torch.ones(2, 3), src=0)),
-                  (lambda: dist.all_gather([torch.ones(2)] * world.size, torch.ones(2)),
-                   lambda: dist.all_gather([torch.ones(2)] * world.size, torch.ones(3)))):
+    for calls in (
+        (lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(4))),
+        (
+            lambda: dist.all_reduce(torch.ones(3)),
+            lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32)),
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(3)),
+            lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX),
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(2, 3)),
+            lambda: dist.broadcast(torch.ones(2, 3), src=0),
+        ),
+        (
+            lambda: dist.all_gather([torch.ones(2)] * world.size, torch.ones(2)),
+            lambda: dist.all_gather([torch.ones(2)] * world.size, torch.ones(3)),
+        ),
+    ):
         with pytest.raises(RuntimeError) as caught:
             calls[min(world.rank, 1)]()
         told.append(str(caught.value))
@@ -329,8 +413,17 @@ def disagreeing(world: World) -> list[str]:
 
 def test_ranks_that_disagree_are_all_told(pool: Ranks) -> None:
     for rank, told in enumerate(pool.run(disagreeing, size=3, backend="shm")):
-        for message, words in zip(told, (("float32 [3], 12 bytes", "float32 [4]"), ("float32", "int32"), ("SUM", "MAX"),
-                                         ("all_reduce", "broadcast from 0"), ("all_gather", "gives")), strict=True):
+        for message, words in zip(
+            told,
+            (
+                ("float32 [3], 12 bytes", "float32 [4]"),
+                ("float32", "int32"),
+                ("SUM", "MAX"),
+                ("all_reduce", "broadcast from 0"),
+                ("all_gather", "gives"),
+            ),
+            strict=True,
+        ):
             assert "ranks disagree in collective" in message
             assert f"rank {rank} does" in message
             for word in words:
@@ -339,8 +432,9 @@ def test_ranks_that_disagree_are_all_told(pool: Ranks) -> None:
 
 def mismatched_message(world: World) -> str:
     group = dist.new_group()
-    long = lambda: dist.send(torch.ones(2_000_000), 1, group=group)     # noqa: E731   # than the blocks: it would not end
-    short = lambda: dist.recv(torch.ones(3), 0, group=group)            # noqa: E731
+    # than the blocks: it would not end
+    long = lambda: dist.send(torch.ones(2_000_000), 1, group=group)  # noqa: E731
+    short = lambda: dist.recv(torch.ones(3), 0, group=group)  # noqa: E731
     with pytest.raises(RuntimeError) as caught:
         (long if world.rank == 0 else short)()
     return str(caught.value)
@@ -353,16 +447,18 @@ def test_a_message_of_another_length_ends_both(pool: Ranks) -> None:
 
 
 def given_up(world: World, by_daemon: bool) -> str:
-    """Rank 1 does not come, and rank 0 has little patience: rank 2, which has more, is told as well, and so is rank 1 later.
+    """Rank 1 does not come, and rank 0 has little patience: rank 2, which has more, is told as
+    well, and so is rank 1 later.
 
-    by_daemon: that of rank 0's lane, whose limit is the group's, has taken the work over before it is waited for.
+    by_daemon: that of rank 0's lane, whose limit is the group's, has taken the work over before
+    it is waited for.
     """
     group = dist.new_group()
     if world.rank == 1:
         dist.recv(torch.empty(1), 0)
     work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
     if by_daemon and world.rank == 0:
-        work.get_future()                                   # asked for: the daemon begins
+        work.get_future()  # asked for: the daemon begins
         while not work.lane.lock.locked():
             os.sched_yield()
     with pytest.raises(RuntimeError) as caught:
@@ -382,7 +478,9 @@ def test_who_gives_up_tells_the_others(pool: Ranks, by_daemon: bool) -> None:
 
 
 def asked_for_early(world: World, asked: bool) -> str:
-    """Rank 1 sends when more than the group's limit has gone by since rank 0 asked. asked: somebody wants its future."""
+    """Rank 1 sends when more than the group's limit has gone by since rank 0 asked. asked:
+    somebody wants its future.
+    """
     group = dist.new_group(timeout=timedelta(seconds=0.3))
     if world.rank == 1:
         world.store.wait(["asked"])
@@ -405,10 +503,15 @@ def asked_for_early(world: World, asked: bool) -> str:
 
 
 def test_a_receive_that_is_asked_for_early(pool: Ranks) -> None:
-    """Nobody waited for it, and after the group's limit the daemon gave the group up: a pipeline asks for three at a time, and
-    computes meanwhile. What somebody waits for in a future ends at the limit."""
+    """Nobody waited for it, and after the group's limit the daemon gave the group up: a
+    pipeline asks for three at a time, and computes meanwhile. What somebody waits for in a
+    future ends at the limit.
+    """
     assert pool.run(asked_for_early, False, size=2, backend="shm")[0] == "[1.0, 1.0, 1.0]"
-    assert "rank 0 gave up waiting for rank 1 in receive" in pool.run(asked_for_early, True, size=2, backend="shm")[0]
+    assert (
+        "rank 0 gave up waiting for rank 1 in receive"
+        in pool.run(asked_for_early, True, size=2, backend="shm")[0]
+    )
 
 
 def one_of_two_is_awaited(world: World) -> str:
@@ -420,7 +523,7 @@ def one_of_two_is_awaited(world: World) -> str:
     with pytest.raises(RuntimeError) as caught:
         dist.irecv(torch.zeros(5), 2, group).get_future().wait()
     world.store.set("given up", "")
-    with pytest.raises(RuntimeError):           # ended with it, though maybe a moment later
+    with pytest.raises(RuntimeError):  # ended with it, though maybe a moment later
         posted.wait()
     return str(caught.value)
 
@@ -438,22 +541,33 @@ def in_two_groups(world: World) -> str:
         return ""
     group = both[world.rank == 0].group
     with pytest.raises(RuntimeError) as caught:
-        dist.all_reduce(torch.ones(5), group=group, async_op=True).wait(timedelta(seconds=1.5 if world.rank == 3 else 3))
+        dist.all_reduce(torch.ones(5), group=group, async_op=True).wait(
+            timedelta(seconds=1.5 if world.rank == 3 else 3)
+        )
     if world.rank == 3:
         world.store.set("told", "")
     return str(caught.value)
 
 
 def test_who_waits_in_another_group_is_not_blamed(pool: Ranks) -> None:
-    """Stopped amid a barrier, a rank had let some of the others go, which waited for it in the next exchange, over a region of
-    their own: the one that was left told of them all."""
+    """Stopped amid a barrier, a rank had let some of the others go, which waited for it in the
+    next exchange, over a region of their own: the one that was left told of them all.
+    """
     *_, message = pool.run(in_two_groups, size=4, backend="shm")
     assert "rank 3 gave up waiting for rank 1 in all_reduce" in message
 
 
 def waiting_for_the_dead(rank: int, store: str) -> None:
-    """Rank 1 is killed; rank 0 waits for it in a collective, rank 2 for a message of it, rank 3 at a future."""
-    dist.init_process_group("shm", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=300))
+    """Rank 1 is killed; rank 0 waits for it in a collective, rank 2 for a message of it, rank 3
+    at a future.
+    """
+    dist.init_process_group(
+        "shm",
+        store=dist.FileStore(store, 4),
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=300),
+    )
     mine = torch.ones(100)
     dist.all_reduce(mine)
     if rank == 1:
@@ -472,13 +586,27 @@ def waiting_for_the_dead(rank: int, store: str) -> None:
 @pytest.mark.story
 def test_a_death_ends_every_wait(tmp_path: Path) -> None:
     """All waits are bounded by 300 s; the test is not that patient."""
-    call = "import sys, paragrad.backends, test_shm_messages as t; t.waiting_for_the_dead(int(sys.argv[1]), sys.argv[2])"
-    ranks = [subprocess.Popen([sys.executable, "-c", call, str(rank), str(tmp_path / "store")], cwd=Path(__file__).parent,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(4)]
+    call = (
+        "import sys, paragrad.backends, test_shm_messages as t; "
+        "t.waiting_for_the_dead(int(sys.argv[1]), sys.argv[2])"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", call, str(rank), str(tmp_path / "store")],
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
     told = [rank.communicate(timeout=60) for rank in ranks]
     assert ranks[1].returncode == -signal.SIGKILL
-    for rank, words in ((0, "all_reduce SUM of float32 [100], 400 bytes, collective 3"),
-                        (2, "receive from rank 1 of float32 [100], 400 bytes"), (3, "collective 3 of its group of 4")):
+    for rank, words in (
+        (0, "all_reduce SUM of float32 [100], 400 bytes, collective 3"),
+        (2, "receive from rank 1 of float32 [100], 400 bytes"),
+        (3, "collective 3 of its group of 4"),
+    ):
         assert f"rank 1 (process {ranks[1].pid}) ended" in told[rank][0], told[rank]
         assert words in told[rank][0]
 
@@ -501,7 +629,7 @@ def test_a_barrier_names_who_did_not_come(pool: Ranks) -> None:
         assert "rank 1, rank 3 have not come" in message
 
 
-# ---- leaving a group -----------------------------------------------------------------------------------------------------
+# ---- leaving a group -------------------------------------------------------------------------
 class Held(Lane):
     """Its daemon is at a work until the lane closes."""
 
@@ -516,18 +644,22 @@ class Held(Lane):
 
 
 def test_a_closed_lane_leaves_no_thread() -> None:
-    """About one run in ten of a short loop under torchrun ended with SIGABRT: "terminate called without an active exception".
+    """About one run in ten of a short loop under torchrun ended with SIGABRT: "terminate called
+    without an active exception".
 
-    In the last step DDP asks for a sum that others carry out (which parameters were used). The daemon, which holds it for a
-    millisecond, was the last to hold the lane when the group was left meanwhile, and freed the region's tensors. Freeing a
-    tensor, torch gives the interpreter up and takes it again. Where the interpreter had begun to end, Python ends the thread
-    instead, from within torch's C++, which may not be left so.
+    In the last step DDP asks for a sum that others carry out (which parameters were used). The
+    daemon, which holds it for a millisecond, was the last to hold the lane when the group was
+    left meanwhile, and freed the region's tensors. Freeing a tensor, torch gives the
+    interpreter up and takes it again. Where the interpreter had begun to end, Python ends the
+    thread instead, from within torch's C++, which may not be left so.
     """
-    lane, turns = Held(), sys.getswitchinterval()
+    lane = Held()
+    turns = sys.getswitchinterval()
     lane.leave(Work(lane, [], seconds=60))
     lane.begun.wait()
     assert lane.daemon is not None
-    sys.setswitchinterval(60)                   # the daemon has no turn but while somebody waits for it
+    # the daemon has no turn but while somebody waits for it
+    sys.setswitchinterval(60)
     try:
         lane.close(60)
         assert not lane.daemon.is_alive()
@@ -536,13 +668,15 @@ def test_a_closed_lane_leaves_no_thread() -> None:
 
 
 def left(world: World) -> str:
-    """Rank 0 leaves a group while it waits for a message of rank 1, which is in a collective there."""
+    """Rank 0 leaves a group while it waits for a message of rank 1, which is in a collective
+    there.
+    """
     group = dist.new_group()
     if world.rank == 0:
         work = dist.irecv(torch.empty(1), 1, group=group)
         assert work is not None
         group.shutdown()
-        error = work.exception()                # done, without anybody who waits
+        error = work.exception()  # done, without anybody who waits
     else:
         with pytest.raises(RuntimeError) as caught:
             dist.all_reduce(torch.ones(5), group=group)
@@ -551,6 +685,8 @@ def left(world: World) -> str:
 
 
 def test_who_leaves_does_not_leave_others_waiting(pool: Ranks) -> None:
-    """What nobody waited for has a second; then the daemon is ended, and the others are told."""
+    """What nobody waited for has a second; then the daemon is ended, and the others are
+    told.
+    """
     for message in pool.run(left, size=2, backend="shm"):
         assert "rank 0 left the group, and what it had asked for was not done" in message

@@ -1,4 +1,5 @@
-"""What others built on torch.distributed runs unmodified on the backend shm, and equals serial training in float64.
+"""What others built on torch.distributed runs unmodified on the backend shm, and equals serial
+training in float64.
 
 Inputs differ by rank: rank r has the r-th part of the global batch.
 """
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -22,21 +28,26 @@ from torch.nn.parallel import DistributedDataParallel
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-STEPS, BATCH = 4, 16
+STEPS = 4
+BATCH = 16
 
 
 def model() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    return nn.Sequential(
+        nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 4)
+    ).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(BATCH, width, generator=draw, dtype=torch.float64) for width in (12, 4))       # type: ignore[return-value]
+    return tuple(
+        torch.randn(BATCH, width, generator=draw, dtype=torch.float64) for width in (12, 4)
+    )  # type: ignore[return-value]
 
 
 def optimizer(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)                       # type: ignore[arg-type]
+    return torch.optim.AdamW(parameters, lr=1e-2)  # type: ignore[arg-type]
 
 
 def serial() -> dict[str, Tensor]:
@@ -71,11 +82,13 @@ def own_part(index: int, parts: int) -> slice:
 
 
 def whole_state(net: nn.Module) -> dict[str, Tensor]:
-    return get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
+    return get_model_state_dict(
+        net, options=StateDictOptions(full_state_dict=True, cpu_offload=False)
+    )
 
 
 def data_parallel(world: World) -> None:
-    net = DistributedDataParallel(model(), bucket_cap_mb=0.001)         # several buckets
+    net = DistributedDataParallel(model(), bucket_cap_mb=0.001)  # several buckets
     trained(net, own_part(world.rank, world.size))
     same_training(net.module.state_dict())
 
@@ -92,7 +105,11 @@ def fully_sharded(world: World) -> None:
 
 
 def tensor_parallel(world: World) -> None:
-    net = parallelize_module(model(), init_device_mesh("cpu", (world.size,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    net = parallelize_module(
+        model(),
+        init_device_mesh("cpu", (world.size,)),
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    )
     trained(net, slice(None))
     same_training(whole_state(net))
 
@@ -100,21 +117,31 @@ def tensor_parallel(world: World) -> None:
 def on_a_mesh(world: World) -> None:
     """Fully sharded along one axis of a 2x2 mesh, tensor parallel along the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    net = parallelize_module(model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    net = parallelize_module(
+        model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     fully_shard(net, mesh=mesh["data"])
     trained(net, own_part(mesh["data"].get_local_rank(), 2))
     same_training(whole_state(net))
 
 
 def pipelined(world: World) -> None:
-    """Stages of the model on ranks, in three schedules; of the interleaved one every rank has two."""
+    """Stages of the model on ranks, in three schedules; of the interleaved one every rank has
+    two.
+    """
     layers = [*model(), nn.Identity(), nn.Identity(), nn.Identity()]
     for schedule_class in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
         count = world.size * (2 if schedule_class is ScheduleInterleaved1F1B else 1)
-        cuts = [nn.Sequential(*layers[number * 8 // count:(number + 1) * 8 // count]) for number in range(count)]
+        cuts = [
+            nn.Sequential(*layers[number * 8 // count : (number + 1) * 8 // count])
+            for number in range(count)
+        ]
         mine = range(world.rank, count, world.size)
         modules = {number: copy.deepcopy(cuts[number]) for number in mine}
-        stages = [PipelineStage(module, number, count, torch.device("cpu")) for number, module in modules.items()]
+        stages = [
+            PipelineStage(module, number, count, torch.device("cpu"))
+            for number, module in modules.items()
+        ]
         schedule = schedule_class(stages if len(stages) > 1 else stages[0], 4, loss_fn=mse_loss)
         parameters = list(itertools.chain(*(module.parameters() for module in modules.values())))
         update = optimizer(parameters) if parameters else None
@@ -122,7 +149,8 @@ def pipelined(world: World) -> None:
             inputs, target = batch(step)
             for parameter in parameters:
                 parameter.grad = None
-            first, last = 0 in modules, count - 1 in modules
+            first = 0 in modules
+            last = count - 1 in modules
             schedule.step(*([inputs] if first else []), **({"target": target} if last else {}))
             if update:
                 update.step()
@@ -130,12 +158,26 @@ def pipelined(world: World) -> None:
         before = [sum(len(list(cut.parameters())) for cut in cuts[:number]) for number in mine]
         for start, module in zip(before, modules.values(), strict=True):
             for place, parameter in enumerate(module.parameters()):
-                torch.testing.assert_close(parameter.detach(), wanted[start + place], rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(
+                    parameter.detach(), wanted[start + place], rtol=1e-10, atol=1e-12
+                )
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("function", "size"), [
-    (data_parallel, 2), (data_parallel, 4), (fully_sharded, 2), (fully_sharded, 4), (tensor_parallel, 2), (tensor_parallel, 4),
-    (on_a_mesh, 4), (pipelined, 2), (pipelined, 4)], ids=lambda each: getattr(each, "__name__", str(each)))
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [
+        (data_parallel, 2),
+        (data_parallel, 4),
+        (fully_sharded, 2),
+        (fully_sharded, 4),
+        (tensor_parallel, 2),
+        (tensor_parallel, 4),
+        (on_a_mesh, 4),
+        (pipelined, 2),
+        (pipelined, 4),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
 def test_equals_serial(pool: Ranks, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")

@@ -1,4 +1,6 @@
-"""Worlds cut out of worlds: every collective among some of the ranks, with other numbers on every rank."""
+"""Worlds cut out of worlds: every collective among some of the ranks, with other numbers on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ BACKENDS = ("gloo", "shm")
 def eight() -> Iterator[Ranks]:
     with Ranks(8) as ranks:
         run = ranks.run
-        ranks.run = lambda *args, **kwargs: run(*args, **{"timeout": 30.0, "deadline": 100.0, **kwargs})    # type: ignore[method-assign]
+        ranks.run = lambda *args, **kwargs: run(
+            *args, **{"timeout": 30.0, "deadline": 100.0, **kwargs}
+        )  # type: ignore[method-assign]
         yield ranks
 
 
@@ -46,7 +50,9 @@ def same(found: Tensor, wanted: Tensor) -> None:
 
 
 def collectives(world: World, mine: int, members: Sequence[int]) -> None:
-    """Everything that a World does, among ranks of the launched world that are named here anew."""
+    """Everything that a World does, among ranks of the launched world that are named here
+    anew.
+    """
     assert (world.size, members[world.rank]) == (len(members), mine)
     everyone = torch.stack([numbers(member) for member in members])
     same(world.all_reduced(numbers(mine)), everyone.sum(0))
@@ -56,8 +62,13 @@ def collectives(world: World, mine: int, members: Sequence[int]) -> None:
     copied = numbers(mine)
     world.copy_from_first(copied)
     same(copied, everyone[0])
-    assert world.agreed({"rank": mine, "long": "x" * mine}) == {"rank": members[0], "long": "x" * members[0]}
-    assert world.collected("x" * mine) == (["x" * member for member in members] if world.rank == 0 else [])
+    assert world.agreed({"rank": mine, "long": "x" * mine}) == {
+        "rank": members[0],
+        "long": "x" * members[0],
+    }
+    assert world.collected("x" * mine) == (
+        ["x" * member for member in members] if world.rank == 0 else []
+    )
     world.barrier()
     world.prove()
     played = numbers(mine)
@@ -66,29 +77,43 @@ def collectives(world: World, mine: int, members: Sequence[int]) -> None:
 
 
 def line(sizes: Sequence[int], rank: int, along: Sequence[int]) -> list[int]:
-    """Who differs from a rank along these axes alone, by the definition: the last axis counts ones"""
+    """Who differs from a rank along these axes alone, by the definition: the last axis counts
+    ones
+    """
+
     def place(rank: int) -> list[int]:
         at = []
         for size in reversed(sizes):
             rank, rest = divmod(rank, size)
             at.insert(0, rest)
         return at
+
     own = place(rank)
-    return [other for other in range(torch.Size(sizes).numel())
-            if all(place(other)[axis] == own[axis] for axis in range(len(sizes)) if axis not in along)]
+    return [
+        other
+        for other in range(torch.Size(sizes).numel())
+        if all(place(other)[axis] == own[axis] for axis in range(len(sizes)) if axis not in along)
+    ]
 
 
-# ---- along axes --------------------------------------------------------------------------------------------------------
+# ---- along axes ------------------------------------------------------------------------------
 def along_all(world: World, sizes: Sequence[int]) -> None:
     axes = tuple(map(Axis, NAMES, sizes))
     whole = world.with_axes(*axes)
     assert whole.axes == axes
     next(whole.walks)
-    for along in chain.from_iterable(combinations(range(len(sizes)), count) for count in range(len(sizes) + 1)):
+    for along in chain.from_iterable(
+        combinations(range(len(sizes)), count) for count in range(len(sizes) + 1)
+    ):
         part = whole.along([NAMES[axis] for axis in reversed(along)])
         members = line(sizes, world.rank, along)
         assert part.axes == tuple(axes[axis] for axis in along)
-        assert (part.backend, part.timeout, part.device, part.stop) == (world.backend, world.timeout, world.device, world.stop)
+        assert (part.backend, part.timeout, part.device, part.stop) == (
+            world.backend,
+            world.timeout,
+            world.device,
+            world.stop,
+        )
         assert (part.group is None) == (len(members) == 1)
         assert next(part.walks) == 0
         collectives(part, world.rank, members)
@@ -101,7 +126,9 @@ def along_all(world: World, sizes: Sequence[int]) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
-def test_every_collective_along_every_choice_of_axes(eight: Ranks, sizes: tuple[int, ...], backend: str) -> None:
+def test_every_collective_along_every_choice_of_axes(
+    eight: Ranks, sizes: tuple[int, ...], backend: str
+) -> None:
     eight.run(along_all, sizes, size=torch.Size(sizes).numel(), backend=backend)
 
 
@@ -111,11 +138,17 @@ def nested(world: World) -> None:
     collectives(plane.along("data"), world.rank, line((2, 2, 2), world.rank, (0,)))
     collectives(plane.along("pipeline"), world.rank, line((2, 2, 2), world.rank, (2,)))
     collectives(plane.twin().along("data"), world.rank, line((2, 2, 2), world.rank, (0,)))
-    with pytest.raises(ValueError, match=r"no axis tensor; the world's are data\(2\) \* pipeline\(2\)"):
+    with pytest.raises(
+        ValueError, match=r"no axis tensor; the world's are data\(2\) \* pipeline\(2\)"
+    ):
         plane.along("tensor")
-    workers = world.among([range(6)])                       # the last two are servers
+    workers = world.among([range(6)])  # the last two are servers
     if workers is not None:
-        collectives(workers.with_axes(("data", 3), ("tensor", 2)).along("data"), world.rank, line((3, 2), world.rank, (0,)))
+        collectives(
+            workers.with_axes(("data", 3), ("tensor", 2)).along("data"),
+            world.rank,
+            line((3, 2), world.rank, (0,)),
+        )
     assert (workers is None) == (world.rank > 5)
 
 
@@ -124,7 +157,7 @@ def test_a_sub_world_is_cut_again(eight: Ranks, backend: str) -> None:
     eight.run(nested, backend=backend)
 
 
-# ---- among ranks -------------------------------------------------------------------------------------------------------
+# ---- among ranks -----------------------------------------------------------------------------
 def owners(world: World) -> None:
     found = world.among([[3, 0], [1]])
     if world.rank == 2:
@@ -135,7 +168,7 @@ def owners(world: World) -> None:
         collectives(found, world.rank, members)
         collectives(found.twin(), world.rank, members)
         hosted = found.twin(through_host=True)
-        assert hosted.backend == world.backend                  # gloo where that is NCCL
+        assert hosted.backend == world.backend  # gloo where that is NCCL
         collectives(hosted, world.rank, members)
     assert world.among([]) is None
     alone = world.among([[rank] for rank in range(world.size)])
@@ -146,14 +179,19 @@ def owners(world: World) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_of_a_sub_world_is_its_own(pool: Ranks, backend: str) -> None:
-    """`agreed` broadcast from the launched rank 0, whose number among ranks 3 and 0 is 1; where it was not among them, torch
-    raised. A rank in no set goes on without a world, and one alone has an ordinary one."""
+    """`agreed` broadcast from the launched rank 0, whose number among ranks 3 and 0 is 1; where
+    it was not among them, torch raised. A rank in no set goes on without a world, and one alone
+    has an ordinary one.
+    """
     pool.run(owners, size=4, backend=backend)
 
 
 def stages(world: World) -> None:
-    """Ranks 0 and 1 make groups of which 2 and 3 hear nothing, then 2 and 3 some at the same time; then all together."""
-    first, second = world.among([[0, 1]]), world.among([[2, 3], [0, 1]])
+    """Ranks 0 and 1 make groups of which 2 and 3 hear nothing, then 2 and 3 some at the same
+    time; then all together.
+    """
+    first = world.among([[0, 1]])
+    second = world.among([[2, 3], [0, 1]])
     assert second is not None
     if first is not None:
         for _ in range(2):
@@ -165,7 +203,7 @@ def stages(world: World) -> None:
     assert swapped is not None
     collectives(swapped, world.rank, members[::-1])
     collectives(world.twin(), world.rank, range(4))
-    group = dist.new_group([1, 2])                          # the user's own
+    group = dist.new_group([1, 2])  # the user's own
     if world.rank in (1, 2):
         mine = numbers(world.rank)
         dist.all_reduce(mine, group=group)
@@ -175,8 +213,9 @@ def stages(world: World) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_makes_groups_the_others_need_not_know(pool: Ranks, backend: str) -> None:
-    """torch names a group by how many a rank was asked for: a stage with batch norm, whose ranks have a twin that no other
-    stage has, would wait for ever in the next group that it shares with them. And groups of one name would meet in the store.
+    """torch names a group by how many a rank was asked for: a stage with batch norm, whose
+    ranks have a twin that no other stage has, would wait for ever in the next group that it
+    shares with them. And groups of one name would meet in the store.
     """
     pool.run(stages, size=4, backend=backend)
 
@@ -186,7 +225,10 @@ def at_odds(world: World) -> None:
 
 
 def test_ranks_that_ask_for_different_sets_are_told(pool: Ranks) -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 asks for worlds among \[\[0, 1\]\], rank 2 among \[\[0, 1\], \[2, 3\]\]"):
+    with pytest.raises(
+        RankFailed,
+        match=r"rank 0 asks for worlds among \[\[0, 1\]\], rank 2 among \[\[0, 1\], \[2, 3\]\]",
+    ):
         pool.run(at_odds, size=4)
 
 
@@ -198,7 +240,8 @@ LEAVES = """
 
     with joined(int(sys.argv[1]), 2, Path(sys.argv[2]), timeout=30.0) as world:
         grid = world.with_axes(("data", 2), ("tensor", 1))
-        kept = [world, grid, grid.along("data"), grid.along("tensor"), grid.twin(), grid.twin().among([[1, 0]])]
+        kept = [world, grid, grid.along("data"), grid.along("tensor"), grid.twin(),
+                grid.twin().among([[1, 0]])]
         assert [each.group is None for each in kept] == [False, False, False, True, False, False]
     print([each.group for each in kept] == [None] * len(kept))
 """
@@ -206,30 +249,44 @@ LEAVES = """
 
 @pytest.mark.table
 def test_who_leaves_a_world_leaves_all_cut_from_it(tmp_path: Path) -> None:
-    """A world was let go of as it was left, and copies of it with axes were not: gloo's threads, still held as the interpreter
-    ended, aborted it, two times in ten."""
+    """A world was let go of as it was left, and copies of it with axes were not: gloo's
+    threads, still held as the interpreter ended, aborted it, two times in ten.
+    """
     script = tmp_path / "leaves.py"
     script.write_text(textwrap.dedent(LEAVES))
-    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path / "meeting")], stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "meeting")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
     try:
         told = [process.communicate(timeout=60) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    assert [(process.returncode, out) for process, (out, _) in zip(ranks, told, strict=True)] == [(0, "True\n")] * 2, told
+    assert [(process.returncode, out) for process, (out, _) in zip(ranks, told, strict=True)] == [
+        (0, "True\n")
+    ] * 2, told
 
 
-# ---- what others built -------------------------------------------------------------------------------------------------
+# ---- what others built -----------------------------------------------------------------------
 def engines(world: World) -> None:
-    """One backward by DDP and one by FSDP2 over a line of the grid; each line has a model of its own."""
+    """One backward by DDP and one by FSDP2 over a line of the grid; each line has a model of
+    its own.
+    """
     whole = world.with_axes(("data", 2), ("tensor", 2))
-    data, tensor = whole.along("data"), whole.along("tensor")
+    data = whole.along("data")
+    tensor = whole.along("tensor")
 
     def model() -> nn.Linear:
         torch.manual_seed(tensor.rank)
         return nn.Linear(12, 4, dtype=torch.float64)
+
     wanted = model()
     for member in line((2, 2), world.rank, (0,)):
         (wanted(numbers(member)[None]).square().sum() / data.size).backward()
@@ -239,7 +296,9 @@ def engines(world: World) -> None:
     mesh = DeviceMesh.from_group(data.group, "cpu")
     sharded = fully_shard(model(), mesh=mesh)
     sharded(numbers(world.rank)[None]).square().sum().backward()
-    torch.testing.assert_close(sharded.weight.grad.full_tensor(), wanted.weight.grad, rtol=1e-12, atol=0)   # type: ignore[union-attr]
+    torch.testing.assert_close(
+        sharded.weight.grad.full_tensor(), wanted.weight.grad, rtol=1e-12, atol=0
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,6 @@
-"""Before the first step of a model that is cut a test is compared with one worker's: what that finds, and leaves alone."""
+"""Before the first step of a model that is cut a test is compared with one worker's: what that
+finds, and leaves alone.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +42,35 @@ def not_compared(found: Run) -> list[str]:
 
 
 def small(*last: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4), *last)
+    return nn.Sequential(
+        nn.Linear(10, 16),
+        nn.Dropout(0.3),
+        nn.Tanh(),
+        nn.Linear(16, 12),
+        nn.Tanh(),
+        nn.Linear(12, 4),
+        *last,
+    )
 
 
 def normed() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
-                         nn.Linear(256, 4))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.Dropout(0.3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 4),
+    )
 
 
 @pytest.mark.parametrize("row", ["spatial(2)", "tensor(2)", "pipeline(2, micro=4)", "data(2)"])
 def test_where_a_model_is_cut(pool: Ranks, tmp_path: Path, row: str) -> None:
     """Where it is not, each rank tests a whole model, as serial does."""
     for test in (IMAGES, None):
-        found = trained(pool, tmp_path / str(test is None), row, job("tested", normed, IMAGES, test=test))
+        found = trained(
+            pool, tmp_path / str(test is None), row, job("tested", normed, IMAGES, test=test)
+        )
         assert (COMPARED in (found.first_step or "")) == (test is not None and row != "data(2)")
         assert not not_compared(found)
 
@@ -66,22 +84,33 @@ class Peeking(ByState):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            return nn.Sequential.forward(self, x)                       # type: ignore[no-any-return]
+            return nn.Sequential.forward(self, x)  # type: ignore[no-any-return]
         out = super().forward(x)
-        return out @ torch.ones(1, 1) if self.constant else out         # which is in float32
+        return out @ torch.ones(1, 1) if self.constant else out  # which is in float32
 
 
 def slope(output: Tensor, target: Tensor) -> Tensor:
     return (output[:, 0] * target).mean()
 
 
-@pytest.mark.parametrize(("row", "constant"), [
-    ("tensor(2)", False), ("tensor(2)", True), pytest.param("data(2) * tensor(2)", False, marks=pytest.mark.table)])
+@pytest.mark.parametrize(
+    ("row", "constant"),
+    [
+        ("tensor(2)", False),
+        ("tensor(2)", True),
+        pytest.param("data(2) * tensor(2)", False, marks=pytest.mark.table),
+    ],
+)
 def test_another_test_is_told(pool: Ranks, tmp_path: Path, row: str, constant: bool) -> None:
-    """Steps were compared with one worker's, tests never: theirs said another number, without a word. One that cannot run in
-    float64 has nothing there to be compared with, and is judged by twins."""
+    """Steps were compared with one worker's, tests never: theirs said another number, without a
+    word. One that cannot run in float64 has nothing there to be compared with, and is judged by
+    twins.
+    """
     made = job("peeking", lambda: Peeking(constant), VECTORS, test=VECTORS, loss=slope)
-    with pytest.raises(pg.RankFailed, match=r"the loss of a test \(eval mode\) is off by .*goes another way than in training"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"the loss of a test \(eval mode\) is off by .*goes another way than in training",
+    ):
         trained(pool, tmp_path / "run", row, made)
 
 
@@ -104,12 +133,14 @@ class Clamping(nn.Sequential):
         if not self.training:
             with torch.no_grad():
                 self[0].weight.clamp_(-0.1, 0.1)
-        return super().forward(x)                                       # type: ignore[no-any-return]
+        return super().forward(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
 def test_it_leaves_parameters_as_they_were(pool: Ranks, tmp_path: Path, row: str) -> None:
-    made = job("clamping", lambda: Clamping(*small()), VECTORS, test=VECTORS, dtype=torch.float64, epochs=1)
+    made = job(
+        "clamping", lambda: Clamping(*small()), VECTORS, test=VECTORS, dtype=torch.float64, epochs=1
+    )
     serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
     assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
 
@@ -119,9 +150,13 @@ class Coarse(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            return super().forward(x)                                   # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return]
         for each in self:
-            x = functional.linear(x.float(), each.weight.float()).double() if isinstance(each, nn.Linear) else each(x)
+            x = (
+                functional.linear(x.float(), each.weight.float()).double()
+                if isinstance(each, nn.Linear)
+                else each(x)
+            )
         return x
 
 
@@ -130,9 +165,17 @@ def entropy(output: Tensor, target: Tensor) -> tuple[float, int]:
 
 
 def test_rounding_of_a_test_is_not_that_of_a_step(pool: Ranks, tmp_path: Path) -> None:
-    """By a metric: a loss in less than float64 the door holds to add up as if it were none, and some processors round a part of
-    a batch otherwise than the whole."""
-    made = job("coarse", lambda: Coarse(*small()), VECTORS, test=VECTORS, metric=entropy, dtype=torch.float64)
+    """By a metric: a loss in less than float64 the door holds to add up as if it were none, and
+    some processors round a part of a batch otherwise than the whole.
+    """
+    made = job(
+        "coarse",
+        lambda: Coarse(*small()),
+        VECTORS,
+        test=VECTORS,
+        metric=entropy,
+        dtype=torch.float64,
+    )
     assert COMPARED in (trained(pool, tmp_path / "run", "tensor(2)", made).first_step or "")
 
 
@@ -150,7 +193,8 @@ class Undoubted(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(*small())
         if dist.is_initialized():
-            mock.patch.object(start, "refuse_copies", doubtful).start()         # for as long as that process is there
+            # for as long as that process is there
+            mock.patch.object(start, "refuse_copies", doubtful).start()
 
 
 refuse_copies = start.refuse_copies
@@ -163,7 +207,9 @@ def doubtful(world: World, module: Any) -> None:
 
 
 def test_under_autocast_both_go_without_it(tmp_path: Path) -> None:
-    """Passes of parts cast by themselves: a test in bfloat16 was compared with one in float32, and made in float64 again."""
+    """Passes of parts cast by themselves: a test in bfloat16 was compared with one in float32,
+    and made in float64 again.
+    """
     made = job("cast", Undoubted, VECTORS, test=VECTORS, dtype=torch.bfloat16)
     # in ranks of its own: those of the pool would stay so
     assert COMPARED in (pg.train(made, "place(2)", runs=tmp_path).first_step or "")
@@ -178,11 +224,19 @@ def noisy(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output + 0.1 * torch.randn_like(output), target)
 
 
-@pytest.mark.parametrize(("row", "model", "loss"), [
-    ("tensor(2)", small, noisy), ("place(2)", lambda: small(Noise()), functional.cross_entropy)])
-def test_what_draws_is_not_compared(pool: Ranks, tmp_path: Path, row: str, model: Callable[[], nn.Module], loss: Any) -> None:
-    """In a test a part's draws are numbered as in training, where dropout draws too; and a loss draws as it likes."""
-    found = trained(pool, tmp_path / "run", row, job("drawing", model, VECTORS, test=VECTORS, loss=loss))
+@pytest.mark.parametrize(
+    ("row", "model", "loss"),
+    [("tensor(2)", small, noisy), ("place(2)", lambda: small(Noise()), functional.cross_entropy)],
+)
+def test_what_draws_is_not_compared(
+    pool: Ranks, tmp_path: Path, row: str, model: Callable[[], nn.Module], loss: Any
+) -> None:
+    """In a test a part's draws are numbered as in training, where dropout draws too; and a loss
+    draws as it likes.
+    """
+    found = trained(
+        pool, tmp_path / "run", row, job("drawing", model, VECTORS, test=VECTORS, loss=loss)
+    )
     assert "are one worker's" in (found.first_step or "")
     assert COMPARED not in (found.first_step or "")
     assert not_compared(found) == ["it is another one each time it is made"]
@@ -201,9 +255,15 @@ class Other(nn.Sequential):
 
 
 def test_a_loss_that_takes_no_output_of_eval_mode(pool: Ranks, tmp_path: Path) -> None:
-    made = job("other", lambda: Other(*small()), VECTORS, test=VECTORS, loss=of_training,
-               metric=lambda output, target: ((output.argmax(1) == target).sum(), len(target)))
-    because, = not_compared(trained(pool, tmp_path / "run", "tensor(2)", made))
+    made = job(
+        "other",
+        lambda: Other(*small()),
+        VECTORS,
+        test=VECTORS,
+        loss=of_training,
+        metric=lambda output, target: ((output.argmax(1) == target).sum(), len(target)),
+    )
+    (because,) = not_compared(trained(pool, tmp_path / "run", "tensor(2)", made))
     assert because.startswith("one worker's raised IndexError")
 
 
@@ -211,10 +271,17 @@ def dropping(world: World, row: str) -> list[float]:
     """A loop of one's own that leaves out a sample of each batch, which no rank loaded so."""
     torch.manual_seed(3)
     model = mlp().double()
-    with warnings.catch_warnings(), pg.parallelize(
-            model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), row) as trainer:
+    with (
+        warnings.catch_warnings(),
+        pg.parallelize(
+            model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), row
+        ) as trainer,
+    ):
         warnings.filterwarnings("error", message=".*is not compared with one worker's")
-        return [trainer.step(inputs[1:], target[1:]).loss for inputs, target in trainer.batches(VECTORS, batch=8, epoch=0)]
+        return [
+            trainer.step(inputs[1:], target[1:]).loss
+            for inputs, target in trainer.batches(VECTORS, batch=8, epoch=0)
+        ]
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])

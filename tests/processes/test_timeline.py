@@ -1,4 +1,6 @@
-"""What every rank did when: in the record, as a trace that Perfetto opens, and beside what the clock foretells."""
+"""What every rank did when: in the record, as a trace that Perfetto opens, and beside what the
+clock foretells.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from equality import job as make_job
 from test_training import Breaks
 
 import paragrad as pg
-from paragrad.planner.timeline import FORETOLD, LEARNT, WholeStep, foretold, measured, middle, scheduled
+from paragrad.planner.timeline import (
+    FORETOLD,
+    LEARNT,
+    WholeStep,
+    foretold,
+    measured,
+    middle,
+    scheduled,
+)
 from paragrad.players.clock import Timeline
 from paragrad.record.record import DETAILED, Record
 from paragrad.record.trace import BUCKETS, STEPS, TASKS
@@ -26,9 +36,14 @@ from paragrad.world.launching import Ranks
 
 pytestmark = pytest.mark.story
 
-JOB = make_job("mlp", mlp, VECTORS, batch=8, epochs=5)          # 29 samples: 4 steps an epoch, the last of 5
-PIPELINES = ["pipeline(2, micro=4)", "pipeline(3, micro=2, schedule=gpipe)", "pipeline(2, micro=3, schedule=zero_bubble)",
-             "place(3)"]
+# 29 samples: 4 steps an epoch, the last of 5
+JOB = make_job("mlp", mlp, VECTORS, batch=8, epochs=5)
+PIPELINES = [
+    "pipeline(2, micro=4)",
+    "pipeline(3, micro=2, schedule=gpipe)",
+    "pipeline(2, micro=3, schedule=zero_bubble)",
+    "place(3)",
+]
 
 
 def trained(pool: Ranks, folder: Path, text: str, job: pg.Job = JOB, **settings: Any) -> Record:
@@ -41,25 +56,41 @@ def apart(spans: list[tuple[float, float]]) -> bool:
     return all(one[1] <= other[0] + 2e-6 for one, other in pairwise(sorted(spans)))
 
 
-# ---- the record -------------------------------------------------------------------------------------------------------------
+# ---- the record ------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", PIPELINES)
 def test_a_step_in_detail_is_what_its_schedule_says(pool: Ranks, tmp_path: Path, text: str) -> None:
-    """Every action once on every rank, in the program's order; nothing else of that rank at the same time; and no message is
-    there before it was posted."""
+    """Every action once on every rank, in the program's order; nothing else of that rank at the
+    same time; and no message is there before it was posted.
+    """
     record = trained(pool, tmp_path, text)
-    schedule, size = scheduled(record), record.header["workers"]
+    schedule = scheduled(record)
+    size = record.header["workers"]
     assert schedule is not None
-    steps = [step for step in measured(record, DETAILED).values() if len(step.spans) == max(
-        len(each.spans) for each in measured(record, DETAILED).values())]               # of full batches
+    steps = [
+        step
+        for step in measured(record, DETAILED).values()
+        if len(step.spans)
+        == max(
+            # of full batches
+            len(each.spans)
+            for each in measured(record, DETAILED).values()
+        )
+    ]
     assert len(steps) >= 5
     for step in steps:
-        posted = {(span.rank, span.name[1:]): span.start for span in step.spans if span.name.startswith(">")
-                  and span.lane == "send"}
+        posted = {
+            (span.rank, span.name[1:]): span.start
+            for span in step.spans
+            if span.name.startswith(">") and span.lane == "send"
+        }
         for rank in range(size):
             own = [span for span in step.spans if span.rank == rank]
             told = [span.name for span in own if span.lane in ("compute", "receive", "send")]
             assert told == [str(action) for action in schedule.program(rank, size)]
-            assert [span.name for span in own if span.lane in ("data", "update")] == ["load", "update"]
+            assert [span.name for span in own if span.lane in ("data", "update")] == [
+                "load",
+                "update",
+            ]
             assert "told" in [span.name for span in own]
             assert apart([(span.start, span.start + span.seconds) for span in own])
             for span in own:
@@ -70,38 +101,66 @@ def test_a_step_in_detail_is_what_its_schedule_says(pool: Ranks, tmp_path: Path,
 
 def test_only_some_steps_are_told_in_detail(pool: Ranks, tmp_path: Path) -> None:
     """A message would cost the record a span in every step. With a trace all are."""
-    for folder, settings, steps in ((tmp_path / "run", {}, set(DETAILED)), (
-            tmp_path / "traced", {"trace": tmp_path / "trace.json"}, set(range(20)))):
+    for folder, settings, steps in (
+        (tmp_path / "run", {}, set(DETAILED)),
+        (tmp_path / "traced", {"trace": tmp_path / "trace.json"}, set(range(20))),
+    ):
         folder.mkdir()
         record = trained(pool, folder, "pipeline(2, micro=2)", **settings)
         for rank in range(2):
-            assert {span["step"] for span in record.of("span", rank) if span["lane"] == "receive"} == steps
+            assert {
+                span["step"] for span in record.of("span", rank) if span["lane"] == "receive"
+            } == steps
 
 
 def test_tests_between_epochs_are_no_part_of_a_step(pool: Ranks, tmp_path: Path) -> None:
-    """The forwards of a test were written to the step after it, and what fully_sharded gathers for one."""
+    """The forwards of a test were written to the step after it, and what fully_sharded gathers
+    for one.
+    """
     record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(test=VECTORS))
     for rank in range(2):
-        computed = [(span["step"], span["name"]) for span in record.of("span", rank) if span["lane"] == "compute"]
+        computed = [
+            (span["step"], span["name"])
+            for span in record.of("span", rank)
+            if span["lane"] == "compute"
+        ]
         assert len(computed) == len(set(computed)) == 20 * 4
     (folder := tmp_path / "sharded").mkdir()
-    record = trained(pool, folder, "data(2, state=fully_sharded)", JOB.replace(test=VECTORS), trace=folder / "trace.json")
+    record = trained(
+        pool,
+        folder,
+        "data(2, state=fully_sharded)",
+        JOB.replace(test=VECTORS),
+        trace=folder / "trace.json",
+    )
     for rank in range(2):
         begun = {step["step"]: step["start"] for step in record.of("step", rank)}
-        assert [span for span in record.of("span", rank) if span["start"] < begun[span["step"]]] == []
+        assert [
+            span for span in record.of("span", rank) if span["start"] < begun[span["step"]]
+        ] == []
 
 
 def test_steps_of_short_batches_are_not_shown_nor_learnt_from(pool: Ranks, tmp_path: Path) -> None:
-    """Of 29 samples in batches of 15 every other step is shorter, and has as many micro-batches."""
+    """Of 29 samples in batches of 15 every other step is shorter, and has as many
+    micro-batches.
+    """
     record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(batch=15))
     assert all(number % 2 == 0 for number in measured(record, DETAILED))
     assert len(measured(record, DETAILED)) >= 4
 
 
-@pytest.mark.parametrize(("text", "waits"), [("data(2)", {"adding up gradients", "updating parameters"}),
-                                             ("data(2, reduce=ring)", set()), ("serial", set()),
-                                             ("data(2, reduce=ring) * pipeline(2, micro=2)", {"buckets", "told"})])
-def test_of_every_strategy_a_step_is_told(pool: Ranks, tmp_path: Path, text: str, waits: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "waits"),
+    [
+        ("data(2)", {"adding up gradients", "updating parameters"}),
+        ("data(2, reduce=ring)", set()),
+        ("serial", set()),
+        ("data(2, reduce=ring) * pipeline(2, micro=2)", {"buckets", "told"}),
+    ],
+)
+def test_of_every_strategy_a_step_is_told(
+    pool: Ranks, tmp_path: Path, text: str, waits: set[str]
+) -> None:
     record = trained(pool, tmp_path, text)
     _, step = middle(measured(record)) or (0, None)
     assert step is not None
@@ -114,36 +173,55 @@ def test_of_every_strategy_a_step_is_told(pool: Ranks, tmp_path: Path, text: str
         assert max(span.start + span.seconds for span in own) <= step.seconds + 2e-6
 
 
-# ---- the trace --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["pipeline(2, micro=2)", "data(2, reduce=ring)", "data(2)", "serial",
-                                  "data(2, state=fully_sharded)",
-                                  pytest.param("data(2, reduce=ring) * pipeline(2, micro=2)", marks=pytest.mark.table)])
+# ---- the trace -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pipeline(2, micro=2)",
+        "data(2, reduce=ring)",
+        "data(2)",
+        "serial",
+        "data(2, state=fully_sharded)",
+        pytest.param("data(2, reduce=ring) * pipeline(2, micro=2)", marks=pytest.mark.table),
+    ],
+)
 def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str) -> None:
-    """A name for every process and thread; slices of a thread one after the other, or one within another; every arrow leaves
-    from within a slice, and comes to one."""
+    """A name for every process and thread; slices of a thread one after the other, or one
+    within another; every arrow leaves from within a slice, and comes to one.
+    """
     path = tmp_path / "trace.json"
     record = trained(pool, tmp_path, text, trace=path)
     found = json.loads(path.read_text())["traceEvents"]
     slices = [event for event in found if event["ph"] == "X"]
-    assert all(event["ts"] >= 0 and event["dur"] >= 0 and event["name"] and event["cat"] for event in slices)
+    assert all(
+        event["ts"] >= 0 and event["dur"] >= 0 and event["name"] and event["cat"]
+        for event in slices
+    )
     named = {(event["pid"], event["tid"]) for event in found if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in slices} == named
-    assert {event["pid"] for event in found if event["name"] == "process_name"} == set(range(record.header["workers"]))
-    assert ("fully_sharded" in text) == any(event["name"].startswith("reduce-scatter ") for event in slices)
+    assert {event["pid"] for event in found if event["name"] == "process_name"} == set(
+        range(record.header["workers"])
+    )
+    assert ("fully_sharded" in text) == any(
+        event["name"].startswith("reduce-scatter ") for event in slices
+    )
     assert (BUCKETS in {thread for _, thread in named}) == ("ring" in text)
     steps = [event["name"] for event in slices if event["pid"] == 0 and event["tid"] == STEPS]
     assert {f"step {number}" for number in range(20)} <= set(steps)
     for process, thread in named:
         open_: list[float] = []
-        for event in sorted((each for each in slices if (each["pid"], each["tid"]) == (process, thread)),
-                            key=lambda each: (each["ts"], -each["dur"])):
+        for event in sorted(
+            (each for each in slices if (each["pid"], each["tid"]) == (process, thread)),
+            key=lambda each: (each["ts"], -each["dur"]),
+        ):
             while open_ and open_[-1] <= event["ts"] + 1e-2:
                 open_.pop()
             assert not open_ or event["ts"] + event["dur"] <= open_[-1] + 1e-2
             open_.append(event["ts"] + event["dur"])
     ends = {kind: {event["id"]: event for event in found if event["ph"] == kind} for kind in "sf"}
     assert ends["s"].keys() == ends["f"].keys()
-    assert len(ends["s"]) == (20 * 2 * record.header["workers"] if "pipeline" in text else 0)       # in each replica
+    # in each replica
+    assert len(ends["s"]) == (20 * 2 * record.header["workers"] if "pipeline" in text else 0)
     for number, begin in ends["s"].items():
         assert begin["pid"] != ends["f"][number]["pid"]
         assert begin["ts"] <= ends["f"][number]["ts"] + 1
@@ -153,42 +231,71 @@ def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str
 def test_a_run_that_fails_leaves_its_trace_until_then(pool: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with pytest.raises(pg.RankFailed):
-        trained(pool, tmp_path, "data(2, reduce=ring)", make_job("breaks", Breaks, VECTORS), trace=path)
-    steps = {event["args"].get("step") for event in json.loads(path.read_text())["traceEvents"]
-             if event["ph"] == "X" and event["tid"] == TASKS}
+        trained(
+            pool, tmp_path, "data(2, reduce=ring)", make_job("breaks", Breaks, VECTORS), trace=path
+        )
+    steps = {
+        event["args"].get("step")
+        for event in json.loads(path.read_text())["traceEvents"]
+        if event["ph"] == "X" and event["tid"] == TASKS
+    }
     assert steps == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("path", ["nowhere/trace.json", "", "."])
-def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_trace_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(pg.Refused, match=r"--trace .*; give a file in a folder that is there and can be written"):
+    with pytest.raises(
+        pg.Refused, match=r"--trace .*; give a file in a folder that is there and can be written"
+    ):
         admitted(JOB, "serial", Settings(trace=path))
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what the clock foretells -----------------------------------------------------------------------------------------------
+# ---- what the clock foretells ----------------------------------------------------------------
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("text", [*PIPELINES, "pipeline(2, micro=4, schedule=interleaved, cut=[1, 1, 1, 1])"])
-def test_the_clock_foretells_the_steps_after_those_it_learnt_from(pool: Ranks, tmp_path: Path, text: str) -> None:
-    """The whole step, along the schedule, every task once; of the tasks' times by kind the step's."""
-    job = make_job("mlp", mlp, VECTORS, batch=8, epochs=5) if "interleaved" not in text else make_job(
-        "deep", deep, VECTORS, batch=8, epochs=5)
+@pytest.mark.parametrize(
+    "text", [*PIPELINES, "pipeline(2, micro=4, schedule=interleaved, cut=[1, 1, 1, 1])"]
+)
+def test_the_clock_foretells_the_steps_after_those_it_learnt_from(
+    pool: Ranks, tmp_path: Path, text: str
+) -> None:
+    """The whole step, along the schedule, every task once; of the tasks' times by kind the
+    step's.
+    """
+    job = (
+        make_job("mlp", mlp, VECTORS, batch=8, epochs=5)
+        if "interleaved" not in text
+        else make_job("deep", deep, VECTORS, batch=8, epochs=5)
+    )
     record = trained(pool, tmp_path, text, job)
-    found, schedule, size = foretold(record), scheduled(record), record.header["workers"]
+    found = foretold(record)
+    schedule = scheduled(record)
+    size = record.header["workers"]
     assert found is not None
     assert schedule is not None
     assert set(LEARNT).isdisjoint(FORETOLD)
     assert 1 <= found.steps <= len(LEARNT)
     assert found.low <= found.timeline.seconds <= found.high
     for rank in range(size):
-        computed = [span.name for span in found.timeline.spans if span.rank == rank and span.lane == "compute"]
-        told = [str(action) for action in WholeStep(schedule).program(rank, size) if type(action).__name__ == "Compute"]
+        computed = [
+            span.name
+            for span in found.timeline.spans
+            if span.rank == rank and span.lane == "compute"
+        ]
+        told = [
+            str(action)
+            for action in WholeStep(schedule).program(rank, size)
+            if type(action).__name__ == "Compute"
+        ]
         assert computed == told
 
 
 def deep() -> Any:
     from torch import nn
+
     return nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4))
 
 
@@ -197,12 +304,14 @@ def test_of_a_step_without_a_schedule_nothing_is_foretold(pool: Ranks, tmp_path:
 
 
 def test_the_middle_of_some_steps() -> None:
-    steps = {number: Timeline(seconds, (seconds,), 0) for number, seconds in enumerate((3.0, 1.0, 2.0))}
+    steps = {
+        number: Timeline(seconds, (seconds,), 0) for number, seconds in enumerate((3.0, 1.0, 2.0))
+    }
     assert middle(steps) == (2, steps[2])
     assert middle({}) is None
 
 
-# ---- the page ---------------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------
 @pytest.mark.table
 def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: Path) -> None:
     """In words too; every box in a colour of the page, which has two of each."""
@@ -216,11 +325,16 @@ def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: 
     assert "Measured: " in pipeline
     assert all("Rank 0: " in each and "Rank 1: " in each for each in (data, pipeline))
     names = re.findall(r"<text[^>]*>([^<]*)</text>", pipeline)
-    assert names.count("0") >= 2                        # rank 0, above and below
+    assert names.count("0") >= 2  # rank 0, above and below
     assert not re.findall(r"#[0-9a-f]{6}", pipeline)
 
 
 def test_without_enough_steps_there_is_no_picture_of_one(tmp_path: Path) -> None:
     table = pg.compare(JOB.replace(epochs=1), "pipeline(2, micro=2)", runs=tmp_path)
-    section = (table.folder / "page.html").read_text(encoding="utf-8").split('<section id="step"')[1]
-    assert f"Nothing to draw: no run made {FORETOLD.start + 1} steps of all workers together." in section.split("</section>")[0]
+    section = (
+        (table.folder / "page.html").read_text(encoding="utf-8").split('<section id="step"')[1]
+    )
+    assert (
+        f"Nothing to draw: no run made {FORETOLD.start + 1} steps of all workers together."
+        in section.split("</section>")[0]
+    )

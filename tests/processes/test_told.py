@@ -1,4 +1,6 @@
-"""What crashed, or ended without a sentence: one message with what happened, where, and the repair."""
+"""What crashed, or ended without a sentence: one message with what happened, where, and the
+repair.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,30 @@ JOB_FILES = Path(__file__).parents[1] / "job_files"
 SHORT = ("train", "digits", "--epochs", "1", "--no-check")
 
 
-def command(*words: str, stdout: int | None = subprocess.PIPE, folder: Path | None = None,
-            **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "paragrad", *words], stdout=stdout, stderr=subprocess.PIPE, text=True,
-                          timeout=100, check=False, cwd=folder, env={**os.environ, **settings})
+def command(
+    *words: str, stdout: int | None = subprocess.PIPE, folder: Path | None = None, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paragrad", *words],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=folder,
+        env={**os.environ, **settings},
+    )
 
 
-# ---- ranks, batches and models that do not fit -----------------------------------------------------------------------------
+# ---- ranks, batches and models that do not fit -----------------------------------------------
 MANY = make_job("many", mlp, VECTORS, batch=29)
 
 
 def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
-    with mock.patch.object(room, "memory_left", return_value=left), pytest.raises(pg.Refused) as caught:
+    with (
+        mock.patch.object(room, "memory_left", return_value=left),
+        pytest.raises(pg.Refused) as caught,
+    ):
         admitted(job, strategy)
     return str(caught.value)
 
@@ -80,20 +94,39 @@ def test_a_batch_that_does_not_fit() -> None:
     job = make_job("keeps", Keeps, VECTORS, batch=29)
     told = refused_with(room.PROCESS + (20 << 20), "serial", job)
     assert "that backward keeps of 29 samples" in told
-    assert told.endswith("the batch does not fit; make it smaller, or cut it into micro-batches (micro=2)")
+    assert told.endswith(
+        "the batch does not fit; make it smaller, or cut it into micro-batches (micro=2)"
+    )
     with mock.patch.object(room, "memory_left", return_value=room.PROCESS + (40 << 20)):
         admitted(job, "serial")
         admitted(job, "data(1, micro=2)")
 
 
 def test_a_pipeline_keeps_less_than_its_ranks_do_together() -> None:
-    """Each rank of a pipeline was counted with the whole model's activations, and recompute not at all."""
-    job = make_job("wide", lambda: nn.Sequential(*(nn.Sequential(nn.Linear(10, 10), Wide(), nn.Linear(10, 10))
-                                                   for _ in range(3)), nn.Linear(10, 4)), VECTORS, batch=28)
+    """Each rank of a pipeline was counted with the whole model's activations, and recompute not
+    at all.
+    """
+    job = make_job(
+        "wide",
+        lambda: nn.Sequential(
+            *(nn.Sequential(nn.Linear(10, 10), Wide(), nn.Linear(10, 10)) for _ in range(3)),
+            nn.Linear(10, 4),
+        ),
+        VECTORS,
+        batch=28,
+    )
     sizes = []
     for row in ("gpipe", "one_f_one_b", "one_f_one_b, recompute=true"):
         told = refused_with(room.PROCESS, f"pipeline(2, micro=4, schedule={row}, cut=[4, 6])", job)
-        sizes.append(int(re.search(r"that backward keeps of (\d+) sample", told)[1]))      # type: ignore[index]
+        sizes.append(
+            int(
+                re.search(
+                    r"that backward keeps of (\d+) "
+                    r"sample",
+                    told,
+                )[1]
+            )
+        )  # type: ignore[index]
     assert sizes == [28, 7, 7]
 
 
@@ -103,26 +136,48 @@ class Wide(nn.Module):
 
 
 def test_a_model_that_does_not_fit() -> None:
-    assert refused_with(100, "serial").endswith("the model does not fit; train a smaller one, or on a host with more memory")
+    assert refused_with(100, "serial").endswith(
+        "the model does not fit; train a smaller one, or on a host with more memory"
+    )
 
 
-# ---- what the optimizer holds ----------------------------------------------------------------------------------------------
+# ---- what the optimizer holds ----------------------------------------------------------------
 def test_parameters_that_the_optimizer_leaves_out_are_named() -> None:
-    job = make_job("some", mlp, VECTORS, optimizer=lambda parameters: torch.optim.SGD(list(parameters)[2:], lr=0.1))
-    with pytest.warns(UserWarning, match=r"leaves out 2 trainable parameter\(s\), which stay as they are: 0\.weight, 0\.bias"):
+    job = make_job(
+        "some",
+        mlp,
+        VECTORS,
+        optimizer=lambda parameters: torch.optim.SGD(list(parameters)[2:], lr=0.1),
+    )
+    with pytest.warns(
+        UserWarning,
+        match=r"leaves out 2 trainable parameter\(s\), which stay as they are: 0\.weight, 0\.bias",
+    ):
         examined(job)
-    twice = make_job("twice", mlp, VECTORS, optimizer=lambda parameters: torch.optim.SGD(list(parameters) * 2, lr=0.1))
+    twice = make_job(
+        "twice",
+        mlp,
+        VECTORS,
+        optimizer=lambda parameters: torch.optim.SGD(list(parameters) * 2, lr=0.1),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(pg.Refused, match=r"holds 4 parameter\(s\) twice; give each once"):
             examined(twice)
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------
 @pytest.mark.story
 def test_an_error_of_a_dataset_is_named_with_its_line(tmp_path: Path) -> None:
     """It came below 25 lines of internals, and without the sample."""
-    ran = command("train", str(JOB_FILES / "own_dataset_raises.py"), "--strategy", "data(2)", "--runs", str(tmp_path))
+    ran = command(
+        "train",
+        str(JOB_FILES / "own_dataset_raises.py"),
+        "--strategy",
+        "data(2)",
+        "--runs",
+        str(tmp_path),
+    )
     assert ran.returncode == 1
     message = ran.stderr.strip().splitlines()[-1]
     assert " of the dataset raised IndexError: list index out of range (" in message
@@ -152,15 +207,29 @@ def test_names_of_which_no_folder_can_be_made(name: str) -> None:
 
 
 def test_job_arguments_that_are_no_json(tmp_path: Path) -> None:
-    run = pg.train(JOBS["mlp"].replace(arguments=(("path", tmp_path),), epochs=1), "serial", runs=tmp_path)
+    run = pg.train(
+        JOBS["mlp"].replace(arguments=(("path", tmp_path),), epochs=1), "serial", runs=tmp_path
+    )
     assert run.header["job"]["arguments"] == {"path": str(tmp_path)}
 
 
 @pytest.mark.table
 def test_an_ascii_terminal(tmp_path: Path) -> None:
     """The ± of a table with seeds was an error after all training was done."""
-    ran = command("compare", "digits", "--strategies", "serial", "--seeds", "2", "--epochs", "1", "--runs", str(tmp_path),
-                  PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    ran = command(
+        "compare",
+        "digits",
+        "--strategies",
+        "serial",
+        "--seeds",
+        "2",
+        "--epochs",
+        "1",
+        "--runs",
+        str(tmp_path),
+        PYTHONIOENCODING="ascii",
+        PYTHONUTF8="0",
+    )
     assert ran.returncode == 0, ran.stderr
     assert "+-" in ran.stdout
 
@@ -171,7 +240,10 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         ran = command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
     assert ran.returncode == 1
-    assert ran.stderr.strip().splitlines()[-1] == "paragrad: what it prints: No space left on device; make room there"
+    assert (
+        ran.stderr.strip().splitlines()[-1]
+        == "paragrad: what it prints: No space left on device; make room there"
+    )
 
 
 @pytest.mark.sample(3)
@@ -179,14 +251,26 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
     """A traceback of flush, and exit code 1, after a training that was done."""
-    words = shlex.join([sys.executable, "-m", "paragrad", *SHORT, "--strategy", "data(2)", "--runs", str(tmp_path)])
-    ran = subprocess.run(["sh", "-c", f"exec {words} {closed}"], capture_output=True, text=True, timeout=100, check=False)
+    words = shlex.join(
+        [sys.executable, "-m", "paragrad", *SHORT, "--strategy", "data(2)", "--runs", str(tmp_path)]
+    )
+    ran = subprocess.run(
+        ["sh", "-c", f"exec {words} {closed}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert (ran.returncode, "Traceback" in ran.stderr) == (0, False)
     assert Record(next(tmp_path.iterdir())).finished
 
 
-def test_a_read_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An input or output error that had no file's name was taken for a terminal that was closed: no word, and exit code 0."""
+def test_a_read_that_fails_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An input or output error that had no file's name was taken for a terminal that was
+    closed: no word, and exit code 0.
+    """
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     with pytest.raises(typer.Exit) as caught, answering():
         raise OSError(errno.EIO, "Input/output error")
@@ -194,92 +278,160 @@ def test_a_read_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypat
     assert capsys.readouterr().err == "paragrad: what it prints: Input/output error\n"
 
 
-def in_spaces(kinds: str, shell: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def in_spaces(
+    kinds: str, shell: str, *words: str, folder: Path
+) -> subprocess.CompletedProcess[str]:
     """The command in namespaces of its own, after a line of shell in them."""
-    if not shutil.which("unshare") or subprocess.run(["unshare", kinds, "true"], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(["unshare", kinds, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("namespaces of its own want root and the command unshare")
     ran = [sys.executable, "-m", "paragrad", *words, "--runs", str(folder)]
-    return subprocess.run(["unshare", kinds, "sh", "-c", f"{shell} && exec {shlex.join(ran)}"], capture_output=True, text=True,
-                          timeout=100, check=False)
+    return subprocess.run(
+        ["unshare", kinds, "sh", "-c", f"{shell} && exec {shlex.join(ran)}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 @pytest.mark.table
 def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
-    """It said that no space was left on some device. Ranks do without /dev/shm, and batches go by no way through it: semaphores
-    alone are there."""
+    """It said that no space was left on some device. Ranks do without /dev/shm, and batches go
+    by no way through it: semaphores alone are there.
+    """
     full = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
     ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", "--loaders", "1", folder=tmp_path)
     assert ran.returncode == 1
     message = ran.stderr.strip().splitlines()[-1]
-    assert ": /dev/shm, in which loaders have their semaphores, is full; make room there, or load without loaders" in message
+    assert (
+        ": /dev/shm, in which loaders have their semaphores, is full; make room there, or load "
+        "without loaders" in message
+    )
     ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    large = tmp_path / "large.py"                           # batches of 4 MB, and room for a fourth of one
-    large.write_text("import paragrad as pg, torch\n"
-                     "samples = torch.utils.data.TensorDataset(torch.ones(64, 65536), torch.zeros(64, 4))\n"
-                     "job = pg.Job(name='large', model=lambda: torch.nn.Linear(65536, 4), loss=torch.nn.functional.mse_loss,\n"
-                     "             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6), batch=16, epochs=1,\n"
-                     "             train=lambda folder: samples, collate=torch.utils.data.default_collate)\n")
-    ran = in_spaces("-m", "mount -t tmpfs -o size=1m tmpfs /dev/shm", "train", str(large), "--strategy", "data(2)", "--loaders",
-                    "1", folder=tmp_path)
+    # batches of 4 MB, and room for a fourth of one
+    large = tmp_path / "large.py"
+    large.write_text(
+        "import paragrad as pg, torch\n"
+        "samples = torch.utils.data.TensorDataset(torch.ones(64, 65536), torch.zeros(64, 4))\n"
+        "job = pg.Job(name='large', model=lambda: torch.nn.Linear(65536, 4), "
+        "loss=torch.nn.functional.mse_loss,\n"
+        "             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6), batch=16, "
+        "epochs=1,\n"
+        "             train=lambda folder: samples, collate=torch.utils.data.default_collate)\n"
+    )
+    ran = in_spaces(
+        "-m",
+        "mount -t tmpfs -o size=1m tmpfs /dev/shm",
+        "train",
+        str(large),
+        "--strategy",
+        "data(2)",
+        "--loaders",
+        "1",
+        folder=tmp_path,
+    )
     assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.table
 def test_a_loopback_that_is_down(tmp_path: Path) -> None:
-    """What gloo said ended in "Unable to find address for: lo", of a file of its own; over shared memory nobody needs one."""
-    ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2)", "--backend", "gloo", folder=tmp_path)
+    """What gloo said ended in "Unable to find address for: lo", of a file of its own; over
+    shared memory nobody needs one.
+    """
+    ran = in_spaces(
+        "-n", "true", *SHORT, "--strategy", "data(2)", "--backend", "gloo", folder=tmp_path
+    )
     assert ran.returncode == 2
-    assert "the ranks of this host talk over its loopback, which is down (Network is unreachable); bring it up" in ran.stderr
+    assert (
+        "the ranks of this host talk over its loopback, which is down (Network is unreachable); "
+        "bring it up" in ran.stderr
+    )
     ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2, reduce=ring)", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.sample(2)
 @pytest.mark.story
-@pytest.mark.parametrize(("strategy", "limit", "where"), [("serial", 1, "run.jsonl"), ("data(2)", 200, "shared memory")])
-def test_a_limit_on_the_length_of_files(tmp_path: Path, strategy: str, limit: int, where: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "limit", "where"), [("serial", 1, "run.jsonl"), ("data(2)", 200, "shared memory")]
+)
+def test_a_limit_on_the_length_of_files(
+    tmp_path: Path, strategy: str, limit: int, where: str
+) -> None:
     """`ulimit -f` was answered with the advice to start fewer ranks."""
-    words = [sys.executable, "-m", "paragrad", *SHORT, "--strategy", strategy, "--runs", str(tmp_path)]
-    ran = subprocess.run(["sh", "-c", f"ulimit -f {limit}; exec {shlex.join(words)}"], capture_output=True, text=True,
-                         timeout=100, check=False)
+    words = [
+        sys.executable,
+        "-m",
+        "paragrad",
+        *SHORT,
+        "--strategy",
+        strategy,
+        "--runs",
+        str(tmp_path),
+    ]
+    ran = subprocess.run(
+        ["sh", "-c", f"ulimit -f {limit}; exec {shlex.join(words)}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert ran.returncode == 1
     message = ran.stderr.strip().splitlines()[-1]
     assert where in message
-    assert message.endswith("a process may write no longer files here: raise the limit (ulimit -f unlimited)")
+    assert message.endswith(
+        "a process may write no longer files here: raise the limit (ulimit -f unlimited)"
+    )
 
 
 @pytest.mark.story
 def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    ran = subprocess.run(["sh", "-c", f"cd {gone} && rmdir {gone} && exec {sys.executable} -m paragrad jobs"], text=True,
-                         capture_output=True, check=False, timeout=60)
+    ran = subprocess.run(
+        ["sh", "-c", f"cd {gone} && rmdir {gone} && exec {sys.executable} -m paragrad jobs"],
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
     assert ran.returncode == 2
-    assert ran.stderr.strip() == "paragrad: the working directory was removed; change to one that is there"
-
-
+    assert (
+        ran.stderr.strip()
+        == "paragrad: the working directory was removed; change to one that is there"
+    )
 
 
 def test_a_dataset_that_holds_a_lock(tmp_path: Path) -> None:
     import threading
 
-    class Locked(type(VECTORS)):                # type: ignore[misc]
+    class Locked(type(VECTORS)):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(*VECTORS.tensors)
             self.lock = threading.Lock()
+
     job = JOBS["mlp"].replace(train=Locked())
     with pytest.raises(pg.Refused, match=r"train cannot be sent to the ranks .*lock"):
         pg.train(job, "data(2)", runs=tmp_path)
 
 
 def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path) -> None:
-    with Ranks(1), mock.patch.object(room, "memory_left", return_value=1 << 20), mock.patch(
-            "paragrad.training.admission.check", side_effect=AssertionError("it was proved")), pytest.raises(pg.Refused):
+    with (
+        Ranks(1),
+        mock.patch.object(room, "memory_left", return_value=1 << 20),
+        mock.patch(
+            "paragrad.training.admission.check", side_effect=AssertionError("it was proved")
+        ),
+        pytest.raises(pg.Refused),
+    ):
         admitted(MANY, "data(29, reduce=ring)")
 
 
-# ---- conveniences ------------------------------------------------------------------------------------------------------------
+# ---- conveniences ----------------------------------------------------------------------------
 @pytest.mark.story
 def test_the_version() -> None:
     ran = command("--version")
@@ -307,10 +459,25 @@ def test_a_notebook_shows_a_table(tmp_path: Path) -> None:
 @pytest.mark.story
 def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
     """matplotlib warned of its cache, three lines before the table."""
-    script = "import paragrad.report.charts as charts\nwith charts.drawing('x', 100, 100): print('drawn')"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False,
-                         env={**{name: value for name, value in os.environ.items() if not name.startswith(("XDG", "MPL"))},
-                              "HOME": "/dev/null"})
+    script = (
+        "import paragrad.report.charts as charts\nwith charts.drawing('x', 100, 100): "
+        "print('drawn')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("XDG", "MPL"))
+            },
+            "HOME": "/dev/null",
+        },
+    )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "drawn\n", "")
 
 
@@ -324,8 +491,13 @@ row: pg.Strategy = Data(3, reduce=Ring(), shares=[2, 1, 1])
 @pytest.mark.table
 def test_a_users_file_is_typed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TYPED)
-    ran = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")], capture_output=True, text=True,
-                         timeout=110, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout
 
 
@@ -333,20 +505,30 @@ def missing_library(*_: object) -> nn.Module:
     try:
         raise ImportError("operator torchvision::nms does not exist")
     except ImportError as error:
-        raise RuntimeError("Failed to import some.models.gpt2 (look up to see its traceback)") from error
+        raise RuntimeError(
+            "Failed to import some.models.gpt2 (look up to see its traceback)"
+        ) from error
 
 
 def test_the_error_that_others_are_raised_from_is_told() -> None:
     """A model of transformers said to look up at a traceback, which there was not."""
-    with pytest.raises(pg.Refused, match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(it began with "
-                                         r"ImportError: operator torchvision::nms does not exist\) \(.*test_told.py:"):
+    with pytest.raises(
+        pg.Refused,
+        match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(it began with "
+        r"ImportError: operator torchvision::nms does not exist\) \(.*test_told.py:",
+    ):
         admitted(MANY.replace(model=missing_library), "serial")
 
 
 def test_a_wait_that_was_too_long_is_told_with_what_it_was_for() -> None:
-    """Of a rank 0 that was killed in the step of one worker, the others advised a longer timeout."""
-    with pytest.raises(StepFailed, match=r"Timed out waiting 20000ms.*; meanwhile rank 0 sleeps: where that takes longer than "
-                                         r"ranks wait for each other, give a longer --timeout, or none"):
+    """Of a rank 0 that was killed in the step of one worker, the others advised a longer
+    timeout.
+    """
+    with pytest.raises(
+        StepFailed,
+        match=r"Timed out waiting 20000ms.*; meanwhile rank 0 sleeps: where that takes longer than "
+        r"ranks wait for each other, give a longer --timeout, or none",
+    ):
         waits("Timed out waiting 20000ms for recv operation to complete")
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
         waits("Connection closed by peer")
@@ -354,7 +536,10 @@ def test_a_wait_that_was_too_long_is_told_with_what_it_was_for() -> None:
 
 def test_a_failure_of_a_step_names_step_and_tensor() -> None:
     """In a loop of one's own "it has a hook" said nothing of what has one."""
-    assert str(pg.StepFailed("it has a hook", step=3, tensor="0.weight")) == "step 3, tensor 0.weight: it has a hook"
+    assert (
+        str(pg.StepFailed("it has a hook", step=3, tensor="0.weight"))
+        == "step 3, tensor 0.weight: it has a hook"
+    )
     assert str(StepFailed.of(StepFailed("no", tensor="w"), 5)) == "step 5, tensor w: no"
     assert str(StepFailed("no")) == "no"
 
@@ -362,7 +547,7 @@ def test_a_failure_of_a_step_names_step_and_tensor() -> None:
 def test_a_look_for_what_is_not_finite_leaves_modes() -> None:
     """A batch norm that was frozen by eval() was in training afterwards."""
     model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4).eval(), nn.Dropout())
-    nn.init.constant_(model[0].weight, 1e38)            # type: ignore[arg-type]
+    nn.init.constant_(model[0].weight, 1e38)  # type: ignore[arg-type]
     assert first_not_finite(model, torch.full((2, 10), 10.0), None) == "output of 0"
     assert [each.training for each in model] == [True, False, True]
 

@@ -43,25 +43,45 @@ DIGITS = pg.job("digits").replace(epochs=2)
 
 def trained(pool: Ranks, folder: Path, job: pg.Job, text: str, **settings: object) -> pg.Run:
     folder.mkdir(exist_ok=True)
-    return run(pool, admitted(job, text, Settings(**settings)), folder)         # type: ignore[arg-type]
+    return run(pool, admitted(job, text, Settings(**settings)), folder)  # type: ignore[arg-type]
 
 
 @pytest.mark.story
 def test_digits_is_the_same_whoever_trains_it(pool: Ranks, tmp_path: Path) -> None:
-    """All samples, none twice, none missed; the four algorithms bit-identical at two workers; serial's accuracy."""
+    """All samples, none twice, none missed; the four algorithms bit-identical at two workers;
+    serial's accuracy.
+    """
     runs = {}
-    for text in ("serial", "data(2, reduce=ring)", "data(2, reduce=ring_async)", "data(2, reduce=tree)",
-                 "data(2, reduce=butterfly)", "data(3, shares=[5, 2, 1])", "data(4)"):
+    for text in (
+        "serial",
+        "data(2, reduce=ring)",
+        "data(2, reduce=ring_async)",
+        "data(2, reduce=tree)",
+        "data(2, reduce=butterfly)",
+        "data(3, shares=[5, 2, 1])",
+        "data(4)",
+    ):
         folder = tmp_path / str(len(runs))
         folder.mkdir()
         runs[text] = trained(pool, folder, DIGITS, text)
     for finished in runs.values():
         audit = finished.audit
-        assert (audit.epochs, audit.samples, audit.seen, audit.twice, audit.missed) == (2, 1437, 1437, 0, 0)
-        assert finished.end["status"] == "finished"                  # type: ignore[index]
-        assert finished.test == pytest.approx(runs["serial"].test, abs=0.6)         # two of 360 digits
+        assert (audit.epochs, audit.samples, audit.seen, audit.twice, audit.missed) == (
+            2,
+            1437,
+            1437,
+            0,
+            0,
+        )
+        assert finished.end["status"] == "finished"  # type: ignore[index]
+        # two of 360 digits
+        assert finished.test == pytest.approx(runs["serial"].test, abs=0.6)
         assert finished.losses == pytest.approx(runs["serial"].losses, rel=1e-3)
-    two = [(finished.folder / "model.safetensors").read_bytes() for text, finished in runs.items() if "data(2" in text]
+    two = [
+        (finished.folder / "model.safetensors").read_bytes()
+        for text, finished in runs.items()
+        if "data(2" in text
+    ]
     assert len(two) == 4
     assert len(set(two)) == 1
 
@@ -72,15 +92,37 @@ def test_the_model_comes_back_under_its_serial_names(pool: Ranks, tmp_path: Path
     assert names == set(DIGITS.model().state_dict())
     model = finished.model()
     inputs, target = DIGITS.test[:]
-    assert finished.test == pytest.approx(100 * float((model(inputs).argmax(1) == target).double().mean()))
+    assert finished.test == pytest.approx(
+        100 * float((model(inputs).argmax(1) == target).double().mean())
+    )
     assert finished.test > 85
 
 
 def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
     fields = {
-        "run": {"schema", "id", "date", "job", "strategy", "resolved", "exact", "hands_out", "seed", "workers", "servers",
-                "backend", "device", "threads", "machine", "prediction", "reverse", "resumed", "settings", "rounds"},
+        "run": {
+            "schema",
+            "id",
+            "date",
+            "job",
+            "strategy",
+            "resolved",
+            "exact",
+            "hands_out",
+            "seed",
+            "workers",
+            "servers",
+            "backend",
+            "device",
+            "threads",
+            "machine",
+            "prediction",
+            "reverse",
+            "resumed",
+            "settings",
+            "rounds",
+        },
         "step": {"epoch", "step", "start", "seconds", "loss", "order", "sent", "lr"},
         "epoch": {"epoch", "test", "start", "seconds"},
         "span": {"step", "name", "lane", "start", "seconds", "bytes", "peer"},
@@ -88,7 +130,8 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
         "event": {"name", "numbers", "message"},
         "cpu": {"host", "seconds", "own", "all", "switched"},
         "memory": {"parameters", "gradients", "optimizer", "activations", "exchange", "resident"},
-        "end": {"status", "seconds", "error"}}
+        "end": {"status", "seconds", "error"},
+    }
     seen = set()
     for path in tmp_path.glob("*.jsonl"):
         for line in lines_of(path):
@@ -99,61 +142,108 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     memory = Record(tmp_path).of("memory", rank=1)[0]
     parameters = 4 * (64 * 64 + 64 + 64 * 10 + 10)
     assert memory["parameters"] == memory["gradients"] == memory["optimizer"] == parameters
-    assert memory["exchange"] == parameters + 16            # and weight, loss, stop, doubt, which travel as one more gradient
+    # and weight, loss, stop, doubt, which travel as one more gradient
+    assert memory["exchange"] == parameters + 16
 
 
 @pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)"])
-def test_a_step_costs_a_quarter_of_a_kilobyte_on_every_rank(pool: Ranks, tmp_path: Path, text: str) -> None:
-    """The record grew by 2.3 KB a step: every span was a line of its own, which named what it was of."""
+def test_a_step_costs_a_quarter_of_a_kilobyte_on_every_rank(
+    pool: Ranks, tmp_path: Path, text: str
+) -> None:
+    """The record grew by 2.3 KB a step: every span was a line of its own, which named what it
+    was of.
+    """
     finished = trained(pool, tmp_path, DIGITS, text)
     for rank in range(2):
-        steps = [line for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines(keepends=True)
-                 if line.startswith(('{"kind":"step"', '{"kind":"spans"'))]
+        steps = [
+            line
+            for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines(keepends=True)
+            if line.startswith(('{"kind":"step"', '{"kind":"spans"'))
+        ]
         assert sum(map(len, steps)) < 300 * len(finished.of("step"))
 
 
 def wide() -> nn.Module:
     """More than the first bucket of DDP holds (1 MB), so that there are several."""
-    return nn.Sequential(nn.Linear(10, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(),
-                         nn.Linear(700, 4))
+    return nn.Sequential(
+        nn.Linear(10, 700),
+        nn.ReLU(),
+        nn.Linear(700, 700),
+        nn.ReLU(),
+        nn.Linear(700, 700),
+        nn.ReLU(),
+        nn.Linear(700, 4),
+    )
 
 
 class Listened(TensorDataset):
     """Writes the addresses at which its process listens, whenever a sample is asked for."""
+
     folder: Path
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        own = {path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
-        rows = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/self/net", kind).read_text().splitlines()[1:]]
+        own = {
+            path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        }
+        rows = [
+            line.split()
+            for kind in ("tcp", "tcp6")
+            for line in Path("/proc/self/net", kind).read_text().splitlines()[1:]
+        ]
         listening = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
         (self.folder / f"process-{os.getpid()}").write_text(" ".join(listening))
         return super().__getitem__(index)
 
 
-@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="/proc is not there to say who listens")
+@pytest.mark.skipif(
+    not Path("/proc/self/net/tcp").exists(), reason="/proc is not there to say who listens"
+)
 @pytest.mark.parametrize(("backend", "ports"), [("shm", 0), ("gloo", 1)])
-def test_over_shared_memory_no_rank_opens_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str,
-                                                 ports: int) -> None:
-    """Schedules went over gloo, which listened on the loopback, while record and page said shm."""
-    monkeypatch.setattr(train, "Ranks", Ranks)            # the session's may still listen for a test before this one
+def test_over_shared_memory_no_rank_opens_a_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ports: int
+) -> None:
+    """Schedules went over gloo, which listened on the loopback, while record and page said
+    shm.
+    """
+    # the session's may still listen for a test before this one
+    monkeypatch.setattr(train, "Ranks", Ranks)
     samples = Listened(torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3)
     samples.folder = tmp_path
-    job = pg.Job(name="ports", model=lambda: nn.Linear(2, 3), loss=nn.functional.cross_entropy, train=samples, batch=6,
-                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=2)
+    job = pg.Job(
+        name="ports",
+        model=lambda: nn.Linear(2, 3),
+        loss=nn.functional.cross_entropy,
+        train=samples,
+        batch=6,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        epochs=2,
+    )
     run = pg.train(job, "data(3, reduce=ring)", runs=tmp_path / "runs", backend=backend)
     assert run.header["backend"] == backend
     told = {path.name: path.read_text().split() for path in tmp_path.glob("process-*")}
-    told.pop(f"process-{os.getpid()}", None)                    # the door's batch
+    told.pop(f"process-{os.getpid()}", None)  # the door's batch
     assert len(told) >= 3
-    assert not {name: addresses for name, addresses in told.items() if len(addresses) < ports or (addresses and not ports)}
+    assert not {
+        name: addresses
+        for name, addresses in told.items()
+        if len(addresses) < ports or (addresses and not ports)
+    }
 
 
 def test_overlap_can_be_switched_off_and_the_record_shows_it(pool: Ranks, tmp_path: Path) -> None:
-    """The first layer's backward comes last. With overlap it sees the first bucket leave; without, none leaves before it."""
+    """The first layer's backward comes last. With overlap it sees the first bucket leave;
+    without, none leaves before it.
+    """
     for overlap in (True, False):
         folder = tmp_path / str(overlap)
         folder.mkdir()
-        finished = trained(pool, folder, make_job("wide", wide, VECTORS, epochs=1), "data(2, reduce=tree)", overlap=overlap)
+        finished = trained(
+            pool,
+            folder,
+            make_job("wide", wide, VECTORS, epochs=1),
+            "data(2, reduce=tree)",
+            overlap=overlap,
+        )
         choices = {choice["what"]: choice["picked"] for choice in finished.of("choice")}
         assert choices["overlap"] == ("on" if overlap else "off")
         names = {span["name"] for span in finished.of("span")}
@@ -164,15 +254,16 @@ def test_overlap_can_be_switched_off_and_the_record_shows_it(pool: Ranks, tmp_pa
 
 def leaves_during_backward(world: World, overlap: bool) -> bool:
     """Whether a bucket's exchange begins while backward waits in the first layer."""
-    left, seen = threading.Event(), []
+    left = threading.Event()
+    seen = []
 
     class Gate(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):                        # type: ignore[no-untyped-def]
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
             return x.clone()
 
         @staticmethod
-        def backward(ctx, gradient):                # type: ignore[no-untyped-def]
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
             if world_ready:
                 seen.append(left.wait(10.0 if overlap else 0.2))
             return gradient
@@ -180,7 +271,8 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.rest = nn.Linear(10, 700), nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 4))
+            self.first = nn.Linear(10, 700)
+            self.rest = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 4))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.rest(Gate.apply(self.first(x)))
@@ -190,18 +282,23 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
         return play(queue, vector)
 
     world_ready = False
-    play, BucketQueue._play = BucketQueue._play, leaving                  # type: ignore[method-assign]
+    play = BucketQueue._play  # type: ignore[method-assign]
+    BucketQueue._play = leaving
     try:
-        trainer = Trainer.of_job(world, make_job("gated", Gated, VECTORS), resolve(strategy("data(2, reduce=tree)"), Here()),
-                                 how=How(overlap))
+        trainer = Trainer.of_job(
+            world,
+            make_job("gated", Gated, VECTORS),
+            resolve(strategy("data(2, reduce=tree)"), Here()),
+            how=How(overlap),
+        )
         batches = trainer.batches(VECTORS, batch=12, epoch=0)
-        trainer.step(*next(batches))                # DDP settles its buckets in the first step
+        trainer.step(*next(batches))  # DDP settles its buckets in the first step
         left.clear()
         world_ready = True
         trainer.step(*next(batches))
         trainer.close()
     finally:
-        BucketQueue._play = play                       # type: ignore[method-assign]
+        BucketQueue._play = play  # type: ignore[method-assign]
     return seen == [True]
 
 
@@ -210,7 +307,9 @@ class Breaks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(10, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.first = nn.Linear(10, 8)
+        self.middle = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -227,19 +326,35 @@ def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(pool: Ranks, tmp_p
     assert error.tensor == "output of middle"
     assert "the loss is not finite" in str(error)
     record = Record(tmp_path)
-    assert len(record.steps()) == 3                                 # readable up to there
-    assert record.end["status"] == "failed"                         # type: ignore[index]
-    assert record.end["error"] == {"rank": error.rank, "step": 3, "tensor": "output of middle",     # type: ignore[index]
-                                   "message": error.message}
+    assert len(record.steps()) == 3  # readable up to there
+    assert record.end["status"] == "failed"  # type: ignore[index]
+    assert record.end["error"] == {
+        "rank": error.rank,
+        "step": 3,
+        "tensor": "output of middle",  # type: ignore[index]
+        "message": error.message,
+    }
 
 
 def test_the_spans_of_a_step_that_fails_are_in_the_record(pool: Ranks, tmp_path: Path) -> None:
-    """They were written together with the step's line, which such a step does not get: what it did until then was lost."""
+    """They were written together with the step's line, which such a step does not get: what it
+    did until then was lost.
+    """
     with pytest.raises(pg.RankFailed) as caught:
         trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
-    spans = Record(tmp_path).of("span", caught.value.rank)              # type: ignore[arg-type]
-    assert {span["name"] for span in spans if span["step"] == 2} >= {"load", "F0", "B0", "reduce 0", "update"}
-    assert [span["name"] for span in spans if span["step"] == caught.value.step == 3] == ["load", "F0"]      # there it broke
+    spans = Record(tmp_path).of("span", caught.value.rank)  # type: ignore[arg-type]
+    assert {span["name"] for span in spans if span["step"] == 2} >= {
+        "load",
+        "F0",
+        "B0",
+        "reduce 0",
+        "update",
+    }
+    # there it broke
+    assert [span["name"] for span in spans if span["step"] == caught.value.step == 3] == [
+        "load",
+        "F0",
+    ]
 
 
 def test_a_sample_that_is_not_finite_is_named_as_inputs(pool: Ranks, tmp_path: Path) -> None:
@@ -256,7 +371,8 @@ class Forgets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.side, self.out = nn.Linear(10, 4), nn.Linear(10, 4)
+        self.side = nn.Linear(10, 4)
+        self.out = nn.Linear(10, 4)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,34 +380,43 @@ class Forgets(nn.Module):
         return self.out(x) + (self.side(x) if self.calls < 2 else 0)
 
 
-def test_a_parameter_that_stops_being_used_is_named_and_nobody_hangs(pool: Ranks, tmp_path: Path) -> None:
+def test_a_parameter_that_stops_being_used_is_named_and_nobody_hangs(
+    pool: Ranks, tmp_path: Path
+) -> None:
     with pytest.raises(pg.RankFailed) as caught:
         trained(pool, tmp_path, make_job("forgets", Forgets, VECTORS), "data(2, reduce=butterfly)")
     assert caught.value.step == 1
     assert caught.value.tensor == "side.weight, side.bias"
 
 
-def test_a_batch_in_which_nothing_counts_is_refused_while_it_runs(pool: Ranks, tmp_path: Path) -> None:
+def test_a_batch_in_which_nothing_counts_is_refused_while_it_runs(
+    pool: Ranks, tmp_path: Path
+) -> None:
     nothing = TensorDataset(VECTORS.tensors[0], torch.full((29,), -100))
     with pytest.raises(pg.RankFailed, match="its weight is 0"):
         trained(pool, tmp_path, JOBS["mlp"].replace(train=nothing), "data(2)")
 
 
 def test_targets_to_ignore_weigh_nothing_wherever_they_fall(pool: Ranks, tmp_path: Path) -> None:
-    """Half of the targets of the first share are ignored: a mean of means would be another training."""
+    """Half of the targets of the first share are ignored: a mean of means would be another
+    training.
+    """
     targets = whole(4, 29, seed=9)
     targets[::3] = -100
     losses = {}
     for text in ("serial", "data(4, reduce=ring)"):
         folder = tmp_path / text[:4]
         folder.mkdir()
-        job = make_job("ignoring", lambda: nn.Linear(10, 4), TensorDataset(VECTORS.tensors[0], targets))
+        job = make_job(
+            "ignoring", lambda: nn.Linear(10, 4), TensorDataset(VECTORS.tensors[0], targets)
+        )
         losses[text] = trained(pool, folder, job.replace(dtype=torch.float64), text).losses
     assert losses["serial"] == pytest.approx(losses["data(4, reduce=ring)"], rel=1e-12)
 
 
 def test_random_draws_that_depend_on_the_layout_are_refused(pool: Ranks, tmp_path: Path) -> None:
     """They were recorded, and trained all the same."""
+
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -314,8 +439,10 @@ def test_random_draws_that_depend_on_the_layout_are_refused(pool: Ranks, tmp_pat
 def test_train_from_python_checks_and_compares(tmp_path: Path) -> None:
     finished = pg.train(DIGITS.replace(epochs=1), "data(2, reduce=tree)", runs=tmp_path, check=True)
     assert str(finished.resolved) == "data(2, reduce=tree, state=replicated)"
-    assert finished.difference["value"] <= 1e-10                    # type: ignore[index]
-    assert finished.sent_per_step == {"gradients": {"bytes": 4 * (64 * 64 + 64 + 64 * 10 + 10 + 4), "computed": False}}
+    assert finished.difference["value"] <= 1e-10  # type: ignore[index]
+    assert finished.sent_per_step == {
+        "gradients": {"bytes": 4 * (64 * 64 + 64 + 64 * 10 + 10 + 4), "computed": False}
+    }
     assert json.loads((finished.folder / "run.jsonl").read_text().splitlines()[0])["kind"] == "run"
 
 
@@ -325,44 +452,73 @@ def test_data_under_torchrun_is_refused_without_it() -> None:
 
 
 def test_the_learning_rate_of_a_step_is_the_one_it_used(pool: Ranks, tmp_path: Path) -> None:
-    """It was read after the scheduler had stepped: the record was one step ahead of the training."""
+    """It was read after the scheduler had stepped: the record was one step ahead of the
+    training.
+    """
     finished = trained(pool, tmp_path, JOBS["mlp, adam, clipped, scheduled"], "data(2)")
-    assert [line["lr"] for line in finished.of("step")] == pytest.approx([1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3])
+    assert [line["lr"] for line in finished.of("step")] == pytest.approx(
+        [1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
+    )
 
 
 def test_what_every_micro_batch_sends_is_counted(pool: Ranks, tmp_path: Path) -> None:
-    """The count was emptied at the last micro-batch: what batch norm gathered in the earlier ones was lost."""
-    once, twice = (trained(pool, tmp_path / str(micro), JOBS["cnn with batch norm"], f"data(2, micro={micro})")
-                   .of("step")[0]["sent"] for micro in (1, 2))
+    """The count was emptied at the last micro-batch: what batch norm gathered in the earlier
+    ones was lost.
+    """
+    once, twice = (
+        trained(
+            pool, tmp_path / str(micro), JOBS["cnn with batch norm"], f"data(2, micro={micro})"
+        ).of("step")[0]["sent"]
+        for micro in (1, 2)
+    )
     assert twice["gradients"] == once["gradients"]
     assert twice["batch_norm"]["bytes"] == 2 * once["batch_norm"]["bytes"] > 0
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn with batch norm", pytest.param(
-    "lstm, tied", marks=pytest.mark.skipif(not LSTM_IN_BFLOAT16, reason=NO_LSTM))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "cnn with batch norm",
+        pytest.param("lstm, tied", marks=pytest.mark.skipif(not LSTM_IN_BFLOAT16, reason=NO_LSTM)),
+    ],
+)
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Ranks, name: str) -> None:
-    """By autocast. One step: error against float64 no more than four times serial's in bfloat16, or 8 eps of it."""
+    """By autocast. One step: error against float64 no more than four times serial's in
+    bfloat16, or 8 eps of it.
+    """
     job = JOBS[name].replace(dtype=torch.bfloat16)
-    exact, = pool.run(one_step, JOBS[name].replace(dtype=torch.float64), "serial", size=1)
-    serial, = pool.run(one_step, job, "serial", size=1)
+    (exact,) = pool.run(one_step, JOBS[name].replace(dtype=torch.float64), "serial", size=1)
+    (serial,) = pool.run(one_step, job, "serial", size=1)
     for ours in pool.run(one_step, job, "data(3, reduce=ring)", size=3):
-        assert {value.dtype for value in ours.values() if value.is_floating_point()} == {torch.float32}
+        assert {value.dtype for value in ours.values() if value.is_floating_point()} == {
+            torch.float32
+        }
         floor = 8 * torch.finfo(torch.bfloat16).eps
-        worst = {who: max(differences({key: value.double() for key, value in state.items()}, exact).values())
-                 for who, state in (("ours", ours), ("serial", serial))}
+        worst = {
+            who: max(
+                differences({key: value.double() for key, value in state.items()}, exact).values()
+            )
+            for who, state in (("ours", ours), ("serial", serial))
+        }
         assert 1e-6 < worst["ours"] <= max(floor, 4 * worst["serial"])
 
 
 @pytest.mark.skipif(LSTM_IN_BFLOAT16, reason="this processor computes an LSTM in bfloat16")
-def test_a_layer_that_the_processor_lacks_in_bfloat16_is_refused_at_the_door(tmp_path: Path) -> None:
-    with pytest.raises(pg.Refused, match=r"through the model in bfloat16 \(not every processor.*dtype=torch.float32 does\)"):
+def test_a_layer_that_the_processor_lacks_in_bfloat16_is_refused_at_the_door(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        pg.Refused,
+        match=r"through the model in bfloat16 \(not every processor.*dtype=torch.float32 does\)",
+    ):
         pg.train(JOBS["lstm, tied"].replace(dtype=torch.bfloat16), "data(2)", runs=tmp_path)
 
 
 def test_a_whole_training_in_bfloat16(pool: Ranks, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path, DIGITS.replace(dtype=torch.bfloat16), "data(2)")
     assert finished.header["job"]["dtype"] == "bfloat16"
-    assert finished.test > 85                                       # type: ignore[operator]
+    assert finished.test > 85  # type: ignore[operator]
 
 
 def one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
@@ -372,22 +528,33 @@ def one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.state().items()}
 
 
-def test_until_stops_every_rank_after_the_epoch_that_reaches_it(pool: Ranks, tmp_path: Path) -> None:
+def test_until_stops_every_rank_after_the_epoch_that_reaches_it(
+    pool: Ranks, tmp_path: Path
+) -> None:
     job = pg.job("digits")
     whole = trained(pool, tmp_path / "whole", job.replace(epochs=6), "data(2)")
     tests = [line["test"]["value"] for line in whole.of("epoch")]
     goal = next(place for place, value in enumerate(tests) if value >= 90)
     told: list[dict[str, float]] = []
     (tmp_path / "short").mkdir()
-    short = run(pool, admitted(job.replace(epochs=6), "data(2)", Settings(until="accuracy=90")), tmp_path / "short",
-                progress=told.append)
+    short = run(
+        pool,
+        admitted(job.replace(epochs=6), "data(2)", Settings(until="accuracy=90")),
+        tmp_path / "short",
+        progress=told.append,
+    )
     steps = len(short.of("step"))
-    assert (told[0]["steps"], told[-1]["step"], told[-1]["steps"]) == (6 * 23, steps, steps)    # the bar comes to its end
-    assert [line["test"]["value"] for line in short.of("epoch")] == tests[:goal + 1]
-    assert short.end["status"] == "finished"                        # type: ignore[index]
+    # the bar comes to its end
+    assert (told[0]["steps"], told[-1]["step"], told[-1]["steps"]) == (6 * 23, steps, steps)
+    assert [line["test"]["value"] for line in short.of("epoch")] == tests[: goal + 1]
+    assert short.end["status"] == "finished"  # type: ignore[index]
     falling = job.replace(epochs=6, metric=None)
-    losses = [line["test"]["value"] for line in trained(
-        pool, tmp_path / "falling", falling, "serial", until="loss=0.5").of("epoch")]
+    losses = [
+        line["test"]["value"]
+        for line in trained(pool, tmp_path / "falling", falling, "serial", until="loss=0.5").of(
+            "epoch"
+        )
+    ]
     assert losses[-1] <= 0.5 < min(losses[:-1])
 
 
@@ -395,19 +562,30 @@ def test_a_run_prints_as_what_it_was(pool: Ranks, tmp_path: Path) -> None:
     """print(run) said <paragrad.training.Run object at 0x...>."""
     finished = trained(pool, tmp_path / "run", DIGITS.replace(epochs=1), "data(2)")
     assert str(finished) == repr(finished)
-    assert re.fullmatch(rf"Run of digits under data\(2\): finished, 23 steps, last loss \d\.\d{{4}}, test accuracy \d+\.\d\d, "
-                        rf"\d+\.\d\d ms per step, in {tmp_path / 'run'}", str(finished))
+    assert re.fullmatch(
+        rf"Run of digits under data\(2\): finished, 23 steps, last loss \d\.\d{{4}}, test accuracy "
+        rf"\d+\.\d\d, "
+        rf"\d+\.\d\d ms per step, in {tmp_path / 'run'}",
+        str(finished),
+    )
     lines = (tmp_path / "run" / "run.jsonl").read_text()
-    (tmp_path / "run" / "run.jsonl").write_text(lines.replace('"status":"finished"', '"status":"stopped"'))
+    (tmp_path / "run" / "run.jsonl").write_text(
+        lines.replace('"status":"finished"', '"status":"stopped"')
+    )
     (tmp_path / "run" / "checkpoint-00000023").mkdir()
-    assert f"stopped at step 23, to go on with resume='{tmp_path / 'run'}'" in str(pg.Run(DIGITS, tmp_path / "run"))
+    assert f"stopped at step 23, to go on with resume='{tmp_path / 'run'}'" in str(
+        pg.Run(DIGITS, tmp_path / "run")
+    )
 
 
 def test_event_files_say_what_the_record_says(pool: Ranks, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     finished = trained(pool, tmp_path, DIGITS, "data(2)", tensorboard=True)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [each.value for each in events.Scalars("loss")] == pytest.approx(finished.losses, rel=1e-5)
+    assert [each.value for each in events.Scalars("loss")] == pytest.approx(
+        finished.losses, rel=1e-5
+    )
     assert [each.step for each in events.Scalars("loss")] == list(range(1, 47))
     assert events.Scalars("test accuracy")[-1].value == pytest.approx(finished.test)
     assert [each.value for each in events.Scalars("lr")] == pytest.approx([0.1] * 46)
@@ -416,10 +594,16 @@ def test_event_files_say_what_the_record_says(pool: Ranks, tmp_path: Path) -> No
 def test_the_model_is_plain_pytorch_without_paragrad(pool: Ranks, tmp_path: Path) -> None:
     """As the README shows it: a plain module of the same shape, and safetensors."""
     finished = trained(pool, tmp_path, DIGITS, "data(2)")
-    code = ("import sys, torch; from safetensors.torch import load_file; from torch import nn\n"
-            "model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))\n"
-            f"model.load_state_dict(load_file({str(tmp_path / 'model.safetensors')!r}))\n"
-            "assert not any(name.startswith('paragrad') for name in sys.modules)\n"
-            "print(float(model(torch.ones(1, 64)).detach().sum()))")
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert float(told) == pytest.approx(float(finished.model()(torch.ones(1, 64)).detach().sum()), rel=1e-5)
+    code = (
+        "import sys, torch; from safetensors.torch import load_file; from torch import nn\n"
+        "model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))\n"
+        f"model.load_state_dict(load_file({str(tmp_path / 'model.safetensors')!r}))\n"
+        "assert not any(name.startswith('paragrad') for name in sys.modules)\n"
+        "print(float(model(torch.ones(1, 64)).detach().sum()))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert float(told) == pytest.approx(
+        float(finished.model()(torch.ones(1, 64)).detach().sum()), rel=1e-5
+    )

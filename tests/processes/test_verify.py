@@ -20,10 +20,43 @@ from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.verbs.cli import app
 
-FIELDS = ["schema", "job", "digest", "strategy", "resolved", "device", "backend", "steps", "failure", "cause", "sabotage",
-          "machine", "folder", "tensor", "tensors", "first", "twin", "twins", "bound", "allowed", "chaotic", "dtype", "why",
-          "reference", "difference", "same"]
-BUILT_IN = ("digits", "inception-digits", "mnist-mlp", "mnist-cnn", "mnist-resnet", "shakespeare-lstm", "shakespeare-gpt")
+FIELDS = [
+    "schema",
+    "job",
+    "digest",
+    "strategy",
+    "resolved",
+    "device",
+    "backend",
+    "steps",
+    "failure",
+    "cause",
+    "sabotage",
+    "machine",
+    "folder",
+    "tensor",
+    "tensors",
+    "first",
+    "twin",
+    "twins",
+    "bound",
+    "allowed",
+    "chaotic",
+    "dtype",
+    "why",
+    "reference",
+    "difference",
+    "same",
+]
+BUILT_IN = (
+    "digits",
+    "inception-digits",
+    "mnist-mlp",
+    "mnist-cnn",
+    "mnist-resnet",
+    "shakespeare-lstm",
+    "shakespeare-gpt",
+)
 
 
 def verified(*words: str, code: int = 0) -> str:
@@ -44,18 +77,38 @@ def test_the_certificate_of_the_same_training(tmp_path: Path) -> None:
     names = set(pg.job("digits").model().state_dict())
     assert set(told["tensors"]) == names | {f"gradient of {name}" for name in names}
     assert told["difference"] == max(told["tensors"].values()) <= 1e-10
-    assert set(told["twins"]) == set(told["tensors"])           # what rounding alone does
+    assert set(told["twins"]) == set(told["tensors"])  # what rounding alone does
     assert 0 < told["twin"] == max(told["twins"].values()) <= 1e-10
-    assert (told["dtype"], told["why"], told["cause"], told["chaotic"]) == ("float64", None, None, None)
-    again = json.loads(verified("digits", "--strategy", "data(3, shares=[3, 1, 1])", "--runs", str(tmp_path), "--json"))
-    assert again["digest"] == told["digest"]                    # of the job, whatever the strategy
-    other = json.loads(verified("digits", "--strategy", "serial", "--seed", "1", "--runs", str(tmp_path), "--json"))
+    assert (told["dtype"], told["why"], told["cause"], told["chaotic"]) == (
+        "float64",
+        None,
+        None,
+        None,
+    )
+    again = json.loads(
+        verified(
+            "digits", "--strategy", "data(3, shares=[3, 1, 1])", "--runs", str(tmp_path), "--json"
+        )
+    )
+    # of the job, whatever the strategy
+    assert again["digest"] == told["digest"]
+    other = json.loads(
+        verified("digits", "--strategy", "serial", "--seed", "1", "--runs", str(tmp_path), "--json")
+    )
     assert other["digest"] != told["digest"]
 
 
 @pytest.mark.parametrize("bug", SABOTAGES)
 def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
-    words = "digits", "--strategy", "data(3, reduce=tree)", "--runs", str(tmp_path), "--sabotage", bug
+    words = (
+        "digits",
+        "--strategy",
+        "data(3, reduce=tree)",
+        "--runs",
+        str(tmp_path),
+        "--sabotage",
+        bug,
+    )
     text = verified(*words, code=1)
     assert "same training as serial: NO" in text
     assert "step 0" in text
@@ -71,14 +124,22 @@ def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_a_run_that_failed_is_neither_the_same_nor_another_training(tmp_path: Path) -> None:
-    """A job that raised on one rank was certified as another training: "same training as serial: NO"."""
+    """A job that raised on one rank was certified as another training: "same training as
+    serial: NO".
+    """
     job = Path(__file__).parents[1] / "job_files" / "fails_on_two.py"
-    result = CliRunner().invoke(app, ["verify", str(job), "--strategy", "data(2)", "--runs", str(tmp_path)])
+    result = CliRunner().invoke(
+        app, ["verify", str(job), "--strategy", "data(2)", "--runs", str(tmp_path)]
+    )
     assert result.exit_code == 1
     assert result.stdout == ""
     assert "Traceback" in result.stderr
-    assert re.fullmatch(r"paragrad: rank 1, step 0: RuntimeError: two is one too many \(.*fails_on_two\.py:10\) \(the run "
-                        r"failed, so whether it is the same training is not known\)", result.stderr.splitlines()[-1])
+    assert re.fullmatch(
+        r"paragrad: rank 1, step 0: RuntimeError: two is one too many \(.*fails_on_two\.py:10\) "
+        r"\(the run "
+        r"failed, so whether it is the same training is not known\)",
+        result.stderr.splitlines()[-1],
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -89,20 +150,35 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 @pytest.mark.story
 def test_a_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
     """torch's sentence of a step too many said nothing of why there were more."""
-    with pytest.raises(pg.RankFailed, match=r"step 3: .*; a comparison makes 20 steps and the job 3: if something of it ends "
-                                         r"with these \(a scheduler\), give it more epochs"):
-        pg.verify(make_job("cycle", mlp, VECTORS, batch=12, epochs=1, scheduler=one_cycle), "data(2)", runs=tmp_path)
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"step 3: .*; a comparison makes 20 steps and the job 3: if something of it ends "
+        r"with these \(a scheduler\), give it more epochs",
+    ):
+        pg.verify(
+            make_job("cycle", mlp, VECTORS, batch=12, epochs=1, scheduler=one_cycle),
+            "data(2)",
+            runs=tmp_path,
+        )
 
 
 @pytest.mark.story
-def test_what_a_failure_is_does_not_hang_on_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A difference of replicas was told from a run that failed by a part of its message: this job's error was certified as
-    another training."""
+def test_what_a_failure_is_does_not_hang_on_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference of replicas was told from a run that failed by a part of its message: this
+    job's error was certified as another training.
+    """
     files = Path(__file__).parents[1] / "job_files"
     monkeypatch.syspath_prepend(str(files))
-    (tmp_path / "words.py").write_text((files / "fails_on_two.py").read_text().replace("two is one too many",
-                                                                                      "they are not equal bit for bit"))
-    message = r"RuntimeError: they are not equal bit for bit \(.*words\.py:\d+\) \(the run failed, so"
+    (tmp_path / "words.py").write_text(
+        (files / "fails_on_two.py")
+        .read_text()
+        .replace("two is one too many", "they are not equal bit for bit")
+    )
+    message = (
+        r"RuntimeError: they are not equal bit for bit \(.*words\.py:\d+\) \(the run failed, so"
+    )
     with pytest.raises(pg.RankFailed, match=message) as caught:
         pg.verify(find(str(tmp_path / "words.py")), "data(2)", runs=tmp_path / "runs")
     assert (caught.value.rank, caught.value.step, caught.value.differs) == (1, 0, False)
@@ -119,20 +195,34 @@ def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:
     tell = Shown(console).run("verify serial")
     for each in told:
         tell(each)
-    assert console.file.getvalue() == f"verify serial: step 20 of 20, difference {told[-1]['difference']:.1e}\n"  # type: ignore
+    assert (
+        console.file.getvalue()
+        == f"verify serial: step 20 of 20, difference {told[-1]['difference']:.1e}\n"
+    )  # type: ignore
 
 
 @pytest.mark.table
 def test_the_certificate_says_with_what_it_compared(tmp_path: Path) -> None:
-    """Micro-batches or not, it is serial's training; but batch norm sees micro-batches: there data(2, micro=2) is
-    serial(micro=2)."""
+    """Micro-batches or not, it is serial's training; but batch norm sees micro-batches: there
+    data(2, micro=2) is serial(micro=2).
+    """
     text = verified("digits", "--strategy", "data(2, micro=2)", "--runs", str(tmp_path))
     assert "same training as serial: yes" in text
-    assert pg.verify(JOBS["cnn with batch norm"], "data(2, micro=2)", runs=tmp_path).reference == "serial(micro=2)"
+    assert (
+        pg.verify(JOBS["cnn with batch norm"], "data(2, micro=2)", runs=tmp_path).reference
+        == "serial(micro=2)"
+    )
     job = pg.job("digits")
-    digests = {pg.verify(changed, "serial", runs=tmp_path).digest for changed in (
-        job, job.replace(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)), job.replace(clip_norm=1.0),
-        job.replace(loss=torch.nn.functional.multi_margin_loss), job.replace(dtype=torch.bfloat16))}
+    digests = {
+        pg.verify(changed, "serial", runs=tmp_path).digest
+        for changed in (
+            job,
+            job.replace(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)),
+            job.replace(clip_norm=1.0),
+            job.replace(loss=torch.nn.functional.multi_margin_loss),
+            job.replace(dtype=torch.bfloat16),
+        )
+    }
     assert len(digests) == 5
 
 
@@ -145,5 +235,7 @@ def test_what_is_not_exact_is_not_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.table
-def test_every_strategy_on_every_built_in_job(data: Path, name: str, row: str, tmp_path: Path) -> None:
+def test_every_strategy_on_every_built_in_job(
+    data: Path, name: str, row: str, tmp_path: Path
+) -> None:
     assert pg.verify(pg.job(name), ROWS[row](2), runs=tmp_path, data=data).same

@@ -1,4 +1,6 @@
-"""verify on models and jobs that once misled it: what was certified and was another training, and what was not and was none."""
+"""verify on models and jobs that once misled it: what was certified and was another training,
+and what was not and was none.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,26 @@ from paragrad.verbs.picking import telling_batches
 
 pytestmark = pytest.mark.story
 
-PLAIN = TensorDataset(numbers(24, 10, seed=1), whole(4, 24, seed=2))        # no share of 24 in batches of 12 is short
+# no share of 24 in batches of 12 is short
+PLAIN = TensorDataset(numbers(24, 10, seed=1), whole(4, 24, seed=2))
 
 
 def verified(job: Job, strategy: str, folder: Path, **more: str) -> Certificate:
-    return pg.verify(job, strategy, runs=folder, **more)        # type: ignore[arg-type]
+    return pg.verify(job, strategy, runs=folder, **more)  # type: ignore[arg-type]
 
 
 def ignoring(data: TensorDataset, *ignored: int) -> TensorDataset:
-    inputs, targets = data.tensors[0], data.tensors[1].clone()
+    inputs = data.tensors[0]
+    targets = data.tensors[1].clone()
     targets[list(ignored)] = -100
     return TensorDataset(inputs, targets)
 
 
 @pytest.mark.parametrize("strategy", ["serial(micro=3)", "data(2, micro=2)"])
 def test_a_mean_of_means_under_micro_batches(strategy: str, tmp_path: Path) -> None:
-    """The reference ran the same micro-batches, so it shared the fault of their weights: serial(micro=3) was its own
-    reference, and was certified."""
+    """The reference ran the same micro-batches, so it shared the fault of their weights:
+    serial(micro=3) was its own reference, and was certified.
+    """
     found = verified(job("hidden", mlp, ignoring(PLAIN, 13, 14), loss=untraced), strategy, tmp_path)
     assert not found.same
     assert found.reference == "serial"
@@ -52,11 +57,21 @@ def test_a_mean_of_means_under_micro_batches(strategy: str, tmp_path: Path) -> N
 
 
 def test_batch_norm_sees_the_same_micro_batches_whose_weights_are_checked(tmp_path: Path) -> None:
-    """Where batch norm forces the same micro-batches upon the reference, it shared the fault of their weights."""
-    found = verified(job("hidden", normed_cnn, ignoring(IMAGES, 13, 14), loss=untraced), "data(2, micro=2)", tmp_path)
+    """Where batch norm forces the same micro-batches upon the reference, it shared the fault of
+    their weights.
+    """
+    found = verified(
+        job("hidden", normed_cnn, ignoring(IMAGES, 13, 14), loss=untraced),
+        "data(2, micro=2)",
+        tmp_path,
+    )
     assert found.reference == "serial(micro=2)"
     assert not found.same
-    found = verified(job("hidden", normed_cnn, ignoring(IMAGES, 13, 14), loss=untraced), "serial(micro=2)", tmp_path)
+    found = verified(
+        job("hidden", normed_cnn, ignoring(IMAGES, 13, 14), loss=untraced),
+        "serial(micro=2)",
+        tmp_path,
+    )
     assert not found.same
     assert found.first is not None
     assert found.first[0] == "loss of the whole batch"
@@ -64,7 +79,9 @@ def test_batch_norm_sees_the_same_micro_batches_whose_weights_are_checked(tmp_pa
 
 
 def test_ignored_targets_in_one_batch_of_forty(tmp_path: Path) -> None:
-    """Rare -100 in a function around cross-entropy: none among the first 19 batches, so it was certified."""
+    """Rare -100 in a function around cross-entropy: none among the first 19 batches, so it was
+    certified.
+    """
     vectors = TensorDataset(numbers(480, 10, seed=1), whole(4, 480, seed=2))
     plain = job("rare", mlp, vectors, loss=untraced)
     late = plain.order(480).indices(0, range(360, 363))
@@ -91,8 +108,12 @@ class Counting(nn.Module):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mask", [None, -math.inf, -1e30], ids=str)
-def test_a_buffer_that_counts_a_share_beside_a_causal_mask(mask: float | None, tmp_path: Path) -> None:
-    """The largest number of a kind was the floor of every scale: beside a mask of -inf or -1e30 everything was equal."""
+def test_a_buffer_that_counts_a_share_beside_a_causal_mask(
+    mask: float | None, tmp_path: Path
+) -> None:
+    """The largest number of a kind was the floor of every scale: beside a mask of -inf or -1e30
+    everything was equal.
+    """
     counting = job("counting", lambda: Counting(mlp, mask), PLAIN)
     found = verified(counting, "data(2)", tmp_path)
     assert found.first == ("seen", 0)
@@ -103,7 +124,9 @@ def test_a_buffer_that_counts_a_share_beside_a_causal_mask(mask: float | None, t
 def test_a_buffer_that_counts_a_share_beside_batch_norm_with_adam(tmp_path: Path) -> None:
     """All buffers were left out there, for the sake of the running mean."""
     data = TensorDataset(numbers(24, 2, 8, 8, seed=3), whole(4, 24, seed=4))
-    found = verified(job("counting", lambda: Counting(normed_cnn), data, optimizer=adam), "data(2)", tmp_path)
+    found = verified(
+        job("counting", lambda: Counting(normed_cnn), data, optimizer=adam), "data(2)", tmp_path
+    )
     assert found.first == ("seen", 0)
     assert "model.1.running_mean" not in found.tensors
     assert "model.1.num_batches_tracked" in found.tensors
@@ -113,9 +136,15 @@ class Block(nn.Module):
     def __init__(self, channels: int, more: int, stride: int) -> None:
         super().__init__()
         self.path = nn.Sequential(
-            nn.Conv2d(channels, more, 3, stride, 1, bias=False), nn.BatchNorm2d(more), nn.ReLU(),
-            nn.Conv2d(more, more, 3, 1, 1, bias=False), nn.BatchNorm2d(more))
-        self.past = nn.Sequential(nn.Conv2d(channels, more, 1, stride, bias=False), nn.BatchNorm2d(more))
+            nn.Conv2d(channels, more, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(more),
+            nn.ReLU(),
+            nn.Conv2d(more, more, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(more),
+        )
+        self.past = nn.Sequential(
+            nn.Conv2d(channels, more, 1, stride, bias=False), nn.BatchNorm2d(more)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.path(x) + self.past(x))
@@ -123,9 +152,20 @@ class Block(nn.Module):
 
 def resnet() -> nn.Module:
     """ResNet-18 in little: batch norm after batch norm, down to one pixel."""
-    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), Block(4, 4, 1), Block(4, 8, 2),
-                         Block(8, 8, 1), Block(8, 16, 2), Block(16, 16, 1), Block(16, 32, 2), Block(32, 32, 1),
-                         nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        Block(4, 4, 1),
+        Block(4, 8, 2),
+        Block(8, 8, 1),
+        Block(8, 16, 2),
+        Block(16, 16, 1),
+        Block(16, 32, 2),
+        Block(32, 32, 1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
 
 
 PICTURES = TensorDataset(numbers(26, 3, 16, 16, seed=1), whole(10, 26, seed=2))
@@ -134,8 +174,10 @@ CHAOTIC = job("chaotic", resnet, PICTURES, batch=8, optimizer=momentum)
 
 @pytest.mark.table
 def test_a_chaotic_model_is_told_from_a_wrong_one(tmp_path: Path) -> None:
-    """Batch norm over a last batch of two samples magnifies rounding to whole differences: 22 in ResNet-18, where plain
-    torch beside itself with its samples reversed has 2.6. It was called another training."""
+    """Batch norm over a last batch of two samples magnifies rounding to whole differences: 22
+    in ResNet-18, where plain torch beside itself with its samples reversed has 2.6. It was
+    called another training.
+    """
     found = verified(CHAOTIC, "data(2, micro=2)", tmp_path)
     assert found.same
     assert found.difference is not None
@@ -144,22 +186,41 @@ def test_a_chaotic_model_is_told_from_a_wrong_one(tmp_path: Path) -> None:
     words = f"{__file__}:CHAOTIC", "--strategy", "data(2)", "--batch", "2", "--runs", str(tmp_path)
     text = CliRunner().invoke(app, ["verify", *words]).stdout
     assert "on rounding decides, and nothing is compared" in text
-    assert "same training as serial: yes (beyond 1e-10, by no more than rounding does, float64)" in text
+    assert (
+        "same training as serial: yes (beyond 1e-10, by no more than rounding does, float64)"
+        in text
+    )
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("strategy", "planted"), [
-    ("data(2, reduce=ring)", "mean_twice"), ("data(3, reduce=tree)", "skip_chunk"), ("data(2, batch_norm=share)", None)])
-def test_the_first_steps_of_a_chaotic_model_name_what_is_wrong(strategy: str, planted: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "planted"),
+    [
+        ("data(2, reduce=ring)", "mean_twice"),
+        ("data(3, reduce=tree)", "skip_chunk"),
+        ("data(2, batch_norm=share)", None),
+    ],
+)
+def test_the_first_steps_of_a_chaotic_model_name_what_is_wrong(
+    strategy: str, planted: str | None, tmp_path: Path
+) -> None:
     """Rounding is small there still; what comes before chaos cannot hide behind it."""
-    pictures = TensorDataset(numbers(28, 3, 16, 16, seed=1), whole(10, 28, seed=2))         # a last batch of 4
-    found = verified(CHAOTIC.replace(train=pictures), strategy, tmp_path, **({"sabotage": planted} if planted else {}))
+    # a last batch of 4
+    pictures = TensorDataset(numbers(28, 3, 16, 16, seed=1), whole(10, 28, seed=2))
+    found = verified(
+        CHAOTIC.replace(train=pictures),
+        strategy,
+        tmp_path,
+        **({"sabotage": planted} if planted else {}),
+    )
     assert not found.same
     assert "step 0" in (found.failure or f"step {found.first and found.first[1]}")
 
 
 class Mixing(nn.Module):
-    """Every sample looks at its neighbour in a whole batch, which the door, with fewer samples, does not see."""
+    """Every sample looks at its neighbour in a whole batch, which the door, with fewer samples,
+    does not see.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +231,9 @@ class Mixing(nn.Module):
 
 
 def test_what_depends_on_the_order_of_samples_is_no_chaos(tmp_path: Path) -> None:
-    """A twin with its samples reversed differs from serial as a wrong strategy does, in such a model: it would excuse it."""
+    """A twin with its samples reversed differs from serial as a wrong strategy does, in such a
+    model: it would excuse it.
+    """
     found = verified(job("mixing", Mixing, VECTORS), "data(2)", tmp_path)
     assert not found.same
     assert found.twin < 1e-10
@@ -181,7 +244,8 @@ class Cell(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.out = nn.GRUCell(10, 8), nn.Linear(8, 4)
+        self.cell = nn.GRUCell(10, 8)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.cell(x, torch.zeros(len(x), 8)))
@@ -191,13 +255,21 @@ WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 0.5])
 
 
 def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return functional.cross_entropy(output, target, weight=WEIGHTS, reduction="sum"), WEIGHTS[target].sum()
+    return functional.cross_entropy(output, target, weight=WEIGHTS, reduction="sum"), WEIGHTS[
+        target
+    ].sum()
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("strategy", ["data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)"])
-@pytest.mark.parametrize("changes", [{"model": Cell}, {"model": mlp, "loss": weighted}], ids=("model", "loss"))
-def test_constants_in_float32_are_compared_in_float32(changes: dict, strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)"]
+)
+@pytest.mark.parametrize(
+    "changes", [{"model": Cell}, {"model": mlp, "loss": weighted}], ids=("model", "loss")
+)
+def test_constants_in_float32_are_compared_in_float32(
+    changes: dict, strategy: str, tmp_path: Path
+) -> None:
     """It ended with a traceback: "expected m1 and m2 to have the same dtype"."""
     found = verified(job("constants", data=VECTORS, **changes), strategy, tmp_path)
     assert found.same, found
@@ -208,32 +280,47 @@ def test_constants_in_float32_are_compared_in_float32(changes: dict, strategy: s
 
 
 def test_a_wrong_weight_is_seen_in_float32(tmp_path: Path) -> None:
-    found = verified(job("constants", Cell, ignoring(PLAIN, 13, 14), loss=untraced), "data(2)", tmp_path)
+    found = verified(
+        job("constants", Cell, ignoring(PLAIN, 13, 14), loss=untraced), "data(2)", tmp_path
+    )
     assert found.dtype == "float32"
     assert not found.same
 
 
 def test_the_batches_that_tell_most_come_early_and_none_twice() -> None:
-    """40 batches of 4: one with the longest line, one with the shortest ones, one with ignored targets only."""
+    """40 batches of 4: one with the longest line, one with the shortest ones, one with ignored
+    targets only.
+    """
     lengths = [5] * 160
     order = Order(160, 4, seed=3)
     batches = list(order.batches())
-    long, short, bare = batches[25], batches[31], batches[12]
+    long = batches[25]
+    short = batches[31]
+    bare = batches[12]
     lengths[order.indices(0, long)[1]] = 9
     for index in order.indices(0, short):
         lengths[index] = 3
     ignored = set(order.indices(0, bare))
-    lines = [(torch.ones(length), torch.tensor(-100 if index in ignored else 1)) for index, length in enumerate(lengths)]
+    lines = [
+        (torch.ones(length), torch.tensor(-100 if index in ignored else 1))
+        for index, length in enumerate(lengths)
+    ]
 
     def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        return nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), torch.stack([y for _, y in samples])
+        return nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), torch.stack(
+            [y for _, y in samples]
+        )
 
     places = telling_batches(Samples(lines, 3, padded), order, 20, Division((1, 1)))
     assert len(places) == len(set(places)) == 20
     assert places[0] == (0, batches[0])
     assert {(0, batch) for batch in (long, short, bare, batches[-1])} < set(places[:7])
     assert telling_batches(Samples(lines, 3, padded), order, 43, Division((1, 1)))[38:42] == [
-        (0, batches[38]), (0, batches[39]), (1, batches[0]), (1, batches[1])]
+        (0, batches[38]),
+        (0, batches[39]),
+        (1, batches[0]),
+        (1, batches[1]),
+    ]
     assert len(telling_batches(Samples(lines, 3, padded), order, 1, Division((1, 1)))) == 1
 
 
@@ -243,13 +330,30 @@ def test_what_is_not_finite_must_be_the_same_and_measures_nothing() -> None:
     assert differences({"mask": mask + 0.25}, {"mask": mask}) == {"mask": 0.5}
     assert differences({"mask": -mask}, {"mask": mask}) == {"mask": math.inf}
     huge = {"mask": torch.tensor([1.0, -1e30]), "small": torch.tensor([2.0])}
-    assert differences({"mask": torch.tensor([1.5, -1e30]), "small": torch.tensor([3.0])}, huge) == {"mask": 0.5, "small": 0.5}
-    assert differences({"mask": torch.tensor([1.0, -2e30]), "small": torch.tensor([2.0])}, huge)["mask"] > 1.0
+    assert differences(
+        {"mask": torch.tensor([1.5, -1e30]), "small": torch.tensor([3.0])}, huge
+    ) == {"mask": 0.5, "small": 0.5}
+    assert (
+        differences({"mask": torch.tensor([1.0, -2e30]), "small": torch.tensor([2.0])}, huge)[
+            "mask"
+        ]
+        > 1.0
+    )
     flags = {"flags": torch.tensor([True, False])}
     assert differences({"flags": torch.tensor([True, True])}, flags) == {"flags": 1.0}
-    assert apart({"a": torch.tensor([1.5]), "b": torch.tensor([10.0])}, {"a": torch.tensor([1.0]), "b": torch.tensor([10.0])})[
-        "a"].pooled == 0.05
-    assert each_apart({"seen": torch.tensor(12.0)}, {"seen": torch.tensor(24.0)}, floor=1e-6)["seen"].pooled == 0.5
+    assert (
+        apart(
+            {"a": torch.tensor([1.5]), "b": torch.tensor([10.0])},
+            {"a": torch.tensor([1.0]), "b": torch.tensor([10.0])},
+        )["a"].pooled
+        == 0.05
+    )
+    assert (
+        each_apart({"seen": torch.tensor(12.0)}, {"seen": torch.tensor(24.0)}, floor=1e-6)[
+            "seen"
+        ].pooled
+        == 0.5
+    )
 
 
 class Coarser(nn.Module):
@@ -257,19 +361,29 @@ class Coarser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.out = nn.Linear(10, 16), nn.Linear(16, 4)
+        self.hidden = nn.Linear(10, 16)
+        self.out = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.hidden(x))
-        return functional.linear(hidden.float(), self.out.weight.float(), self.out.bias.float()).to(x.dtype)
+        return functional.linear(hidden.float(), self.out.weight.float(), self.out.bias.float()).to(
+            x.dtype
+        )
 
 
 def test_what_computes_in_float32_inside_is_compared_in_float32(tmp_path: Path) -> None:
-    """Mamba was "not the same" by 1.2e-7: sums over a batch in float32, in a model in float64, which a last place of that does
-    not show."""
+    """Mamba was "not the same" by 1.2e-7: sums over a batch in float32, in a model in float64,
+    which a last place of that does not show.
+    """
     certificate = pg.verify(job("coarser", Coarser, VECTORS), "data(2, reduce=ring)", runs=tmp_path)
     assert certificate.same
     assert certificate.dtype == "float32"
-    trained = [pg.train(job("coarser", Coarser, VECTORS, dtype=torch.float64, seed=seed), "data(2)", runs=tmp_path)
-               for seed in range(3)]
+    trained = [
+        pg.train(
+            job("coarser", Coarser, VECTORS, dtype=torch.float64, seed=seed),
+            "data(2)",
+            runs=tmp_path,
+        )
+        for seed in range(3)
+    ]
     assert all(run.losses for run in trained)

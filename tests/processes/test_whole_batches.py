@@ -1,4 +1,6 @@
-"""Collates that draw or pad: what they make of a share is not its part of the batch, so every rank collates all of it."""
+"""Collates that draw or pad: what they make of a share is not its part of the batch, so every
+rank collates all of it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "ser
 def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Mixup: every sample with another of its batch, by a share drawn for the batch."""
     x, target = default_collate(samples)
-    share, other = numpy.random.beta(0.4, 0.4), torch.randperm(len(x))
+    share = numpy.random.beta(0.4, 0.4)
+    other = torch.randperm(len(x))
     both = functional.one_hot(target, 4).to(x.dtype)
     return share * x + (1 - share) * x[other], share * both + (1 - share) * both[other]
 
@@ -48,18 +51,23 @@ class Pooled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.out = nn.Embedding(11, 8), nn.Linear(8, 4)
+        self.embedding = nn.Embedding(11, 8)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.out(self.embedding(tokens).mean(1))
 
 
 def padded(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return nn.utils.rnn.pad_sequence(lines, batch_first=True), torch.tensor([int(line[0]) % 4 for line in lines])
+    return nn.utils.rnn.pad_sequence(lines, batch_first=True), torch.tensor(
+        [int(line[0]) % 4 for line in lines]
+    )
 
 
-DRAWING = {"mixup": job("mixup", lambda: nn.Linear(10, 4), VECTORS, collate=mixed_up),
-           "masked": job("masked", lambda: nn.Linear(10, 4), VECTORS, collate=masked)}
+DRAWING = {
+    "mixup": job("mixup", lambda: nn.Linear(10, 4), VECTORS, collate=mixed_up),
+    "masked": job("masked", lambda: nn.Linear(10, 4), VECTORS, collate=masked),
+}
 PADDED = job("padded", Pooled, Lines(), collate=padded)
 
 
@@ -68,10 +76,14 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.cell, self.out = nn.Embedding(11, 8), nn.GRU(8, 6, batch_first=True), nn.Linear(6, 4)
+        self.embedding = nn.Embedding(11, 8)
+        self.cell = nn.GRU(8, 6, batch_first=True)
+        self.out = nn.Linear(6, 4)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(self.embedding(tokens), lengths.cpu(), batch_first=True)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(tokens), lengths.cpu(), batch_first=True
+        )
         return self.out(self.cell(packed)[1][0])
 
 
@@ -98,15 +110,24 @@ def test_the_same_training(made: Job, strategy: str, tmp_path: Path) -> None:
 def test_why_is_recorded(tmp_path: Path) -> None:
     assert examined(DRAWING["mixup"]).whole_batch == "it draws at random"
     assert examined(PADDED).whole_batch == "what it makes of a share counts otherwise"
-    assert examined(job("plain", lambda: nn.Linear(10, 4), VECTORS, collate=default_collate)).whole_batch is None
+    assert (
+        examined(
+            job("plain", lambda: nn.Linear(10, 4), VECTORS, collate=default_collate)
+        ).whole_batch
+        is None
+    )
     run = pg.train(PADDED, "data(2)", runs=tmp_path)
     told = [line for line in run.choices if line["what"] == "collate"]
     assert [(line["picked"], line["because"]) for line in told] == [
-        ("whole batches on every rank", "what it makes of a share counts otherwise")]
+        ("whole batches on every rank", "what it makes of a share counts otherwise")
+    ]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    """Time first: the batch's first dimension is not the samples, so no rank could take its part of a whole batch."""
+    """Time first: the batch's first dimension is not the samples, so no rank could take its
+    part of a whole batch.
+    """
+
     def time_first(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, target = padded(lines)
         return tokens.T, target
@@ -122,8 +143,10 @@ def test_what_cannot_be_cut_is_refused() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["data(2, micro=3)", "serial(micro=3)"])
 def test_an_order_of_its_own(strategy: str, tmp_path: Path) -> None:
-    """With micro=3 the last batch of 5 leaves a part empty, for which one sample stands in. Sorted among the others it was
-    taken for another one, in silence: gradients were 2.2 times their size off."""
+    """With micro=3 the last batch of 5 leaves a part empty, for which one sample stands in.
+    Sorted among the others it was taken for another one, in silence: gradients were 2.2 times
+    their size off.
+    """
     assert examined(SORTED).whole_batch == OWN
     certificate = pg.verify(SORTED, strategy, runs=tmp_path)
     assert certificate.same, (certificate.difference, certificate.tensor, certificate.failure)
@@ -132,7 +155,7 @@ def test_an_order_of_its_own(strategy: str, tmp_path: Path) -> None:
 
 
 def numbered(samples: list[float]) -> tuple[Tensor, Tensor]:
-    return torch.tensor(samples), torch.tensor(samples[0])          # the first one's, for all
+    return torch.tensor(samples), torch.tensor(samples[0])  # the first one's, for all
 
 
 GENERATOR = torch.Generator()
@@ -142,17 +165,31 @@ COLLATES: dict[str, tuple[Callable[[list[Any]], Any], list[Any], str | None]] = 
     "one sample": (lambda samples: torch.tensor(sorted(samples)), [3.0], None),
     "no tensors": (sorted, [(3, 1), (1, 1)], OWN),
     "in order": (numbered, [0.0, 1.0, 1.0, float("nan"), 2.0, 5.0], None),
-    "fails backwards": (lambda samples: torch.tensor(samples) / math.sqrt(samples[-1] - samples[0]), [1.0, 2.0], None),
+    "fails backwards": (
+        lambda samples: torch.tensor(samples) / math.sqrt(samples[-1] - samples[0]),
+        [1.0, 2.0],
+        None,
+    ),
     "drops samples": (lambda samples: torch.tensor(sorted(samples)[1:]), [3.0, 1.0, 2.0], None),
-    "time first": (lambda samples: torch.stack(samples, 1), list(torch.arange(25.0).view(5, 5)), None),
+    "time first": (
+        lambda samples: torch.stack(samples, 1),
+        list(torch.arange(25.0).view(5, 5)),
+        None,
+    ),
     "draws": (lambda samples: torch.rand(len(samples)), [1.0, 2.0], "it draws at random"),
-    "never the same": (lambda samples: torch.rand(len(samples), generator=GENERATOR), [1.0, 2.0], None),
+    "never the same": (
+        lambda samples: torch.rand(len(samples), generator=GENERATOR),
+        [1.0, 2.0],
+        None,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", COLLATES)
 def test_which_collates_have_an_order_of_their_own(name: str) -> None:
-    """Asked with the same few samples forwards and backwards; one that cannot be seen through is left as it is."""
+    """Asked with the same few samples forwards and backwards; one that cannot be seen through
+    is left as it is.
+    """
     collate, data, because = COLLATES[name]
     assert why_whole(Samples(data, 0, collate), batch=12) == because
     assert why_whole(Samples(data, 0, pg.WholeBatch(collate)), batch=12) is None
@@ -164,13 +201,21 @@ def without_twos(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def test_a_collate_that_fails_on_a_share(tmp_path: Path) -> None:
-    """It drops samples, and of one share all: "not enough values to unpack (expected 2, got 0)" was all that was said."""
+    """It drops samples, and of one share all: "not enough values to unpack (expected 2, got 0)"
+    was all that was said.
+    """
     vectors = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 2 == 0, 1, 2))
     dropping = job("dropping", lambda: nn.Linear(10, 4), vectors, collate=without_twos, batch=2)
-    with pytest.raises(pg.Refused, match=r"collate raised ValueError: not enough values .*given 1 of the batch's 2 samples\); "
-                                         r"if it drops samples, .* collate=paragrad.WholeBatch\(collate\)"):
+    with pytest.raises(
+        pg.Refused,
+        match=r"collate raised ValueError: not enough values .*given 1 of the batch's 2 samples\); "
+        r"if it drops samples, .* collate=paragrad.WholeBatch\(collate\)",
+    ):
         examined(dropping)
-    with pytest.raises(pg.RankFailed, match=r"collate raised .*of the batch's 6 samples\); if it drops samples, let it keep"):
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"collate raised .*of the batch's 6 samples\); if it drops samples, let it keep",
+    ):
         pg.train(dropping.replace(batch=6), "data(3, reduce=ring)", runs=tmp_path)
     with pytest.raises(StepFailed, match=r"given 1 of the batch's 1 samples\)$"):
         dropping.samples(vectors)[0, [1]]
@@ -180,5 +225,6 @@ def test_asked_for() -> None:
     made = PADDED.replace(collate=pg.WholeBatch(padded))
     assert examined(made).whole_batch is None
     samples = made.samples(Lines())
-    everything, part = samples[0, [3, 4, 5, 6]], samples[0, [3, 4, 5, 6], [0, 2]]
+    everything = samples[0, [3, 4, 5, 6]]
+    part = samples[0, [3, 4, 5, 6], [0, 2]]
     assert torch.equal(part[0], everything[0][[0, 2]])

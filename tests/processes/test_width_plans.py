@@ -30,13 +30,28 @@ def travels(plan: Plan) -> list[str]:
 
 def test_columns_and_rows_of_pairs_of_layers() -> None:
     """One sum forward and one backward for each pair: Megatron's."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(),
-                          nn.Linear(5, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 8),
+        nn.GELU(),
+        nn.Linear(8, 6),
+        nn.LayerNorm(6),
+        nn.Linear(6, 5),
+        nn.ReLU(),
+        nn.Linear(5, 3),
+    )
     plan = planned(model, drawn(2, 6, seed=1), 2)
     assert told(plan) == {
-        "0.weight": "outputs 4 + 4", "0.bias": "elements 4 + 4", "2.weight": "inputs 4 + 4", "2.bias": "whole",
-        "3.weight": "whole (layer_norm)", "3.bias": "whole (layer_norm)",
-        "4.weight": "outputs 3 + 2", "4.bias": "elements 3 + 2", "6.weight": "inputs 3 + 2", "6.bias": "whole"}
+        "0.weight": "outputs 4 + 4",
+        "0.bias": "elements 4 + 4",
+        "2.weight": "inputs 4 + 4",
+        "2.bias": "whole",
+        "3.weight": "whole (layer_norm)",
+        "3.bias": "whole (layer_norm)",
+        "4.weight": "outputs 3 + 2",
+        "4.bias": "elements 3 + 2",
+        "6.weight": "inputs 3 + 2",
+        "6.bias": "whole",
+    }
     assert travels(plan) == ["2: summed", "4: copied", "6: summed"]
 
 
@@ -44,20 +59,38 @@ def test_without_pairs_every_layer_is_divided_by_its_outputs() -> None:
     """What comes into one is gathered: one split for all layers (Gholami et al. 2018)."""
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
     plan = planned(model, drawn(2, 6, seed=1), 2, pairs=False)
-    assert [told(plan)[f"{number}.weight"] for number in (0, 2, 4)] == ["outputs 4 + 4", "outputs 3 + 3", "outputs 2 + 2"]
+    assert [told(plan)[f"{number}.weight"] for number in (0, 2, 4)] == [
+        "outputs 4 + 4",
+        "outputs 3 + 3",
+        "outputs 2 + 2",
+    ]
     assert travels(plan) == ["2: gathered", "2: copied", "4: gathered", "4: copied"]
-    plan = planned(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), drawn(2, 6, seed=1), 2, pairs=False)
-    assert (told(plan)["2.weight"], travels(plan)) == ("whole(1, 8)", ["2: gathered"])     # of too few outputs
+    plan = planned(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)),
+        drawn(2, 6, seed=1),
+        2,
+        pairs=False,
+    )
+    # of too few outputs
+    assert (told(plan)["2.weight"], travels(plan)) == ("whole(1, 8)", ["2: gathered"])
 
 
 def test_channels_with_their_norm_and_their_statistics() -> None:
     plan = planned(normed_cnn(), drawn(2, 2, 8, 8, seed=1), 2)
-    assert {name for name in plan.divided if name.startswith("1.")} == {"1.weight", "1.bias", "1.running_mean", "1.running_var"}
-    assert told(plan)["5.weight"] == "inputs 18 + 18"           # what is flattened behind channels
+    assert {name for name in plan.divided if name.startswith("1.")} == {
+        "1.weight",
+        "1.bias",
+        "1.running_mean",
+        "1.running_var",
+    }
+    # what is flattened behind channels
+    assert told(plan)["5.weight"] == "inputs 18 + 18"
 
 
 def test_heads_are_whole_and_qkv_is_three() -> None:
-    plan = planned(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), drawn(2, 5, 12, seed=1), 2)
+    plan = planned(
+        nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), drawn(2, 5, 12, seed=1), 2
+    )
     assert told(plan)["self_attn.in_proj_weight"] == "outputs 8 + 4 of each of 3 blocks"
     assert told(plan)["self_attn.out_proj.weight"] == "inputs 8 + 4"
     assert travels(plan) == ["self_attn: summed", "linear1: copied", "linear2: summed"]
@@ -69,19 +102,36 @@ class Grouped(nn.Module):
     def __init__(self, queries: int, keys: int) -> None:
         super().__init__()
         self.heads = queries, keys
-        self.query, self.key, self.value = (nn.Linear(8, 4 * count) for count in (queries, keys, keys))
+        self.query, self.key, self.value = (
+            nn.Linear(8, 4 * count) for count in (queries, keys, keys)
+        )
         self.out = nn.Linear(4 * queries, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1
-        q, k, v = (layer(x).view(*x.shape[:2], count, 4).transpose(1, 2) for layer, count in zip(
-            (self.query, self.key, self.value), (self.heads[0], self.heads[1], self.heads[1]), strict=True))
-        k, v = (each[:, :, None].expand(-1, -1, q.shape[1] // k.shape[1], -1, -1).reshape(q.shape) for each in (k, v))
-        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(*x.shape[:2], -1))
+        q, k, v = (
+            layer(x).view(*x.shape[:2], count, 4).transpose(1, 2)
+            for layer, count in zip(
+                (self.query, self.key, self.value),
+                (self.heads[0], self.heads[1], self.heads[1]),
+                strict=True,
+            )
+        )
+        k, v = (
+            each[:, :, None].expand(-1, -1, q.shape[1] // k.shape[1], -1, -1).reshape(q.shape)
+            for each in (k, v)
+        )
+        return self.out(
+            functional.scaled_dot_product_attention(q, k, v)
+            .transpose(1, 2)
+            .reshape(*x.shape[:2], -1)
+        )
 
 
 def test_queries_go_with_their_keys() -> None:
-    """Eight heads of queries over three ranks would be 3, 3 and 2, and their four of keys are 2, 1 and 1."""
+    """Eight heads of queries over three ranks would be 3, 3 and 2, and their four of keys are
+    2, 1 and 1.
+    """
     plan = planned(Grouped(8, 4), drawn(2, 5, 8, seed=1).requires_grad_(), 3)
     assert told(plan)["query.weight"] == "outputs 16 + 8 + 8"
     assert told(plan)["key.weight"] == "outputs 8 + 4 + 4"
@@ -98,13 +148,19 @@ def test_a_tied_weight_is_divided_once() -> None:
     plan = planned(TiedLstm(), whole(11, 2, 7, seed=1), 2)
     assert told(plan)["embedding.weight"] == "vocabulary 6 + 5"
     assert told(plan)["out.bias"] == "elements 6 + 5"
-    assert all(told(plan)[name].startswith("whole") for name in plan.shapes if name.startswith("lstm"))
+    assert all(
+        told(plan)[name].startswith("whole") for name in plan.shapes if name.startswith("lstm")
+    )
 
 
 def test_weights_that_are_made_of_parameters() -> None:
     """The norm of a row whose elements are on several ranks is summed."""
     normed = nn.utils.parametrizations.weight_norm
-    plan = planned(nn.Sequential(normed(nn.Linear(6, 8)), nn.Tanh(), normed(nn.Linear(8, 4))), drawn(2, 6, seed=1), 2)
+    plan = planned(
+        nn.Sequential(normed(nn.Linear(6, 8)), nn.Tanh(), normed(nn.Linear(8, 4))),
+        drawn(2, 6, seed=1),
+        2,
+    )
     assert told(plan)["0.parametrizations.weight.original1"] == "outputs 4 + 4"
     assert told(plan)["2.parametrizations.weight.original1"] == "inputs 4 + 4"
     assert "2: gathered" not in travels(plan)
@@ -134,10 +190,11 @@ def test_experts_in_a_stack_are_divided_inside() -> None:
 class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda each: self.second(self.first(each).tanh()), x, use_reentrant=True)     # type: ignore[no-any-return]
+        return checkpoint(lambda each: self.second(self.first(each).tanh()), x, use_reentrant=True)
 
 
 def test_what_is_computed_again_is_seen() -> None:
@@ -146,18 +203,22 @@ def test_what_is_computed_again_is_seen() -> None:
 
 def test_of_two_ways_around_a_layer_the_one_by_which_less_travels() -> None:
     """The stem's outputs are divided; around the blocks they go on plain, gathered once."""
+
     class Residual(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.stem = nn.Linear(6, 8)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-                                        for _ in range(3))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+                for _ in range(3)
+            )
 
         def forward(self, x: Tensor) -> Any:
             x = self.stem(x)
             for block in self.blocks:
                 x = x + block(x)
             return x
+
     plan = planned(Residual(), drawn(2, 6, seed=1), 2)
     assert plan.manner.gathers
     assert travels(plan).count("blocks.1.0: gathered") == 0
@@ -168,16 +229,37 @@ def test_the_model_is_as_it_was() -> None:
     before = {name: each.clone() for name, each in model.state_dict().items()}
     planned(model, drawn(2, 2, 8, 8, seed=1), 2)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-    assert all(type(getattr(module, name)) is nn.Parameter for module in model.modules() for name in module._parameters
-               if module._parameters[name] is not None)
+    assert all(
+        type(getattr(module, name)) is nn.Parameter
+        for module in model.modules()
+        for name in module._parameters
+        if module._parameters[name] is not None
+    )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")                   # of torch's own, where a compiler is asked for
-@pytest.mark.parametrize(("made", "ranks", "says"), [
-    (lambda: nn.LSTM(4, 4), 2, "no layer of the model can be split over 2 ranks: .* train it with data"),
-    (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), 9, r"over 9 ranks: .* give at most tensor\(5\)"),
-    (lambda: torch.compile(nn.Linear(4, 4)), 2, "the model is compiled, .* train it without torch.compile"),
-], ids=["nothing to split", "too many ranks", "compiled"])
+# of torch's own, where a compiler is asked for
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("made", "ranks", "says"),
+    [
+        (
+            lambda: nn.LSTM(4, 4),
+            2,
+            "no layer of the model can be split over 2 ranks: .* train it with data",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)),
+            9,
+            r"over 9 ranks: .* give at most tensor\(5\)",
+        ),
+        (
+            lambda: torch.compile(nn.Linear(4, 4)),
+            2,
+            "the model is compiled, .* train it without torch.compile",
+        ),
+    ],
+    ids=["nothing to split", "too many ranks", "compiled"],
+)
 def test_what_cannot_be_split_is_said(made: Callable[[], Any], ranks: int, says: str) -> None:
     with pytest.raises(StepFailed, match=says):
         tensor.check(Strategy(ranks), made(), drawn(2, 4, seed=1), False)

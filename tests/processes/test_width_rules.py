@@ -1,4 +1,6 @@
-"""What torch's functions make of divided tensors: the values and the gradients that they make of whole ones."""
+"""What torch's functions make of divided tensors: the values and the gradients that they make
+of whole ones.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from paragrad.techniques.width import along, convolutions, kinds, letters, losses, norms, shapes, sliding
+from paragrad.techniques.width import (
+    along,
+    convolutions,
+    kinds,
+    letters,
+    losses,
+    norms,
+    shapes,
+    sliding,
+)
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.divided import whole as gathered
 from paragrad.techniques.width.pairs import Copied, Gathered, Line, Sliced, Summed
@@ -21,8 +32,10 @@ from paragrad.techniques.width.pieces import Block, Pieces, evenly_divided
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-RULES = along, convolutions, kinds, letters, losses, norms, shapes, sliding         # which fill the table
-Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[int, int]]       # of tensors of these shapes, some divided
+# which fill the table
+RULES = along, convolutions, kinds, letters, losses, norms, shapes, sliding
+# of tensors of these shapes, some divided
+Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[int, int]]
 
 CLASSES = whole(7, 5, seed=90).masked_fill(whole(4, 5, seed=91) == 0, -100)
 GRID = whole(7, 5, 3, seed=92)
@@ -55,10 +68,16 @@ def _set_by_mask(x: Tensor) -> Tensor:
 
 
 def _sloped(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
-    """A penalty of a gradient through columns, rows and columns: each backward has a backward."""
+    """A penalty of a gradient through columns, rows and columns: each backward has a
+    backward.
+    """
     x = x * 1
-    out = gathered(functional.linear(functional.linear(functional.linear(x, first).tanh(), second).tanh(), third).tanh())
-    slope, = torch.autograd.grad(out.sum(), x, create_graph=True)
+    out = gathered(
+        functional.linear(
+            functional.linear(functional.linear(x, first).tanh(), second).tanh(), third
+        ).tanh()
+    )
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     return slope.square() + out.sum()
 
 
@@ -66,7 +85,11 @@ def heads(x: Tensor) -> Tensor:
     """As an attention makes them."""
     q, k, v = x.split(6, dim=2)
     q, k, v = (each.view(2, 4, 3, 2).transpose(1, 2) for each in (q, k, v))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(2, 4, 6)
+    return (
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        .transpose(1, 2)
+        .reshape(2, 4, 6)
+    )
 
 
 CASES: dict[str, Case] = {
@@ -78,23 +101,49 @@ CASES: dict[str, Case] = {
     "linear, batch and outputs": (functional.linear, ((4, 6), (7, 6)), {0: 0, 1: 0}),
     "addmm, outputs": (torch.addmm, ((7,), (4, 6), (6, 7)), {2: 1, 0: 0}),
     "addmm, inputs": (torch.addmm, ((7,), (4, 6), (6, 7)), {1: 1, 2: 0}),
-    "addmm, scaled": (lambda a, b, c: torch.addmm(a, b, c, beta=2, alpha=3), ((4, 7), (4, 6), (6, 7)), {1: 1, 2: 0}),
+    "addmm, scaled": (
+        lambda a, b, c: torch.addmm(a, b, c, beta=2, alpha=3),
+        ((4, 7), (4, 6), (6, 7)),
+        {1: 1, 2: 0},
+    ),
     "matmul of heads": (torch.matmul, ((2, 5, 4, 3), (2, 5, 3, 4)), {0: 1, 1: 1}),
     "matmul of heads with one": (torch.matmul, ((2, 5, 4, 3), (2, 1, 3, 4)), {0: 1}),
     "matmul with a matrix": (torch.matmul, ((2, 4, 6), (6, 7)), {1: 1}),
     "matmul with a vector": (torch.matmul, ((4, 6), (6,)), {0: 1}),
     "bmm": (torch.bmm, ((5, 2, 3), (5, 3, 4)), {0: 0, 1: 0}),
     "baddbmm": (torch.baddbmm, ((5, 2, 4), (5, 2, 3), (5, 3, 4)), {1: 0, 2: 0}),
-    "einsum": (lambda x, y: torch.einsum("bhid,bhjd->bhij", x, y), ((2, 5, 4, 3), (2, 5, 4, 3)), {0: 1}),
-    "einsum, summed": (lambda x, y: torch.einsum("bi,oi->bo", x, y), ((4, 6), (7, 6)), {0: 1, 1: 1}),
+    "einsum": (
+        lambda x, y: torch.einsum("bhid,bhjd->bhij", x, y),
+        ((2, 5, 4, 3), (2, 5, 4, 3)),
+        {0: 1},
+    ),
+    "einsum, summed": (
+        lambda x, y: torch.einsum("bi,oi->bo", x, y),
+        ((4, 6), (7, 6)),
+        {0: 1, 1: 1},
+    ),
     "einsum, implicit": (lambda x, y: torch.einsum("bi,io", x, y), ((4, 6), (6, 7)), {1: 1}),
-    "attention": (functional.scaled_dot_product_attention, ((2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 3)), {0: 1, 1: 1, 2: 1}),
-    "attention, grouped": (lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-                           ((2, 6, 4, 3), (2, 3, 4, 3), (2, 3, 4, 3)), {0: 1}),
-    "attention, mask with a gradient": (functional.scaled_dot_product_attention, (
-        (2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 3), (1, 5, 4, 4)), {0: 1, 1: 1, 2: 1}),
+    "attention": (
+        functional.scaled_dot_product_attention,
+        ((2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 3)),
+        {0: 1, 1: 1, 2: 1},
+    ),
+    "attention, grouped": (
+        lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        ((2, 6, 4, 3), (2, 3, 4, 3), (2, 3, 4, 3)),
+        {0: 1},
+    ),
+    "attention, mask with a gradient": (
+        functional.scaled_dot_product_attention,
+        ((2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 3), (1, 5, 4, 4)),
+        {0: 1, 1: 1, 2: 1},
+    ),
     "a fused attention": (heads, ((2, 4, 18),), {}),
-    "element by element": (lambda x, y: functional.gelu(x) * y.sigmoid() + x**2, ((4, 6), (4, 6)), {0: 1}),
+    "element by element": (
+        lambda x, y: functional.gelu(x) * y.sigmoid() + x**2,
+        ((4, 6), (4, 6)),
+        {0: 1},
+    ),
     "two divided otherwise": (lambda x, y: x * y, ((6, 6), (6, 6)), {0: 1, 1: 0}),
     "broadcast": (lambda x, y, z: x * y + z, ((4, 6), (6,), (4, 1)), {0: 1}),
     "broadcast, divided scale": (lambda x, y: x * y, ((2, 4, 6), (6,)), {1: 0}),
@@ -107,27 +156,80 @@ CASES: dict[str, Case] = {
     "set across": (set_in, ((4, 6), (4, 2)), {0: 1}),
     "set in a whole one": (set_in, ((4, 6), (4, 2)), {1: 0}),
     "conv, outputs": (functional.conv2d, ((2, 3, 5, 5), (4, 3, 3, 3), (4,)), {1: 0, 2: 0}),
-    "conv, inputs": (lambda x, w, b: functional.conv2d(x, w, b, padding=1, stride=2), ((2, 4, 5, 5), (3, 4, 3, 3), (3,)),
-                     {0: 1, 1: 1}),
+    "conv, inputs": (
+        lambda x, w, b: functional.conv2d(x, w, b, padding=1, stride=2),
+        ((2, 4, 5, 5), (3, 4, 3, 3), (3,)),
+        {0: 1, 1: 1},
+    ),
     "conv, one image": (functional.conv2d, ((4, 5, 5), (3, 4, 3, 3), (3,)), {0: 0, 1: 1}),
-    "conv, depthwise": (lambda x, w, b: functional.conv2d(x, w, b, groups=4), ((2, 4, 5, 5), (8, 1, 3, 3), (8,)), {0: 1}),
-    "conv, groups cut": (lambda x, w: functional.conv2d(x, w, None, 1, 0, 1, 2), ((2, 6, 5, 5), (4, 3, 3, 3)), {0: 1}),
+    "conv, depthwise": (
+        lambda x, w, b: functional.conv2d(x, w, b, groups=4),
+        ((2, 4, 5, 5), (8, 1, 3, 3), (8,)),
+        {0: 1},
+    ),
+    "conv, groups cut": (
+        lambda x, w: functional.conv2d(x, w, None, 1, 0, 1, 2),
+        ((2, 6, 5, 5), (4, 3, 3, 3)),
+        {0: 1},
+    ),
     "conv1d": (functional.conv1d, ((2, 3, 8), (4, 3, 3), (4,)), {1: 0, 2: 0}),
-    "conv_transpose": (lambda x, w, b: functional.conv_transpose2d(x, w, b, stride=2), ((2, 4, 3, 3), (4, 5, 2, 2), (5,)),
-                       {1: 1, 2: 0}),
-    "conv_transpose, inputs": (lambda x, w, b: functional.conv_transpose2d(x, w, b, 2), ((2, 4, 3, 3), (4, 5, 2, 2), (5,)),
-                               {0: 1, 1: 0}),
-    "conv_transpose, groups": (lambda x, w: functional.conv_transpose2d(x, w, groups=4), ((2, 4, 3, 3), (4, 2, 2, 2)), {0: 1}),
-    "batch_norm": (lambda x, w, b: functional.batch_norm(x, None, None, w, b, True), ((4, 6, 3), (6,), (6,)), {0: 1}),
-    "instance_norm": (lambda x, w, b: functional.instance_norm(x, None, None, w, b), ((4, 6, 3), (6,), (6,)), {0: 1}),
-    "layer_norm beside": (lambda x, w, b: functional.layer_norm(x, (3,), w, b), ((4, 6, 3), (3,), (3,)), {0: 1}),
-    "layer_norm across": (lambda x, w, b: functional.layer_norm(x, (6,), w, b), ((4, 6), (6,), (6,)), {0: 1}),
+    "conv_transpose": (
+        lambda x, w, b: functional.conv_transpose2d(x, w, b, stride=2),
+        ((2, 4, 3, 3), (4, 5, 2, 2), (5,)),
+        {1: 1, 2: 0},
+    ),
+    "conv_transpose, inputs": (
+        lambda x, w, b: functional.conv_transpose2d(x, w, b, 2),
+        ((2, 4, 3, 3), (4, 5, 2, 2), (5,)),
+        {0: 1, 1: 0},
+    ),
+    "conv_transpose, groups": (
+        lambda x, w: functional.conv_transpose2d(x, w, groups=4),
+        ((2, 4, 3, 3), (4, 2, 2, 2)),
+        {0: 1},
+    ),
+    "batch_norm": (
+        lambda x, w, b: functional.batch_norm(x, None, None, w, b, True),
+        ((4, 6, 3), (6,), (6,)),
+        {0: 1},
+    ),
+    "instance_norm": (
+        lambda x, w, b: functional.instance_norm(x, None, None, w, b),
+        ((4, 6, 3), (6,), (6,)),
+        {0: 1},
+    ),
+    "layer_norm beside": (
+        lambda x, w, b: functional.layer_norm(x, (3,), w, b),
+        ((4, 6, 3), (3,), (3,)),
+        {0: 1},
+    ),
+    "layer_norm across": (
+        lambda x, w, b: functional.layer_norm(x, (6,), w, b),
+        ((4, 6), (6,), (6,)),
+        {0: 1},
+    ),
     "rms_norm beside": (lambda x, w: functional.rms_norm(x, (3,), w), ((4, 6, 3), (3,)), {0: 1}),
-    "group_norm": (lambda x, w, b: functional.group_norm(x, 6, w, b), ((4, 12, 3), (12,), (12,)), {0: 1}),
-    "group_norm, groups cut": (lambda x, w, b: functional.group_norm(x, 2, w, b), ((4, 6, 3), (6,), (6,)), {0: 1}),
+    "group_norm": (
+        lambda x, w, b: functional.group_norm(x, 6, w, b),
+        ((4, 12, 3), (12,), (12,)),
+        {0: 1},
+    ),
+    "group_norm, groups cut": (
+        lambda x, w, b: functional.group_norm(x, 2, w, b),
+        ((4, 6, 3), (6,), (6,)),
+        {0: 1},
+    ),
     "max_pool": (lambda x: functional.max_pool2d(x, 2), ((2, 4, 6, 6),), {0: 1}),
-    "adaptive pool": (lambda x: functional.adaptive_avg_pool2d(x, 1).flatten(1), ((2, 4, 6, 6),), {0: 1}),
-    "resized": (lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"), ((2, 4, 3, 3),), {0: 1}),
+    "adaptive pool": (
+        lambda x: functional.adaptive_avg_pool2d(x, 1).flatten(1),
+        ((2, 4, 6, 6),),
+        {0: 1},
+    ),
+    "resized": (
+        lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
+        ((2, 4, 3, 3),),
+        {0: 1},
+    ),
     "padded": (lambda x: functional.pad(x, (1, 2)), ((4, 6, 3),), {0: 1}),
     "padded across": (lambda x: functional.pad(x, (1, 2)), ((4, 6),), {0: 1}),
     "flattened": (lambda x: x.flatten(1), ((2, 4, 3, 3),), {0: 1}),
@@ -146,16 +248,28 @@ CASES: dict[str, Case] = {
     "sliced across": (lambda x: torch.cat((-x[..., 3:], x[..., :3]), -1), ((4, 6),), {0: 1}),
     "indexed": (lambda x: x[INDEX] + x[INDEX, :], ((6, 6),), {0: 1}),
     "indexed across": (lambda x: x[:, INDEX], ((6, 6),), {0: 1}),
-    "selected": (lambda x: x.index_select(0, INDEX).narrow(0, 1, 2).select(0, 1), ((6, 6),), {0: 1}),
+    "selected": (
+        lambda x: x.index_select(0, INDEX).narrow(0, 1, 2).select(0, 1),
+        ((6, 6),),
+        {0: 1},
+    ),
     "cat along": (lambda x, y: torch.cat((x, y), 1).relu(), ((4, 6), (4, 5)), {0: 1}),
     "cat beside": (lambda x, y: torch.cat((x, y)), ((4, 6), (3, 6)), {0: 1}),
     "stacked": (lambda x, y: torch.stack((x, y), 1), ((4, 6), (4, 6)), {0: 1}),
     "sum": (lambda x: x.sum() * x.sum(1, keepdim=True) * x.sum(0), ((4, 6),), {0: 1}),
     "mean": (lambda x: x.mean() + x.mean(-1) + x.mean((0, 1), keepdim=True), ((4, 6),), {0: 1}),
     "max": (lambda x: x.max(0).values + x.amax((1,)).sum() + x.max(), ((4, 6),), {0: 1}),
-    "deviation": (lambda x: x.var(0) + x.std(1).sum() + x.var(dim=0, unbiased=False), ((4, 6),), {0: 1}),
+    "deviation": (
+        lambda x: x.var(0) + x.std(1).sum() + x.var(dim=0, unbiased=False),
+        ((4, 6),),
+        {0: 1},
+    ),
     "norm": (lambda x: x.norm(dim=0) + torch.linalg.vector_norm(x), ((4, 6),), {0: 1}),
-    "normalised": (lambda x: functional.normalize(x, dim=0) + functional.normalize(x, dim=1), ((4, 6),), {0: 1}),
+    "normalised": (
+        lambda x: functional.normalize(x, dim=0) + functional.normalize(x, dim=1),
+        ((4, 6),),
+        {0: 1},
+    ),
     "softmax": (lambda x: x.softmax(0) + x.softmax(1) * x.log_softmax(-1), ((4, 6),), {0: 1}),
     "sorted": (lambda x: x.sort(0).values + x.topk(4, 0).values + x.cumsum(0), ((4, 6),), {0: 1}),
     "sorted across": (lambda x: x.sort(1).values + x.cumsum(1), ((4, 6),), {0: 1}),
@@ -163,38 +277,92 @@ CASES: dict[str, Case] = {
     "embedding": (lambda w: functional.embedding(INDEX, w, padding_idx=1), ((6, 3),), {0: 0}),
     "embedding, features": (lambda w: functional.embedding(INDEX, w), ((6, 4),), {0: 1}),
     "cross_entropy": (lambda x: functional.cross_entropy(x, CLASSES), ((5, 7),), {0: 1}),
-    "cross_entropy, weights, smoothed": (lambda x: functional.cross_entropy(
-        x, CLASSES, SCALES, label_smoothing=0.1), ((5, 7),), {0: 1}),
-    "cross_entropy, smoothed": (lambda x: functional.cross_entropy(x, CLASSES, label_smoothing=0.1), ((5, 7),), {0: 1}),
-    "cross_entropy, sum": (lambda x: functional.cross_entropy(x, CLASSES, reduction="sum"), ((5, 7),), {0: 1}),
-    "cross_entropy, none": (lambda x: functional.cross_entropy(x, GRID, reduction="none"), ((5, 7, 3),), {0: 1}),
-    "cross_entropy, grid, weights": (lambda x: functional.cross_entropy(x, GRID, SCALES, label_smoothing=0.2),
-                                     ((5, 7, 3),), {0: 1}),
-    "cross_entropy, chances": (lambda x: functional.cross_entropy(x, CHANCES, SCALES, label_smoothing=0.1), ((5, 7),), {0: 1}),
-    "cross_entropy, shifted": (lambda x: functional.cross_entropy(
-        x[:, :-1].to(torch.float64).contiguous().view(-1, 7), GRID[:4, :2].flatten()), ((4, 3, 7),), {0: 2}),
+    "cross_entropy, weights, smoothed": (
+        lambda x: functional.cross_entropy(x, CLASSES, SCALES, label_smoothing=0.1),
+        ((5, 7),),
+        {0: 1},
+    ),
+    "cross_entropy, smoothed": (
+        lambda x: functional.cross_entropy(x, CLASSES, label_smoothing=0.1),
+        ((5, 7),),
+        {0: 1},
+    ),
+    "cross_entropy, sum": (
+        lambda x: functional.cross_entropy(x, CLASSES, reduction="sum"),
+        ((5, 7),),
+        {0: 1},
+    ),
+    "cross_entropy, none": (
+        lambda x: functional.cross_entropy(x, GRID, reduction="none"),
+        ((5, 7, 3),),
+        {0: 1},
+    ),
+    "cross_entropy, grid, weights": (
+        lambda x: functional.cross_entropy(x, GRID, SCALES, label_smoothing=0.2),
+        ((5, 7, 3),),
+        {0: 1},
+    ),
+    "cross_entropy, chances": (
+        lambda x: functional.cross_entropy(x, CHANCES, SCALES, label_smoothing=0.1),
+        ((5, 7),),
+        {0: 1},
+    ),
+    "cross_entropy, shifted": (
+        lambda x: functional.cross_entropy(
+            x[:, :-1].to(torch.float64).contiguous().view(-1, 7), GRID[:4, :2].flatten()
+        ),
+        ((4, 3, 7),),
+        {0: 2},
+    ),
     "nll": (lambda x: functional.nll_loss(x.log_softmax(1), CLASSES, SCALES), ((5, 7),), {0: 1}),
     "cosine": (functional.cosine_similarity, ((4, 6), (4, 6)), {0: 1}),
     "flipped": (lambda x: x.flip(0, 1) + x.flip((0,)), ((4, 6),), {0: 1}),
-    "by axis": (lambda x: torch.cat((x, x), axis=1) * x.sum(axis=1, keepdims=True) + torch.cat((x.sort(axis=0).values, x), 1),
-                ((4, 6),), {0: 1}),
+    "by axis": (
+        lambda x: (
+            torch.cat((x, x), axis=1) * x.sum(axis=1, keepdims=True)
+            + torch.cat((x.sort(axis=0).values, x), 1)
+        ),
+        ((4, 6),),
+        {0: 1},
+    ),
     "mean and variance": (lambda x: torch.var_mean(x, 0, False, True)[0] * x, ((4, 6),), {0: 1}),
-    "from behind": (lambda x: x.narrow(1, -2, 2) + x[..., 4:] + x[..., :0].sum(), ((4, 6),), {0: 1}),
+    "from behind": (
+        lambda x: x.narrow(1, -2, 2) + x[..., 4:] + x[..., :0].sum(),
+        ((4, 6),),
+        {0: 1},
+    ),
     "nothing of it": (lambda x: torch.cat(x.split([6, 0], 1), 1), ((4, 6),), {0: 1}),
     "one slice twice": (lambda x: x[slice(0, 3), slice(0, 3)], ((6, 6),), {0: 1}),
-    "by name": (lambda x, y: torch.matmul(input=x, other=y).baddbmm(batch1=x, batch2=y, beta=0.5, alpha=2),
-                ((5, 2, 3), (5, 3, 3)), {0: 0}),
-    "nothing added": (lambda x, y: torch.baddbmm(torch.full((5, 2, 3), torch.nan, dtype=x.dtype), x, y, beta=0),
-                      ((5, 2, 3), (5, 3, 3)), {0: 0}),
+    "by name": (
+        lambda x, y: torch.matmul(input=x, other=y).baddbmm(batch1=x, batch2=y, beta=0.5, alpha=2),
+        ((5, 2, 3), (5, 3, 3)),
+        {0: 0},
+    ),
+    "nothing added": (
+        lambda x, y: torch.baddbmm(torch.full((5, 2, 3), torch.nan, dtype=x.dtype), x, y, beta=0),
+        ((5, 2, 3), (5, 3, 3)),
+        {0: 0},
+    ),
     "given other values": (lambda x: _given(x, x * 3), ((4, 6),), {0: 1}),
     "equal": (lambda x: x * (2.0 if torch.equal(x, x.flip(0)) else 3.0), ((4, 6),), {0: 1}),
     "set by a mask in a view": (lambda x: _set_by_mask(x * 1), ((4, 6),), {0: 1}),
-    "a gradient inside, three layers": (lambda x, a, b, c: _sloped(x, a, b, c), ((4, 6), (8, 6), (6, 8), (5, 6)),
-                                        {1: 0, 2: 1, 3: 0}),
-    "no rule": (lambda x: torch.linalg.inv(x @ x.T + 4 * torch.eye(6, dtype=x.dtype)).roll(1, 0), ((6, 6),), {0: 1}),
-    "multi-head attention": (lambda x, w, b, o, c: functional.multi_head_attention_forward(
-        x, x, x, 6, 3, w, b, None, None, False, 0.0, o, c, need_weights=False)[0], (
-        (4, 2, 6), (18, 6), (18,), (6, 6), (6,)), {3: 1}),
+    "a gradient inside, three layers": (
+        lambda x, a, b, c: _sloped(x, a, b, c),
+        ((4, 6), (8, 6), (6, 8), (5, 6)),
+        {1: 0, 2: 1, 3: 0},
+    ),
+    "no rule": (
+        lambda x: torch.linalg.inv(x @ x.T + 4 * torch.eye(6, dtype=x.dtype)).roll(1, 0),
+        ((6, 6),),
+        {0: 1},
+    ),
+    "multi-head attention": (
+        lambda x, w, b, o, c: functional.multi_head_attention_forward(
+            x, x, x, 6, 3, w, b, None, None, False, 0.0, o, c, need_weights=False
+        )[0],
+        ((4, 2, 6), (18, 6), (18,), (6, 6), (6,)),
+        {3: 1},
+    ),
 }
 
 
@@ -202,18 +370,28 @@ def compared(world: World, name: str, blocks: int) -> float:
     """The largest difference of a case's values and gradients from the plain ones."""
     function, sizes, places = CASES[name]
     line = Line(world)
-    plain = [numbers(*shape, seed=60 + at).double().requires_grad_() for at, shape in enumerate(sizes)]
+    plain = [
+        numbers(*shape, seed=60 + at).double().requires_grad_() for at, shape in enumerate(sizes)
+    ]
     expected = function(*plain)
     towards = numbers(expected.numel(), seed=77).double().view(expected.shape)
     (expected * towards).sum().backward()
-    leaves, given, cuts = [], [], []
+    leaves = []
+    given = []
+    cuts = []
     for at, tensor in enumerate(plain):
         cut = None
         if at in places:
             size = tensor.shape[places[at]]
-            cut = Cut(evenly_divided(size, world.size) if blocks == 1 or size % blocks or size // blocks < world.size else
-                      Pieces((Block(size // blocks, size // blocks),) * blocks, world.size), line)
-        value = tensor.detach() if cut is None else line.piece(tensor.detach(), places[at], cut.pieces)
+            cut = Cut(
+                evenly_divided(size, world.size)
+                if blocks == 1 or size % blocks or size // blocks < world.size
+                else Pieces((Block(size // blocks, size // blocks),) * blocks, world.size),
+                line,
+            )
+        value = (
+            tensor.detach() if cut is None else line.piece(tensor.detach(), places[at], cut.pieces)
+        )
         leaves.append(value.clone().requires_grad_())
         given.append(leaves[-1] if cut is None else Divided(leaves[-1], {places[at]: cut}))
         cuts.append(cut)
@@ -228,7 +406,8 @@ def compared(world: World, name: str, blocks: int) -> float:
         cut = cuts[at]
         own = tensor.grad if cut is None else line.piece(tensor.grad, places[at], cut.pieces)
         worst += [(leaf.grad - own).abs().max()] if own.numel() else []
-    return float(torch.stack(worst).max())              # which is not a number where one of them is none
+    # which is not a number where one of them is none
+    return float(torch.stack(worst).max())
 
 
 def all_compared(world: World, blocks: int) -> dict[str, float | str]:
@@ -241,35 +420,62 @@ def all_compared(world: World, blocks: int) -> dict[str, float | str]:
     return found
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(2, 1), (3, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.table),
-                                              pytest.param(3, 2, marks=pytest.mark.table)])
+@pytest.mark.parametrize(
+    ("size", "blocks"),
+    [
+        (2, 1),
+        (3, 1),
+        (2, 2),
+        pytest.param(4, 1, marks=pytest.mark.table),
+        pytest.param(3, 2, marks=pytest.mark.table),
+    ],
+)
 def test_every_function_is_that_of_whole_tensors(pool: Ranks, size: int, blocks: int) -> None:
     for found in pool.run(all_compared, blocks, size=size):
-        assert {name: value for name, value in found.items() if not isinstance(value, float) or not value <= 1e-9} == {}
+        assert {
+            name: value
+            for name, value in found.items()
+            if not isinstance(value, float) or not value <= 1e-9
+        } == {}
 
 
-# ---- the tables of functions along a dimension -------------------------------------------------------------------------------
-BESIDE = {"topk": (2,), "roll": (1,)}           # what they take before the dimension
-OTHERS = {"flip": lambda x, dim: x.flip((dim,)), "glu": functional.glu,
-          "tril": lambda x, _: x.tril(), "triu": lambda x, _: x.triu(1)}
+# ---- the tables of functions along a dimension -----------------------------------------------
+BESIDE = {"topk": (2,), "roll": (1,)}  # what they take before the dimension
+OTHERS = {
+    "flip": lambda x, dim: x.flip((dim,)),
+    "glu": functional.glu,
+    "tril": lambda x, _: x.tril(),
+    "triu": lambda x, _: x.triu(1),
+}
 KEEPING = {*along.REDUCING} - {"count_nonzero", "std_mean", "var_mean"}
 
 
 def along_all(world: World) -> list[str]:
-    """The functions of both tables that make of pieces along one dimension, asked along each, what they do not of the whole."""
-    line, x = Line(world), numbers(4, 6, 5, seed=8).double()
+    """The functions of both tables that make of pieces along one dimension, asked along each,
+    what they do not of the whole.
+    """
+    line = Line(world)
+    x = numbers(4, 6, 5, seed=8).double()
     wrong = []
     for name, cut, dim in itertools.product((*along.REDUCING, *along.ALONG), range(3), range(3)):
-        if name == "glu" and dim != 1:                              # which halves it
+        if name == "glu" and dim != 1:  # which halves it
             continue
-        plain = OTHERS.get(name, lambda x, dim, name=name, **more: getattr(torch, name)(x, *BESIDE.get(name, ()), dim, **more))
+        plain = OTHERS.get(
+            name,
+            lambda x, dim, name=name, **more: getattr(torch, name)(
+                x, *BESIDE.get(name, ()), dim, **more
+            ),
+        )
         pieces = evenly_divided(x.shape[cut], world.size)
         here = Divided(line.piece(x, cut, pieces).clone(), {cut: Cut(pieces, line)})
         for more in ({}, {"keepdim": True}) if name in KEEPING else ({},):
             found, expected = (tree_leaves(plain(each, dim, **more)) for each in (here, x))
-            if [tuple(each.shape) for each in found] != [tuple(each.shape) for each in expected] or not all(
-                    torch.allclose(gathered(one).double(), other.double(), rtol=1e-12)
-                    for one, other in zip(found, expected, strict=True)):
+            if [tuple(each.shape) for each in found] != [
+                tuple(each.shape) for each in expected
+            ] or not all(
+                torch.allclose(gathered(one).double(), other.double(), rtol=1e-12)
+                for one, other in zip(found, expected, strict=True)
+            ):
                 wrong.append(f"{name} along {dim} of a tensor divided along {cut}, {more}")
     return wrong
 
@@ -280,29 +486,42 @@ def test_every_function_along_a_dimension(pool: Ranks, size: int) -> None:
     assert pool.run(along_all, size=size) == [[]] * size
 
 
-# ---- the pairs ---------------------------------------------------------------------------------------------------------------
+# ---- the pairs -------------------------------------------------------------------------------
 def checked(world: World, uneven: bool) -> list[bool]:
-    """Each pair's gradient, by numbers, with other values on every rank: of the sum of all ranks' results, which each rank's
-    gradient is a part of."""
-    line, length = Line(world), 5 if uneven else 2 * world.size
+    """Each pair's gradient, by numbers, with other values on every rank: of the sum of all
+    ranks' results, which each rank's gradient is a part of.
+    """
+    line = Line(world)
+    length = 5 if uneven else 2 * world.size
     pieces = evenly_divided(length, world.size)
     mine = pieces.length(world.rank)
     found = []
-    for pair, shape, plain in ((Copied, (3, length), True), (Summed, (3, length), False), (Sliced, (3, length), True),
-                               (Gathered, (3, mine), False)):
+    for pair, shape, plain in (
+        (Copied, (3, length), True),
+        (Summed, (3, length), False),
+        (Sliced, (3, length), True),
+        (Gathered, (3, mine), False),
+    ):
         x = numbers(*shape, seed=5 if plain else 10 + world.rank).double().requires_grad_()
         arguments = (x, line) if pair in (Copied, Summed) else (x, 1, pieces, line)
         out = pair.apply(*arguments)
         # towards: where the result is plain, its gradient is the same on all ranks
-        towards = numbers(*out.shape, seed=20 if pair in (Summed, Gathered) else 30 + world.rank).double()
+        towards = numbers(
+            *out.shape, seed=20 if pair in (Summed, Gathered) else 30 + world.rank
+        ).double()
         (gradient,) = torch.autograd.grad(out, x, towards)
-        found.append(torch.allclose(gradient, _by_numbers(world, pair, arguments, towards, plain), rtol=1e-6, atol=1e-8))
+        found.append(
+            torch.allclose(
+                gradient, _by_numbers(world, pair, arguments, towards, plain), rtol=1e-6, atol=1e-8
+            )
+        )
     return found
 
 
 def _by_numbers(world: World, pair: Any, arguments: Any, towards: Tensor, plain: bool) -> Tensor:
-    """d (sum of towards x result, once for a plain result, over ranks for others) / d x, by differences. A plain x moves on all
-    ranks, another on one after the other."""
+    """d (sum of towards x result, once for a plain result, over ranks for others) / d x, by
+    differences. A plain x moves on all ranks, another on one after the other.
+    """
     x, *rest = arguments
     result_plain = pair in (Summed, Gathered)
     gradient = torch.zeros_like(x)
@@ -335,10 +554,17 @@ def test_a_hook_on_a_divided_value_is_refused() -> None:
 
 
 def copies(world: World) -> list[float]:
-    """A value of which three layers are made has its gradient summed once; one that is changed in between is another."""
+    """A value of which three layers are made has its gradient summed once; one that is changed
+    in between is another.
+    """
     line = Line(world)
-    weights = [Divided(numbers(2, 6, seed=at + world.rank).double(), {0: Cut(evenly_divided(
-        2 * world.size, world.size), line)}) for at in (1, 10, 20)]
+    weights = [
+        Divided(
+            numbers(2, 6, seed=at + world.rank).double(),
+            {0: Cut(evenly_divided(2 * world.size, world.size), line)},
+        )
+        for at in (1, 10, 20)
+    ]
     x = numbers(4, 6, seed=3).double().requires_grad_()
     hidden = x * 1
     out = sum(gathered(functional.linear(hidden, weight)).sum() for weight in weights[:2])
@@ -347,12 +573,11 @@ def copies(world: World) -> list[float]:
     line.sent = 0
     out.backward()
     whole = torch.cat([torch.cat(world.gathered(weight.local.detach())) for weight in weights])
-    return [float((x.grad - whole.sum(0)).abs().max()), line.sent]         # type: ignore[operator]
+    return [float((x.grad - whole.sum(0)).abs().max()), line.sent]  # type: ignore[operator]
 
 
 def test_what_several_layers_are_made_of_is_summed_once(pool: Ranks) -> None:
     for difference, sent in pool.run(copies, size=2):
         assert difference < 1e-12
-        assert sent == 2 * 4 * 6 * 8            # two all-reduces of x's gradient over two ranks, each of its bytes
-
-
+        # two all-reduces of x's gradient over two ranks, each of its bytes
+        assert sent == 2 * 4 * 6 * 8

@@ -21,7 +21,16 @@ from paragrad.errors import RankFailed
 from paragrad.players.proof import prove
 from paragrad.players.walk import Deadlock, walk
 from paragrad.players.wire import LONG, SCRATCH, Play, Traffic, all_reduce
-from paragrad.schedules.actions import Collective, Compute, Program, Recv, Send, Slot, evenly, parts_in
+from paragrad.schedules.actions import (
+    Collective,
+    Compute,
+    Program,
+    Recv,
+    Send,
+    Slot,
+    evenly,
+    parts_in,
+)
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.double_tree import DoubleTree
@@ -34,8 +43,20 @@ from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 from stages import Forwards
 
-SCHEDULES: list[Collective] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly(), Star(), Direct(),
-                              Halving(1), Halving(3), DoubleTree(2), TwoLevel(Halving(), Direct(), 1)]
+SCHEDULES: list[Collective] = [
+    Ring(),
+    Ring(blocking=True),
+    RingAsync(),
+    RingAsync(5),
+    Tree(),
+    Butterfly(),
+    Star(),
+    Direct(),
+    Halving(1),
+    Halving(3),
+    DoubleTree(2),
+    TwoLevel(Halving(), Direct(), 1),
+]
 LENGTHS = (0, 1, 2, 3, 4, 5, 1000, 100_003)
 DTYPES = (torch.float32, torch.float64, torch.int64)
 
@@ -61,11 +82,14 @@ def test_sums_are_exact_at_every_length(pool: Ranks, schedule: Collective, size:
     for place, (length, dtype) in enumerate(itertools.product(LENGTHS, DTYPES)):
         expected = sum(vector(rank, length, dtype) for rank in range(size))
         for answer in answers:
-            assert torch.equal(answer[place][0], expected)          # type: ignore[arg-type]
+            assert torch.equal(answer[place][0], expected)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", [TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2), TwoLevel(Tree(), Halving(2), 2)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2), TwoLevel(Tree(), Halving(2), 2)],
+    ids=str,
+)
 def test_sums_of_two_levels_are_exact(pool: Ranks, schedule: Collective) -> None:
     test_sums_are_exact_at_every_length(pool, schedule, 4)
 
@@ -78,7 +102,9 @@ def test_the_bytes_sent_are_what_the_proof_counts(pool: Ranks) -> None:
 
 
 def many_rounds(world: World) -> torch.Tensor:
-    """The butterfly writes the vector it is sending: a wire that does not wait for its sends loses numbers."""
+    """The butterfly writes the vector it is sending: a wire that does not wait for its sends
+    loses numbers.
+    """
     total = torch.zeros(50_000, dtype=torch.float64)
     for turn in range(30):
         mine = vector(world.rank + turn, 50_000, torch.float64)
@@ -88,7 +114,8 @@ def many_rounds(world: World) -> torch.Tensor:
 
 
 def long_messages(world: World, schedule: Collective) -> torch.Tensor:
-    mine = vector(world.rank, 8 * LONG, torch.float32)          # parts of 8 LONG bytes in four segments, more than scratch
+    # parts of 8 LONG bytes in four segments, more than scratch
+    mine = vector(world.rank, 8 * LONG, torch.float32)
     all_reduce(schedule, mine, world)
     return mine
 
@@ -96,17 +123,20 @@ def long_messages(world: World, schedule: Collective) -> torch.Tensor:
 @pytest.mark.parametrize("size", [3, 4, 6])
 @pytest.mark.parametrize("schedule", [DoubleTree(2), Halving(1), Tree(), Star()], ids=str)
 def test_long_messages_go_one_after_the_other(pool: Ranks, schedule: Collective, size: int) -> None:
-    """Over a link a long send waits for those before it, and a receive is asked for when its sender's turn has come: no order
-    of a schedule may end in a hang for that."""
+    """Over a link a long send waits for those before it, and a receive is asked for when its
+    sender's turn has come: no order of a schedule may end in a hang for that.
+    """
     expected = sum(vector(rank, 8 * LONG, torch.float32) for rank in range(size))
     for sums in pool.run(long_messages, schedule, size=size, backend="gloo"):
-        assert torch.equal(sums, expected)                      # type: ignore[arg-type]
+        assert torch.equal(sums, expected)  # type: ignore[arg-type]
 
 
 def test_a_slot_is_not_written_while_it_is_sent(pool: Ranks) -> None:
-    expected = sum(vector(rank + turn, 50_000, torch.float64) for rank in range(4) for turn in range(30))
+    expected = sum(
+        vector(rank + turn, 50_000, torch.float64) for rank in range(4) for turn in range(30)
+    )
     for total in pool.run(many_rounds, size=4):
-        assert torch.equal(total, expected)                 # type: ignore[arg-type]
+        assert torch.equal(total, expected)  # type: ignore[arg-type]
 
 
 def again_and_again(world: World) -> bool:
@@ -117,20 +147,27 @@ def again_and_again(world: World) -> bool:
 
 
 def test_a_rendezvous_send_is_waited_for_once(pool: Ranks) -> None:
-    """A blocking ring hung now and then: the wire waited for a send with wait=True, kept its Work, and waited once more
-    when the slot was written again; gloo waits for ever on a send that was waited for before."""
+    """A blocking ring hung now and then: the wire waited for a send with wait=True, kept its
+    Work, and waited once more when the slot was written again; gloo waits for ever on a send
+    that was waited for before.
+    """
     assert all(pool.run(again_and_again, size=2))
 
 
 class Around:
-    """Every rank gives to the right and takes from the left, what and in which order by chance: no all-reduce, and full of
-    receives that must not be posted over what comes before them.
+    """Every rank gives to the right and takes from the left, what and in which order by chance:
+    no all-reduce, and full of receives that must not be posted over what comes before them.
     """
 
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed)
-        self.rounds = [[(chance.randrange(4), chance.randrange(3), chance.random() < 0.5) for _ in range(chance.randint(1, 3))]
-                       for _ in range(6)]
+        self.rounds = [
+            [
+                (chance.randrange(4), chance.randrange(3), chance.random() < 0.5)
+                for _ in range(chance.randint(1, 3))
+            ]
+            for _ in range(6)
+        ]
 
     def parts(self, size: int) -> int:
         return 8
@@ -153,11 +190,12 @@ class Numbers:
     """The meaning of a walk over real vectors."""
 
     def __init__(self, vectors: list[torch.Tensor]) -> None:
-        self.vectors, self.parts = vectors, evenly(len(vectors[0]), 8)
+        self.vectors = vectors
+        self.parts = evenly(len(vectors[0]), 8)
 
     def slot(self, rank: int, slot: Slot) -> torch.Tensor:
-        parts: list[int] = list(parts_in(slot))                 # type: ignore[arg-type]
-        return self.vectors[rank][self.parts[parts[0]].start:self.parts[parts[-1]].stop]
+        parts: list[int] = list(parts_in(slot))  # type: ignore[arg-type]
+        return self.vectors[rank][self.parts[parts[0]].start : self.parts[parts[-1]].stop]
 
     def read(self, rank: int, send: Send) -> torch.Tensor:
         return self.slot(rank, send.slot).clone()
@@ -188,8 +226,11 @@ def around(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_receives_posted_early_leave_the_order_of_the_program(pool: Ranks, backend: str) -> None:
-    """Where a walk in one process ends, the wire ends, with the same numbers; also where two parts are longer than scratch."""
-    cases = [(seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH] * (seed < 12))]    # parts longer than it
+    """Where a walk in one process ends, the wire ends, with the same numbers; also where two
+    parts are longer than scratch.
+    """
+    # parts longer than it
+    cases = [(seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH] * (seed < 12))]
     expected = {case: vectors for case in cases if (vectors := walked(*case)) is not None}
     assert len(expected) > 30
     for rank, answers in enumerate(pool.run(around, list(expected), size=3, backend=backend)):
@@ -207,7 +248,9 @@ def order_of_posting(world: World, length: int) -> list[str]:
         def post(*arguments: Any, **named: Any) -> Any:
             posted.append(name)
             return real(*arguments, **named)
+
         return post
+
     with pytest.MonkeyPatch.context() as patch:
         for name in ("isend", "irecv"):
             patch.setattr(dist, name, noted(name))
@@ -218,19 +261,26 @@ def order_of_posting(world: World, length: int) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [300_000, 300_001])
-def test_a_receive_is_posted_before_the_send_before_it_whatever_the_length(pool: Ranks, length: int) -> None:
-    """gloo tells of a receive behind what is being sent. Scratch was as long as what is added, and an all_gather's receive may
-    be an element longer: it was posted after the send, and the directions of a pair took turns, at two thirds of the speed.
+def test_a_receive_is_posted_before_the_send_before_it_whatever_the_length(
+    pool: Ranks, length: int
+) -> None:
+    """gloo tells of a receive behind what is being sent. Scratch was as long as what is added,
+    and an all_gather's receive may be an element longer: it was posted after the send, and the
+    directions of a pair took turns, at two thirds of the speed.
     """
     for posted in pool.run(order_of_posting, length, size=4, backend="gloo"):
         assert posted[-1] == "isend"
 
 
 def forwards(world: World, micros: int) -> list[torch.Tensor]:
-    """Stage r multiplies by r + 2 and adds 1; only the first knows the micro-batches. What it has of each at the end."""
+    """Stage r multiplies by r + 2 and adds 1; only the first knows the micro-batches. What it
+    has of each at the end.
+    """
     schedule = Forwards(micros)
-    buffers = {slot: torch.arange(5.0) + micro if world.rank == 0 else torch.zeros(5) for micro, slot in
-               enumerate(schedule.slots(5))}
+    buffers = {
+        slot: torch.arange(5.0) + micro if world.rank == 0 else torch.zeros(5)
+        for micro, slot in enumerate(schedule.slots(5))
+    }
 
     def compute(action: Compute) -> None:
         buffers[action.at].mul_(world.rank + 2).add_(1)
@@ -253,7 +303,9 @@ def computing(world: World) -> None:
 
 
 def test_nothing_is_computed_that_nobody_can(pool: Ranks) -> None:
-    """An exchange only adds: the wire once knew how to take a mean, for a planted bug, and would have done so for anybody's."""
+    """An exchange only adds: the wire once knew how to take a mean, for a planted bug, and
+    would have done so for anybody's.
+    """
     with pytest.raises(RankFailed, match="the wire cannot compute 'mean' on slot 0"):
         pool.run(computing, size=2, timeout=1.0)
 
@@ -273,7 +325,7 @@ def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Ranks) 
     for traffic, seconds in answers:
         parts = traffic.waiting, traffic.transfer, traffic.own
         assert min(parts) >= 0
-        assert sum(parts) == pytest.approx(seconds, abs=0.1)          # the machine may be busy
+        assert sum(parts) == pytest.approx(seconds, abs=0.1)  # the machine may be busy
         assert traffic.own > 0
     (waited, _), (late, _) = answers
     assert waited.waiting > 0.4 > late.waiting
@@ -285,38 +337,50 @@ def lonely(world: World) -> None:
 
 
 def test_a_hang_ends_with_the_schedule_around_it(pool: Ranks) -> None:
-    """Both wait for the other: the timeout ends it, and shows where in the program every rank stood."""
+    """Both wait for the other: the timeout ends it, and shows where in the program every rank
+    stood.
+    """
     with pytest.raises(RankFailed) as caught:
         pool.run(lonely, size=2, timeout=1.0)
     first, *lines = caught.value.message.splitlines()
     rank = caught.value.rank
     assert rank is not None
-    assert first.startswith(f"rank {rank} waits for slot 0 from rank {1 - rank}, which waits for slot 0 from rank {rank}: ")
+    assert first.startswith(
+        f"rank {rank} waits for slot 0 from rank {1 - rank}, which waits for slot 0 from rank "
+        f"{rank}: "
+    )
     assert lines == ["   0 | [<1:0]", "   1 | [<0:0]"]
 
 
 def absent(world: World) -> None:
     for _ in range(1 if world.rank == 2 else 2):
         all_reduce(Ring(), torch.ones(8), world)
-    threading.Event().wait(20.0)                # of rank 2, which is busy with something else; the launcher ends it
+    # of rank 2, which is busy with something else; the launcher ends it
+    threading.Event().wait(20.0)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.table), "shm"])
 @pytest.mark.story
 def test_who_is_missing_is_shown_as_silent_beside_the_others(pool: Ranks, backend: str) -> None:
-    """Rank 3 waits for rank 2, 0 for 3, 1 for 0: whoever is late first, all say where they stand."""
+    """Rank 3 waits for rank 2, 0 for 3, 1 for 0: whoever is late first, all say where they
+    stand.
+    """
     with pytest.raises(RankFailed) as caught:
         pool.run(absent, size=4, timeout=1.0, backend=backend)
     first, *lines = caught.value.message.splitlines()
     assert "slot 2 from rank 2, which says nothing: " in first
-    assert lines == ["   0 | >1:0 <3:3+ >1:3 [<3:2+] >1:2 <3:1+ >1:1 ...",
-                     "   1 | ... >2:0 <0:3+ >2:3 [<0:2+] >2:2 <0:1 >2:1 ...",
-                     "   2 | says nothing",
-                     "   3 | >0:3 [<2:2+] >0:2 <2:1+ >0:1 ..."]
+    assert lines == [
+        "   0 | >1:0 <3:3+ >1:3 [<3:2+] >1:2 <3:1+ >1:1 ...",
+        "   1 | ... >2:0 <0:3+ >2:3 [<0:2+] >2:2 <0:1 >2:1 ...",
+        "   2 | says nothing",
+        "   3 | >0:3 [<2:2+] >0:2 <2:1+ >0:1 ...",
+    ]
 
 
 def one_behind(world: World) -> None:
-    """Rank 0 gives to rank 1 and goes on to the next exchange; rank 1 waits for a second message of the first."""
+    """Rank 0 gives to rank 1 and goes on to the next exchange; rank 1 waits for a second
+    message of the first.
+    """
     if world.rank == 0:
         Play([Send(1, 0)], {0: torch.zeros(4)}, world).run()
         Play([Recv(1, 0)], {0: torch.zeros(4)}, world).run()
@@ -345,7 +409,8 @@ DIES = """
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     model.register_comm_hook(*pg.hook("ring"))
-    for step in range(3):                   # in the second DDP has messages of its own, about its buckets
+    # in the second DDP has messages of its own, about its buckets
+    for step in range(3):
         if (step, rank) == (2, 1):
             os._exit(0)
         model(torch.ones(3, 4)).sum().backward()
@@ -354,12 +419,20 @@ DIES = """
 
 @pytest.mark.table
 def test_a_dead_rank_is_shown_as_silent_under_plain_ddp(tmp_path: Path) -> None:
-    """A process group of the user's, over a file. Nobody waits for the dead rank until the limit, of 300 s."""
+    """A process group of the user's, over a file. Nobody waits for the dead rank until the
+    limit, of 300 s.
+    """
     script = tmp_path / "dies.py"
     script.write_text(textwrap.dedent(DIES))
     words = [sys.executable, str(script)]
-    ranks = [subprocess.Popen([*words, str(rank), "3", f"file://{tmp_path}/meeting"], stderr=subprocess.PIPE, text=True)
-             for rank in range(3)]
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank), "3", f"file://{tmp_path}/meeting"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
     try:
         said = [process.communicate(timeout=60)[1] for process in ranks]
     finally:
@@ -367,7 +440,11 @@ def test_a_dead_rank_is_shown_as_silent_under_plain_ddp(tmp_path: Path) -> None:
             process.kill()
             process.wait()
     for rank in (0, 2):
-        lines = [line.removeprefix(f"[rank{rank}]: ") for line in said[rank].splitlines()]      # torch's own words
+        # torch's own words
+        lines = [line.removeprefix(f"[rank{rank}]: ") for line in said[rank].splitlines()]
         assert any(f"rank {rank} waits for " in line for line in lines), said[rank]
         assert "   1 | says nothing" in lines
-        assert all(any(line.startswith(f"   {other} | ") and "[" in line for line in lines) for other in (0, 2))
+        assert all(
+            any(line.startswith(f"   {other} | ") and "[" in line for line in lines)
+            for other in (0, 2)
+        )

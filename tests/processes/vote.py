@@ -1,6 +1,8 @@
-"""A strategy of somebody's own, outside the library: every rank votes for the sign of each gradient.
+"""A strategy of somebody's own, outside the library: every rank votes for the sign of each
+gradient.
 
-signSGD with majority vote (Bernstein et al. 2018, arXiv 1802.04434). It is not serial's training, and says so.
+signSGD with majority vote (Bernstein et al. 2018, arXiv 1802.04434). It is not serial's
+training, and says so.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from paragrad.planner.price import computed_bytes
 
 class Vote(pg.Strategy):
     """Signs of gradients, by majority (Bernstein et al. 2018)."""
+
     workers: int = pg.option(pg.Integer())
     replica = True
 
@@ -36,13 +39,21 @@ class Ballot(pg.Exchange):
         self.world = world
 
     def finish(self, weight: float, loss: float) -> None:
-        self.told = self.world.all_reduced(torch.tensor([weight, loss, float(self.stop), self.doubt],
-                                                        dtype=torch.float64)).tolist()
+        self.told = self.world.all_reduced(
+            torch.tensor([weight, loss, float(self.stop), self.doubt], dtype=torch.float64)
+        ).tolist()
         for parameter in self.every:
-            if parameter.requires_grad:             # also where only other ranks have a gradient: all ask for the same
-                vote = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.sign()
+            # also where only other ranks have a gradient: all ask for the same
+            if parameter.requires_grad:
+                vote = (
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.sign()
+                )
                 parameter.grad = self.world.all_reduced(vote).sign()
-                self.count("votes", computed_bytes("all_reduce", vote.nbytes, self.world.size), computed=True)
+                self.count(
+                    "votes",
+                    computed_bytes("all_reduce", vote.nbytes, self.world.size),
+                    computed=True,
+                )
 
     def counted(self) -> list[float]:
         return self.told
@@ -51,4 +62,9 @@ class Ballot(pg.Exchange):
         """Signs have no mean."""
 
 
-job = make_job("voted", mlp, VECTORS, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9))
+job = make_job(
+    "voted",
+    mlp,
+    VECTORS,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+)

@@ -22,32 +22,47 @@ MASKED = TensorDataset(VECTORS.tensors[0], torch.stack([whole(4, 29, seed=2), CO
 
 def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tensor], Tensor]:
     """A mean over what counts, divided by some function of how many do."""
+
     def loss(output: Tensor, target: Tensor) -> Tensor:
         each = functional.cross_entropy(output, target[:, 0], reduction="none")
         return (each * target[:, 1]).sum() / divisor(target[:, 1].sum())
+
     return loss
 
 
 def refused(**changes: object) -> str:
     with pytest.raises(Refused) as caught:
-        admitted(job("asked", **{"model": mlp, "data": VECTORS, **changes}), "data(2)")        # type: ignore[arg-type]
+        admitted(job("asked", **{"model": mlp, "data": VECTORS, **changes}), "data(2)")
     return str(caught.value)
 
 
 def test_a_divisor_that_is_clamped_is_no_bare_sum() -> None:
-    """With few samples that count in the batch asked, the parts' values sum up to the whole's: it was called a bare sum, and
-    the repair, the number of samples as the weight, is another training."""
+    """With few samples that count in the batch asked, the parts' values sum up to the whole's:
+    it was called a bare sum, and the repair, the number of samples as the weight, is another
+    training.
+    """
     message = refused(data=MASKED, loss=masked(lambda count: count.clamp(min=4)))
     assert "which divide by 4 and 4 + 4; return the pair" in message
     assert "a constant is in each, or keeps it from 0" in message
     assert "bare sum" not in message
 
 
-@pytest.mark.parametrize(("divisor", "numbers"), [
-    (lambda count: count.double() + 1e-8, "which divide by 3.00000001 and 1.00000001 + 2.00000001"),
-    (lambda count: 8, "which divide by 8 and 8 + 8")])
-def test_a_constant_in_the_divisor_is_seen_in_the_numbers(divisor: Callable[[Tensor], Tensor], numbers: str) -> None:
-    """"1.24176 over a batch, 1.24176 from its parts, which divide by 3 and 1 + 2": who is to see it?"""
+@pytest.mark.parametrize(
+    ("divisor", "numbers"),
+    [
+        (
+            lambda count: count.double() + 1e-8,
+            "which divide by 3.00000001 and 1.00000001 + 2.00000001",
+        ),
+        (lambda count: 8, "which divide by 8 and 8 + 8"),
+    ],
+)
+def test_a_constant_in_the_divisor_is_seen_in_the_numbers(
+    divisor: Callable[[Tensor], Tensor], numbers: str
+) -> None:
+    """ "1.24176 over a batch, 1.24176 from its parts, which divide by 3 and 1 + 2": who is to
+    see it?
+    """
     message = refused(data=MASKED, loss=masked(divisor))
     assert numbers in message
     assert "a constant is in each" in message
@@ -59,11 +74,17 @@ def test_a_function_of_a_mean_is_told_as_such() -> None:
     def focal(output: Tensor, target: Tensor) -> Tensor:
         mean = functional.cross_entropy(output, target)
         return (1 - torch.exp(-mean)) ** 2 * mean
+
     assert "it is several means, or a function of a mean" in refused(loss=focal)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="sum"), lambda output, target: functional.cross_entropy(
-    output, target, reduction="none").sum()])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        lambda output, target: functional.cross_entropy(output, target, reduction="none").sum(),
+    ],
+)
 def test_a_bare_sum_is_one(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert "a bare sum over the batch; return the mean" in refused(loss=loss)
 
@@ -71,10 +92,11 @@ def test_a_bare_sum_is_one(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.own = mlp(), numpy.random.default_rng(0)
+        self.layers = mlp()
+        self.own = numpy.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x + torch.from_numpy(self.own.normal(size=x.shape)).to(x.dtype))     # type: ignore[no-any-return]
+        return self.layers(x + torch.from_numpy(self.own.normal(size=x.shape)).to(x.dtype))
 
 
 class Drawn:
@@ -84,14 +106,23 @@ class Drawn:
         self.own = numpy.random.default_rng(0)
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(output, target) * (1 + 0.1 * self.own.normal(size=len(target)).mean())
+        return functional.cross_entropy(output, target) * (
+            1 + 0.1 * self.own.normal(size=len(target)).mean()
+        )
 
 
-@pytest.mark.parametrize(("changes", "name"), [({"model": Noisy}, "own"), ({"loss": Drawn()}, "loss.own")])
-def test_a_generator_of_its_own_is_no_mixing_of_samples(changes: dict[str, object], name: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"model": Noisy}, "own"), ({"loss": Drawn()}, "loss.own")]
+)
+def test_a_generator_of_its_own_is_no_mixing_of_samples(
+    changes: dict[str, object], name: str
+) -> None:
     """It was told as "the model mixes samples"."""
     message = refused(**changes)
-    assert f"the random generator {name}, of the model's or the loss's own, draws for a batch" in message
+    assert (
+        f"the random generator {name}, of the model's or the loss's own, draws for a batch"
+        in message
+    )
     assert "mixes" not in message
 
 
@@ -102,7 +133,9 @@ def test_a_state_that_nobody_sees_is_no_mixing_of_samples() -> None:
         calls.append(1)
         return functional.cross_entropy(output, target) * (1 + 0.1 * len(calls))
 
-    assert "the loss of the same samples is another number each time it is asked" in refused(loss=counting)
+    assert "the loss of the same samples is another number each time it is asked" in refused(
+        loss=counting
+    )
 
 
 class Augmented(Dataset):
@@ -119,15 +152,24 @@ class Augmented(Dataset):
 
 def test_data_with_a_generator_of_its_own() -> None:
     message = refused(data=Augmented())
-    assert "train gives other values each time it is asked for the same samples: dataset or collate keeps a state" in message
+    assert (
+        "train gives other values each time it is asked for the same samples: dataset or collate "
+        "keeps a state" in message
+    )
 
 
 def test_hooks_of_a_first_forward_are_not_registered_twice() -> None:
-    """Every look at the model took back its note that they were, and left them there: the loss was another number each time,
-    and in the training what the hooks gather came twice."""
+    """Every look at the model took back its note that they were, and left them there: the loss
+    was another number each time, and in the training what the hooks gather came twice.
+    """
     admitted(job("gathering", Gathering, VECTORS), "data(2)")
 
 
 def test_of_a_loss_that_is_zero_nothing_is_said() -> None:
-    """torch warned, under paragrad's name, that a tensor which requires gradients became a number."""
-    admitted(job("asked", model=mlp, data=VECTORS, loss=lambda output, target: 0.0 * output.mean()), "data(2)")
+    """torch warned, under paragrad's name, that a tensor which requires gradients became a
+    number.
+    """
+    admitted(
+        job("asked", model=mlp, data=VECTORS, loss=lambda output, target: 0.0 * output.mean()),
+        "data(2)",
+    )

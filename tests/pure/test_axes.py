@@ -10,13 +10,19 @@ from paragrad.world.axes import Axis, check_apart, grid, lines
 THREE = (Axis("data", 2), Axis("tensor", 2), Axis("pipeline", 2))
 
 
-@pytest.mark.parametrize(("names", "expected"), [
-    (["pipeline"], [[0, 1], [2, 3], [4, 5], [6, 7]]),                   # the last axis: neighbours
-    (["tensor"], [[0, 2], [1, 3], [4, 6], [5, 7]]),
-    (["data"], [[0, 4], [1, 5], [2, 6], [3, 7]]),
-    (["pipeline", "data"], [[0, 1, 4, 5], [2, 3, 6, 7]]),               # whatever the order of the names
-    (["data", "tensor", "pipeline"], [[0, 1, 2, 3, 4, 5, 6, 7]]),
-    ([], [[0], [1], [2], [3], [4], [5], [6], [7]])])
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        # the last axis: neighbours
+        (["pipeline"], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (["tensor"], [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (["data"], [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        # whatever the order of the names
+        (["pipeline", "data"], [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (["data", "tensor", "pipeline"], [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ([], [[0], [1], [2], [3], [4], [5], [6], [7]]),
+    ],
+)
 def test_lines_of_a_cube(names: list[str], expected: list[list[int]]) -> None:
     assert lines(THREE, names) == expected
 
@@ -28,19 +34,32 @@ def test_lines_of_unequal_sizes() -> None:
     assert lines(grid([("data", 1), ("tensor", 3)], 3), ["data"]) == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize(("pairs", "ranks", "words"), [
-    ([("data", 2), ("tensor", 2)], 6, r"data\(2\) \* tensor\(2\) wants 4 ranks and the world has 6; start 4, or choose sizes"),
-    ([("data", 2)], 1, "wants 2 ranks and the world has 1"),
-    ([], 2, "no axes wants 1 ranks and the world has 2"),
-    ([("data", 2), ("data", 2)], 4, "two axes data; give each a name of its own"),
-    ([("data", -2), ("tensor", -2)], 4, "an axis of -2 ranks; give every axis at least 1")])
-def test_a_grid_that_is_not_the_world_is_refused(pairs: list[tuple[str, int]], ranks: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("pairs", "ranks", "words"),
+    [
+        (
+            [("data", 2), ("tensor", 2)],
+            6,
+            r"data\(2\) \* tensor\(2\) wants 4 ranks and the world has 6; start 4, or choose sizes",
+        ),
+        ([("data", 2)], 1, "wants 2 ranks and the world has 1"),
+        ([], 2, "no axes wants 1 ranks and the world has 2"),
+        ([("data", 2), ("data", 2)], 4, "two axes data; give each a name of its own"),
+        ([("data", -2), ("tensor", -2)], 4, "an axis of -2 ranks; give every axis at least 1"),
+    ],
+)
+def test_a_grid_that_is_not_the_world_is_refused(
+    pairs: list[tuple[str, int]], ranks: int, words: str
+) -> None:
     with pytest.raises(Refused, match=words):
         grid(pairs, ranks)
 
 
 def test_an_axis_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no axis spatial; the world's are data\(2\) \* tensor\(2\) \* pipeline\(2\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no axis spatial; the world's are data\(2\) \* tensor\(2\) \* pipeline\(2\)",
+    ):
         lines(THREE, ["data", "spatial"])
     with pytest.raises(ValueError, match="no axis data; the world's are none yet"):
         lines((), ["data"])

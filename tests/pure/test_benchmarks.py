@@ -12,8 +12,18 @@ from cluster import slower
 from ring_vs_tree_times import groups
 
 
-@pytest.mark.parametrize(("above", "rounds", "found"), [(5, 5, True), (4, 5, False), (7, 8, True), (6, 8, False),
-                                                         (12, 15, True), (11, 15, False), (4, 4, False)])
+@pytest.mark.parametrize(
+    ("above", "rounds", "found"),
+    [
+        (5, 5, True),
+        (4, 5, False),
+        (7, 8, True),
+        (6, 8, False),
+        (12, 15, True),
+        (11, 15, False),
+        (4, 4, False),
+    ],
+)
 def test_slower_by_a_sign_test(above: int, rounds: int, found: bool) -> None:
     """One-sided, at 5 %: sum of C(n, k) / 2^n from so many on."""
     assert slower([1.2] * above + [0.9] * (rounds - above)) is found
@@ -23,8 +33,11 @@ def test_groups_are_the_square_root_or_the_power_of_two_below() -> None:
     assert [groups(ranks) for ranks in (2, 4, 8, 16, 32, 64, 1024)] == [1, 2, 2, 4, 4, 8, 32]
 
 
-BENCHMARKS = sorted(file.stem for file in Path(workers.__file__).parent.glob("*.py")
-                    if '__name__ == "__main__"' in file.read_text())
+BENCHMARKS = sorted(
+    file.stem
+    for file in Path(workers.__file__).parent.glob("*.py")
+    if '__name__ == "__main__"' in file.read_text()
+)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -1,4 +1,6 @@
-"""Which client has which samples, whose turn a round is, and in which order a client goes through its own."""
+"""Which client has which samples, whose turn a round is, and in which order a client goes
+through its own.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,18 @@ LABELS = numpy.arange(600) % 10
 
 def rounds(samples: int = 29, clients: int = 5, **changes: object) -> Rounds:
     given = {"workers": 2, "taking": 2, "passes": 2, "epochs": 3}
-    return Rounds(divided(samples, clients, 7), Order(samples, 4, 7), **{**given, **changes})           # type: ignore[arg-type]
+    return Rounds(divided(samples, clients, 7), Order(samples, 4, 7), **{**given, **changes})
 
 
-@given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 9), st.sampled_from([None, 1e-4, 0.1, 1.0, 1e5]))
-def test_every_sample_has_one_client(samples: int, clients: int, seed: int, alpha: float | None) -> None:
+@given(
+    st.integers(1, 200),
+    st.integers(1, 20),
+    st.integers(0, 9),
+    st.sampled_from([None, 1e-4, 0.1, 1.0, 1e5]),
+)
+def test_every_sample_has_one_client(
+    samples: int, clients: int, seed: int, alpha: float | None
+) -> None:
     clients = min(clients, samples)
     found = divided(samples, clients, seed, numpy.arange(samples) % 7, alpha)
     sizes = [len(each) for each in found]
@@ -35,15 +44,21 @@ def test_every_sample_has_one_client(samples: int, clients: int, seed: int, alph
 
 
 def classes(alpha: float | None) -> float:
-    """How many of the ten classes a client has at least a tenth of its samples of, on average."""
+    """How many of the ten classes a client has at least a tenth of its samples of, on
+    average.
+    """
     found = divided(600, 10, 3, LABELS, alpha)
-    return float(numpy.mean([(numpy.bincount(LABELS[each], minlength=10) > 5).sum() for each in found]))
+    return float(
+        numpy.mean([(numpy.bincount(LABELS[each], minlength=10) > 5).sum() for each in found])
+    )
 
 
 def test_a_small_alpha_leaves_a_client_few_classes() -> None:
     assert classes(0.01) < 2.5 < classes(1.0) < classes(1e5)
     assert classes(None) > 5
-    assert divided(600, 10, 3, LABELS, 1.0)[0].tolist() != divided(600, 10, 4, LABELS, 1.0)[0].tolist()
+    assert (
+        divided(600, 10, 3, LABELS, 1.0)[0].tolist() != divided(600, 10, 4, LABELS, 1.0)[0].tolist()
+    )
 
 
 def test_a_mix_is_drawn_where_its_numbers_would_all_be_nothing() -> None:
@@ -61,13 +76,16 @@ def test_some_clients_take_part_at_least_one() -> None:
     assert Federated(2, clients=5, fraction=0.4).taking == found.taking == 2
     assert all(len(set(found.chosen(number))) == 2 for number in range(20))
     assert {client for number in range(20) for client in found.chosen(number)} == set(range(5))
-    assert [found.chosen(number) for number in range(5)] == [rounds(workers=1).chosen(number) for number in range(5)]
+    assert [found.chosen(number) for number in range(5)] == [
+        rounds(workers=1).chosen(number) for number in range(5)
+    ]
     assert Federated(2, clients=5, fraction=1e-9).taking == 1
     assert rounds(taking=Federated(2, clients=5, fraction=1.0).taking).chosen(3) == [0, 1, 2, 3, 4]
 
 
 def test_as_many_rounds_as_pass_over_the_epochs() -> None:
-    found = rounds()                            # 2 of 5 clients, twice: a round is 4/5 of an epoch, of 8 steps
+    # 2 of 5 clients, twice: a round is 4/5 of an epoch, of 8 steps
+    found = rounds()
     assert found.count == 4
     assert [found.passed(number) for number in range(5)] == [0, 6, 12, 19, 24]
     assert [found.made(step) for step in (0, 1, 6, 7, 24)] == [0, 1, 1, 2, 4]
@@ -82,10 +100,18 @@ def test_the_places_and_steps_of_a_round_are_its_clients_one_after_the_other() -
     for number in range(found.count):
         parts = found.parts(number)
         pieces = [piece for part in parts for piece in found.pieces(part, number)]
-        assert [place for piece in pieces for place in piece.whole] == list(range(found.places(number)))
-        assert [part.step for part in parts] == [found.begins[number] + sum(each.steps for each in parts[:place])
-                                                 for place in range(len(parts))]
-        assert sum(part.steps for part in parts) == len(pieces) == found.begins[number + 1] - found.begins[number]
+        assert [place for piece in pieces for place in piece.whole] == list(
+            range(found.places(number))
+        )
+        assert [part.step for part in parts] == [
+            found.begins[number] + sum(each.steps for each in parts[:place])
+            for place in range(len(parts))
+        ]
+        assert (
+            sum(part.steps for part in parts)
+            == len(pieces)
+            == found.begins[number + 1] - found.begins[number]
+        )
         for part in parts:
             own = list(found.pieces(part, number))
             samples = [sample for piece in own for sample in piece.samples]
@@ -97,15 +123,22 @@ def test_the_places_and_steps_of_a_round_are_its_clients_one_after_the_other() -
 def test_one_client_has_the_dataset_in_its_own_order() -> None:
     found = rounds(clients=1, workers=1, taking=1, passes=1)
     for number in range(3):
-        part, = found.parts(number)
-        assert [sample for piece in found.pieces(part, number) for sample in piece.samples] == permutation(
-            29, 7, number).tolist()
+        (part,) = found.parts(number)
+        assert [
+            sample for piece in found.pieces(part, number) for sample in piece.samples
+        ] == permutation(29, 7, number).tolist()
 
 
 def test_clients_are_dealt_evenly_and_stay_where_they_are() -> None:
     found = rounds(samples=103, clients=10, workers=3, taking=4)
-    loads = [sum(len(samples) for samples, own in zip(found.clients, found.worker, strict=True) if own == worker)
-             for worker in range(3)]
+    loads = [
+        sum(
+            len(samples)
+            for samples, own in zip(found.clients, found.worker, strict=True)
+            if own == worker
+        )
+        for worker in range(3)
+    ]
     assert max(loads) - min(loads) <= 11
     assert set(rounds(clients=3, workers=3).worker) == {0, 1, 2}
 
@@ -116,6 +149,7 @@ class Named(list[dict[str, int]]):
 
 class WithTargets:
     """Its samples are read from files, which nobody wants for the sake of their classes."""
+
     targets = (1, 0, 1)
 
     def __len__(self) -> int:
@@ -127,7 +161,8 @@ class WithTargets:
 
 class Ragged(WithTargets):
     """Its targets are lists of boxes."""
-    targets = ((1, 2), (3, 4), (5,))                                    # type: ignore[assignment]
+
+    targets = ((1, 2), (3, 4), (5,))  # type: ignore[assignment]
 
     def __getitem__(self, index: int) -> object:
         return 0.5, self.targets[index] if index else 7
@@ -137,7 +172,7 @@ class Turned(Subset[object]):
     """Its classes are others than those of what it is a part of."""
 
     def __getitem__(self, index: int) -> object:
-        x, target = super().__getitem__(index)                          # type: ignore[misc]
+        x, target = super().__getitem__(index)  # type: ignore[misc]
         return x, 9 - target
 
     def __getitems__(self, indices: list[int]) -> list[object]:
@@ -145,9 +180,12 @@ class Turned(Subset[object]):
 
 
 def test_classes_are_those_of_the_samples_that_are_there() -> None:
-    """numpy's own error of unequal rows ended the door. Of a Subset every sample around it was read, and had to have a class;
-    a subclass's own samples were not asked."""
-    with pytest.raises(Refused, match="of samples 0 to 2 it could not be read: ValueError: a target is 2 value"):
+    """numpy's own error of unequal rows ended the door. Of a Subset every sample around it was
+    read, and had to have a class; a subclass's own samples were not asked.
+    """
+    with pytest.raises(
+        Refused, match="of samples 0 to 2 it could not be read: ValueError: a target is 2 value"
+    ):
         labels_of(Ragged(), "x")
     assert labels_of(Subset(Ragged(), [0]), "x").tolist() == [7]
     pairs = TensorDataset(torch.zeros(4, 2), torch.tensor([3, 1, 3, 0]))
@@ -163,7 +201,13 @@ def test_labels_are_found_or_refused() -> None:
     assert labels_of([(0.5, torch.tensor([2])), (0.5, 1)], "x").tolist() == [2, 1]
     assert labels_of(Named([{"labels": 4}, {"labels": 2}]), "x").tolist() == [4, 2]
     assert labels_of(WithTargets(), "x").tolist() == [1, 0, 1]
-    for wrong in (TensorDataset(torch.zeros(4, 2), torch.zeros(4)), TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2).long()),
-                  [(0, 0.5)], [(0, [1, 2])], Named([{"other": 4}]), [3]):
+    for wrong in (
+        TensorDataset(torch.zeros(4, 2), torch.zeros(4)),
+        TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2).long()),
+        [(0, 0.5)],
+        [(0, [1, 2])],
+        Named([{"other": 4}]),
+        [3],
+    ):
         with pytest.raises(Refused, match="give split=even"):
             labels_of(wrong, "federated(2, split=dirichlet)")

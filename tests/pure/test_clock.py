@@ -29,13 +29,16 @@ CLUSTERS = {
     "a rank three times slower": Cluster(LINK, 0.25, slow=((1, 3.0),)),
     "flight and overhead": Cluster(Link(3.0, 0.5, latency=1.0, overhead=0.5), 0.25),
     "hosts of two": Cluster(LINK, 0.25, inside=Link(0.5, 0.125), group=2),
-    "hosts of eight, one slow rank": Cluster(LINK, 0.25, inside=Link(0.5, 0.125), group=8, slow=((3, 2.0),)),
+    "hosts of eight, one slow rank": Cluster(
+        LINK, 0.25, inside=Link(0.5, 0.125), group=8, slow=((3, 2.0),)
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Programs:
     """A schedule written out: a program per rank, over two parts."""
+
     programs: tuple[tuple[Send | Recv | Compute, ...], ...]
 
     def parts(self, size: int) -> int:
@@ -45,9 +48,15 @@ class Programs:
         return iter(self.programs[rank])
 
 
-def ends(cluster: Cluster, *programs: tuple[Send | Recv | Compute, ...], length: int = 20,
-         durations: Durations | None = None) -> tuple[float, ...]:
-    return timed(Programs(programs), len(programs), length, cluster, element=1, durations=durations).ends
+def ends(
+    cluster: Cluster,
+    *programs: tuple[Send | Recv | Compute, ...],
+    length: int = 20,
+    durations: Durations | None = None,
+) -> tuple[float, ...]:
+    return timed(
+        Programs(programs), len(programs), length, cluster, element=1, durations=durations
+    ).ends
 
 
 def test_a_message_takes_alpha_and_beta() -> None:
@@ -66,8 +75,16 @@ def test_flight_and_overhead() -> None:
 
 
 def test_two_messages_from_one_rank_take_turns_and_so_do_two_to_one_rank() -> None:
-    assert ends(Cluster(LINK), (Send(1, 0), Send(2, 1)), (Recv(0, 0),), (Recv(0, 1),)) == (0.0, 8.0, 16.0)
-    assert ends(Cluster(LINK), (Recv(1, 0), Recv(2, 1)), (Send(0, 0),), (Send(0, 1),)) == (16.0, 0.0, 0.0)
+    assert ends(Cluster(LINK), (Send(1, 0), Send(2, 1)), (Recv(0, 0),), (Recv(0, 1),)) == (
+        0.0,
+        8.0,
+        16.0,
+    )
+    assert ends(Cluster(LINK), (Recv(1, 0), Recv(2, 1)), (Send(0, 0),), (Send(0, 1),)) == (
+        16.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_both_directions_of_a_link_work_at_once() -> None:
@@ -76,19 +93,30 @@ def test_both_directions_of_a_link_work_at_once() -> None:
 
 
 def test_whom_its_receiver_waits_for_goes_first() -> None:
-    """Both others have sent at once; rank 0 takes rank 2's first, so that is the one that has the way."""
+    """Both others have sent at once; rank 0 takes rank 2's first, so that is the one that has
+    the way.
+    """
     programs = (Recv(2, 1), Send(1, 1), Recv(1, 0)), (Send(0, 0), Recv(0, 1)), (Send(0, 1),)
     assert ends(Cluster(LINK), *programs) == (16.0, 16.0, 0.0)
 
 
 def test_a_slot_is_not_written_while_it_is_sent() -> None:
-    """Rank 0's send waits for rank 1, which is busy with rank 2; what comes for the slot meanwhile is added afterwards."""
-    found = ends(Cluster(LINK, 0.25), (Send(1, 0), Recv(2, 0, add=True)), (Recv(2, 1), Recv(0, 0)), (Send(1, 1), Send(0, 0)))
+    """Rank 0's send waits for rank 1, which is busy with rank 2; what comes for the slot
+    meanwhile is added afterwards.
+    """
+    found = ends(
+        Cluster(LINK, 0.25),
+        (Send(1, 0), Recv(2, 0, add=True)),
+        (Recv(2, 1), Recv(0, 0)),
+        (Send(1, 1), Send(0, 0)),
+    )
     assert found == (16.0 + 2.5, 16.0, 0.0)
 
 
 def test_a_rendezvous_starts_when_both_are_there() -> None:
-    assert ends(Cluster(LINK), (Send(1, 0, wait=True),), (Recv(2, 1), Recv(0, 0)), (Send(1, 1),)) == (16.0, 16.0, 0.0)
+    assert ends(
+        Cluster(LINK), (Send(1, 0, wait=True),), (Recv(2, 1), Recv(0, 0)), (Send(1, 1),)
+    ) == (16.0, 16.0, 0.0)
 
 
 def test_ranks_of_a_host_share_its_link_and_not_their_own() -> None:
@@ -107,7 +135,9 @@ def test_ranks_that_share_a_core_add_in_turn() -> None:
 
 
 def test_work_on_shared_cores_holds_messages_up() -> None:
-    """Four ranks on one core, a message each: half a second a byte of sender and of receiver."""
+    """Four ranks on one core, a message each: half a second a byte of sender and of
+    receiver.
+    """
     link = Link(0.0, 0.5, work=0.5)
     programs = (Send(1, 0),), (Recv(0, 0),), (Send(3, 0),), (Recv(2, 0),)
     assert ends(Cluster(link), *programs) == (0.0, 5.0, 0.0, 5.0)
@@ -115,33 +145,51 @@ def test_work_on_shared_cores_holds_messages_up() -> None:
 
 
 def test_a_slow_rank_is_slow_at_everything() -> None:
-    assert ends(Cluster(LINK, 0.25, slow=((1, 2.0),)), (Send(1, 0),), (Recv(0, 0, add=True),)) == (0.0, 2 * (8.0 + 2.5))
+    assert ends(Cluster(LINK, 0.25, slow=((1, 2.0),)), (Send(1, 0),), (Recv(0, 0, add=True),)) == (
+        0.0,
+        2 * (8.0 + 2.5),
+    )
 
 
 def test_ranks_that_wait_for_one_another_are_named() -> None:
     with pytest.raises(ScheduleError, match="rank 0 waits for ever"):
         ends(Cluster(LINK), (Recv(1, 0), Send(1, 0)), (Recv(0, 0), Send(0, 0)))
-    with pytest.raises(ScheduleError, match="rank 1 expects slot 1 from rank 0, which sends slot 0"):
+    with pytest.raises(
+        ScheduleError, match="rank 1 expects slot 1 from rank 0, which sends slot 0"
+    ):
         ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 1),))
 
 
 def test_what_is_computed_holds_the_core_as_long_as_the_clock_is_told() -> None:
     programs = (Compute("F", 0), Send(1, 0)), (Recv(0, 0), Compute("F", 0))
     assert ends(Cluster(LINK), *programs, durations={"F": 2.0}) == (2.0, 2.0 + 8.0 + 2.0)
-    assert ends(Cluster(LINK, slow=((1, 2.0),)), *programs, durations={"F": 2.0}) == (2.0, 2.0 + 2 * (8.0 + 2.0))
-    assert ends(Cluster(LINK), *programs, durations=lambda rank, action: 1.0 + rank) == (1.0, 1.0 + 8.0 + 2.0)
+    assert ends(Cluster(LINK, slow=((1, 2.0),)), *programs, durations={"F": 2.0}) == (
+        2.0,
+        2.0 + 2 * (8.0 + 2.0),
+    )
+    assert ends(Cluster(LINK), *programs, durations=lambda rank, action: 1.0 + rank) == (
+        1.0,
+        1.0 + 8.0 + 2.0,
+    )
     alone: tuple[Compute, ...] = (Compute("F", 0),)
     assert sorted(ends(Cluster(LINK, sharing=2), alone, alone, durations={"F": 2.0})) == [2.0, 4.0]
 
 
 def test_what_is_computed_waits_for_the_sends_of_its_slot() -> None:
-    assert ends(Cluster(LINK), (Send(1, 0), Compute("F", 0)), (Recv(0, 0),), durations={"F": 2.0}) == (10.0, 8.0)
-    assert ends(Cluster(LINK), (Send(1, 0), Compute("F", "else")), (Recv(0, 0),), durations={"F": 2.0}) == (2.0, 8.0)
+    assert ends(
+        Cluster(LINK), (Send(1, 0), Compute("F", 0)), (Recv(0, 0),), durations={"F": 2.0}
+    ) == (10.0, 8.0)
+    assert ends(
+        Cluster(LINK), (Send(1, 0), Compute("F", "else")), (Recv(0, 0),), durations={"F": 2.0}
+    ) == (2.0, 8.0)
 
 
 def test_a_duration_that_nobody_gave_is_asked_for() -> None:
     """Taken for nothing, it would make a pipeline's bubbles vanish."""
-    with pytest.raises(ScheduleError, match=r"rank 0 computes F0, and the clock was not told .* give durations={'F': seconds}"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 0 computes F0, and the clock was not told .* give durations={'F': seconds}",
+    ):
         ends(Cluster(LINK), (Compute("F", 0),))
     with pytest.raises(ScheduleError, match=r"\(durations of: B\); give"):
         ends(Cluster(LINK), (Compute("F", 0),), durations={"B": 2.0})
@@ -151,13 +199,25 @@ def test_a_duration_that_nobody_gave_is_asked_for() -> None:
 
 @pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 3), (4, 8)])
 def test_a_pipeline_takes_as_long_as_its_slots_and_its_bubble(stages: int, micros: int) -> None:
-    """micros + stages - 1 forwards one after the other, and the messages of the first micro-batch; the others hide theirs."""
+    """micros + stages - 1 forwards one after the other, and the messages of the first
+    micro-batch; the others hide theirs.
+    """
     schedule = Forwards(micros)
-    found = timed(schedule, stages, schedule.slots(4), Cluster(LINK), element=1, durations={"F": 10.0}, spans=True)
+    found = timed(
+        schedule,
+        stages,
+        schedule.slots(4),
+        Cluster(LINK),
+        element=1,
+        durations={"F": 10.0},
+        spans=True,
+    )
     assert found.seconds == 10.0 * (micros + stages - 1) + (3.0 + 0.5 * 4) * (stages - 1)
     forwards = [span for span in found.spans if span.lane == "compute"]
     assert len(forwards) == stages * micros
-    assert {(span.name, span.seconds, span.bytes) for span in forwards} == {(f"Fx{micro}", 10.0, 4) for micro in range(micros)}
+    assert {(span.name, span.seconds, span.bytes) for span in forwards} == {
+        (f"Fx{micro}", 10.0, 4) for micro in range(micros)
+    }
 
 
 def test_spans_are_those_of_the_record() -> None:
@@ -174,9 +234,12 @@ def test_spans_are_those_of_the_record() -> None:
 def test_all_ranks_at_once_up_to_64(size: int) -> None:
     for schedule in (Ring(), RingAsync(2), Direct()):
         at_once = timed_uniform(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"])
-        assert at_once is not None or isinstance(schedule, Direct)          # parts of two lengths: its ranks meet
+        # parts of two lengths: its ranks meet
+        assert at_once is not None or isinstance(schedule, Direct)
         if at_once:
-            assert at_once.ends == pytest.approx(timed(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]).ends)
+            assert at_once.ends == pytest.approx(
+                timed(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]).ends
+            )
 
 
 UNIFORM: list[Collective] = [Ring(), RingAsync(2), RingAsync(3), Direct()]
@@ -201,36 +264,57 @@ def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: Collective, cluster
     assert set(uniform) == sizes or (isinstance(schedule, Direct) and not alike)
 
 
-@pytest.mark.parametrize("schedule", [Ring(blocking=True), Tree(), Star(), Butterfly(), Halving(), DoubleTree(),
-                                      TwoLevel(group=2)], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [Ring(blocking=True), Tree(), Star(), Butterfly(), Halving(), DoubleTree(), TwoLevel(group=2)],
+    ids=str,
+)
 def test_schedules_with_a_choice_by_rank_go_to_the_clock(schedule: Collective) -> None:
     assert timed_uniform(schedule, 6, 100, CLUSTERS["textbook"]) is None
-    assert simulated(schedule, 6, 100, CLUSTERS["textbook"]) == timed(schedule, 6, 100, CLUSTERS["textbook"])
+    assert simulated(schedule, 6, 100, CLUSTERS["textbook"]) == timed(
+        schedule, 6, 100, CLUSTERS["textbook"]
+    )
 
 
 def test_thousands_of_ranks() -> None:
     """The time of the formula, at 4,096 ranks; a straggler shows in it."""
-    size, length = 1024, 1024 * 100
+    size = 1024
+    length = 1024 * 100
     plain = simulated(Ring(), size, length, Cluster(LINK, 0.25))
     assert plain.messages == 2 * size * (size - 1)
     assert plain.seconds == 2 * (size - 1) * (3.0 + 0.5 * 400) + (size - 1) * 0.25 * 400
-    assert simulated(Ring(), size, length, Cluster(LINK, 0.25, slow=((7, 3.0),))).seconds > 1.5 * plain.seconds
+    assert (
+        simulated(Ring(), size, length, Cluster(LINK, 0.25, slow=((7, 3.0),))).seconds
+        > 1.5 * plain.seconds
+    )
 
 
-@pytest.mark.parametrize(("schedule", "size", "goes"), [
-    pytest.param(Ring(), 1 << 20, "65,536", marks=pytest.mark.table), (Halving(2), 1 << 16, "64"), (Direct(), 10**6, "32")])
+@pytest.mark.parametrize(
+    ("schedule", "size", "goes"),
+    [
+        pytest.param(Ring(), 1 << 20, "65,536", marks=pytest.mark.table),
+        (Halving(2), 1 << 16, "64"),
+        (Direct(), 10**6, "32"),
+    ],
+)
 def test_more_messages_than_can_be_played_are_refused_with_a_size_that_goes(
-        schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A million ranks were silent for minutes, or took all memory."""
     monkeypatch.setattr(uniform, "PLAYED", 2000)
-    with pytest.raises(TooLong, match=rf"over {size:,} ranks has more than .* messages, .*; take fewer ranks: {goes} go$"):
+    with pytest.raises(
+        TooLong,
+        match=rf"over {size:,} ranks has more than .* messages, .*; take fewer ranks: {goes} go$",
+    ):
         simulated(schedule, size, 250_000, Cluster(LINK))
 
 
 @pytest.mark.parametrize(("schedule", "size"), [(Ring(), 128), (Halving(2), 128)])
 def test_who_waits_for_a_clock_is_told_how_far_it_is(schedule: Any, size: int) -> None:
     told: list[tuple[int, int]] = []
-    timeline = simulated(schedule, size, 1000, Cluster(LINK), tell=lambda done, total: told.append((done, total)))
+    timeline = simulated(
+        schedule, size, 1000, Cluster(LINK), tell=lambda done, total: told.append((done, total))
+    )
     assert told == sorted(told)
     assert {total for _, total in told} == {timeline.messages}
     assert 0 < told[0][0] < timeline.messages

@@ -16,7 +16,9 @@ MACHINE = Machine({"gloo": Link(alpha=1e-4, beta=1e-8)}, gamma=1e-10, cores=1, m
 MB = 1_000_000
 
 
-def priced(text: str, size: int = 4 * MB, costs: tuple[float, float] = (1e-10, 1e-11), beta: float = 1e-8):  # type: ignore[no-untyped-def]
+def priced(
+    text: str, size: int = 4 * MB, costs: tuple[float, float] = (1e-10, 1e-11), beta: float = 1e-8
+):  # type: ignore[no-untyped-def]
     chosen = strategy(text)
     compressor = compressor_of(chosen)
     assert compressor is not None
@@ -25,7 +27,9 @@ def priced(text: str, size: int = 4 * MB, costs: tuple[float, float] = (1e-10, 1
 
 
 def test_what_goes_to_all() -> None:
-    """4 ranks, 4 MB, a hundredth of the entries with an index each: 80,000 bytes to each of three others."""
+    """4 ranks, 4 MB, a hundredth of the entries with an index each: 80,000 bytes to each of
+    three others.
+    """
     found = priced("data(4, compress=top_k(0.01))")
     assert found.payload == 80_000
     assert not found.whole
@@ -41,8 +45,10 @@ def test_what_adds_up_travels_along_the_all_reduce() -> None:
     assert found.exchange == pytest.approx(6 * 1e-4 + 1.5 * 2e6 * 1e-8 + 0.75 * 2e6 * 1e-10)
     assert found.compute == pytest.approx(4e6 * 1.1e-10)
     matrix = priced("data(4, compress=power_sgd(1))", size=4 * MB)
-    assert matrix.payload == 4 * 2 * 1000                   # a square matrix of a million
-    assert matrix.exchange == pytest.approx(2 * (6 * 1e-4 + 1.5 * 4000 * 1e-8 + 0.75 * 4000 * 1e-10))
+    assert matrix.payload == 4 * 2 * 1000  # a square matrix of a million
+    assert matrix.exchange == pytest.approx(
+        2 * (6 * 1e-4 + 1.5 * 4000 * 1e-8 + 0.75 * 4000 * 1e-10)
+    )
 
 
 def test_where_all_would_send_more_than_whole_vectors_these_are_sent() -> None:
@@ -54,8 +60,16 @@ def test_where_all_would_send_more_than_whole_vectors_these_are_sent() -> None:
     assert not found.pays
 
 
-@pytest.mark.parametrize("text", ["data(4, compress=top_k(0.01))", "data(4, compress=int8)", "data(16, compress=bf16)",
-                                  "data(64, compress=dgc(0.001))", "data(8, compress=power_sgd(4))"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data(4, compress=top_k(0.01))",
+        "data(4, compress=int8)",
+        "data(16, compress=bf16)",
+        "data(64, compress=dgc(0.001))",
+        "data(8, compress=power_sgd(4))",
+    ],
+)
 def test_on_this_side_of_the_bandwidth_it_pays_and_on_the_other_it_does_not(text: str) -> None:
     found = priced(text, costs=(2e-9, 5e-10))
     assert 0 < found.bandwidth < float("inf")
@@ -64,29 +78,42 @@ def test_on_this_side_of_the_bandwidth_it_pays_and_on_the_other_it_does_not(text
 
 
 def test_from_some_length_on_it_pays_on_this_link() -> None:
-    """Of what is sent in two rounds where one would do, what is saved has to be worth a round."""
-    (first, end), = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10)).lengths
+    """Of what is sent in two rounds where one would do, what is saved has to be worth a
+    round.
+    """
+    ((first, end),) = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10)).lengths
     assert 4 * 2048 < first < 4 * MB
     assert end == float("inf")
     assert priced("data(4, compress=power_sgd(1))", int(1.01 * first), (1e-10, 1e-10)).pays
     assert not priced("data(4, compress=power_sgd(1))", int(0.99 * first), (1e-10, 1e-10)).pays
-    assert priced("data(4, compress=top_k(0.01))").lengths[0][0] >= 4 * 2048    # shorter ones are sent as they are
+    # shorter ones are sent as they are
+    assert priced("data(4, compress=top_k(0.01))").lengths[0][0] >= 4 * 2048
     assert not priced("data(4, compress=top_k(0.01))", costs=(1e-6, 1e-6)).lengths
 
 
 def test_a_costly_one_may_pay_for_short_vectors_alone() -> None:
-    """To all there are fewer messages than along a ring; it was said to pay for none, beside a vector for which it does."""
-    (first, end), = priced("data(4, compress=int8)", costs=(5e-9, 1e-9)).lengths
+    """To all there are fewer messages than along a ring; it was said to pay for none, beside a
+    vector for which it does.
+    """
+    ((first, end),) = priced("data(4, compress=int8)", costs=(5e-9, 1e-9)).lengths
     assert first == 4 * 2048
     assert end < float("inf")
     assert priced("data(4, compress=int8)", int(end) - 4, (5e-9, 1e-9)).pays
     assert not priced("data(4, compress=int8)", int(end), (5e-9, 1e-9)).pays
 
 
-@pytest.mark.parametrize(("text", "size", "said"), [
-    ("data(4, compress=threshold(0.1))", MB, "how much threshold(0.1) sends depends on the gradients"),
-    ("data(4, compress=int8)", 3, "less than one number"),
-    ("data(4, compress=int8)", 4096, "sends a vector of 1024 numbers as it is")])
+@pytest.mark.parametrize(
+    ("text", "size", "said"),
+    [
+        (
+            "data(4, compress=threshold(0.1))",
+            MB,
+            "how much threshold(0.1) sends depends on the gradients",
+        ),
+        ("data(4, compress=int8)", 3, "less than one number"),
+        ("data(4, compress=int8)", 4096, "sends a vector of 1024 numbers as it is"),
+    ],
+)
 def test_what_cannot_be_priced_is_refused(text: str, size: int, said: str) -> None:
     with pytest.raises(Refused, match=said.replace("(", "\\(").replace(")", "\\)")):
         priced(text, size)
@@ -97,7 +124,10 @@ def test_roots_and_squares() -> None:
     assert root(lambda x: x + 1, 10.0) == 0
     assert root(lambda x: -1.0, 10.0) == float("inf")
     assert lengths(lambda length: length >= 12_340) == ((12_340, float("inf")),)
-    assert lengths(lambda length: 64 <= length < 400 or length >= 12_340) == ((64, 400), (12_340, float("inf")))
+    assert lengths(lambda length: 64 <= length < 400 or length >= 12_340) == (
+        (64, 400),
+        (12_340, float("inf")),
+    )
     assert lengths(lambda length: False) == ()
     assert square(1_000_000) == (1000, 1000)
     assert square(10) == (3, 3)

@@ -16,4 +16,5 @@ def test_the_file_read_directly_is_what_scikit_learn_reads(monkeypatch: pytest.M
         assert numpy.array_equal(ours, images)
         assert numpy.array_equal(named, labels)
         assert (ours.dtype, named.dtype) == (images.dtype, labels.dtype)
-        monkeypatch.setattr(digits, "find_spec", lambda name: None)         # then by scikit-learn itself
+        # then by scikit-learn itself
+        monkeypatch.setattr(digits, "find_spec", lambda name: None)

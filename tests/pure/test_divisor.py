@@ -33,28 +33,43 @@ def masked(x: Tensor) -> Tensor:
 
 LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
     "cross-entropy": (lambda x: functional.cross_entropy(x, T), 5),
-    "smoothed, of weighted classes": (lambda x: functional.cross_entropy(x, T, CLASSES, label_smoothing=0.1), 9.5),
+    "smoothed, of weighted classes": (
+        lambda x: functional.cross_entropy(x, T, CLASSES, label_smoothing=0.1),
+        9.5,
+    ),
     "of probabilities": (lambda x: functional.cross_entropy(x, Y.softmax(1)), 6),
-    "mse": (lambda x: functional.mse_loss(x, Y), 24), "l1": (lambda x: functional.l1_loss(x, Y), 24),
-    "huber": (lambda x: functional.huber_loss(x, Y), 24), "smooth l1": (lambda x: functional.smooth_l1_loss(x, Y), 24),
+    "mse": (lambda x: functional.mse_loss(x, Y), 24),
+    "l1": (lambda x: functional.l1_loss(x, Y), 24),
+    "huber": (lambda x: functional.huber_loss(x, Y), 24),
+    "smooth l1": (lambda x: functional.smooth_l1_loss(x, Y), 24),
     "bce": (lambda x: functional.binary_cross_entropy_with_logits(x, Y.sigmoid()), 24),
     "kl": (lambda x: functional.kl_div(x, Y.softmax(1), reduction="batchmean"), 6),
     "gaussian": (lambda x: functional.gaussian_nll_loss(x, Y, torch.ones(6, 4)), 24),
     "margins": (lambda x: functional.multi_margin_loss(x, T.clamp(min=0)), 6),
     "several labels": (lambda x: functional.multilabel_soft_margin_loss(x, (Y > 0).float()), 6),
     "cosine": (lambda x: functional.cosine_embedding_loss(x, Y, torch.ones(6)), 6),
-    "own mean": (own_mean, 6), "masked": (masked, 5), "mean": (lambda x: ((x - Y) ** 2).mean(), 24),
-    "means of means": (lambda x: ((x - Y) ** 2).mean(1).mean(), 6), "of what counts": (lambda x: x[T > 0].mean(), 16),
+    "own mean": (own_mean, 6),
+    "masked": (masked, 5),
+    "mean": (lambda x: ((x - Y) ** 2).mean(), 24),
+    "means of means": (lambda x: ((x - Y) ** 2).mean(1).mean(), 6),
+    "of what counts": (lambda x: x[T > 0].mean(), 16),
     "times constants": (lambda x: -2 * functional.cross_entropy(x, T) / 3 + 1, 5),
     "in another type": (lambda x: functional.cross_entropy(x, T).double(), 5),
-    "with a penalty": (lambda x: functional.cross_entropy(x, T) + 1e-3 * CLASSES.clone().requires_grad_().pow(2).sum(), 5),
+    "with a penalty": (
+        lambda x: (
+            functional.cross_entropy(x, T) + 1e-3 * CLASSES.clone().requires_grad_().pow(2).sum()
+        ),
+        5,
+    ),
     "two terms over the same": (lambda x: own_mean(x) + x.abs().sum() / len(x), 6),
-    "over the mean of a mask": (lambda x: (x * HALF).mean() / HALF.mean(), 12), "times a tensor": (
-        lambda x: ((x - Y) ** 2).mean() * torch.tensor(0.5), 48),
+    "over the mean of a mask": (lambda x: (x * HALF).mean() / HALF.mean(), 12),
+    "times a tensor": (lambda x: ((x - Y) ** 2).mean() * torch.tensor(0.5), 48),
     "of a dot product": (lambda x: torch.dot(x[:, 0], Y[:, 0]) / 6, 6),
     "several means": (lambda x: functional.cross_entropy(x, T) + ((x - Y) ** 2).mean(), None),
-    "a norm": (lambda x: (x - Y).norm(), None), "a bare sum": (lambda x: x.sum(), None),
-    "by what was learned": (lambda x: x.sum() / x.exp().sum(), None), "of a root": (lambda x: (x ** 2).mean().sqrt(), None),
+    "a norm": (lambda x: (x - Y).norm(), None),
+    "a bare sum": (lambda x: x.sum(), None),
+    "by what was learned": (lambda x: x.sum() / x.exp().sum(), None),
+    "of a root": (lambda x: (x**2).mean().sqrt(), None),
 }
 
 
@@ -77,57 +92,99 @@ def test_a_function_of_its_own_is_untraced() -> None:
     assert divisor(Own.apply(X)) is None
 
 
-@pytest.mark.parametrize("loss", [
-    lambda output, target: functional.cross_entropy(output, target),
-    lambda output, target: (functional.cross_entropy(output, target, reduction="none") * (target != -100)).sum() / (
-        target != -100).sum(),
-    lambda output, target: output[target != -100].mean(),
-    lambda output, target: (functional.cross_entropy(output, target) * (target != -100).sum(), (target != -100).sum())])
-def test_a_share_without_a_label_counts_for_nothing(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """The mean over no label is 0/0; the page's own recipe, (output.loss * n, n), made 0 * NaN of it, and the run ended."""
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, target: functional.cross_entropy(output, target),
+        lambda output, target: (
+            (functional.cross_entropy(output, target, reduction="none") * (target != -100)).sum()
+            / (target != -100).sum()
+        ),
+        lambda output, target: output[target != -100].mean(),
+        lambda output, target: (
+            functional.cross_entropy(output, target) * (target != -100).sum(),
+            (target != -100).sum(),
+        ),
+    ],
+)
+def test_a_share_without_a_label_counts_for_nothing(
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """The mean over no label is 0/0; the page's own recipe, (output.loss * n, n), made 0 * NaN
+    of it, and the run ended.
+    """
     model = nn.Linear(3, 4)
     total, weight = Summed(model, loss)(torch.randn(2, 3), torch.full((2,), -100), 2)
     assert (float(total.detach()), weight) == (0.0, 0.0)
     total.backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters()
+    )
 
 
 SMOOTHED = {"weight": torch.tensor([1.0, 0.0, 2.0, 0.5]), "label_smoothing": 0.1}
 
 
-@pytest.mark.parametrize("loss", [
-    nn.CrossEntropyLoss(**SMOOTHED), functools.partial(functional.cross_entropy, **SMOOTHED),
-    lambda output, target: functional.cross_entropy(output, target, **SMOOTHED),
-    lambda output, target: (functional.cross_entropy(output, target, **SMOOTHED) * 0.0, 0)])
-def test_a_smoothed_part_without_weight_is_not_dropped(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Of a share whose targets all weigh 0, the smoothed part counts in the whole batch: without a word it was 0, and the
-    parameters of data(3) were off by 6e-3."""
-    module, alike = Summed(nn.Linear(3, 4), loss), torch.full((2,), 1)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(**SMOOTHED),
+        functools.partial(functional.cross_entropy, **SMOOTHED),
+        lambda output, target: functional.cross_entropy(output, target, **SMOOTHED),
+        lambda output, target: (functional.cross_entropy(output, target, **SMOOTHED) * 0.0, 0),
+    ],
+)
+def test_a_smoothed_part_without_weight_is_not_dropped(
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Of a share whose targets all weigh 0, the smoothed part counts in the whole batch:
+    without a word it was 0, and the parameters of data(3) were off by 6e-3.
+    """
+    module = Summed(nn.Linear(3, 4), loss)
+    alike = torch.full((2,), 1)
     with pytest.raises(StepFailed, match="all weigh 0, and its loss has a smoothed part"):
         module(torch.randn(2, 3), alike, 2)
-    for target, samples in ((alike, 0), (torch.full((2,), -100), 2)):           # a stand-in of an empty share; no label
+    # a stand-in of an empty share; no label
+    for target, samples in ((alike, 0), (torch.full((2,), -100), 2)):
         total, weight = module(torch.randn(2, 3), target, samples)
         assert (float(total.detach()), weight) == (0.0, 0.0)
 
 
 def test_the_pair_of_a_smoothed_part_without_weight_is_right() -> None:
     """The way out: shares of (sum, weight), one of them of weight 0, sum up to the whole."""
+
     def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return functional.cross_entropy(output, target, reduction="sum", **SMOOTHED), SMOOTHED["weight"][target].sum()
-    model, x, target = nn.Linear(3, 4), torch.randn(5, 3), torch.tensor([1, 1, 0, 2, 3])
-    totals, weights = zip(*(Summed(model, pair)(x[part], target[part], len(target[part]))
-                            for part in (slice(0, 2), slice(2, 5))), strict=True)
+        return functional.cross_entropy(output, target, reduction="sum", **SMOOTHED), SMOOTHED[
+            "weight"
+        ][target].sum()
+
+    model = nn.Linear(3, 4)
+    x = torch.randn(5, 3)
+    target = torch.tensor([1, 1, 0, 2, 3])
+    totals, weights = zip(
+        *(
+            Summed(model, pair)(x[part], target[part], len(target[part]))
+            for part in (slice(0, 2), slice(2, 5))
+        ),
+        strict=True,
+    )
     assert weights[0] == 0
     ours = torch.autograd.grad(sum(totals) / sum(weights), model.weight)[0]
-    theirs = torch.autograd.grad(functional.cross_entropy(model(x), target, **SMOOTHED), model.weight)[0]
+    theirs = torch.autograd.grad(
+        functional.cross_entropy(model(x), target, **SMOOTHED), model.weight
+    )[0]
     assert torch.allclose(ours, theirs, atol=1e-7)
 
 
 def test_another_term_over_nothing_is_no_smoothed_part() -> None:
     """Classes that weigh 0, beside a mean over what counts, of which this share has nothing."""
+
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(output, target, SMOOTHED["weight"]) + (output * (target > 1)[:, None]).sum() / (
-            target > 1).sum()
+        return (
+            functional.cross_entropy(output, target, SMOOTHED["weight"])
+            + (output * (target > 1)[:, None]).sum() / (target > 1).sum()
+        )
+
     total, weight = Summed(nn.Linear(3, 4), loss)(torch.randn(2, 3), torch.full((2,), 1), 2)
     assert (float(total.detach()), weight) == (0.0, 0.0)
 

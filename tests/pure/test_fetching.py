@@ -13,12 +13,23 @@ from paragrad.techniques.width.fetching import given as passed_on
 from paragrad.techniques.width.halo import around
 from paragrad.techniques.width.pieces import evenly_divided
 
-WINDOWS = st.builds(Window, st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.integers(1, 3))
+WINDOWS = st.builds(
+    Window,
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(1, 3),
+)
 
 
 @given(WINDOWS, st.integers(1, 40), st.integers(1, 5))
-def test_outputs_of_all_ranks_see_what_they_see_on_one(window: Window, size: int, ranks: int) -> None:
-    """Every output, by the definition; and what a rank wants is what its first to its last output see."""
+def test_outputs_of_all_ranks_see_what_they_see_on_one(
+    window: Window, size: int, ranks: int
+) -> None:
+    """Every output, by the definition; and what a rank wants is what its first to its last
+    output see.
+    """
     count = window.outputs(size)
     if count < ranks:
         return
@@ -45,7 +56,7 @@ def test_runs_are_the_elements_that_are_wanted(size: int, ranks: int, data: st.D
         else:
             own = have.ranges(run.owner)[0]
             assert run.start + run.length <= len(own)
-            found += list(own[run.start:run.start + run.length])
+            found += list(own[run.start : run.start + run.length])
     assert tuple(found) == want
 
 
@@ -53,33 +64,53 @@ def test_runs_are_the_elements_that_are_wanted(size: int, ranks: int, data: st.D
 def test_what_ranks_fetch_is_what_others_pass_on(window: Window, size: int, ranks: int) -> None:
     if window.outputs(size) < ranks:
         return
-    have, after = evenly_divided(size, ranks), evenly_divided(window.outputs(size), ranks)
+    have = evenly_divided(size, ranks)
+    after = evenly_divided(window.outputs(size), ranks)
     wants = tuple(window.sees(after.ranges(rank)[0], size) for rank in range(ranks))
     ranks_ = range(ranks)
-    assert sum(fetched(have, wants, rank) for rank in ranks_) == sum(passed_on(have, wants, rank) for rank in ranks_)
+    assert sum(fetched(have, wants, rank) for rank in ranks_) == sum(
+        passed_on(have, wants, rank) for rank in ranks_
+    )
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 5, 7])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_halo_is_half_a_kernel(kernel: int, ranks: int) -> None:
     """The closed form: stride 1, odd kernel, padding "same"; so much from each neighbour."""
-    window, have = Window(kernel, before=kernel // 2, after=kernel // 2), evenly_divided(28, ranks)
+    window = Window(kernel, before=kernel // 2, after=kernel // 2)
+    have = evenly_divided(28, ranks)
     wants = tuple(window.sees(have.ranges(rank)[0], 28) for rank in range(ranks))
     neighbours = [(rank > 0) + (rank < ranks - 1) for rank in range(ranks)]
-    assert [fetched(have, wants, rank) for rank in range(ranks)] == [kernel // 2 * each for each in neighbours]
+    assert [fetched(have, wants, rank) for rank in range(ranks)] == [
+        kernel // 2 * each for each in neighbours
+    ]
 
 
 @pytest.mark.parametrize(("kernel", "rows"), [(2, [0, 1, 0]), (1, [0, 0, 0])])
 def test_even_splits_of_uneven_sizes_move_rows(kernel: int, rows: list[int]) -> None:
-    """28 rows over 3 are 10, 9, 9; 14 of a pool of two are 5, 5, 4, and see 10, 10, 8. A 1x1 kernel of stride 1 moves none."""
-    window, have = Window(kernel, kernel), evenly_divided(28, 3)
+    """28 rows over 3 are 10, 9, 9; 14 of a pool of two are 5, 5, 4, and see 10, 10, 8. A 1x1
+    kernel of stride 1 moves none.
+    """
+    window = Window(kernel, kernel)
+    have = evenly_divided(28, 3)
     after = evenly_divided(window.outputs(28), 3)
     wants = tuple(window.sees(after.ranges(rank)[0], 28) for rank in range(3))
     assert [fetched(have, wants, rank) for rank in range(3)] == rows
 
 
-@given(st.builds(Spread, st.integers(1, 5), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2), st.integers(1, 2),
-                 st.integers(0, 1)), st.integers(3, 30), st.integers(1, 4))
+@given(
+    st.builds(
+        Spread,
+        st.integers(1, 5),
+        st.integers(1, 4),
+        st.integers(0, 2),
+        st.integers(0, 2),
+        st.integers(1, 2),
+        st.integers(0, 1),
+    ),
+    st.integers(3, 30),
+    st.integers(1, 4),
+)
 def test_what_a_transposed_convolution_takes(spread: Spread, size: int, ranks: int) -> None:
     """Every input that gives to one of a rank's outputs is among those that it wants."""
     if spread.outputs(size) < ranks:
@@ -89,7 +120,10 @@ def test_what_a_transposed_convolution_takes(spread: Spread, size: int, ranks: i
         outputs = after.ranges(rank)[0]
         want = spread.sees(outputs, size)
         for each in range(size):
-            gives = {each * spread.stride - spread.before + tap * spread.dilation for tap in range(spread.kernel)}
+            gives = {
+                each * spread.stride - spread.before + tap * spread.dilation
+                for tap in range(spread.kernel)
+            }
             assert not gives & set(outputs) or each in want
         before, behind = spread.around(outputs, want)
         assert before + behind + (len(want) - 1) * spread.stride + spread.reach == len(outputs)
@@ -98,25 +132,34 @@ def test_what_a_transposed_convolution_takes(spread: Spread, size: int, ranks: i
 @settings(max_examples=200)
 @given(WINDOWS, st.integers(12, 80), st.integers(2, 4))
 def test_edges_and_the_own_rows_are_the_convolution(window: Window, size: int, ranks: int) -> None:
-    """Wherever a rank says that it can: its own rows with zeros around, and what the halo adds at the edges."""
+    """Wherever a rank says that it can: its own rows with zeros around, and what the halo adds
+    at the edges.
+    """
     if window.outputs(size) < ranks or window.before != window.after:
         return
-    x, kernel = torch.randn(1, 1, size).double(), torch.randn(1, 1, window.kernel).double()
+    x = torch.randn(1, 1, size).double()
+    kernel = torch.randn(1, 1, window.kernel).double()
     options = {"stride": window.stride, "dilation": window.dilation}
-    whole = functional.conv1d(x, kernel, padding=window.before, **options)         # type: ignore[arg-type]
-    have, after = evenly_divided(size, ranks), evenly_divided(window.outputs(size), ranks)
+    whole = functional.conv1d(x, kernel, padding=window.before, **options)  # type: ignore[arg-type]
+    have = evenly_divided(size, ranks)
+    after = evenly_divided(window.outputs(size), ranks)
     for rank in range(ranks):
-        own, outputs = have.ranges(rank)[0], after.ranges(rank)[0]
+        own = have.ranges(rank)[0]
+        outputs = after.ranges(rank)[0]
         if (found := around(window, size, own, outputs)) is None:
             continue
         how, want = found
-        out = functional.conv1d(x[..., own.start:own.stop], kernel, padding=how.padding, **options)      # type: ignore[arg-type]
+        out = functional.conv1d(
+            x[..., own.start : own.stop], kernel, padding=how.padding, **options
+        )  # type: ignore[arg-type]
         halo = x[..., list(want)]
         for edge in how.edges:
-            rows = functional.pad(halo[..., edge.halo.start:edge.halo.stop], (edge.before, edge.after))
-            part = functional.conv1d(rows, kernel, **options)                       # type: ignore[arg-type]
-            out[..., edge.at:edge.at + part.shape[-1]] += part
-        assert torch.allclose(out, whole[..., outputs.start:outputs.stop], atol=1e-12)
+            rows = functional.pad(
+                halo[..., edge.halo.start : edge.halo.stop], (edge.before, edge.after)
+            )
+            part = functional.conv1d(rows, kernel, **options)  # type: ignore[arg-type]
+            out[..., edge.at : edge.at + part.shape[-1]] += part
+        assert torch.allclose(out, whole[..., outputs.start : outputs.stop], atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
@@ -127,14 +170,24 @@ def test_padding_is_torch_s(mode: str) -> None:
 
 
 @pytest.mark.parametrize("times", [2, 3])
-@pytest.mark.parametrize(("kind", "mode"), [("nearest", "nearest"), ("linear", "bilinear"), ("cubic", "bicubic")])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("nearest", "nearest"), ("linear", "bilinear"), ("cubic", "bicubic")]
+)
 @pytest.mark.parametrize("aligned", [False, True])
 def test_taps_are_torch_s(kind: str, mode: str, times: int, aligned: bool) -> None:
     if kind == "nearest" and aligned:
         return
     x = torch.randn(5).double()
-    there = functional.interpolate(x.view(1, 1, 5, 1), size=(5 * times, 1), mode=mode,
-                                   **({} if kind == "nearest" else {"align_corners": aligned})).flatten()
-    here = torch.stack([sum((weight * x[place] for place, weight in each), x.new_zeros(())) for each in taps(
-        kind, 5, times, aligned)])
+    there = functional.interpolate(
+        x.view(1, 1, 5, 1),
+        size=(5 * times, 1),
+        mode=mode,
+        **({} if kind == "nearest" else {"align_corners": aligned}),
+    ).flatten()
+    here = torch.stack(
+        [
+            sum((weight * x[place] for place, weight in each), x.new_zeros(()))
+            for each in taps(kind, 5, times, aligned)
+        ]
+    )
     assert torch.allclose(here, there, atol=1e-12)

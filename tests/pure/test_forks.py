@@ -36,7 +36,9 @@ def test_what_is_put_together_and_what_is_summed_step_by_step() -> None:
 def test_skips_towers_and_a_tuple() -> None:
     assert found(Residual(), torch.randn(2, 2, 8, 8)) == [{"first depth groups", "around"}]
     assert found(Towers(), torch.randn(2, 10)) == [{"left.0 left.1 left.4", "right.0 lstm"}]
-    assert found(Experts(), torch.randn(2, 10)) == [{"each.0.0 each.0.2", "each.1.0 each.1.2", "each.2.0 each.2.2"}]
+    assert found(Experts(), torch.randn(2, 10)) == [
+        {"each.0.0 each.0.2", "each.1.0 each.1.2", "each.2.0 each.2.2"}
+    ]
 
 
 def test_a_chain_has_none() -> None:
@@ -48,14 +50,17 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.short, self.into = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.arms = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)])
+        self.short = nn.Linear(4, 4)
+        self.into = nn.Linear(4, 4)
+        self.arms = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.into(x)
         y = self.arms[0](y) + self.arms[1](y)
         y = self.arms[2](y) + self.arms[3](y)
-        return self.short(x) + y                        # type: ignore[no-any-return]
+        return self.short(x) + y  # type: ignore[no-any-return]
 
 
 def test_a_long_branch_is_opened() -> None:

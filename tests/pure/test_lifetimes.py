@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from paragrad.players.memory import Moment, Weight, moments
-from paragrad.schedules.pipeline import Gpipe, Interleaved, OneFOneB, Pipelined, PipelineSchedule, ZeroBubble
+from paragrad.schedules.pipeline import (
+    Gpipe,
+    Interleaved,
+    OneFOneB,
+    Pipelined,
+    PipelineSchedule,
+    ZeroBubble,
+)
 
-FREE = Weight(0, 0, 10)                     # activations alone: messages weigh nothing
+FREE = Weight(0, 0, 10)  # activations alone: messages weigh nothing
 
 
 def peak(found: list[Moment]) -> int:
@@ -15,7 +22,9 @@ def peak(found: list[Moment]) -> int:
 
 
 @pytest.mark.parametrize("schedule", [Gpipe(), OneFOneB(), Interleaved(2), Interleaved(3)], ids=str)
-def test_where_messages_weigh_nothing_it_is_what_the_formulas_say(schedule: PipelineSchedule) -> None:
+def test_where_messages_weigh_nothing_it_is_what_the_formulas_say(
+    schedule: PipelineSchedule,
+) -> None:
     for size in (1, 2, 3, 4, 8):
         for micro in (each for each in (1, 2, 5, 8, 16) if schedule.filled(each, size) == each):
             pipelined = Pipelined(schedule, micro)
@@ -23,11 +32,16 @@ def test_where_messages_weigh_nothing_it_is_what_the_formulas_say(schedule: Pipe
                 found = moments(pipelined, rank, size, lambda *_: FREE)
                 assert peak(found) == 10 * pipelined.kept(rank, size), (size, micro, rank)
                 assert [each.task for each in found] == [
-                    str(action) for action in pipelined.program(rank, size) if hasattr(action, "what")]
+                    str(action)
+                    for action in pipelined.program(rank, size)
+                    if hasattr(action, "what")
+                ]
 
 
 def test_between_its_halves_a_layer_holds_its_input_and_its_output_gradient() -> None:
-    """zero_bubble: rank r has min(p - r, m) forwards without their first half, and r first halves without their second."""
+    """zero_bubble: rank r has min(p - r, m) forwards without their first half, and r first
+    halves without their second.
+    """
     weight = Weight(0, 0, kept=10, halved=16, halving=18)
     for size in (2, 3, 4):
         for rank in range(size):
@@ -36,23 +50,39 @@ def test_between_its_halves_a_layer_holds_its_input_and_its_output_gradient() ->
 
 
 def test_what_is_computed_again_is_a_message_and_one_forward() -> None:
-    """gpipe with recompute: m messages that came, m that went and are not known to be there, and one forward. Of the last
-    rank's gradients nobody tells that they came, and each is 1 more than the activations that go meanwhile."""
+    """gpipe with recompute: m messages that came, m that went and are not known to be there,
+    and one forward. Of the last rank's gradients nobody tells that they came, and each is 1
+    more than the activations that go meanwhile.
+    """
     weight = Weight(came=2, back=3, kept=50, shared=2)
-    first, middle, last = (moments(Pipelined(Gpipe(), 8), rank, 3, lambda *_: weight, True) for rank in range(3))
+    first, middle, last = (
+        moments(Pipelined(Gpipe(), 8), rank, 3, lambda *_: weight, True) for rank in range(3)
+    )
     assert peak(last) == 2 * 8 + 48 + 7
-    assert [each.bytes for each in middle[:6]] == [2 * (each + 3) + 2 * (each + 1) for each in range(6)], "three are awaited"
+    assert [each.bytes for each in middle[:6]] == [
+        2 * (each + 3) + 2 * (each + 1) for each in range(6)
+    ], "three are awaited"
     assert first[7].bytes == 2 * 8 + 3 * 3
 
 
 def test_one_forward_one_backward_by_hand() -> None:
     weight = Weight(came=1, back=2, kept=10, shared=1)
-    first, last = (moments(Pipelined(OneFOneB(), 3), rank, 2, lambda *_: weight) for rank in range(2))
-    # rank 0: F0 >x1.0 F1 >x1.1 <g1.0 B0 F2 >x1.2 <g1.1 B1 <g1.2 B2; a message goes from a forward to the answer
+    first, last = (
+        moments(Pipelined(OneFOneB(), 3), rank, 2, lambda *_: weight) for rank in range(2)
+    )
+    # rank 0: F0 >x1.0 F1 >x1.1 <g1.0 B0 F2 >x1.2 <g1.1 B1 <g1.2 B2; a message goes from a
+    # forward to the answer
     assert [(each.task, each.bytes) for each in first] == [
-        ("F0", 11), ("F1", 28), ("B0", 28), ("F2", 26), ("B1", 26), ("B2", 13)]
+        ("F0", 11),
+        ("F1", 28),
+        ("B0", 28),
+        ("F2", 26),
+        ("B1", 26),
+        ("B2", 13),
+    ]
     assert [each.task for each in last] == ["F0", "B0", "F1", "B1", "F2", "B2"]
-    # three messages awaited from the first on; the gradient of micro-batch 0 is known to be there when x1.2 has come
+    # three messages awaited from the first on; the gradient of micro-batch 0 is known to be
+    # there when x1.2 has come
     assert [each.bytes for each in last] == [12, 12, 13, 13, 12, 12]
 
 

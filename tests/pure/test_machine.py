@@ -13,7 +13,15 @@ from paragrad.planner.choosing import told_apart
 from paragrad.planner.interval import MARGIN
 from paragrad.planner.measuring import above_the_others, fitted
 from paragrad.planner.simulation import read_bytes, read_slow, simulate
-from paragrad.players.machine import ASSUMED, SCHEMA, Cluster, Link, Machine, machine_of, read_machine
+from paragrad.players.machine import (
+    ASSUMED,
+    SCHEMA,
+    Cluster,
+    Link,
+    Machine,
+    machine_of,
+    read_machine,
+)
 from paragrad.players.work import work_and_depth
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -22,10 +30,22 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.strategies.table import strategy
 
-MEASURED = Machine({"gloo": Link(1e-4, 1e-9, 2e-6, 3e-5, 1e-10, ((64, 1e-4), (1000, 2e-4), (100_000, 3e-4))),
-                    "shm": Link(1e-5, 1e-10)}, gamma=1e-10, cores=2, measured="2026, here", errors={"gloo": 0.5, "shm": 0.0},
-                   memory=1e10, matmul=1e11, load=0.25)
-MEASURED.links["shm"] = replace(MEASURED.links["shm"], disturbed=Link(2e-5, 2e-10, points=((64, 3e-5), (1000, 4e-5))))
+MEASURED = Machine(
+    {
+        "gloo": Link(1e-4, 1e-9, 2e-6, 3e-5, 1e-10, ((64, 1e-4), (1000, 2e-4), (100_000, 3e-4))),
+        "shm": Link(1e-5, 1e-10),
+    },
+    gamma=1e-10,
+    cores=2,
+    measured="2026, here",
+    errors={"gloo": 0.5, "shm": 0.0},
+    memory=1e10,
+    matmul=1e11,
+    load=0.25,
+)
+MEASURED.links["shm"] = replace(
+    MEASURED.links["shm"], disturbed=Link(2e-5, 2e-10, points=((64, 3e-5), (1000, 4e-5)))
+)
 
 
 def test_a_link_goes_from_point_to_point_and_on_beyond_them() -> None:
@@ -48,22 +68,30 @@ def test_a_machine_file_reads_back(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="this one has 16"):
         machine_of(path, 16)
     assert machine_of(None, 2) is ASSUMED
-    with pytest.raises(Refused, match="no link 'nccl', only gloo, shm; measure it: paragrad measure --backend nccl"):
+    with pytest.raises(
+        Refused, match="no link 'nccl', only gloo, shm; measure it: paragrad measure --backend nccl"
+    ):
         machine.link("nccl")
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda found: found.update(schema=SCHEMA + 1), "of version 3, this paragrad reads version 2"),
-    (lambda found: found.pop("schema"), "is no machine file"),
-    (lambda found: found.pop("gamma"), "lacks or misnames something"),
-    (lambda found: found["links"]["gloo"].pop("alpha"), "lacks or misnames something"),
-    (lambda found: found["links"]["gloo"].update(speed=3), "lacks or misnames something"),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda found: found.update(schema=SCHEMA + 1),
+            "of version 3, this paragrad reads version 2",
+        ),
+        (lambda found: found.pop("schema"), "is no machine file"),
+        (lambda found: found.pop("gamma"), "lacks or misnames something"),
+        (lambda found: found["links"]["gloo"].pop("alpha"), "lacks or misnames something"),
+        (lambda found: found["links"]["gloo"].update(speed=3), "lacks or misnames something"),
+    ],
+)
 def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, change: object, says: str) -> None:
     path = tmp_path / "machine.json"
     MEASURED.write(path)
     found = json.loads(path.read_text())
-    change(found)                                                   # type: ignore[operator]
+    change(found)  # type: ignore[operator]
     path.write_text(json.dumps(found))
     with pytest.raises(Refused, match=says) as caught:
         read_machine(path, 2)
@@ -81,10 +109,23 @@ def test_no_machine_file(tmp_path: Path) -> None:
 
 def test_a_straight_link_is_found_again() -> None:
     """From what a ping-pong and a stream show of a link whose numbers are known."""
-    alpha, beta, latency, overhead, work = 5e-5, 2e-9, 3e-5, 1e-5, 1e-10
+    alpha = 5e-5
+    beta = 2e-9
+    latency = 3e-5
+    overhead = 1e-5
+    work = 1e-10
     sizes = (64, 1 << 10, 1 << 14, 1 << 18, 1 << 22)
-    found, error = fitted([(size, 2 * overhead + alpha + beta * size + latency, alpha + beta * size, overhead + work * size)
-                           for size in sizes])
+    found, error = fitted(
+        [
+            (
+                size,
+                2 * overhead + alpha + beta * size + latency,
+                alpha + beta * size,
+                overhead + work * size,
+            )
+            for size in sizes
+        ]
+    )
     assert found.alpha == pytest.approx(alpha, rel=1e-3)
     assert found.beta == pytest.approx(beta, rel=1e-3)
     assert found.latency == pytest.approx(latency, rel=1e-3)
@@ -92,8 +133,11 @@ def test_a_straight_link_is_found_again() -> None:
     assert found.work == pytest.approx(work, rel=0.1)
     assert error < 1e-3
     steps = [1e-3 + (2e-3 if size > 10_000 else 0) + 1e-9 * size for size in sizes]
-    bent, error = fitted([(size, step, step, 1e-5) for size, step in zip(sizes, steps, strict=True)])
-    assert error > 0.1                                              # a straight line does not fit, and says so
+    bent, error = fitted(
+        [(size, step, step, 1e-5) for size, step in zip(sizes, steps, strict=True)]
+    )
+    # a straight line does not fit, and says so
+    assert error > 0.1
     assert len(bent.points) == len(sizes)
 
 
@@ -101,20 +145,30 @@ def test_a_point_that_took_too_long_contradicts_its_neighbours() -> None:
     points = [(size, 1e-4 + 1e-9 * size) for size in (64, 1 << 12, 1 << 16, 1 << 20, 1 << 22)]
     assert above_the_others(points) == []
     for place in range(1, len(points)):
-        wrong = [(size, seconds * (1.6 if number == place else 1)) for number, (size, seconds) in enumerate(points)]
+        wrong = [
+            (size, seconds * (1.6 if number == place else 1))
+            for number, (size, seconds) in enumerate(points)
+        ]
         assert points[place][0] in above_the_others(wrong)
-    assert above_the_others(points[:2]) == []                       # nothing to compare with
+    assert above_the_others(points[:2]) == []  # nothing to compare with
 
 
 def test_a_foretold_time_has_an_interval_where_links_were_measured() -> None:
-    """From what links can do to what they did in the slowest rounds, and on both sides what the clock leaves out."""
-    quick, slow = Link(1e-4, 1e-9), Link(2e-4, 3e-9)
+    """From what links can do to what they did in the slowest rounds, and on both sides what the
+    clock leaves out.
+    """
+    quick = Link(1e-4, 1e-9)
+    slow = Link(2e-4, 3e-9)
     chosen = strategy("data(4, reduce=ring)")
-    known, alone, slowest = (simulate(chosen, 4_000_000, Machine({"gloo": link}, 1e-10, 2, "by hand"))
-                             for link in (replace(quick, disturbed=slow), quick, slow))
+    known, alone, slowest = (
+        simulate(chosen, 4_000_000, Machine({"gloo": link}, 1e-10, 2, "by hand"))
+        for link in (replace(quick, disturbed=slow), quick, slow)
+    )
     assert alone.interval is None
     assert known.timeline == alone.timeline
-    assert known.interval == pytest.approx(((1 - MARGIN) * alone.timeline.seconds, (1 + MARGIN) * slowest.timeline.seconds))
+    assert known.interval == pytest.approx(
+        ((1 - MARGIN) * alone.timeline.seconds, (1 + MARGIN) * slowest.timeline.seconds)
+    )
     inside = Cluster(replace(quick, disturbed=slow), inside=replace(quick, disturbed=slow), group=2)
     assert inside.disturbed() == Cluster(slow, inside=slow, group=2)
 
@@ -123,15 +177,24 @@ def test_times_are_told_apart_by_their_turns() -> None:
     """Two that differ less than the turns do, but in every turn the same way, are not equal."""
     turns = [1.0, 3.0, 0.5, 7.0, 2.0, 1.5]
     assert told_apart([1.02 * each for each in turns], turns)
-    assert not told_apart([1.02 * each if place % 2 else 0.98 * each for place, each in enumerate(turns)], turns)
-    assert told_apart([1.2], [1.0])                                 # few turns: by how much
+    assert not told_apart(
+        [1.02 * each if place % 2 else 0.98 * each for place, each in enumerate(turns)], turns
+    )
+    assert told_apart([1.2], [1.0])  # few turns: by how much
     assert not told_apart([1.02], [1.0])
-    # work beside that comes and goes hits one or the other of a pair: half as slow again, and the ratios of turns lie around 1
+    # work beside that comes and goes hits one or the other of a pair: half as slow again, and
+    # the ratios of turns lie around 1
     assert told_apart([2.9, 2.9, 1.0, 2.9, 1.0, 2.9, 1.0], [1.0, 1.9, 2.9, 1.9, 1.9, 2.9, 2.9])
 
 
 def test_bytes_and_slow_ranks_are_read() -> None:
-    assert [read_bytes(text) for text in ("4096", "64KiB", "100MB", "1.5 gb", "2B")] == [4096, 65536, 10**8, 15 * 10**8, 2]
+    assert [read_bytes(text) for text in ("4096", "64KiB", "100MB", "1.5 gb", "2B")] == [
+        4096,
+        65536,
+        10**8,
+        15 * 10**8,
+        2,
+    ]
     assert read_slow("7=3") == (7, 3.0)
     for text in ("", "MB", "-3", "3 apples"):
         with pytest.raises(Refused, match="write 4096, 64KiB or 100MB"):
@@ -143,42 +206,63 @@ def test_bytes_and_slow_ranks_are_read() -> None:
 def test_a_simulation_says_what_the_formula_says() -> None:
     found = simulate(strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED)
     assert found.closed == pytest.approx(found.timeline.seconds)
-    assert found.timeline.seconds == pytest.approx(2 * 255 * (20e-6 + 4000 / 2e9) + 255 * 4000 / 8e9)
+    assert found.timeline.seconds == pytest.approx(
+        2 * 255 * (20e-6 + 4000 / 2e9) + 255 * 4000 / 8e9
+    )
     slower = simulate(strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED, slow=((3, 3.0),))
     assert slower.timeline.seconds > 2 * found.timeline.seconds
     shared = simulate(strategy("data(64, reduce=butterfly)"), 64000, ASSUMED, per_link=8)
-    assert shared.timeline.seconds > 4 * simulate(strategy("data(64, reduce=butterfly)"), 64000, ASSUMED).timeline.seconds / 2
+    assert (
+        shared.timeline.seconds
+        > 4 * simulate(strategy("data(64, reduce=butterfly)"), 64000, ASSUMED).timeline.seconds / 2
+    )
     spans = simulate(strategy("data(4, reduce=tree)"), 4000, ASSUMED, spans=True).timeline.spans
     assert sum(span.lane == "send" for span in spans) == 6
 
 
-@pytest.mark.parametrize(("text", "options", "says"), [
-    ("data(4)", {}, "say which all-reduce, for example data"),
-    ("data(4, reduce=native)", {}, "there is no schedule"),
-    ("serial", {}, "has no schedule to simulate"),
-    ("data(4, reduce=ring)", {"slow": ((4, 2.0),)}, "give a rank from 0 to 3"),
-    ("data(4, reduce=ring)", {"slow": ((1, 0.5),)}, "a factor of at least 1"),
-    ("data(4, reduce=ring)", {"per_link": 3}, "3 ranks per link do not make up 4 ranks"),
-    ("data(4, reduce=ring)", {"per_core": 3}, "3 ranks per core do not make up 4 ranks"),
-    ("data(4, reduce=ring)", {"link": "gloo"}, "no link 'gloo'"),
-    ("data(4, reduce=two_level(group=3))", {}, "groups of 3 do not make up 4 ranks"),
-    ("data(4096, reduce=ring)", {"spans": True},
-     "more than 100,000 messages, too many to be kept as a timeline one by one; take fewer ranks: 128 go"),
-])
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        ("data(4)", {}, "say which all-reduce, for example data"),
+        ("data(4, reduce=native)", {}, "there is no schedule"),
+        ("serial", {}, "has no schedule to simulate"),
+        ("data(4, reduce=ring)", {"slow": ((4, 2.0),)}, "give a rank from 0 to 3"),
+        ("data(4, reduce=ring)", {"slow": ((1, 0.5),)}, "a factor of at least 1"),
+        ("data(4, reduce=ring)", {"per_link": 3}, "3 ranks per link do not make up 4 ranks"),
+        ("data(4, reduce=ring)", {"per_core": 3}, "3 ranks per core do not make up 4 ranks"),
+        ("data(4, reduce=ring)", {"link": "gloo"}, "no link 'gloo'"),
+        ("data(4, reduce=two_level(group=3))", {}, "groups of 3 do not make up 4 ranks"),
+        (
+            "data(4096, reduce=ring)",
+            {"spans": True},
+            "more than 100,000 messages, too many to be kept as a timeline one by one; take fewer "
+            "ranks: 128 go",
+        ),
+    ],
+)
 def test_a_simulation_is_refused(text: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(Refused, match=says):
-        simulate(strategy(text), 4000, ASSUMED, **options)         # type: ignore[arg-type]
+        simulate(strategy(text), 4000, ASSUMED, **options)  # type: ignore[arg-type]
 
 
 def test_work_and_depth_of_schedules() -> None:
-    """W is p - 1 additions of every element, but for the butterfly, where all do the same ones; D is the longest chain."""
+    """W is p - 1 additions of every element, but for the butterfly, where all do the same ones;
+    D is the longest chain.
+    """
     for size in (2, 4, 8, 16):
-        rounds, n = size.bit_length() - 1, 16 * size
-        found = {each: work_and_depth(each, size, n) for each in (Ring(), Tree(), Star(), Direct(), Butterfly())}
+        rounds = size.bit_length() - 1
+        n = 16 * size
+        found = {
+            each: work_and_depth(each, size, n)
+            for each in (Ring(), Tree(), Star(), Direct(), Butterfly())
+        }
         assert {schedule: (each.work, each.depth) for schedule, each in found.items()} == {
-            Ring(): ((size - 1) * n, (size - 1) * 16), Tree(): ((size - 1) * n, rounds * n),
-            Star(): ((size - 1) * n, (size - 1) * n), Direct(): ((size - 1) * n, (size - 1) * 16),
-            Butterfly(): (size * rounds * n, rounds * n)}
+            Ring(): ((size - 1) * n, (size - 1) * 16),
+            Tree(): ((size - 1) * n, rounds * n),
+            Star(): ((size - 1) * n, (size - 1) * n),
+            Direct(): ((size - 1) * n, (size - 1) * 16),
+            Butterfly(): (size * rounds * n, rounds * n),
+        }
         assert found[Ring()].parallelism == size
         least, most = found[Ring()].bounds(size)
         assert least <= most <= 2 * least

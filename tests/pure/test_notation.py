@@ -10,7 +10,17 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, Names, One, Word, options_of
+from paragrad.notation.choices import (
+    Choice,
+    Decimal,
+    Flag,
+    Integer,
+    Integers,
+    Names,
+    One,
+    Word,
+    options_of,
+)
 from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
@@ -37,7 +47,9 @@ def values(kind: object) -> st.SearchStrategy[Any]:
     if isinstance(kind, Integers):
         return st.lists(st.integers(max(kind.least, 1), 9), min_size=1, max_size=5).map(tuple)
     if isinstance(kind, Names):
-        return st.lists(st.sampled_from(("h.2", "encoder.layers.0", "head")), min_size=1, max_size=3).map(tuple)
+        return st.lists(
+            st.sampled_from(("h.2", "encoder.layers.0", "head")), min_size=1, max_size=3
+        ).map(tuple)
     assert isinstance(kind, One)
     return st.sampled_from(kind.classes).flatmap(choices)
 
@@ -45,24 +57,39 @@ def values(kind: object) -> st.SearchStrategy[Any]:
 @st.composite
 def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
     """Any valid choice of a class: each option at its default or at some value."""
-    arguments = {spec.name: draw(st.one_of(*map(values, spec.metadata["kinds"]))) for spec in options_of(cls)
-                 if spec.default is MISSING or draw(st.booleans())}
-    if cls is Data:                         # options that must fit together
+    arguments = {
+        spec.name: draw(st.one_of(*map(values, spec.metadata["kinds"])))
+        for spec in options_of(cls)
+        if spec.default is MISSING or draw(st.booleans())
+    }
+    if cls is Data:  # options that must fit together
         if isinstance(arguments.get("shares"), tuple):
             arguments["workers"] = len(arguments["shares"])
-        if "reduce" in arguments or (arguments.get("shares"), arguments.get("state")) == ("auto", "fully_sharded"):
+        if "reduce" in arguments or (arguments.get("shares"), arguments.get("state")) == (
+            "auto",
+            "fully_sharded",
+        ):
             arguments.pop("state", None)
         if arguments.get("dense") == "tensor":
-            arguments = {name: value for name, value in arguments.items() if name in ("workers", "batch_norm", "dense")}
+            arguments = {
+                name: value
+                for name, value in arguments.items()
+                if name in ("workers", "batch_norm", "dense")
+            }
     if cls is Spatial and arguments.get("dense") == "tensor":
         arguments.pop("columns", None)
     if cls is server.Server and not isinstance(arguments.get("sync"), server.Ssp | server.Asp):
         arguments.pop("rate", None)
-    if cls is TwoLevel:                     # it is the whole exchange that is reproducible
-        arguments |= {name: replace(arguments[name], reproducible=False) for name in ("inside", "across") if name in arguments}
+    if cls is TwoLevel:  # it is the whole exchange that is reproducible
+        arguments |= {
+            name: replace(arguments[name], reproducible=False)
+            for name in ("inside", "across")
+            if name in arguments
+        }
     try:
         return cls(**arguments)
-    except Refused:                         # values that do not fit together, or one that is refused with a reason of its own
+    # values that do not fit together, or one that is refused with a reason of its own
+    except Refused:
         reject()
 
 
@@ -75,14 +102,23 @@ def test_round_trip(chosen: Strategy) -> None:
 
 @given(st.sampled_from(list(STRATEGIES.values())).flatmap(choices))
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
-    names: dict[str, Any] = {cls.__name__: cls for cls in (
-        *known().values(), *algorithms().values(), *PipelineSchedule.members.values())}
-    names |= {cls.__name__: cls for module in (compressors, local, server, federated) for cls in vars(module).values()
-              if isinstance(cls, type)}
+    names: dict[str, Any] = {
+        cls.__name__: cls
+        for cls in (*known().values(), *algorithms().values(), *PipelineSchedule.members.values())
+    }
+    names |= {
+        cls.__name__: cls
+        for module in (compressors, local, server, federated)
+        for cls in vars(module).values()
+        if isinstance(cls, type)
+    }
     assert eval(repr(chosen), names) == chosen
 
 
-@given(st.lists(st.sampled_from([Tensor(2), Pipeline(4), Tensor("auto")]), min_size=1, max_size=3), st.booleans())
+@given(
+    st.lists(st.sampled_from([Tensor(2), Pipeline(4), Tensor("auto")]), min_size=1, max_size=3),
+    st.booleans(),
+)
 def test_products_round_trip(inner: list[Strategy], replicas: bool) -> None:
     product = Product((Data(2, reduce=Ring()), *inner) if replicas else (Tensor(3), *inner))
     assert strategy(str(product)) == product
@@ -92,15 +128,20 @@ def test_forms() -> None:
     assert strategy("data(2, reduce=ring)") == Data(2, reduce=Ring())
     assert strategy(" data ( workers = 2,reduce=ring( ) ) ") == Data(2, reduce=Ring())
     assert str(Data(2, reduce=Ring(blocking=True), shares=[3, 1])) == (
-        "data(2, reduce=ring(blocking=true), shares=[3, 1])")
+        "data(2, reduce=ring(blocking=true), shares=[3, 1])"
+    )
     assert repr(Data(2, reduce="ring")) == "Data(2, reduce=Ring())"
     assert str(Serial()) == "serial"
     assert strategies("serial; data(auto);") == (Serial(), Data("auto"))
     assert strategy("data(2) * tensor(2)") == Data(2) * Tensor(2)
     assert (Data(2) * Tensor(2) * Pipeline(4)).workers == 16
     assert strategy("data(2, compress=dgc(0.001, clip=none))").exact is False
-    assert [str(each) for each in strategies("local(4, every=end); server(8, 2, sync=ssp(3)); spatial(2, columns=2)")] == [
-        "local(4, every=end)", "server(8, servers=2, sync=ssp(3))", "spatial(2, columns=2)"]
+    assert [
+        str(each)
+        for each in strategies(
+            "local(4, every=end); server(8, 2, sync=ssp(3)); spatial(2, columns=2)"
+        )
+    ] == ["local(4, every=end)", "server(8, servers=2, sync=ssp(3))", "spatial(2, columns=2)"]
 
 
 REFUSED = {
@@ -159,21 +200,34 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 def test_what_is_tried_beside_data_auto_is_the_same_training() -> None:
-    """One worker with all threads was, whatever had been asked of the shares: their statistics, their micro-batches, whose
-    batch norm sees other samples, or that no rank has all of the state."""
+    """One worker with all threads was, whatever had been asked of the shares: their statistics,
+    their micro-batches, whose batch norm sees other samples, or that no rank has all of the
+    state.
+    """
     assert strategy("data(auto)").alternatives(Here(2)) == (Serial(threads=2),)
-    for asked in ("data(2)", "data(auto, batch_norm=share)", "data(auto, micro=2)", "data(auto, state=fully_sharded)"):
+    for asked in (
+        "data(2)",
+        "data(auto, batch_norm=share)",
+        "data(auto, micro=2)",
+        "data(auto, state=fully_sharded)",
+    ):
         assert strategy(asked).alternatives(Here(2)) == ()
 
 
 def test_auto_is_resolved() -> None:
     assert resolve(Serial(), Here(8)) == Serial(threads=8)
-    assert resolve(Data("auto"), Here(8)) == Data(8, reduce="auto", state="replicated")         # picked when first exchanged
-    assert resolve(Data("auto"), Here(8, backend="shm")) == Data(8, reduce=Native(), state="replicated")
+    # picked when first exchanged
+    assert resolve(Data("auto"), Here(8)) == Data(8, reduce="auto", state="replicated")
+    assert resolve(Data("auto"), Here(8, backend="shm")) == Data(
+        8, reduce=Native(), state="replicated"
+    )
     assert resolve(Data("auto"), Here(8, ranks=3)).workers == 3
-    assert resolve(Data(2, reduce=RingAsync()), Here(8)) == Data(2, reduce=RingAsync(2), state="replicated")
-    assert resolve(strategy("data(8, reduce=two_level(across=halving))"), Here(8, group=4)) == strategy(
-        "data(8, reduce=two_level(across=halving(2), group=4), state=replicated)")
+    assert resolve(Data(2, reduce=RingAsync()), Here(8)) == Data(
+        2, reduce=RingAsync(2), state="replicated"
+    )
+    assert resolve(
+        strategy("data(8, reduce=two_level(across=halving))"), Here(8, group=4)
+    ) == strategy("data(8, reduce=two_level(across=halving(2), group=4), state=replicated)")
     with pytest.raises(Refused, match="groups of 3 do not make up 8 ranks"):
         resolve(strategy("data(8, reduce=two_level(group=3))"), Here(8, backend="shm"))
     with pytest.raises(Refused, match="wants 2 worker"):
@@ -183,4 +237,4 @@ def test_auto_is_resolved() -> None:
 def test_strategies_are_values() -> None:
     assert len({Data(2), strategy("data(2)"), Data(3)}) == 2
     with pytest.raises(AttributeError):
-        Data(2).workers = 3                     # type: ignore[misc]
+        Data(2).workers = 3  # type: ignore[misc]

@@ -36,7 +36,9 @@ def test_the_order_is_that_of_keys_drawn_one_by_one(samples: int, seed: int, epo
     """As it was drawn and sorted before numpy did."""
     draw = random.Random(f"paragrad order {seed} {epoch}").random
     keys = [draw() for _ in range(samples)]
-    assert permutation(samples, seed, epoch).tolist() == sorted(range(samples), key=keys.__getitem__)
+    assert permutation(samples, seed, epoch).tolist() == sorted(
+        range(samples), key=keys.__getitem__
+    )
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 9), min_size=1, max_size=8))
@@ -48,17 +50,26 @@ def test_largest_remainder(samples: int, weights: list[int]) -> None:
 
 
 def test_the_example_of_the_design() -> None:
-    assert divide(30, [3, 1]) == [23, 7]            # 22.5 and 7.5: the lower rank gets the odd one
+    # 22.5 and 7.5: the lower rank gets the odd one
+    assert divide(30, [3, 1]) == [23, 7]
 
 
-@given(st.integers(0, 50), st.integers(1, 100), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 7))
-def test_micro_batches_cover_the_batch_in_rank_order(start: int, samples: int, weights: list[int], micro: int) -> None:
+@given(
+    st.integers(0, 50),
+    st.integers(1, 100),
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.integers(1, 7),
+)
+def test_micro_batches_cover_the_batch_in_rank_order(
+    start: int, samples: int, weights: list[int], micro: int
+) -> None:
     batch = range(start, start + samples)
     pieces = micro_batches(batch, Division(tuple(weights), micro))
     by_rank = [list(chain(*(piece[rank] for piece in pieces))) for rank in range(len(weights))]
     assert list(chain(*by_rank)) == list(batch)
     assert [len(part) for part in by_rank] == divide(samples, weights)
-    assert all(any(len(part) for part in piece) for piece in pieces)        # no micro-batch is empty on every rank
+    # no micro-batch is empty on every rank
+    assert all(any(len(part) for part in piece) for piece in pieces)
     assert len(pieces) <= micro
 
 
@@ -71,24 +82,47 @@ def test_evenly(length: int, parts: int) -> None:
 
 
 def test_an_order_takes_eight_bytes_a_sample() -> None:
-    """It was a tuple of Python's numbers, sorted from a list of them: about a hundred, in every rank."""
+    """It was a tuple of Python's numbers, sorted from a list of them: about a hundred, in every
+    rank.
+    """
     order = permutation(100_000, seed=0, epoch=0)
     assert order.nbytes == 8 * len(order)
-    assert not order.flags.writeable                        # everybody is given the same one
+    assert not order.flags.writeable  # everybody is given the same one
 
 
 @pytest.mark.parametrize(("samples", "batch", "steps"), [(10**12, 64, 15_625_000_000), (7, 3, 3)])
-def test_any_batch_of_an_epoch_is_found_without_those_before(samples: int, batch: int, steps: int) -> None:
+def test_any_batch_of_an_epoch_is_found_without_those_before(
+    samples: int, batch: int, steps: int
+) -> None:
     order = Order(samples, batch, seed=0)
     assert order.steps == steps
     assert order.at(steps - 1).stop == samples
     assert next(order.batches(steps - 1)) == order.at(steps - 1)
 
 
-@pytest.mark.parametrize(("samples", "left", "message"), [
-    (10**12, None, r"an epoch has 1000000000000 samples, whose end nobody would see; let its __len__ say how many"),
-    (10**9, 10**10, r"order takes 28 bytes a sample while it is made, and there is memory for 357142857; let its __len__")])
-def test_more_samples_than_can_be_put_in_order(samples: int, left: int | None, message: str) -> None:
+@pytest.mark.parametrize(
+    ("samples", "left", "message"),
+    [
+        (
+            10**12,
+            None,
+            r"an epoch has 1000000000000 samples, whose end nobody would see; let its __len__ say "
+            r"how many",
+        ),
+        (
+            10**9,
+            10**10,
+            r"order takes 28 bytes a sample while it is made, and there is memory for 357142857; "
+            r"let its __len__",
+        ),
+    ],
+)
+def test_more_samples_than_can_be_put_in_order(
+    samples: int, left: int | None, message: str
+) -> None:
     """A dataset that said it had 10^12 samples took all memory."""
-    with mock.patch("paragrad.datasets.order.memory_left", return_value=left), pytest.raises(Refused, match=message):
+    with (
+        mock.patch("paragrad.datasets.order.memory_left", return_value=left),
+        pytest.raises(Refused, match=message),
+    ):
         Order(samples, 1, seed=0).indices(0, range(1))

@@ -1,4 +1,6 @@
-"""All-reduces of a user's own: ten lines that are right, and every way to be wrong, refused by name."""
+"""All-reduces of a user's own: ten lines that are right, and every way to be wrong, refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +25,34 @@ from paragrad.schedules.two_level import TwoLevel
 
 @dataclass(frozen=True)
 class Gossip:
-    """What a user writes: every rank hands its neighbour chunk after chunk, once round to add and once round to tell."""
+    """What a user writes: every rank hands its neighbour chunk after chunk, once round to add
+    and once round to tell.
+    """
 
     def program(self, rank: int, size: int) -> Any:
-        right, left = (rank + 1) % size, (rank - 1) % size
+        right = (rank + 1) % size
+        left = (rank - 1) % size
         for hop in range(2 * (size - 1)):
             yield Send(right, (rank - hop) % size)
             yield Recv(left, (rank - hop - 1) % size, add=hop < size - 1)
 
 
 def test_ten_lines_are_an_all_reduce() -> None:
-    """A class of nobody's with a `program` alone: proved, drawn, counted and timed; its vector has a part for each rank."""
+    """A class of nobody's with a `program` alone: proved, drawn, counted and timed; its vector
+    has a part for each rank.
+    """
     for size in (1, 2, 3, 4, 7):
         proof = prove(Gossip(), size)
         assert (proof.messages, proof.length, proof.grouped) == (2 * size * (size - 1), size, True)
-    assert draw(Gossip(), 2).splitlines() == ["0 | >1:0 <1:1+   >1:1 <1:0", "1 | >0:1 <0:0+   >0:0 <0:1"]
+    assert draw(Gossip(), 2).splitlines() == [
+        "0 | >1:0 <1:1+   >1:1 <1:0",
+        "1 | >0:1 <0:0+   >0:0 <0:1",
+    ]
     assert work_and_depth(Gossip(), 4, 100).work == 3 * 100
     cluster = Cluster(Link(3.0, 0.5), 0.25)
-    assert simulated(Gossip(), 4, 100, cluster).seconds == timed(Gossip(), 4, 100, cluster).seconds > 0        # type: ignore[arg-type]
+    assert (
+        simulated(Gossip(), 4, 100, cluster).seconds == timed(Gossip(), 4, 100, cluster).seconds > 0
+    )  # type: ignore[arg-type]
 
 
 def test_who_names_its_base_has_a_part_for_each_rank() -> None:
@@ -55,7 +67,9 @@ def test_who_names_its_base_has_a_part_for_each_rank() -> None:
 class Broken(Gossip):
     """Gossip with a program, or a number of parts, of the story's."""
 
-    def __init__(self, program: Callable[[int, int], Any], parts: Callable[[int], Any] | None = None) -> None:
+    def __init__(
+        self, program: Callable[[int, int], Any], parts: Callable[[int], Any] | None = None
+    ) -> None:
         object.__setattr__(self, "program", program)
         if parts:
             object.__setattr__(self, "parts", parts)
@@ -68,13 +82,20 @@ def changed(change: Callable[[int, int, list[Any]], Any]) -> Callable[[int, int]
 
 def without(victim: int, number: int) -> Callable[[int, int], Any]:
     """One rank leaves out an action."""
-    return changed(lambda rank, size, actions: [each for at, each in enumerate(actions) if (rank, at) != (victim, number)])
+    return changed(
+        lambda rank, size, actions: [
+            each for at, each in enumerate(actions) if (rank, at) != (victim, number)
+        ]
+    )
 
 
 def instead(victim: int, number: int, action: Any) -> Callable[[int, int], Any]:
     """One rank does something else."""
-    return changed(lambda rank, size, actions: [action if (rank, at) == (victim, number) else each
-                                                for at, each in enumerate(actions)])
+    return changed(
+        lambda rank, size, actions: [
+            action if (rank, at) == (victim, number) else each for at, each in enumerate(actions)
+        ]
+    )
 
 
 def skipping(rank: int, size: int) -> Program:
@@ -127,7 +148,10 @@ def of_one_argument(rank: int) -> Any:
 
 @dataclass(frozen=True)
 class ByCall:
-    """Round to the right, then, when all are asked again, to the left: each is right, so no walk alone can tell."""
+    """Round to the right, then, when all are asked again, to the left: each is right, so no
+    walk alone can tell.
+    """
+
     calls: Iterator[int]
 
     def __call__(self, rank: int, size: int) -> Any:
@@ -135,7 +159,11 @@ class ByCall:
         for action in Gossip().program(-rank % size if mirrored else rank, size):
             peer = action.to if isinstance(action, Send) else action.frm
             peer = -peer % size if mirrored else peer
-            yield Send(peer, action.slot) if isinstance(action, Send) else Recv(peer, action.slot, action.add)
+            yield (
+                Send(peer, action.slot)
+                if isinstance(action, Send)
+                else Recv(peer, action.slot, action.add)
+            )
 
 
 calls = itertools.count()
@@ -154,70 +182,134 @@ NOBODY = "is for a rank that does not exist: there are 0 to 2, as whole numbers"
 # the story; the program; what is refused among 3 ranks
 STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     "a chunk skipped on both ends": (
-        skipping, "rank 0 ends without the contribution of rank 1 in slot 1: it never takes that slot"),
+        skipping,
+        "rank 0 ends without the contribution of rank 1 in slot 1: it never takes that slot",
+    ),
     "a chunk skipped by its sender alone": (
-        without(1, 0), "rank 2 expects slot 1 from rank 1, which sends slot 0: first sent is first received (round 2)"),
+        without(1, 0),
+        "rank 2 expects slot 1 from rank 1, which sends slot 0: first sent is first received "
+        "(round 2)",
+    ),
     "a chunk skipped by its receiver alone": (
-        without(1, 1), "rank 1 expects slot 2 from rank 0, which sends slot 0: first sent is first received (round 1)"),
+        without(1, 1),
+        "rank 1 expects slot 2 from rank 0, which sends slot 0: first sent is first received "
+        "(round 1)",
+    ),
     "the last chunk skipped by its receiver": (
-        without(1, 7), "rank 1 never receives slot 0 that rank 0 sends to it, in round 4"),
+        without(1, 7),
+        "rank 1 never receives slot 0 that rank 0 sends to it, in round 4",
+    ),
     "a slot overwritten where it was to be added": (
         instead(1, 1, Recv(0, 0)),
-        "rank 0 ends without the contribution of rank 1 in slot 0: the last it takes of that slot comes in round 3 (<2:0); "
-        "rank 1 wrote over it in round 1 (<0:0), where add=True would have added"),
+        "rank 0 ends without the contribution of rank 1 in slot 0: the last it takes of that slot "
+        "comes in round 3 (<2:0); "
+        "rank 1 wrote over it in round 1 (<0:0), where add=True would have added",
+    ),
     "a slot added where it was to be overwritten": (
-        instead(1, 5, Recv(0, 1, add=True)), "rank 1 adds the contribution of rank 1 to slot 1 twice, in round 3 (<0:1+)"),
+        instead(1, 5, Recv(0, 1, add=True)),
+        "rank 1 adds the contribution of rank 1 to slot 1 twice, in round 3 (<0:1+)",
+    ),
     "everybody waits first": (
-        receiving_first, "deadlock among 3 ranks under asynchronous sends: rank 0 waits for slot 2 from rank 2 (round 1)"),
+        receiving_first,
+        "deadlock among 3 ranks under asynchronous sends: rank 0 waits for slot 2 from rank 2 "
+        "(round 1)",
+    ),
     "everybody writes what it is sending": (
         lambda rank, size: iter([Send((rank + 1) % size, 0), Recv((rank - 1) % size, 0)] * 2),
-        "deadlock among 3 ranks under asynchronous sends: rank 0 waits for rank 1 to take slot 0 (round 1)"),
+        "deadlock among 3 ranks under asynchronous sends: rank 0 waits for rank 1 to take slot 0 "
+        "(round 1)",
+    ),
     "a message past the last rank": (
-        instead(2, 0, Send(3, 2)), f"rank 2, action 1 of its program: Send(3, 2) {NOBODY}"),
+        instead(2, 0, Send(3, 2)),
+        f"rank 2, action 1 of its program: Send(3, 2) {NOBODY}",
+    ),
     "a message to a rank below none": (
-        instead(0, 1, Recv(-1, 2, add=True)), f"rank 0, action 2 of its program: Recv(-1, 2) {NOBODY}"),
+        instead(0, 1, Recv(-1, 2, add=True)),
+        f"rank 0, action 2 of its program: Recv(-1, 2) {NOBODY}",
+    ),
     "a message to half a rank": (
-        instead(1, 2, Send(1.5, 0)), f"rank 1, action 3 of its program: Send(1.5, 0) {NOBODY}"),                # type: ignore[arg-type]
+        instead(1, 2, Send(1.5, 0)),
+        f"rank 1, action 3 of its program: Send(1.5, 0) {NOBODY}",
+    ),  # type: ignore[arg-type]
     "a message to itself": (
-        instead(1, 0, Send(1, 1)), "rank 1, action 1 of its program: Send(1, 1) is a message to itself; leave it out"),
+        instead(1, 0, Send(1, 1)),
+        "rank 1, action 1 of its program: Send(1, 1) is a message to itself; leave it out",
+    ),
     "a slot that is not there": (
-        instead(0, 0, Send(1, 3)), "rank 0 uses slot 3; the vector has slots 0 to 2 (round 1)"),
+        instead(0, 0, Send(1, 3)),
+        "rank 0 uses slot 3; the vector has slots 0 to 2 (round 1)",
+    ),
     "a slot by a name": (
-        instead(0, 0, Send(1, "mine")), "rank 0 uses slot mine; the vector has slots 0 to 2 (round 1)"),
+        instead(0, 0, Send(1, "mine")),
+        "rank 0 uses slot mine; the vector has slots 0 to 2 (round 1)",
+    ),
     "every other slot in one message, of which the wire would send what is between them too": (
-        instead(0, 0, Send(1, range(0, 3, 2))), "rank 0, action 1 of its program: range(0, 3, 2) is no slot: give the number"),
+        instead(0, 0, Send(1, range(0, 3, 2))),
+        "rank 0, action 1 of its program: range(0, 3, 2) is no slot: give the number",
+    ),
     "a message of no slot": (
-        instead(0, 0, Send(1, range(0))), "rank 0, action 1 of its program: range(0, 0) is no slot: give the number of a part"),
+        instead(0, 0, Send(1, range(0))),
+        "rank 0, action 1 of its program: range(0, 0) is no slot: give the number of a part",
+    ),
     "a list of slots": (
-        instead(0, 0, Send(1, [0, 1])), "rank 0, action 1 of its program: [0, 1] is no slot: give the number of a part, a "),   # type: ignore[arg-type]
+        instead(0, 0, Send(1, [0, 1])),
+        "rank 0, action 1 of its program: [0, 1] is no slot: give the number of a part, a ",
+    ),  # type: ignore[arg-type]
     "a mean inside the exchange": (
         changed(lambda rank, size, actions: [*actions, Compute("mean", 0)]),
-        "rank 1 computes 'mean' on slot 0: an exchange only adds; the mean is taken once, after it (round 5)"),
+        "rank 1 computes 'mean' on slot 0: an exchange only adds; the mean is taken once, after it "
+        "(round 5)",
+    ),
     "a bare pair": (
-        instead(2, 1, (1, 0)), "rank 2, action 2 of its program: (1, 0) is of type tuple, no action: yield Send, Recv or"),
+        instead(2, 1, (1, 0)),
+        "rank 2, action 2 of its program: (1, 0) is of type tuple, no action: yield Send, Recv or",
+    ),
     "nothing yielded": (
-        instead(2, 0, None), "rank 2, action 1 of its program: None is of type NoneType, no action: yield Send, Recv or"),
+        instead(2, 0, None),
+        "rank 2, action 1 of its program: None is of type NoneType, no action: yield Send, Recv or",
+    ),
     "a list where a generator was meant": (
-        no_generator, "rank 0's program is of type list, no iterator: yield its actions"),
+        no_generator,
+        "rank 0's program is of type list, no iterator: yield its actions",
+    ),
     "yield forgotten": (
-        forgotten, "rank 0's program is of type NoneType, no iterator: yield its actions"),
+        forgotten,
+        "rank 0's program is of type NoneType, no iterator: yield its actions",
+    ),
     "a program that raises": (
-        raising, "rank 2's program among 3 ranks raised KeyError: 2 (after 3 actions)"),
+        raising,
+        "rank 2's program among 3 ranks raised KeyError: 2 (after 3 actions)",
+    ),
     "a program of the rank alone": (
-        of_one_argument, "rank 0's program among 3 ranks raised TypeError: of_one_argument() takes 1 positional argument but 2 "
-                         "were given (after 0 actions)"),
+        of_one_argument,
+        "rank 0's program among 3 ranks raised TypeError: of_one_argument() takes 1 positional "
+        "argument but 2 "
+        "were given (after 0 actions)",
+    ),
     "a program without end": (
-        endless, f"rank 0's program does not end: it has sent {ENDLESS * 3 + 2 * 3 * 3 + 1} messages, and goes on (round "),
+        endless,
+        f"rank 0's program does not end: it has sent {ENDLESS * 3 + 2 * 3 * 3 + 1} messages, and "
+        f"goes on (round ",
+    ),
     "messages without end, which nobody takes": (
-        chatty, f"rank 0's program does not end: it has sent {ENDLESS * 3 + 2 * 3 * 3 + 1} messages, and goes on (round "),
+        chatty,
+        f"rank 0's program does not end: it has sent {ENDLESS * 3 + 2 * 3 * 3 + 1} messages, and "
+        f"goes on (round ",
+    ),
     "right at 2 and 4, and not at 3": (
-        whole_vector, f"rank 2, action 1 of its program: Send(3, range(0, 3)) {NOBODY}"),
+        whole_vector,
+        f"rank 2, action 1 of its program: Send(3, range(0, 3)) {NOBODY}",
+    ),
     "a program that depends on how often it was asked for": (
         ByCall(itertools.count()),
-        "rank 0, action 1 of its program: >1:0, and when asked again >2:0; let it depend on rank and size alone"),
+        "rank 0, action 1 of its program: >1:0, and when asked again >2:0; let it depend on rank "
+        "and size alone",
+    ),
     "programs made beforehand, which are spent when they are played": (
         lambda rank, size: SHARED[rank, size],
-        "rank 0, action 1 of its program: >1:0, and when asked again its end; let it depend on rank and size alone"),
+        "rank 0, action 1 of its program: >1:0, and when asked again its end; let it depend on "
+        "rank and size alone",
+    ),
 }
 
 
@@ -235,9 +327,13 @@ def test_what_is_right_at_some_sizes_is_proved_there() -> None:
 
 
 def test_ranks_that_throw_dice_disagree() -> None:
-    """Whichever way they fall: messages that do not match, a deadlock, or another program when asked again."""
+    """Whichever way they fall: messages that do not match, a deadlock, or another program when
+    asked again.
+    """
     for _ in range(20):
-        with pytest.raises(ScheduleError, match=r"expects slot|deadlock|asked again|twice|ends without"):
+        with pytest.raises(
+            ScheduleError, match=r"expects slot|deadlock|asked again|twice|ends without"
+        ):
             prove(Broken(by_chance), 4)
 
 
@@ -245,21 +341,37 @@ def test_a_schedule_without_a_program() -> None:
     class Nothing:
         pass
 
-    with pytest.raises(ScheduleError, match=r"^Nothing has no program; give it a method program\(rank, size\) of actions$"):
-        prove(Nothing(), 3)                                     # type: ignore[arg-type]
+    with pytest.raises(
+        ScheduleError,
+        match=r"^Nothing has no program; give it a method program\(rank, size\) of actions$",
+    ):
+        prove(Nothing(), 3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("parts", "message"), [
-    (lambda size: 0, "parts(3) is 0: give a whole number from 1 to 4,194,304"),
-    (lambda size: -3, "parts(3) is -3: give a whole number from 1 to 4,194,304"),
-    (lambda size: 1.5, "parts(3) is 1.5: give a whole number from 1 to 4,194,304"),
-    (lambda size: True, "parts(3) is True: give a whole number from 1 to 4,194,304"),
-    (lambda size: None, "parts(3) is None: give a whole number from 1 to 4,194,304"),
-    (lambda size: [3][size], "parts(3) raised IndexError: list index out of range"),
-    (lambda: 3, "parts(3) raised TypeError: <lambda>() takes 0 positional arguments but 1 was given"),
-    (lambda size: next(calls) + 3, "parts(3) is 3, and 4 when asked again; let it depend on the size alone"),
-    (lambda size: 2, "rank 2 uses slot 2; the vector has slots 0 to 1 (round 1)"),
-    (lambda size: 4, "rank 0 ends without the contribution of rank 1 in slot 3: it never takes that slot")])
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (lambda size: 0, "parts(3) is 0: give a whole number from 1 to 4,194,304"),
+        (lambda size: -3, "parts(3) is -3: give a whole number from 1 to 4,194,304"),
+        (lambda size: 1.5, "parts(3) is 1.5: give a whole number from 1 to 4,194,304"),
+        (lambda size: True, "parts(3) is True: give a whole number from 1 to 4,194,304"),
+        (lambda size: None, "parts(3) is None: give a whole number from 1 to 4,194,304"),
+        (lambda size: [3][size], "parts(3) raised IndexError: list index out of range"),
+        (
+            lambda: 3,
+            "parts(3) raised TypeError: <lambda>() takes 0 positional arguments but 1 was given",
+        ),
+        (
+            lambda size: next(calls) + 3,
+            "parts(3) is 3, and 4 when asked again; let it depend on the size alone",
+        ),
+        (lambda size: 2, "rank 2 uses slot 2; the vector has slots 0 to 1 (round 1)"),
+        (
+            lambda size: 4,
+            "rank 0 ends without the contribution of rank 1 in slot 3: it never takes that slot",
+        ),
+    ],
+)
 def test_parts_that_are_none(parts: Callable[..., Any], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         prove(Broken(Gossip().program, parts), 3)
@@ -268,16 +380,25 @@ def test_parts_that_are_none(parts: Callable[..., Any], message: str) -> None:
 
 def test_a_refusal_of_a_schedule_stays_one() -> None:
     """two_level says itself which groups there can be; nobody says it in other words."""
-    with pytest.raises(Refused, match="groups of 2 do not make up 3 ranks; give a group that divides 3"):
+    with pytest.raises(
+        Refused, match="groups of 2 do not make up 3 ranks; give a group that divides 3"
+    ):
         prove(TwoLevel(group=2), 3)
-    with pytest.raises(Refused, match="groups of 2 do not make up 3 ranks; give a group that divides 3"):
+    with pytest.raises(
+        Refused, match="groups of 2 do not make up 3 ranks; give a group that divides 3"
+    ):
         prove(Broken(TwoLevel(group=2).program, lambda size: size), 3)
 
 
 def test_the_clock_reads_programs_as_carefully() -> None:
     """It restarted a list whenever a rank had to wait, and went round for ever."""
     cluster = Cluster(Link(3.0, 0.5))
-    for story in ("a list where a generator was meant", "a message past the last rank", "a bare pair", "a program that raises"):
+    for story in (
+        "a list where a generator was meant",
+        "a message past the last rank",
+        "a bare pair",
+        "a program that raises",
+    ):
         program, message = STORIES[story]
         with pytest.raises(ScheduleError) as caught:
             timed(Broken(program), 3, 30, cluster)

@@ -21,7 +21,9 @@ def test_the_tables_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written anew from the figures beside it, it is the same; and every plot that it shows is drawn."""
+    """Written anew from the figures beside it, it is the same; and every plot that it shows is
+    drawn.
+    """
     written = tmp_path / "page.md"
     written.write_text(page.PAGE.read_text())
     monkeypatch.setattr(page, "PAGE", written)

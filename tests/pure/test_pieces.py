@@ -1,4 +1,6 @@
-"""How a dimension is divided, and what reshaping and slicing make of it, against tensors that are."""
+"""How a dimension is divided, and what reshaping and slicing make of it, against tensors that
+are.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,33 @@ from paragrad.techniques.width.pieces import (
 
 
 def piece(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> Tensor:
-    return torch.cat([tensor.narrow(dim, each.start, len(each)) for each in pieces.ranges(rank)], dim)
+    return torch.cat(
+        [tensor.narrow(dim, each.start, len(each)) for each in pieces.ranges(rank)], dim
+    )
 
 
-@given(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=4))
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=4),
+)
 def test_every_element_is_on_one_rank(ranks: int, blocks: list[tuple[int, int]]) -> None:
     pieces = Pieces(tuple(Block(grain * grains, grains) for grain, grains in blocks), ranks)
     held = sorted(place for rank in range(ranks) for each in pieces.ranges(rank) for place in each)
     assert held == list(range(pieces.size))
     for rank in range(ranks):
         assert pieces.length(rank) == sum(map(len, pieces.ranges(rank)))
-        assert all(not part.start % grain and not part.stop % grain for part, grain in (
-            (range(each.start - start, each.stop - start), grain) for each, (grain, _), start in zip(
-                pieces.ranges(rank), blocks, itertools.accumulate((a * b for a, b in blocks), initial=0), strict=False)))
+        assert all(
+            not part.start % grain and not part.stop % grain
+            for part, grain in (
+                (range(each.start - start, each.stop - start), grain)
+                for each, (grain, _), start in zip(
+                    pieces.ranges(rank),
+                    blocks,
+                    itertools.accumulate((a * b for a, b in blocks), initial=0),
+                    strict=False,
+                )
+            )
+        )
 
 
 @st.composite
@@ -49,16 +65,22 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int], int, Pieces]:
         inner = draw(st.sets(st.integers(1, len(factors) - 1))) if len(factors) > 1 else set()
         cuts = [0, *sorted(inner), len(factors)]
         return [prod(factors[a:b]) for a, b in itertools.pairwise(cuts)]
-    before, after = grouped(), grouped()
+
+    before = grouped()
+    after = grouped()
     dim = draw(st.integers(0, len(before) - 1))
-    count = draw(st.sampled_from([count for count in range(1, before[dim] + 1) if before[dim] % count == 0]))
+    count = draw(
+        st.sampled_from([count for count in range(1, before[dim] + 1) if before[dim] % count == 0])
+    )
     size = before[dim] // count
     grains = draw(st.sampled_from([grains for grains in range(1, size + 1) if size % grains == 0]))
     return before, after, dim, Pieces((Block(size, grains),) * count, draw(st.integers(1, 3)))
 
 
 @given(reshapes())
-def test_reshaping_pieces_is_pieces_of_the_reshaped(drawn: tuple[list[int], list[int], int, Pieces]) -> None:
+def test_reshaping_pieces_is_pieces_of_the_reshaped(
+    drawn: tuple[list[int], list[int], int, Pieces],
+) -> None:
     before, after, dim, pieces = drawn
     found = reshaped(before, after, dim, pieces)
     assume(not isinstance(found, list))
@@ -69,7 +91,10 @@ def test_reshaping_pieces_is_pieces_of_the_reshaped(drawn: tuple[list[int], list
     for rank in range(pieces.ranks):
         local = list(after)
         local[at] = new.length(rank)
-        assert torch.equal(piece(tensor, dim, pieces, rank).reshape(local), piece(tensor.view(after), at, new, rank))
+        assert torch.equal(
+            piece(tensor, dim, pieces, rank).reshape(local),
+            piece(tensor.view(after), at, new, rank),
+        )
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -79,7 +104,9 @@ def test_dimensions_that_hold_the_same_elements(before: list[int], data: st.Data
     assert found is not None
     assert [at for old, _ in found for at in old] == list(range(len(before)))
     assert [at for _, new in found for at in new] == list(range(len(after)))
-    assert all(prod(before[at] for at in old) == prod(after[at] for at in new) for old, new in found)
+    assert all(
+        prod(before[at] for at in old) == prod(after[at] for at in new) for old, new in found
+    )
 
 
 def test_a_divided_dimension_that_becomes_heads_wants_whole_heads() -> None:
@@ -91,24 +118,28 @@ def test_a_divided_dimension_that_becomes_heads_wants_whole_heads() -> None:
 
 
 def test_queries_keys_and_values_are_divided_by_themselves() -> None:
-    """First they are taken for three heads; then that wishes for blocks, and these for whole heads, all three alike."""
+    """First they are taken for three heads; then that wishes for blocks, and these for whole
+    heads, all three alike.
+    """
     pieces = evenly_divided(24, 2, "qkv")
     found = reshaped((24,), (3, 2, 4), 0, pieces)
-    blocks = granted(pieces.blocks, "qkv", found, 2)                                # type: ignore[arg-type]
+    blocks = granted(pieces.blocks, "qkv", found, 2)  # type: ignore[arg-type]
     assert blocks == (Block(24, 3),)
-    at, three = reshaped((24,), (3, 2, 4), 0, Pieces(blocks, 2))                    # type: ignore[misc]
+    at, three = reshaped((24,), (3, 2, 4), 0, Pieces(blocks, 2))  # type: ignore[misc]
     assert (at, three.size) == (0, 3)
     blocks = granted(blocks, "qkv", to_cut_at(three, range(1, 3)), 2)
     assert blocks == (Block(8, 8),) * 3
     wishes = reshaped((24,), (3, 2, 4), 0, Pieces(blocks, 2))
     assert wishes == [Wish(("qkv", start, start + 8), grains=2) for start in (0, 8, 16)]
-    blocks = granted(blocks, "qkv", wishes, 2)                                      # type: ignore[arg-type]
-    assert reshaped((24,), (3, 2, 4), 0, Pieces(blocks, 2)) == (1, Pieces((Block(2, 2),), 2))       # type: ignore[arg-type]
+    blocks = granted(blocks, "qkv", wishes, 2)  # type: ignore[arg-type]
+    assert reshaped((24,), (3, 2, 4), 0, Pieces(blocks, 2)) == (1, Pieces((Block(2, 2),), 2))
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(2, 3), (1, 2)])
 def test_heads_that_are_fewer_than_the_ranks_are_on_all_of_them(size: int, ranks: int) -> None:
-    wishes = reshaped((size * 8,), (1, size, 8) if size > 1 else (8, 1), 0, evenly_divided(size * 8, ranks, "k"))
+    wishes = reshaped(
+        (size * 8,), (1, size, 8) if size > 1 else (8, 1), 0, evenly_divided(size * 8, ranks, "k")
+    )
     if size > 1:
         assert isinstance(wishes, list)
         assert granted(evenly_divided(size * 8, ranks, "k").blocks, "k", wishes, ranks) is None
@@ -116,7 +147,10 @@ def test_heads_that_are_fewer_than_the_ranks_are_on_all_of_them(size: int, ranks
 
 def test_two_that_are_used_together_become_alike() -> None:
     """Queries in eight heads, keys in four: the queries are divided by two heads at a time."""
-    queries, keys = Pieces((Block(8, 8, (("q", 0, 64),)),), 3), Pieces((Block(8, 4, (("k", 0, 32),)),), 3)
+    queries = Pieces((Block(8, 8, (("q", 0, 64),)),), 3)
+    keys = Pieces((Block(8, 4, (("k", 0, 32),)),), 3)
     assert to_be_alike(queries, keys) == [Wish(("q", 0, 64), grains=4)]
     cut = Pieces((Block(4, 4, (("q", 0, 32),)), Block(4, 4, (("q", 32, 64),))), 2)
-    assert to_be_alike(cut, Pieces((Block(8, 8, (("g", 0, 8),)),), 2)) == [Wish(("g", 0, 8), cuts=(4,))]
+    assert to_be_alike(cut, Pieces((Block(8, 8, (("g", 0, 8),)),), 2)) == [
+        Wish(("g", 0, 8), cuts=(4,))
+    ]

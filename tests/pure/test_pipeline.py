@@ -1,4 +1,6 @@
-"""Pipelines as schedules: how they are drawn, bubbles and peaks by the clock against the formulas, and what is no pipeline."""
+"""Pipelines as schedules: how they are drawn, bubbles and peaks by the clock against the
+formulas, and what is no pipeline.
+"""
 
 from __future__ import annotations
 
@@ -27,38 +29,70 @@ TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 def drawn(pipelined: Pipelined, size: int) -> str:
     """What each rank computes, in order."""
-    return "\n".join(f"{rank} | " + " ".join(str(action) for action in pipelined.program(rank, size)
-                                             if isinstance(action, Compute)) for rank in range(size))
+    return "\n".join(
+        f"{rank} | "
+        + " ".join(
+            str(action) for action in pipelined.program(rank, size) if isinstance(action, Compute)
+        )
+        for rank in range(size)
+    )
 
 
-@pytest.mark.parametrize(("schedule", "micro", "text"), [
-    (Gpipe(), 3, """
+@pytest.mark.parametrize(
+    ("schedule", "micro", "text"),
+    [
+        (
+            Gpipe(),
+            3,
+            """
         0 | F0 F1 F2 B0 B1 B2
-        1 | F0 F1 F2 B0 B1 B2"""),
-    (OneFOneB(), 3, """
+        1 | F0 F1 F2 B0 B1 B2""",
+        ),
+        (
+            OneFOneB(),
+            3,
+            """
         0 | F0 F1 B0 F2 B1 B2
-        1 | F0 B0 F1 B1 F2 B2"""),
-    (ZeroBubble(), 3, """
+        1 | F0 B0 F1 B1 F2 B2""",
+        ),
+        (
+            ZeroBubble(),
+            3,
+            """
         0 | F0 F1 I0 W0 F2 I1 W1 I2 W2
-        1 | F0 I0 F1 I1 W0 F2 I2 W1 W2"""),
-    (Interleaved(2), 2, """
+        1 | F0 I0 F1 I1 W0 F2 I2 W1 W2""",
+        ),
+        (
+            Interleaved(2),
+            2,
+            """
         0 | F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0
-        1 | F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1""")], ids=str)
+        1 | F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1""",
+        ),
+    ],
+    ids=str,
+)
 def test_what_each_rank_does(schedule: PipelineSchedule, micro: int, text: str) -> None:
     assert drawn(Pipelined(schedule, micro), 2) == dedent(text).strip()
 
 
 def test_what_travels() -> None:
     actions = [" ".join(map(str, Pipelined(OneFOneB(), 2).program(rank, 2))) for rank in range(2)]
-    assert actions == ["F0 >1:x1.0 F1 >1:x1.1 <1:g1.0 B0 <1:g1.1 B1", "<0:x1.0 F0 B0 >0:g1.0 <0:x1.1 F1 B1 >0:g1.1"]
+    assert actions == [
+        "F0 >1:x1.0 F1 >1:x1.1 <1:g1.0 B0 <1:g1.1 B1",
+        "<0:x1.0 F0 B0 >0:g1.0 <0:x1.1 F1 B1 >0:g1.1",
+    ]
 
 
 def test_nothing_goes_back_before_what_is_trained() -> None:
-    assert drawn(Pipelined(OneFOneB(), 2, trained=1), 3) == "0 | F0 F1\n1 | F0 F1 B0 B1\n2 | F0 B0 F1 B1"
+    assert (
+        drawn(Pipelined(OneFOneB(), 2, trained=1), 3)
+        == "0 | F0 F1\n1 | F0 F1 B0 B1\n2 | F0 B0 F1 B1"
+    )
     assert "g1.0" not in Pipelined(OneFOneB(), 2, trained=1).slots(3)
 
 
-# ---- bubbles and peaks -------------------------------------------------------------------------------------------------------
+# ---- bubbles and peaks -----------------------------------------------------------------------
 def seconds(pipelined: Pipelined, size: int, times: dict[str, float] = TIMES) -> float:
     """Of a step where messages cost nothing and every rank has a core of its own."""
     lengths = dict.fromkeys(pipelined.slots(size), 0)
@@ -69,7 +103,10 @@ def seconds(pipelined: Pipelined, size: int, times: dict[str, float] = TIMES) ->
 def test_the_bubble_of_whole_backwards(schedule: PipelineSchedule, share: int) -> None:
     """(p - 1)(F + B + W)."""
     for size, micro in SIZES:
-        assert seconds(Pipelined(schedule, micro), size) == 3 * micro + 3 * (size - 1), (size, micro)
+        assert seconds(Pipelined(schedule, micro), size) == 3 * micro + 3 * (size - 1), (
+            size,
+            micro,
+        )
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
@@ -83,9 +120,13 @@ def test_the_bubble_of_interleaved_stages(chunks: int) -> None:
 
 
 def test_the_bubble_where_weights_wait() -> None:
-    """(p - 1)(F + B - W) at F = B = W, and (p - m) W more where there are fewer micro-batches than stages."""
+    """(p - 1)(F + B - W) at F = B = W, and (p - m) W more where there are fewer micro-batches
+    than stages.
+    """
     for size, micro in SIZES:
-        assert seconds(Pipelined(ZeroBubble(), micro), size) == 3 * micro + size - 1 + max(0, size - micro), (size, micro)
+        assert seconds(Pipelined(ZeroBubble(), micro), size) == 3 * micro + size - 1 + max(
+            0, size - micro
+        ), (size, micro)
 
 
 def test_the_peak_of_activations() -> None:
@@ -105,8 +146,10 @@ def test_the_peak_of_interleaved_stages() -> None:
                 assert most / chunks == pytest.approx(size * (1 + (size - 1) / (size * chunks)))
 
 
-# ---- proved -----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("schedule", [Gpipe(), OneFOneB(), Interleaved(2), Interleaved(3), ZeroBubble()], ids=str)
+# ---- proved ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "schedule", [Gpipe(), OneFOneB(), Interleaved(2), Interleaved(3), ZeroBubble()], ids=str
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_schedule_is_a_pipeline(schedule: PipelineSchedule, size: int) -> None:
     for micro in (1, 2, 3, 5, 8):
@@ -138,7 +181,9 @@ class Twice(PipelineSchedule, abstract=True):
 
 
 class Crossed(PipelineSchedule, abstract=True):
-    """Rank 0 takes the micro-batches from the last to the first, rank 1 from the first to the last."""
+    """Rank 0 takes the micro-batches from the last to the first, rank 1 from the first to the
+    last.
+    """
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
         yield from (("F", 0, each) for each in (range(micro) if rank else reversed(range(micro))))
@@ -156,13 +201,16 @@ class Strange(PipelineSchedule, abstract=True):
         yield "U", 0, 0
 
 
-@pytest.mark.parametrize(("wrong", "told"), [
-    (Backward, "rank 1 makes B0 and has not made F0"),
-    (Lazy, "rank 0 ends without the pass of stage 0 in slot B0.2"),
-    (Twice, "rank 1 makes B0 twice"),
-    (Weightless, "rank 0 ends without the pass of stage 0 in slot W0.0"),
-    (Strange, "rank 0 computes 'U', which is no part of a pipeline"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (Backward, "rank 1 makes B0 and has not made F0"),
+        (Lazy, "rank 0 ends without the pass of stage 0 in slot B0.2"),
+        (Twice, "rank 1 makes B0 twice"),
+        (Weightless, "rank 0 ends without the pass of stage 0 in slot W0.0"),
+        (Strange, "rank 0 computes 'U', which is no part of a pipeline"),
+    ],
+)
 def test_what_is_no_pipeline(wrong: type[PipelineSchedule], told: str) -> None:
     pipelined = Pipelined(wrong(), 3)
     with pytest.raises(ScheduleError) as caught:
@@ -171,6 +219,8 @@ def test_what_is_no_pipeline(wrong: type[PipelineSchedule], told: str) -> None:
 
 
 def test_any_order_of_micro_batches_may_be_sent() -> None:
-    """What comes in another order than it is needed is taken in the order in which it is sent."""
+    """What comes in another order than it is needed is taken in the order in which it is
+    sent.
+    """
     pipelined = Pipelined(Crossed(), 3)
     prove(pipelined, 2, dict.fromkeys(pipelined.slots(2), 1), GOALS["pipeline"])

@@ -1,4 +1,6 @@
-"""Closed forms against the clock and the proof, at every size up to 64; cross-over points against the reference."""
+"""Closed forms against the clock and the proof, at every size up to 64; cross-over points
+against the reference.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,20 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 
-FORMS: list[Composed] = [Star(), Tree(), Butterfly(), Halving(1), Halving(3), Direct(), Ring(), RingAsync(2),
-                         Ring(blocking=True)]
-LINK, GAMMA = Link(alpha=3.0, beta=0.5), 0.25       # seconds, and whole halves: times are exact in floats
+FORMS: list[Composed] = [
+    Star(),
+    Tree(),
+    Butterfly(),
+    Halving(1),
+    Halving(3),
+    Direct(),
+    Ring(),
+    RingAsync(2),
+    Ring(blocking=True),
+]
+# seconds, and whole halves: times are exact in floats
+LINK = Link(alpha=3.0, beta=0.5)
+GAMMA = 0.25
 
 
 def divisible(size: int) -> int:
@@ -31,7 +44,9 @@ def divisible(size: int) -> int:
     return 12 * inner(size) * size
 
 
-@pytest.mark.parametrize("sizes", [range(1, 18), pytest.param(range(18, 65), marks=pytest.mark.table)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [range(1, 18), pytest.param(range(18, 65), marks=pytest.mark.table)], ids=str
+)
 @pytest.mark.parametrize("schedule", FORMS, ids=str)
 def test_closed_forms_equal_the_clock(schedule: Composed, sizes: range) -> None:
     for size in sizes:
@@ -41,10 +56,14 @@ def test_closed_forms_equal_the_clock(schedule: Composed, sizes: range) -> None:
             clocked = timed(schedule, size, length, Cluster(LINK, gamma), element=1).seconds
             closed = form.seconds(LINK, gamma, 1)
             folds = size != inner(size)
-            if gamma and ((schedule == Tree() and folds) or (schedule == Ring(blocking=True) and size % 2)):
-                assert closed - form.added * gamma <= clocked <= closed, size       # an addition more hides
+            if gamma and (
+                (schedule == Tree() and folds) or (schedule == Ring(blocking=True) and size % 2)
+            ):
+                # an addition more hides
+                assert closed - form.added * gamma <= clocked <= closed, size
             elif gamma and isinstance(schedule, Halving) and folds:
-                assert closed <= clocked <= 1.05 * closed, size         # those who do not fold are early, and in the way
+                # those who do not fold are early, and in the way
+                assert closed <= clocked <= 1.05 * closed, size
             else:
                 assert clocked == closed, size
 
@@ -53,8 +72,13 @@ def test_closed_forms_equal_the_clock(schedule: Composed, sizes: range) -> None:
 def test_counts_equal_the_proof(schedule: Composed) -> None:
     for size in (*range(1, 14), 16, 24, 33):
         length = divisible(size)
-        form, proof = price(schedule, size, length), prove(schedule, size, length)
-        assert (form.messages, form.sent, form.scratch) == (proof.messages, proof.sent, proof.scratch), size
+        form = price(schedule, size, length)
+        proof = prove(schedule, size, length)
+        assert (form.messages, form.sent, form.scratch) == (
+            proof.messages,
+            proof.sent,
+            proof.scratch,
+        ), size
 
 
 @pytest.mark.parametrize("schedule", [*FORMS, DoubleTree(4)], ids=str)
@@ -63,7 +87,9 @@ def test_nothing_beats_the_lower_bounds(schedule: Composed) -> None:
         length = divisible(size)
         bounds = least(size, length)
         clocked = timed(schedule, size, length, Cluster(LINK, GAMMA), element=1).seconds
-        assert clocked >= max(bounds.rounds * LINK.alpha, bounds.carried * LINK.beta, bounds.added * GAMMA)
+        assert clocked >= max(
+            bounds.rounds * LINK.alpha, bounds.carried * LINK.beta, bounds.added * GAMMA
+        )
         if not isinstance(schedule, DoubleTree):
             form = price(schedule, size, length)
             assert (form.rounds, form.carried, form.added) >= (0, bounds.carried, bounds.added)
@@ -72,31 +98,54 @@ def test_nothing_beats_the_lower_bounds(schedule: Composed) -> None:
 
 def test_halving_is_optimal_in_bytes_and_twice_in_rounds_where_size_is_a_power_of_two() -> None:
     for size in (2, 4, 8, 16, 64, 1024, 4096):
-        form, bounds = price(Halving(1), size, size * 10), least(size, size * 10)
-        assert (form.rounds, form.carried, form.added) == (2 * bounds.rounds, bounds.carried, bounds.added)
+        form = price(Halving(1), size, size * 10)
+        bounds = least(size, size * 10)
+        assert (form.rounds, form.carried, form.added) == (
+            2 * bounds.rounds,
+            bounds.carried,
+            bounds.added,
+        )
 
 
-@pytest.mark.parametrize(("schedule", "size"), [(TwoLevel(Ring(), Ring(), 4), 12), (TwoLevel(Tree(), Halving(1), 2), 8),
-                                                (TwoLevel(Halving(1), Butterfly(), 4), 20), (TwoLevel(Star(), Ring(), 3), 15)])
+@pytest.mark.parametrize(
+    ("schedule", "size"),
+    [
+        (TwoLevel(Ring(), Ring(), 4), 12),
+        (TwoLevel(Tree(), Halving(1), 2), 8),
+        (TwoLevel(Halving(1), Butterfly(), 4), 20),
+        (TwoLevel(Star(), Ring(), 3), 15),
+    ],
+)
 def test_two_levels_cost_what_their_parts_do(schedule: TwoLevel, size: int) -> None:
     cluster = Cluster(LINK, GAMMA, inside=Link(0.5, 0.125))
     length = divisible(size) * divisible(schedule.grouping(size))
     grouped = Cluster(LINK, GAMMA, inside=cluster.inside, group=schedule.grouping(size))
-    assert seconds(schedule, size, length, cluster, 1) <= timed(schedule, size, length, grouped, element=1).seconds
+    assert (
+        seconds(schedule, size, length, cluster, 1)
+        <= timed(schedule, size, length, grouped, element=1).seconds
+    )
     alike = Cluster(LINK, GAMMA)
-    assert seconds(schedule, size, length, alike, 1) == timed(schedule, size, length, alike, element=1).seconds
+    assert (
+        seconds(schedule, size, length, alike, 1)
+        == timed(schedule, size, length, alike, element=1).seconds
+    )
 
 
 def test_two_trees_reach_the_bytes_of_the_ring() -> None:
-    """2 n beta for long vectors in many segments (Sanders, Speck, Traff 2009), where one tree takes 2 ceil(lg p) n beta."""
+    """2 n beta for long vectors in many segments (Sanders, Speck, Traff 2009), where one tree
+    takes 2 ceil(lg p) n beta.
+    """
     for size in (4, 6, 8, 12, 15, 32):
         length = 2 * 64 * 4096
         clocked = timed(DoubleTree(64), size, length, Cluster(Link(1e-6, 1.0)), element=1).seconds
         assert clocked < 1.25 * 2 * length
 
 
-# ---- cross-over points -------------------------------------------------------------------------------------------------
-ALPHA, BETA, GAMMA_ = 20e-6, 1 / 2e9, 1 / 8e9       # 20 us, 2 GB/s, 8 GB/s
+# ---- cross-over points -----------------------------------------------------------------------
+# 20 us, 2 GB/s, 8 GB/s
+ALPHA = 20e-6
+BETA = 1 / 2e9
+GAMMA_ = 1 / 8e9
 NETWORK = Link(ALPHA, BETA)
 
 
@@ -107,30 +156,46 @@ def test_butterfly_against_halving_as_the_reference_has_it(size: int, kilobytes:
     assert round(found / 1000) == kilobytes
 
 
-@pytest.mark.parametrize("size", [2 ** k for k in range(3, 13)])
+@pytest.mark.parametrize("size", [2**k for k in range(3, 13)])
 def test_cross_over_points_from_8_to_4096_ranks(size: int) -> None:
     """Each as the formulas of the literature have it, solved for n."""
-    rounds, share = math.log2(size), (size - 1) / size
+    rounds = math.log2(size)
+    share = (size - 1) / size
     expected = {
-        (Butterfly(), Halving(1)): ALPHA * rounds / (BETA * (rounds - 2 * share) + GAMMA_ * (rounds - share)),
-        (Butterfly(), Ring()): ALPHA * (2 * (size - 1) - rounds) / (BETA * (rounds - 2 * share) + GAMMA_ * (rounds - share)),
-        (Tree(), Ring()): ALPHA * (2 * (size - 1) - 2 * rounds) / (2 * BETA * (rounds - share) + GAMMA_ * (rounds - share)),
-        (Tree(), Halving(1)): 0.0,                  # as many rounds, fewer bytes: always better
-        (Halving(1), Ring()): None,                 # as many bytes, more rounds: never better where p is a power of two
+        (Butterfly(), Halving(1)): ALPHA
+        * rounds
+        / (BETA * (rounds - 2 * share) + GAMMA_ * (rounds - share)),
+        (Butterfly(), Ring()): ALPHA
+        * (2 * (size - 1) - rounds)
+        / (BETA * (rounds - 2 * share) + GAMMA_ * (rounds - share)),
+        (Tree(), Ring()): ALPHA
+        * (2 * (size - 1) - 2 * rounds)
+        / (2 * BETA * (rounds - share) + GAMMA_ * (rounds - share)),
+        (Tree(), Halving(1)): 0.0,  # as many rounds, fewer bytes: always better
+        # as many bytes, more rounds: never better where p is a power of two
+        (Halving(1), Ring()): None,
     }
     for (few, long), bytes_ in expected.items():
         found = crossover(few, long, size, NETWORK, GAMMA_)
-        assert found == (bytes_ if bytes_ is None else pytest.approx(bytes_, rel=1e-9, abs=1e-9)), (few, long)
+        assert found == (bytes_ if bytes_ is None else pytest.approx(bytes_, rel=1e-9, abs=1e-9)), (
+            few,
+            long,
+        )
 
 
 @pytest.mark.parametrize(("size", "alphas"), [(3, 0), (5, 2), (6, 4), (7, 6)])
 def test_the_ring_beats_folded_halving_from_some_alphas_on(size: int, alphas: int) -> None:
-    """At other sizes, from n (2 beta + gamma) = (2(p-1) - 2 floor(lg p) - 2) alpha on. The reference takes 2(p-1)/p for what
-    the inner ranks exchange; they are P, so it is 2(P-1)/P, and the point moves a little.
+    """At other sizes, from n (2 beta + gamma) = (2(p-1) - 2 floor(lg p) - 2) alpha on. The
+    reference takes 2(p-1)/p for what the inner ranks exchange; they are P, so it is 2(P-1)/P,
+    and the point moves a little.
     """
     found = crossover(Halving(1), Ring(), size, NETWORK, GAMMA_)
     power = inner(size)
-    bytes_ = 2 * BETA + GAMMA_ + (2 * BETA + GAMMA_) * (Fraction(power - 1, power) - Fraction(size - 1, size))
+    bytes_ = (
+        2 * BETA
+        + GAMMA_
+        + (2 * BETA + GAMMA_) * (Fraction(power - 1, power) - Fraction(size - 1, size))
+    )
     assert found == pytest.approx(alphas * ALPHA / bytes_, rel=1e-9)
 
 

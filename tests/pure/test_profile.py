@@ -1,4 +1,6 @@
-"""Work and depth of models: against torch's flop counter, the published table, a graph walked by hand, and by name."""
+"""Work and depth of models: against torch's flop counter, the published table, a graph walked
+by hand, and by name.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ from paragrad.verbs.work import profile
 
 
 class Before(nn.Module):
-    """A layer, and before it a parameter, so that the gradient of the layer's inputs is wanted."""
+    """A layer, and before it a parameter, so that the gradient of the layer's inputs is
+    wanted.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.ones(())), layer
+        self.scale = nn.Parameter(torch.ones(()))
+        self.layer = layer
 
     def forward(self, *inputs: Tensor) -> Any:
         found = self.layer(*(each * self.scale for each in inputs))
@@ -60,11 +65,15 @@ class Packed(nn.Module):
         self.layer = layer
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(nn.utils.rnn.pack_padded_sequence(inputs, [7, 3, 2], batch_first=True))[0].data
+        return self.layer(nn.utils.rnn.pack_padded_sequence(inputs, [7, 3, 2], batch_first=True))[
+            0
+        ].data
 
 
 class Own(nn.Module):
-    """A layer of somebody's own, of functions that are known: a product with a parameter, attention, an activation."""
+    """A layer of somebody's own, of functions that are known: a product with a parameter,
+    attention, an activation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,22 +91,42 @@ def sequence(*, length: int = 7) -> Tensor:
 # (layer, its inputs)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "linear": (lambda: nn.Linear(6, 5), (torch.randn(4, 6),)),
-    "linear of three dimensions, without bias": (lambda: nn.Linear(6, 5, bias=False), (sequence(),)),
+    "linear of three dimensions, without bias": (
+        lambda: nn.Linear(6, 5, bias=False),
+        (sequence(),),
+    ),
     "conv1d": (lambda: nn.Conv1d(6, 4, 3, dilation=2), (torch.randn(3, 6, 11),)),
     "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=2, padding=1), (torch.randn(3, 4, 9, 8),)),
-    "conv2d in groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding="same"), (torch.randn(3, 4, 9, 8),)),
-    "conv2d by channel": (lambda: nn.Conv2d(4, 4, 3, groups=4, stride=2), (torch.randn(3, 4, 9, 8),)),
+    "conv2d in groups": (
+        lambda: nn.Conv2d(4, 6, 3, groups=2, padding="same"),
+        (torch.randn(3, 4, 9, 8),),
+    ),
+    "conv2d by channel": (
+        lambda: nn.Conv2d(4, 4, 3, groups=4, stride=2),
+        (torch.randn(3, 4, 9, 8),),
+    ),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, bias=False), (torch.randn(3, 2, 4, 5, 6),)),
-    "transposed convolution": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), (torch.randn(3, 4, 5, 6),)),
+    "transposed convolution": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2),
+        (torch.randn(3, 4, 5, 6),),
+    ),
     "rnn": (lambda: nn.RNN(6, 5, nonlinearity="relu"), (sequence(),)),
     "gru": (lambda: nn.GRU(6, 5, num_layers=3, batch_first=True), (sequence(),)),
     "lstm": (lambda: nn.LSTM(6, 5, batch_first=True), (sequence(),)),
-    "lstm of both directions": (lambda: nn.LSTM(6, 5, 2, bidirectional=True, bias=False), (sequence(),)),
+    "lstm of both directions": (
+        lambda: nn.LSTM(6, 5, 2, bidirectional=True, bias=False),
+        (sequence(),),
+    ),
     "lstm with projection": (lambda: nn.LSTM(6, 5, 2, proj_size=3, dropout=0.5), (sequence(),)),
     "lstm of a packed sequence": (lambda: Packed(nn.LSTM(6, 5, 2)), (sequence(),)),
-    "attention": (lambda: Twice(nn.MultiheadAttention(6, 2, batch_first=True, dropout=0.1)), (sequence(),)),
-    "attention to another sequence": (lambda: nn.MultiheadAttention(6, 2, batch_first=True, kdim=6, vdim=4),
-                                      (sequence(), sequence(length=5), torch.randn(3, 5, 4))),
+    "attention": (
+        lambda: Twice(nn.MultiheadAttention(6, 2, batch_first=True, dropout=0.1)),
+        (sequence(),),
+    ),
+    "attention to another sequence": (
+        lambda: nn.MultiheadAttention(6, 2, batch_first=True, kdim=6, vdim=4),
+        (sequence(), sequence(length=5), torch.randn(3, 5, 4)),
+    ),
     "encoder": (lambda: nn.TransformerEncoderLayer(6, 2, 16, batch_first=True), (sequence(),)),
     "own": (Own, (sequence(),)),
 }
@@ -114,22 +143,32 @@ class Twice(nn.Module):
         return self.layer(inputs, inputs, inputs)
 
 
-def products(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, int], tuple[int, int], list[str]]:
+def products(
+    model: nn.Module, inputs: tuple[Tensor, ...]
+) -> tuple[tuple[int, int], tuple[int, int], list[str]]:
     """(forward, backward) of ours and of torch's, and what was not counted."""
+
     def loss(output: Tensor, target: Any) -> tuple[Tensor, int]:
         return output.square().sum(), 1
+
     with unfused() as counter:
         model.train()(*inputs)
     calls, torchs, missed = counted(Summed(model, loss), inputs, None, 1)
-    forward, backward = counter.get_total_flops(), torchs - counter.get_total_flops()
-    ours = (sum(each.output.products for each in calls),
-            sum(each.input_gradient.products + each.weight_gradient.products for each in calls))
+    forward = counter.get_total_flops()
+    backward = torchs - counter.get_total_flops()
+    ours = (
+        sum(each.output.products for each in calls),
+        sum(each.input_gradient.products + each.weight_gradient.products for each in calls),
+    )
     return ours, (forward, backward), missed
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("around", "trained"), [(Before, True), (First, True), (Before, False)],
-                         ids=["all gradients", "of the weights", "of the inputs"])
+@pytest.mark.parametrize(
+    ("around", "trained"),
+    [(Before, True), (First, True), (Before, False)],
+    ids=["all gradients", "of the weights", "of the inputs"],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_products_are_those_that_torch_counts(name: str, around: type, trained: bool) -> None:
     """Forward and backward, with and without the gradients of the inputs and of the weights."""
@@ -144,7 +183,10 @@ def test_products_are_those_that_torch_counts(name: str, around: type, trained: 
 
 
 def test_cells_called_step_by_step() -> None:
-    """In a loop of one's own the state of a step is a result of the step before, and its gradient is wanted."""
+    """In a loop of one's own the state of a step is a result of the step before, and its
+    gradient is wanted.
+    """
+
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -163,9 +205,12 @@ def test_cells_called_step_by_step() -> None:
 
 
 def test_torch_counts_kernels_of_groups_as_one() -> None:
-    """Which is why its count is corrected: the gradient of a kernel of 2 groups costs what the forward costs, and torch says
-    twice that. When this fails, torch has mended it: take the correction out."""
-    layer, image = nn.Conv2d(4, 6, 3, groups=2), torch.randn(2, 4, 5, 5)
+    """Which is why its count is corrected: the gradient of a kernel of 2 groups costs what the
+    forward costs, and torch says twice that. When this fails, torch has mended it: take the
+    correction out.
+    """
+    layer = nn.Conv2d(4, 6, 3, groups=2)
+    image = torch.randn(2, 4, 5, 5)
     with FlopCounterMode(display=False) as forward:
         output = layer(image)
     with FlopCounterMode(display=False) as backward:
@@ -178,12 +223,14 @@ IMAGE = {"samples": 4, "inputs": 8, "outputs": 16, "image": (64, 64), "kernel": 
 
 def convolution(**changes: Any) -> layers.Passes:
     found = {**IMAGE, **changes}
-    image, kernel = found["image"], found["kernel"]
+    image = found["image"]
+    kernel = found["kernel"]
     result = tuple(size - width + 1 for size, width in zip(image, kernel, strict=True))
     if "result" in changes:
         result = found["result"]
-    return layers.Convolution(found["samples"], found["inputs"], found["outputs"], image, result, kernel, (1, 1),
-                              (1, 1)).passes(bias=False)
+    return layers.Convolution(
+        found["samples"], found["inputs"], found["outputs"], image, result, kernel, (1, 1), (1, 1)
+    ).passes(bias=False)
 
 
 def linear(**changes: int) -> layers.Passes:
@@ -199,25 +246,38 @@ def pool(*, window: int = 4) -> layers.Passes:
     return layers.pooling(64, 64 * window, window, 1, average=False)
 
 
-# the published table: (layer, what is doubled, how much deeper that makes output, gradient of the inputs, of the weights)
-PUBLISHED: list[tuple[Callable[..., layers.Passes], dict[str, Any], dict[str, Any], tuple[int, int, int]]] = [
-    (linear, {}, {"inputs": 16}, (1, 0, 0)), (linear, {}, {"outputs": 32}, (0, 1, 0)), (linear, {}, {"samples": 8}, (0, 0, 1)),
-    (convolution, {}, {"inputs": 16}, (1, 0, 0)), (convolution, {}, {"outputs": 32}, (0, 1, 0)),
+# the published table: (layer, what is doubled, how much deeper that makes output, gradient of
+# the inputs, of the weights)
+PUBLISHED: list[
+    tuple[Callable[..., layers.Passes], dict[str, Any], dict[str, Any], tuple[int, int, int]]
+] = [
+    (linear, {}, {"inputs": 16}, (1, 0, 0)),
+    (linear, {}, {"outputs": 32}, (0, 1, 0)),
+    (linear, {}, {"samples": 8}, (0, 0, 1)),
+    (convolution, {}, {"inputs": 16}, (1, 0, 0)),
+    (convolution, {}, {"outputs": 32}, (0, 1, 0)),
     (convolution, {}, {"samples": 8}, (0, 0, 1)),
     (convolution, {"result": (64, 64)}, {"image": (128, 64), "result": (128, 64)}, (0, 0, 1)),
     (convolution, {"result": (64, 64)}, {"image": (64, 128), "result": (64, 128)}, (0, 0, 1)),
     (convolution, {"result": (64, 64)}, {"kernel": (8, 4), "result": (64, 64)}, (1, 1, 0)),
     (convolution, {"result": (64, 64)}, {"kernel": (4, 8), "result": (64, 64)}, (1, 1, 0)),
     (pool, {}, {"window": 8}, (1, 0, 0)),
-    (norm, {}, {"samples": 128}, (2, 1, 1)), (norm, {}, {"channels": 16}, (0, 0, 0)),       # two sums follow one another
+    # two sums follow one another
+    (norm, {}, {"samples": 128}, (2, 1, 1)),
+    (norm, {}, {"channels": 16}, (0, 0, 0)),
     (lambda elements=64: layers.activation(elements), {}, {"elements": 128}, (0, 0, 0)),
 ]
 
 
 @pytest.mark.parametrize(("layer", "before", "change", "deeper"), PUBLISHED)
-def test_depths_grow_as_the_table_says(layer: Callable[..., layers.Passes], before: dict[str, Any], change: dict[str, Any],
-                                       deeper: tuple[int, int, int]) -> None:
-    one, two = layer(**before), layer(**change)
+def test_depths_grow_as_the_table_says(
+    layer: Callable[..., layers.Passes],
+    before: dict[str, Any],
+    change: dict[str, Any],
+    deeper: tuple[int, int, int],
+) -> None:
+    one = layer(**before)
+    two = layer(**change)
     assert tuple(more.depth - less.depth for less, more in zip(one, two, strict=True)) == deeper
 
 
@@ -241,53 +301,91 @@ def test_the_depth_of_a_fully_connected_layer(inputs: int) -> None:
 
 @given(drawn.integers(1, 300))
 def test_rounds_is_the_depth_of_a_tree_of_additions(terms: int) -> None:
-    left, rounds = terms, 0
+    left = terms
+    rounds = 0
     while left > 1:
-        left, rounds = -(-left // 2), rounds + 1
+        left = -(-left // 2)
+        rounds = rounds + 1
     assert layers.rounds(terms) == rounds
 
 
 def waves(found: sequences.Recurrent) -> int:
     """The longest chain to the last outputs, cell by cell."""
-    gates_of_state, tail = 1 + layers.rounds(found.hidden + 1), found.cell.forward
+    gates_of_state = 1 + layers.rounds(found.hidden + 1)
+    tail = found.cell.forward
 
     @functools.cache
     def ready(layer: int, direction: int, step: int) -> int:
         wide = found.inputs if layer == 0 else found.hidden * found.directions
-        below = 0 if layer == 0 else max(ready(layer - 1, each, found.steps - 1 - step if each != direction else step)
-                                         for each in range(found.directions))
+        below = (
+            0
+            if layer == 0
+            else max(
+                ready(layer - 1, each, found.steps - 1 - step if each != direction else step)
+                for each in range(found.directions)
+            )
+        )
         before = ready(layer, direction, step - 1) if step else 0
         return max(below + 1 + layers.rounds(wide + 1), before + gates_of_state) + tail
 
-    return max(ready(found.layers - 1, direction, found.steps - 1) for direction in range(found.directions))
+    return max(
+        ready(found.layers - 1, direction, found.steps - 1) for direction in range(found.directions)
+    )
 
 
-@given(drawn.sampled_from(sorted(sequences.CELLS)), drawn.integers(1, 9), drawn.integers(1, 40), drawn.integers(1, 40),
-       drawn.integers(1, 4))
-def test_the_depth_of_a_recurrent_layer_is_that_of_its_graph(cell: str, steps: int, inputs: int, hidden: int,
-                                                             count: int) -> None:
+@given(
+    drawn.sampled_from(sorted(sequences.CELLS)),
+    drawn.integers(1, 9),
+    drawn.integers(1, 40),
+    drawn.integers(1, 40),
+    drawn.integers(1, 4),
+)
+def test_the_depth_of_a_recurrent_layer_is_that_of_its_graph(
+    cell: str, steps: int, inputs: int, hidden: int, count: int
+) -> None:
     found = sequences.Recurrent(sequences.CELLS[cell], 3 * steps, 3, steps, inputs, hidden, count)
     assert found.passes()[0].depth == waves(found)
 
 
 @pytest.mark.parametrize("directions", [1, 2])
 def test_the_depth_of_a_recurrent_layer_grows_with_the_sequence(directions: int) -> None:
-    """In the number of steps, linearly; of two directions every layer waits for the whole of the one below."""
-    depths = [[each.depth for each in sequences.Recurrent(sequences.CELLS["lstm"], 8 * steps, 8, steps, 16, 32, 3,
-                                                          directions).passes()] for steps in (100, 200, 300)]
+    """In the number of steps, linearly; of two directions every layer waits for the whole of
+    the one below.
+    """
+    depths = [
+        [
+            each.depth
+            for each in sequences.Recurrent(
+                sequences.CELLS["lstm"], 8 * steps, 8, steps, 16, 32, 3, directions
+            ).passes()
+        ]
+        for steps in (100, 200, 300)
+    ]
     for less, more, most in zip(*depths, strict=True):
-        assert abs((most - more) - (more - less)) <= 1      # the weights' sum over all tokens is a tree
+        # the weights' sum over all tokens is a tree
+        assert abs((most - more) - (more - less)) <= 1
     step = 1 + 6 + 6
     assert depths[1][0] - depths[0][0] == 100 * step * (1 if directions == 1 else 3)
 
 
 def test_a_chain_by_hand() -> None:
-    """digits: 64 -> 64 -> 10, batch 64. Forward 8 + 1 + 8; backward 5 + 1 to the first layer, whose weights need 7 more."""
+    """digits: 64 -> 64 -> 10, batch 64. Forward 8 + 1 + 8; backward 5 + 1 to the first layer,
+    whose weights need 7 more.
+    """
     found = profile(built_in("digits"))
     first, relu, second = found.layers
-    assert [each.kind for each in found.layers] == ["fully connected", "activation", "fully connected"]
-    assert (first.output.work, relu.output.work, second.output.work) == (2 * 64**3, 64**2, 2 * 64 * 64 * 10)
-    assert first.input_gradient == layers.NOTHING           # nobody asks for the gradient of the images
+    assert [each.kind for each in found.layers] == [
+        "fully connected",
+        "activation",
+        "fully connected",
+    ]
+    assert (first.output.work, relu.output.work, second.output.work) == (
+        2 * 64**3,
+        64**2,
+        2 * 64 * 64 * 10,
+    )
+    # nobody asks for the gradient of the images
+    assert first.input_gradient == layers.NOTHING
     assert first.weight_gradient.work == 2 * 64**3 + 64 * 64
     assert second.input_gradient.bytes == 4 * (64 * 10 + 64 * 64 + 64 * 10 + 10)
     assert found.depth == 17 + 13
@@ -305,32 +403,56 @@ def test_bounds_are_in_order(work: int, depth: int, processors: int) -> None:
 
 @pytest.mark.table
 def test_built_in_jobs(data: Path) -> None:
-    for name in ("digits", "inception-digits", "mnist-mlp", "mnist-cnn", "mnist-resnet", "shakespeare-lstm", "shakespeare-gpt"):
+    for name in (
+        "digits",
+        "inception-digits",
+        "mnist-mlp",
+        "mnist-cnn",
+        "mnist-resnet",
+        "shakespeare-lstm",
+        "shakespeare-gpt",
+    ):
         found = profile(built_in(name), data)
         assert found.not_counted == ()
         assert found.products == found.torch_products > 0
-        assert found.parallelism > 10_000       # the table's message
+        assert found.parallelism > 10_000  # the table's message
 
 
-POINTS = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3)
+POINTS = TensorDataset(
+    torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+)
 
 
 def mine(model: Callable[[], Any], **changes: Any) -> Job:
-    return Job(model=model, loss=functional.cross_entropy, train=POINTS, batch=16, epochs=1, name="mine",
-               optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)).replace(**changes)
+    return Job(
+        model=model,
+        loss=functional.cross_entropy,
+        train=POINTS,
+        batch=16,
+        epochs=1,
+        name="mine",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ).replace(**changes)
 
 
 def test_functions_count_as_modules_do() -> None:
     class Functions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Parameter(torch.randn(8, 6)), nn.Linear(8, 3)
+            self.first = nn.Parameter(torch.randn(8, 6))
+            self.second = nn.Linear(8, 3)
 
         def forward(self, inputs: Tensor) -> Tensor:
             hidden = functional.relu(functional.linear(inputs, self.first))
             return functional.linear(self.second(hidden).sigmoid(), torch.eye(3))
 
-    modules = profile(mine(lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3), nn.Sigmoid())))
+    modules = profile(
+        mine(
+            lambda: nn.Sequential(
+                nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3), nn.Sigmoid()
+            )
+        )
+    )
     functions = profile(mine(Functions))
     known = [(each.kind, each.output) for each in modules.layers]
     assert [(each.kind, each.output) for each in functions.layers][1:] == known[1:]
@@ -341,41 +463,61 @@ def test_functions_count_as_modules_do() -> None:
 
 
 def test_what_is_not_known_is_named() -> None:
-    """A function that is not in the table, a parameter of which nothing was seen, a backward of one's own: each by name."""
+    """A function that is not in the table, a parameter of which nothing was seen, a backward of
+    one's own: each by name.
+    """
+
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, inputs: Tensor) -> Tensor:
             return inputs * 2
 
         @staticmethod
-        def backward(context: Any, gradient: Tensor) -> Tensor:         # type: ignore[override]
+        def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
             return gradient * 2
 
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.unused = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(3))
+            self.weight = nn.Parameter(torch.randn(6, 6))
+            self.unused = nn.Parameter(torch.randn(3))
 
         def forward(self, inputs: Tensor) -> Tensor:
             return Doubled.apply(torch.einsum("ni,ij->nj", inputs, self.weight).cumsum(1).cumsum(1))
 
     found = profile(mine(lambda: nn.Sequential(Odd(), nn.Linear(6, 3))))
     assert found.not_counted == (
-        "0 (Odd): einsum", "0 (Odd): cumsum, 2 times", "0.unused: no call with this parameter was seen",
-        "DoubledBackward: the backward of a function of its own")
-    assert found.torch_products - found.products == 2 * (2 * 16 * 6 * 6)        # einsum, forward and for its weights
+        "0 (Odd): einsum",
+        "0 (Odd): cumsum, 2 times",
+        "0.unused: no call with this parameter was seen",
+        "DoubledBackward: the backward of a function of its own",
+    )
+    # einsum, forward and for its weights
+    assert found.torch_products - found.products == 2 * (2 * 16 * 6 * 6)
 
 
 def test_the_model_of_the_user_stays_as_it_was() -> None:
-    """Also where the function that should build it gives one that is there already; and torch's numbers go on as they would."""
-    held = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(8, 3)).eval()
+    """Also where the function that should build it gives one that is there already; and torch's
+    numbers go on as they would.
+    """
+    held = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(8, 3)
+    ).eval()
     before = {name: value.clone() for name, value in held.state_dict().items()}
     points = POINTS.tensors[0].clone()
     states = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
     found = profile(mine(lambda: held))
-    assert {each.kind for each in found.layers} == {"fully connected", "batch norm", "activation", "dropout"}
+    assert {each.kind for each in found.layers} == {
+        "fully connected",
+        "batch norm",
+        "activation",
+        "dropout",
+    }
     assert all(torch.equal(value, before[name]) for name, value in held.state_dict().items())
-    assert not any(module.training or module._forward_hooks or module._forward_pre_hooks for module in held.modules())
+    assert not any(
+        module.training or module._forward_hooks or module._forward_pre_hooks
+        for module in held.modules()
+    )
     assert all(parameter.grad is None for parameter in held.parameters())
     assert torch.equal(POINTS.tensors[0], points)
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -402,10 +544,12 @@ def test_refused_with_the_repair() -> None:
                 raise RuntimeError("not today")
             return self.linear(inputs)
 
-    with pytest.raises(Refused, match="job mine: one batch through the model raised RuntimeError: not today"):
+    with pytest.raises(
+        Refused, match="job mine: one batch through the model raised RuntimeError: not today"
+    ):
         profile(mine(Sometimes))
     with pytest.raises(Refused, match=r"a job is a paragrad.Job; got str"):
-        profile("digits")           # type: ignore[arg-type]
+        profile("digits")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="model must be a function that builds the model"):
         profile(mine(nn.Linear(6, 3)))
 
@@ -415,13 +559,31 @@ def test_the_command() -> None:
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()
     rows = [line.split("\t") for line in lines if "\t" in line]
-    assert rows[0] == ["0 (Linear)", "fully connected", "output", f"{2 * 16 * 64 * 32:,}", "8", "8,192",
-                       f"{4 * (16 * 64 + 64 * 32 + 32 + 16 * 32):,}"]
-    assert [row[2] for row in rows] == ["output", "weight gradient", "output", "input gradient", "output", "input gradient",
-                                        "weight gradient"]
+    assert rows[0] == [
+        "0 (Linear)",
+        "fully connected",
+        "output",
+        f"{2 * 16 * 64 * 32:,}",
+        "8",
+        "8,192",
+        f"{4 * (16 * 64 + 64 * 32 + 32 + 16 * 32):,}",
+    ]
+    assert [row[2] for row in rows] == [
+        "output",
+        "weight gradient",
+        "output",
+        "input gradient",
+        "output",
+        "input gradient",
+        "weight gradient",
+    ]
     facts = dict(line.split(": ", 1) for line in lines if "\t" not in line)
     assert facts["matrix products"].endswith("the layers above explain all of them")
-    found = json.loads(CliRunner().invoke(app, ["work", "digits", "--set", "width=32", "--batch", "16", "--json"]).stdout)
+    found = json.loads(
+        CliRunner()
+        .invoke(app, ["work", "digits", "--set", "width=32", "--batch", "16", "--json"])
+        .stdout
+    )
     assert facts["work W"] == f"{found['work']:,} operations"
     assert facts["time of 1 processor(s)"].startswith(f"{found['work']:,} to ")
     assert found["bounds"][-1]["at_least"] == found["depth"]

@@ -9,7 +9,15 @@ import pytest
 
 from paragrad.players.proof import ALL_REDUCE, FIRST_HALF, SECOND_HALF, Goal, Held, prove
 from paragrad.players.walk import Deadlock
-from paragrad.schedules.actions import Action, Collective, Compute, Program, Recv, ScheduleError, Send
+from paragrad.schedules.actions import (
+    Action,
+    Collective,
+    Compute,
+    Program,
+    Recv,
+    ScheduleError,
+    Send,
+)
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.double_tree import DoubleTree
@@ -20,13 +28,26 @@ from paragrad.schedules.tree import Tree, TreeBroadcast, TreeReduce
 from paragrad.schedules.two_level import TwoLevel
 from stages import THROUGH, Forwards
 
-SCHEDULES: list[Collective] = [Ring(), Ring(blocking=True), RingAsync(3), Tree(), Butterfly(), Star(), Direct(), DoubleTree(2),
-                              Halving(1), Halving(2), TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2)]
+SCHEDULES: list[Collective] = [
+    Ring(),
+    Ring(blocking=True),
+    RingAsync(3),
+    Tree(),
+    Butterfly(),
+    Star(),
+    Direct(),
+    DoubleTree(2),
+    Halving(1),
+    Halving(2),
+    TwoLevel(group=2),
+    TwoLevel(Butterfly(), Star(), 2),
+]
 
 
 @dataclass(frozen=True)
 class Sabotaged:
     """A schedule in which the program of one rank was changed."""
+
     schedule: Collective
     change: Callable[[list[Action]], list[Action]]
     victim: int
@@ -39,7 +60,12 @@ class Sabotaged:
         yield from self.change(program) if rank == self.victim else program
 
 
-def refused(schedule: Collective, change: Callable[[list[Action]], list[Action]], victim: int = 1, size: int = 4) -> str:
+def refused(
+    schedule: Collective,
+    change: Callable[[list[Action]], list[Action]],
+    victim: int = 1,
+    size: int = 4,
+) -> str:
     with pytest.raises(ScheduleError) as caught:
         prove(Sabotaged(schedule, change, victim), size, 12)
     return str(caught.value)
@@ -53,8 +79,9 @@ def first(program: list[Action], wanted: Callable[[Action], bool]) -> int:
 def test_an_add_dropped(schedule: Collective) -> None:
     def drop(program: list[Action]) -> list[Action]:
         place = first(program, lambda action: isinstance(action, Recv) and action.add)
-        return [*program[:place], replace(program[place], add=False), *program[place + 1:]]      # type: ignore[call-arg]
-    victim = 0 if isinstance(schedule, Star) else 2                 # in a star nobody else adds
+        return [*program[:place], replace(program[place], add=False), *program[place + 1 :]]
+
+    victim = 0 if isinstance(schedule, Star) else 2  # in a star nobody else adds
     message = refused(schedule, drop, victim)
     assert f"rank {victim}" in message or "without the contribution" in message
     assert "without the contribution" in message or "to take slot" in message
@@ -66,6 +93,7 @@ def test_a_message_swapped(schedule: Collective) -> None:
         one, two = [place for place, action in enumerate(program) if isinstance(action, Send)][:2]
         program[one], program[two] = program[two], program[one]
         return program
+
     message = refused(schedule, swap)
     assert "rank 2 expects slot" in message
     assert "from rank 1, which sends slot" in message
@@ -82,18 +110,28 @@ def test_a_chunk_skipped(schedule: Collective) -> None:
             return schedule.parts(size)
 
         def program(self, rank: int, size: int) -> Iterator[Action]:
-            source, target = 3, next(action.to for action in schedule.program(3, size) if isinstance(action, Send))
+            source = 3
+            target = next(
+                action.to for action in schedule.program(3, size) if isinstance(action, Send)
+            )
             kind = Send if rank == source else Recv
             left_out = False
             for action in schedule.program(rank, size):
-                peer = action.to if isinstance(action, Send) else action.frm        # type: ignore[union-attr]
-                if rank in (source, target) and not left_out and isinstance(action, kind) and peer in (source, target):
+                peer = action.to if isinstance(action, Send) else action.frm
+                if (
+                    rank in (source, target)
+                    and not left_out
+                    and isinstance(action, kind)
+                    and peer in (source, target)
+                ):
                     left_out = True
                     skipped.add((source, target))
                     continue
                 yield action
 
-    with pytest.raises(ScheduleError, match=r"rank \d ends without the contribution of rank 3 in slot \d"):
+    with pytest.raises(
+        ScheduleError, match=r"rank \d ends without the contribution of rank 3 in slot \d"
+    ):
         prove(Skipping(), 4, 12)
     assert skipped
 
@@ -107,6 +145,7 @@ def test_a_mean_taken_inside(schedule: Collective) -> None:
 
 def test_a_contribution_added_twice() -> None:
     """The exchange done a second time without the mean between: the sum of sums."""
+
     @dataclass(frozen=True)
     class Twice:
         def parts(self, size: int) -> int:
@@ -121,7 +160,10 @@ def test_a_contribution_added_twice() -> None:
 
 
 def test_a_slot_overwritten_while_open() -> None:
-    """Two ranks give each other their vector and write the other's over their own: each must first know its own sent."""
+    """Two ranks give each other their vector and write the other's over their own: each must
+    first know its own sent.
+    """
+
     @dataclass(frozen=True)
     class Exchange:
         def parts(self, size: int) -> int:
@@ -136,7 +178,10 @@ def test_a_slot_overwritten_while_open() -> None:
 
 
 def test_a_slot_computed_on_while_open() -> None:
-    """A Compute may write its slot, so it waits for the slot's sends, as a receive does; the wire always did, the walk not."""
+    """A Compute may write its slot, so it waits for the slot's sends, as a receive does; the
+    wire always did, the walk not.
+    """
+
     @dataclass(frozen=True)
     class Exchange:
         def program(self, rank: int, size: int) -> Iterator[Action]:
@@ -144,20 +189,30 @@ def test_a_slot_computed_on_while_open() -> None:
             yield Compute("F", "x")
             yield Recv(1 - rank, "x")
 
-    anything = Goal(lambda schedule, size: [{}] * size, lambda schedule, size: [{}] * size, compute=lambda *_: None)
+    anything = Goal(
+        lambda schedule, size: [{}] * size,
+        lambda schedule, size: [{}] * size,
+        compute=lambda *_: None,
+    )
     with pytest.raises(Deadlock, match="rank 0 waits for rank 1 to take slot x"):
         prove(Exchange(), 2, {"x": 1}, anything)
 
 
 def test_a_send_after_others_in_an_order_that_does_not_allow_it() -> None:
-    """Rank 1 takes the first message of rank 0 only when it has what rank 2 makes of the second."""
+    """Rank 1 takes the first message of rank 0 only when it has what rank 2 makes of the
+    second.
+    """
+
     @dataclass(frozen=True)
     class Exchange:
         after: bool
 
         def program(self, rank: int, size: int) -> Iterator[Action]:
-            yield from ((Send(1, "x"), Send(2, "y", after=self.after)), (Recv(2, "y"), Recv(0, "x")),
-                        (Recv(0, "y"), Send(1, "y")))[rank]
+            yield from (
+                (Send(1, "x"), Send(2, "y", after=self.after)),
+                (Recv(2, "y"), Recv(0, "x")),
+                (Recv(0, "y"), Send(1, "y")),
+            )[rank]
 
     anything = Goal(lambda schedule, size: [{}] * size, lambda schedule, size: [{}] * size)
     prove(Exchange(after=False), 3, {"x": 1, "y": 1}, anything)
@@ -192,13 +247,25 @@ def test_a_slot_that_is_not_there() -> None:
 
 
 def test_halves_are_proved_for_what_they_are() -> None:
-    """A reduce alone is no all-reduce, a broadcast is no reduce, and what nobody owns is named."""
-    assert prove(RingReduceScatter(), 4, 12, FIRST_HALF).sent == prove(RingAllGather(), 4, 12, SECOND_HALF).sent == 9
-    with pytest.raises(ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"):
+    """A reduce alone is no all-reduce, a broadcast is no reduce, and what nobody owns is
+    named.
+    """
+    assert (
+        prove(RingReduceScatter(), 4, 12, FIRST_HALF).sent
+        == prove(RingAllGather(), 4, 12, SECOND_HALF).sent
+        == 9
+    )
+    with pytest.raises(
+        ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"
+    ):
         prove(RingReduceScatter(), 4, 12)
-    with pytest.raises(ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"):
+    with pytest.raises(
+        ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"
+    ):
         prove(TreeBroadcast(), 4, 12, FIRST_HALF)
-    with pytest.raises(ScheduleError, match="rank 1 ends without the contribution of rank 0 in slot 0"):
+    with pytest.raises(
+        ScheduleError, match="rank 1 ends without the contribution of rank 0 in slot 0"
+    ):
         prove(TreeReduce(), 4, 12, SECOND_HALF)
 
     @dataclass(frozen=True)
@@ -211,7 +278,10 @@ def test_halves_are_proved_for_what_they_are() -> None:
 
 
 def test_a_goal_of_ones_own() -> None:
-    """An all-gather of what each rank has: what belongs into a slot is one contribution, and nothing beside it."""
+    """An all-gather of what each rank has: what belongs into a slot is one contribution, and
+    nothing beside it.
+    """
+
     def mine(schedule: Collective, size: int) -> list[Held]:
         return [{rank: 1 << rank} for rank in range(size)]
 
@@ -235,10 +305,17 @@ def test_a_goal_of_ones_own() -> None:
 
     all_gather = Goal(mine, everybodys)
     assert prove(Handing(), 5, 20, all_gather).sent == 4 * 4
-    with pytest.raises(ScheduleError, match="rank 0 adds the contribution of rank 4 to slot 4 twice"):
+    with pytest.raises(
+        ScheduleError, match="rank 0 adds the contribution of rank 4 to slot 4 twice"
+    ):
         prove(Handing(add=True), 5, 20, all_gather)
-    with pytest.raises(ScheduleError, match=r"rank 0 ends with the contribution of rank 1 in slot 0, where it does not belong"):
-        prove(Ring(), 3, 3, Goal(lambda schedule, size: ALL_REDUCE.before(schedule, size), everybodys))
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 0 ends with the contribution of rank 1 in slot 0, where it does not belong",
+    ):
+        prove(
+            Ring(), 3, 3, Goal(lambda schedule, size: ALL_REDUCE.before(schedule, size), everybodys)
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -255,5 +332,12 @@ def test_a_pipeline_is_proved_by_its_own_goal(size: int) -> None:
     if size > 1:
         with pytest.raises(ScheduleError, match="stage 1 does not get x0 from the stage before it"):
             prove(Early(3), size, schedule.slots(10), THROUGH)
-        with pytest.raises(ScheduleError, match=f"rank {size - 1} ends without the forward of stage 0 in slot x2"):
-            prove(Forwards(2), size, schedule.slots(10), replace(THROUGH, after=lambda _, size: THROUGH.after(schedule, size)))
+        with pytest.raises(
+            ScheduleError, match=f"rank {size - 1} ends without the forward of stage 0 in slot x2"
+        ):
+            prove(
+                Forwards(2),
+                size,
+                schedule.slots(10),
+                replace(THROUGH, after=lambda _, size: THROUGH.after(schedule, size)),
+            )

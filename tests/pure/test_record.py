@@ -1,4 +1,6 @@
-"""The record is read back as it was written, also when its process died; the audit counts what it says."""
+"""The record is read back as it was written, also when its process died; the audit counts what
+it says.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Recor
     for rank, ranges in enumerate(shares):
         with Recorder(folder / f"rank-{rank}.jsonl") as record:
             for step, positions in enumerate(ranges):
-                record.write("step", epoch=0, step=step, seconds=0.1 * (rank + 1), loss=[2.0 * len(positions), len(positions)],
-                             order=[positions.start, positions.stop],
-                             sent={"gradients": {"bytes": 100 * rank, "computed": False}})
+                record.write(
+                    "step",
+                    epoch=0,
+                    step=step,
+                    seconds=0.1 * (rank + 1),
+                    loss=[2.0 * len(positions), len(positions)],
+                    order=[positions.start, positions.stop],
+                    sent={"gradients": {"bytes": 100 * rank, "computed": False}},
+                )
             record.write("epoch", epoch=0, test={"value": 50.0, "weight": 4}, seconds=1.0)
     return Record(folder)
 
@@ -33,7 +41,7 @@ def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Recor
 def test_read_back(tmp_path: Path) -> None:
     record = written(tmp_path, [[range(3), range(6, 8)], [range(3, 6), range(8, 10)]])
     assert record.losses == [2.0, 2.0]
-    assert record.seconds_per_step == 0.2                       # the slowest rank is the time
+    assert record.seconds_per_step == 0.2  # the slowest rank is the time
     assert record.sent_per_step == {"gradients": {"bytes": 100, "computed": False}}
     assert record.test == 50.0
     assert str(record.audit) == "10 of 10 samples seen in each of 1 epoch(s), 0 twice, 0 missed"
@@ -44,9 +52,13 @@ def test_memory_is_that_of_the_rank_that_holds_most(tmp_path: Path) -> None:
     assert written(tmp_path, [[range(5)], [range(5, 10)]]).memory == {}
     for rank in range(2):
         with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
-            record.write("memory", parameters=100, exchange=[8, 16][rank], resident=[3000, 2000][rank])
+            record.write(
+                "memory", parameters=100, exchange=[8, 16][rank], resident=[3000, 2000][rank]
+            )
     assert Record(tmp_path).memory == {"parameters": 100, "exchange": 16, "resident": 3000}
-    assert Record(tmp_path).fullest == {"parameters": 100, "exchange": 16}, "the process is not the training"
+    assert Record(tmp_path).fullest == {"parameters": 100, "exchange": 16}, (
+        "the process is not the training"
+    )
 
 
 def test_the_audit_finds_what_was_seen_twice_and_what_was_missed(tmp_path: Path) -> None:
@@ -63,47 +75,110 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert [line["name"] for line in lines_of(path)] == ["one"]
 
 
-STEPS = [({"epoch": 0, "loss": [2.0, 1.0], "sent": {"gradients": {"bytes": 8, "computed": False}}, "lr": 0.1}, [8]),
-         ({"epoch": 0, "loss": [1.0, 1.0], "sent": {"gradients": {"bytes": 8, "computed": False}}, "lr": 0.1}, [8]),
-         ({"epoch": 1, "loss": [1.0, 1.0], "sent": {"gradients": {"bytes": 9, "computed": False}}, "lr": 0.1}, [9, 9]),
-         ({"epoch": 1, "loss": [0.5, 1.0], "sent": {}, "lr": 0.05}, [])]
+STEPS = [
+    (
+        {
+            "epoch": 0,
+            "loss": [2.0, 1.0],
+            "sent": {"gradients": {"bytes": 8, "computed": False}},
+            "lr": 0.1,
+        },
+        [8],
+    ),
+    (
+        {
+            "epoch": 0,
+            "loss": [1.0, 1.0],
+            "sent": {"gradients": {"bytes": 8, "computed": False}},
+            "lr": 0.1,
+        },
+        [8],
+    ),
+    (
+        {
+            "epoch": 1,
+            "loss": [1.0, 1.0],
+            "sent": {"gradients": {"bytes": 9, "computed": False}},
+            "lr": 0.1,
+        },
+        [9, 9],
+    ),
+    ({"epoch": 1, "loss": [0.5, 1.0], "sent": {}, "lr": 0.05}, []),
+]
 
 
 def test_what_is_not_written_again_is_read_back(tmp_path: Path) -> None:
-    """Fields and names of spans are written where they differ from the step before; a reader sees all of them in every step."""
+    """Fields and names of spans are written where they differ from the step before; a reader
+    sees all of them in every step.
+    """
     with Recorder(tmp_path / "rank-0.jsonl") as record:
         log = Log(record)
         for number, (fields, sizes) in enumerate(STEPS):
             for place, size in enumerate(sizes):
-                log.add_span("reduce 0", "send", 0.001 * number + 0.0001 * place, bytes=size, seconds=0.0005)
-                log.add_span("B0", "compute", 0.001 * number - 0.0002 + 0.0001 * place, seconds=0.25)
+                log.add_span(
+                    "reduce 0", "send", 0.001 * number + 0.0001 * place, bytes=size, seconds=0.0005
+                )
+                log.add_span(
+                    "B0", "compute", 0.001 * number - 0.0002 + 0.0001 * place, seconds=0.25
+                )
             log.step(number, 0.001 * number, **fields)
     found = list(lines_of(tmp_path / "rank-0.jsonl"))
     steps = [line for line in found if line["kind"] == "step"]
-    assert [{name: line[name] for name in fields} for line, (fields, _) in zip(steps, STEPS, strict=True)] == [
-        fields for fields, _ in STEPS]
+    assert [
+        {name: line[name] for name in fields}
+        for line, (fields, _) in zip(steps, STEPS, strict=True)
+    ] == [fields for fields, _ in STEPS]
     assert [line["start"] for line in steps] == [0.0, 0.001, 0.002, 0.003]
-    assert [(line["step"], line["name"], line["lane"], line["start"], line["seconds"], line["bytes"]) for line in found
-            if line["kind"] == "span"] == [
-        (0, "B0", "compute", -0.0002, 0.25, None), (0, "reduce 0", "send", 0.0, 0.0005, 8),
-        (1, "B0", "compute", 0.0008, 0.25, None), (1, "reduce 0", "send", 0.001, 0.0005, 8),
-        (2, "B0", "compute", 0.0018, 0.25, None), (2, "B0", "compute", 0.0019, 0.25, None),
-        (2, "reduce 0", "send", 0.002, 0.0005, 9), (2, "reduce 0", "send", 0.0021, 0.0005, 9)]
+    assert [
+        (line["step"], line["name"], line["lane"], line["start"], line["seconds"], line["bytes"])
+        for line in found
+        if line["kind"] == "span"
+    ] == [
+        (0, "B0", "compute", -0.0002, 0.25, None),
+        (0, "reduce 0", "send", 0.0, 0.0005, 8),
+        (1, "B0", "compute", 0.0008, 0.25, None),
+        (1, "reduce 0", "send", 0.001, 0.0005, 8),
+        (2, "B0", "compute", 0.0018, 0.25, None),
+        (2, "B0", "compute", 0.0019, 0.25, None),
+        (2, "reduce 0", "send", 0.002, 0.0005, 9),
+        (2, "reduce 0", "send", 0.0021, 0.0005, 9),
+    ]
     text = (tmp_path / "rank-0.jsonl").read_text()
     assert (text.count('"lr"'), text.count('"epoch"'), text.count('"spans":')) == (2, 2, 2)
-    assert [line["kind"] for line in lines_of(tmp_path / "rank-0.jsonl", spans=False)] == ["step"] * 4
+    assert [line["kind"] for line in lines_of(tmp_path / "rank-0.jsonl", spans=False)] == [
+        "step"
+    ] * 4
 
 
-def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(tmp_path: Path) -> None:
-    """The first had every field in every step, and a line for every span; a later one may mean anything."""
+def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(
+    tmp_path: Path,
+) -> None:
+    """The first had every field in every step, and a line for every span; a later one may mean
+    anything.
+    """
     record = written(tmp_path, [[range(3), range(3, 10)]])
     with Recorder(tmp_path / "rank-0.jsonl") as rank:
-        rank.write("span", step=0, name="F0", lane="compute", start=0.5, seconds=0.25, bytes=None, peer=None)
+        rank.write(
+            "span",
+            step=0,
+            name="F0",
+            lane="compute",
+            start=0.5,
+            seconds=0.25,
+            bytes=None,
+            peer=None,
+        )
     assert Record(tmp_path).losses == record.losses
     assert Record(tmp_path).of("span")[0]["start"] == 0.5
-    (tmp_path / "run.jsonl").write_text(f'{{"kind":"run","schema":{SCHEMA + 1},"machine":{{"paragrad":"9.9"}}}}\n')
-    with pytest.raises(Refused, match=f"a record of version {SCHEMA + 1}, this paragrad reads versions up to {SCHEMA}; read it "
-                                      "with paragrad 9.9"):
+    (tmp_path / "run.jsonl").write_text(
+        f'{{"kind":"run","schema":{SCHEMA + 1},"machine":{{"paragrad":"9.9"}}}}\n'
+    )
+    with pytest.raises(
+        Refused,
+        match=f"a record of version {SCHEMA + 1}, this paragrad reads versions up to {SCHEMA}; "
+        f"read it "
+        "with paragrad 9.9",
+    ):
         Record(tmp_path)
     (tmp_path / "run.jsonl").write_text(f'{{"kind":"run","schema":{SCHEMA + 1}}}\n')
     with pytest.raises(Refused, match="read it with paragrad of its time"):
@@ -111,12 +186,16 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(tmp
 
 
 def test_who_kept_the_cores_busy() -> None:
-    """What everybody took, less what the ranks took, less what the two clocks may differ by; never below nothing."""
+    """What everybody took, less what the ranks took, less what the two clocks may differ by;
+    never below nothing.
+    """
     rank = {"host": "one", "seconds": 10.0, "own": 4.0, "all": 15.0, "switched": 30}
     load = cpu.load_of([rank, {**rank, "switched": 300}], 2)
     assert load == cpu.Load(2, 0.8, pytest.approx(0.7, abs=0.01), 30.0)
     elsewhere = {**rank, "host": "two", "all": 17.0}
-    assert cpu.load_of([rank, rank, elsewhere, elsewhere], 2) == cpu.Load(2, 0.8, pytest.approx(0.9, abs=0.01), 3.0)
+    assert cpu.load_of([rank, rank, elsewhere, elsewhere], 2) == cpu.Load(
+        2, 0.8, pytest.approx(0.9, abs=0.01), 3.0
+    )
     quiet = cpu.load_of([rank, {**rank, "own": 20.0}], 2)
     assert quiet is not None
     assert quiet.others == 0.0
@@ -124,16 +203,23 @@ def test_who_kept_the_cores_busy() -> None:
     assert cpu.load_of([], 2) is None
 
 
-@pytest.mark.parametrize(("own", "others", "crowded"), [
-    (1.0, 0.7, False), (1.2, 0.7, True), (2.0, 0.1, False), (2.0, 0.3, True)])
-def test_others_are_in_the_way_where_no_core_is_left(own: float, others: float, crowded: bool) -> None:
+@pytest.mark.parametrize(
+    ("own", "others", "crowded"),
+    [(1.0, 0.7, False), (1.2, 0.7, True), (2.0, 0.1, False), (2.0, 0.3, True)],
+)
+def test_others_are_in_the_way_where_no_core_is_left(
+    own: float, others: float, crowded: bool
+) -> None:
     """One rank on two cores, the other core busy with something else, was called disturbed."""
     assert cpu.Load(2, own, others, 0.0).crowded == crowded
 
 
 def test_a_rank_reads_what_it_took_of_its_cores() -> None:
-    """A tenth of a second of work is its own, and in the time of everybody as far as the system counts that."""
-    clock, began = cpu.Cpu(), time.process_time()
+    """A tenth of a second of work is its own, and in the time of everybody as far as the system
+    counts that.
+    """
+    clock = cpu.Cpu()
+    began = time.process_time()
     while time.process_time() - began < 0.1:
         pass
     told = clock.told()
@@ -160,15 +246,21 @@ def test_the_order_recorded_is_the_order_trained_on() -> None:
 
 
 def test_who_is_refused_has_cut_nothing(tmp_path: Path) -> None:
-    """Going on with a running comparison cut off the line that it was writing, and was refused afterwards."""
+    """Going on with a running comparison cut off the line that it was writing, and was refused
+    afterwards.
+    """
     path = tmp_path / "compare.jsonl"
     with Recorder(path, alone=True) as first:
         first.file.write('{"kind":"dist')
         first.file.flush()
-        with pytest.raises(Refused, match=r"compare\.jsonl is still being written to; let the command that does so end"):
+        with pytest.raises(
+            Refused,
+            match=r"compare\.jsonl is still being written to; let the command that does so end",
+        ):
             Recorder(path, alone=True)
         assert path.read_text() == '{"kind":"dist'
-    with Recorder(path, alone=True) as second:              # the lock went with the first; what is torn now is cut off
+    # the lock went with the first; what is torn now is cut off
+    with Recorder(path, alone=True) as second:
         second.write("event")
     assert path.read_text() == '{"kind":"event"}\n'
 
@@ -180,17 +272,37 @@ def test_parts_that_overlap_are_counted_without_their_samples(tmp_path: Path) ->
 
 
 def test_a_step_of_workers_that_step_by_themselves_is_over_when_all_of_its_shares_are() -> None:
-    """Of asp under a straggler it was the slow worker's share, which nobody waits for; of clients, one's own step, as if all
-    were made one after the other: a comparison and its charts said that nothing was gained."""
-    def share(step: int, first: int, start: float, seconds: float, epoch: int = 0) -> dict[str, Any]:
-        return {"epoch": epoch, "step": step, "order": [first, first + 4], "start": start, "seconds": seconds}
-    fast = [share(step, 0, step * 1.0, 1.0) for step in range(4)]               # one ends every second
-    slow = [share(0, 4, 0.0, 3.0), share(1, 4, 3.0, 3.0)]                       # and one every three
-    rest = [share(2, 4, 4.0, 1.0), share(3, 4, 5.0, 1.0)]                       # which the fast one takes over
+    """Of asp under a straggler it was the slow worker's share, which nobody waits for; of
+    clients, one's own step, as if all were made one after the other: a comparison and its
+    charts said that nothing was gained.
+    """
+
+    def share(
+        step: int, first: int, start: float, seconds: float, epoch: int = 0
+    ) -> dict[str, Any]:
+        return {
+            "epoch": epoch,
+            "step": step,
+            "order": [first, first + 4],
+            "start": start,
+            "seconds": seconds,
+        }
+
+    # one ends every second
+    fast = [share(step, 0, step * 1.0, 1.0) for step in range(4)]
+    # and one every three
+    slow = [share(0, 4, 0.0, 3.0), share(1, 4, 3.0, 3.0)]
+    # which the fast one takes over
+    rest = [share(2, 4, 4.0, 1.0), share(3, 4, 5.0, 1.0)]
     steps = [list(each) for each in zip(fast, [*slow, *rest], strict=True)]
     assert seconds_together(steps, 2) == [(5.0 - 0.0) / 2, (6.0 - 5.0) / 2]
-    late = [share(0, 4, 7.0, 1.0)]                                              # a share that is made again was over before
+    # a share that is made again was over before
+    late = [share(0, 4, 7.0, 1.0)]
     assert seconds_together([steps[0] + late, *steps[1:]], 2) == [2.5, 0.5]
-    apart = [[share(step, 4 * step, start, 1.0, epoch)] for step, start, epoch in
-             ((0, 0.0, 0), (1, 0.0, 0), (2, 1.0, 0), (3, 9.0, 1))]              # two rounds of clients on two workers
+    apart = [
+        [share(step, 4 * step, start, 1.0, epoch)]
+        for step, start, epoch in
+        # two rounds of clients on two workers
+        ((0, 0.0, 0), (1, 0.0, 0), (2, 1.0, 0), (3, 9.0, 1))
+    ]
     assert seconds_together(apart, None) == [2.0 / 3, 1.0]

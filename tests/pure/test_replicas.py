@@ -1,16 +1,39 @@
-"""Replicas in one process (benchmarks/replicas.py): averages are means, training is serial's, and every planted bug shows."""
+"""Replicas in one process (benchmarks/replicas.py): averages are means, training is serial's,
+and every planted bug shows.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from replicas import BUGS, REST, REUSED, STARTS, TWICE, Training, average, checks, from_serial, rounding, trained
+from replicas import (
+    BUGS,
+    REST,
+    REUSED,
+    STARTS,
+    TWICE,
+    Training,
+    average,
+    checks,
+    from_serial,
+    rounding,
+    trained,
+)
 
 import paragrad as pg
 from paragrad.datasets.mnist import Digits
 from paragrad.schedules.compose import Composed
 
-ALGORITHMS = (pg.Star(), pg.Tree(), pg.DoubleTree(2), pg.Butterfly(), pg.Halving(2), pg.Direct(), pg.Ring(), pg.RingAsync(2))
+ALGORITHMS = (
+    pg.Star(),
+    pg.Tree(),
+    pg.DoubleTree(2),
+    pg.Butterfly(),
+    pg.Halving(2),
+    pg.Direct(),
+    pg.Ring(),
+    pg.RingAsync(2),
+)
 
 
 @pytest.fixture
@@ -23,7 +46,9 @@ def digits() -> Digits:
 @pytest.mark.parametrize("schedule", ALGORITHMS, ids=str)
 def test_every_row_becomes_the_mean_of_all(schedule: Composed) -> None:
     for count in (2, 3, 5, 8):
-        rows = torch.randint(-1000, 1000, (count, 43), generator=torch.Generator().manual_seed(count)).double()
+        rows = torch.randint(
+            -1000, 1000, (count, 43), generator=torch.Generator().manual_seed(count)
+        ).double()
         expected = rows.mean(0).expand(count, -1).clone()
         average(rows, schedule)
         assert torch.equal(rows, expected)
@@ -47,7 +72,9 @@ def test_every_planted_bug_shows(digits: Digits, bug: str) -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(("bug", "equal"), [(None, True), (REST, False), (REUSED, False), (TWICE, True), (STARTS, False)])
+@pytest.mark.parametrize(
+    ("bug", "equal"), [(None, True), (REST, False), (REUSED, False), (TWICE, True), (STARTS, False)]
+)
 def test_replicas_that_are_not_equal_show(digits: Digits, bug: str | None, equal: bool) -> None:
     how = Training(pg.job("mnist-mlp", width=17), 4, pg.Ring(), batch=5, bug=bug)
     told: list[int] = []
@@ -59,10 +86,17 @@ def test_replicas_that_are_not_equal_show(digits: Digits, bug: str | None, equal
 
 def test_averaged_weights_are_averaged_gradients_after_every_batch(digits: Digits) -> None:
     """SGD with momentum is linear in the gradients: both are serial's training."""
-    assert from_serial(Training(pg.job("mnist-mlp", width=16), 4, pg.Tree(), "weights", "batch", 5), digits) < 1e-10
+    assert (
+        from_serial(
+            Training(pg.job("mnist-mlp", width=16), 4, pg.Tree(), "weights", "batch", 5), digits
+        )
+        < 1e-10
+    )
 
 
 def test_rounding_is_a_matter_of_some_units_in_the_last_place(digits: Digits) -> None:
-    found = rounding(pg.job("mnist-mlp", width=16), digits, 4, {"ring": pg.Ring(), "tree": pg.Tree()}, 10)
+    found = rounding(
+        pg.job("mnist-mlp", width=16), digits, 4, {"ring": pg.Ring(), "tree": pg.Tree()}, 10
+    )
     assert list(found) == ["serial", "serial, batch back to front", "ring", "tree"]
     assert all(0 < row["median"] < 100 and 0 < row["relative"] < 1e-5 for row in found.values())

@@ -1,4 +1,6 @@
-"""Reproducible sums: the same bits for every order and grouping, as near as the bound says; numbers that are hard on floats."""
+"""Reproducible sums: the same bits for every order and grouping, as near as the bound says;
+numbers that are hard on floats.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,24 @@ from itertools import permutations
 import pytest
 import torch
 
-from paragrad.techniques.data_parallel.reproducible import BITS, NOT_FINITE, SMALLEST, exponent, from_whole, to_whole
+from paragrad.techniques.data_parallel.reproducible import (
+    BITS,
+    NOT_FINITE,
+    SMALLEST,
+    exponent,
+    from_whole,
+    to_whole,
+)
 
 TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ADVERSARIAL = {
     "cancels": [[1e16, 1.0], [1.0, -1e16], [-1e16, 1e16], [1.0, 1e-8]],
-    "tiny beside huge": [[2.0**52 + 1, 2.0**-30], [0.5, 2.0**-31], [0.25, 2.0**-32], [-(2.0**52), 2.0**-33]],
+    "tiny beside huge": [
+        [2.0**52 + 1, 2.0**-30],
+        [0.5, 2.0**-31],
+        [0.25, 2.0**-32],
+        [-(2.0**52), 2.0**-33],
+    ],
     "halves": [[0.1, 1 / 3], [0.2, 2 / 3], [0.3, -1.0], [-0.6, 1e-17]],
     "subnormal": [[5e-324, 2.2e-308], [5e-324, -2.2e-308], [1e-310, 3e-308], [-1e-310, 1e-300]],
     "the largest": [[1.7e308, -1.7e308], [-1.7e308, 1.7e308], [1e292, 1e300], [1e291, -1e299]],
@@ -48,15 +62,18 @@ def test_plain_sums_depend_on_the_order_there() -> None:
     """Otherwise the cases above would show nothing."""
     for case in ("cancels", "tiny beside huge", "halves"):
         vectors = [torch.tensor(row, dtype=torch.float64) for row in ADVERSARIAL[case]]
-        results = {tuple(sum(order).tolist()) for order in permutations(vectors)}           # type: ignore[arg-type,union-attr]
+        results = {tuple(sum(order).tolist()) for order in permutations(vectors)}
         assert len(results) > 1, case
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_type(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    vectors = [(torch.randn(500) * 10.0 ** torch.randint(-3, 4, (500,))).to(dtype) for _ in range(5)]
-    forth, back = summed(vectors), summed(vectors[::-1])
+    vectors = [
+        (torch.randn(500) * 10.0 ** torch.randint(-3, 4, (500,))).to(dtype) for _ in range(5)
+    ]
+    forth = summed(vectors)
+    back = summed(vectors[::-1])
     assert forth.dtype == dtype
     assert torch.equal(forth, back)
     exact = torch.stack([vector.double() for vector in vectors]).sum(0)
@@ -64,14 +81,16 @@ def test_every_type(dtype: torch.dtype) -> None:
 
 
 def test_float32_is_rounded_once() -> None:
-    """Through float64 this sum would be rounded to a tie, and then to the even neighbour below."""
+    """Through float64 this sum would be rounded to a tie, and then to the even neighbour
+    below.
+    """
     vectors = [torch.tensor([value]) for value in (1.0, 2.0**-24, 2.0**-55)]
     assert summed(vectors).item() == 1.0 + 2.0**-23
 
 
 def test_exponents() -> None:
     assert exponent(torch.tensor([0.75, -3.0])) == 2
-    assert exponent(torch.tensor([4.0])) == 3                       # 4 < 2^3, and not < 2^2
+    assert exponent(torch.tensor([4.0])) == 3  # 4 < 2^3, and not < 2^2
     assert exponent(torch.tensor([], dtype=torch.float64)) == exponent(torch.zeros(3)) == SMALLEST
     for bad in (float("inf"), float("nan"), -float("inf")):
         assert exponent(torch.tensor([1.0, bad])) == NOT_FINITE

@@ -27,10 +27,25 @@ from paragrad.schedules.two_level import LEVELS, TwoLevel
 from stages import Forwards
 
 SMALL = [*range(1, 18), 24]
-SIZES = [*SMALL, *(pytest.param(size, marks=pytest.mark.table) for size in (*range(18, 24), *range(25, 34), 64))]
-SCHEDULES: list[Composed] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(3), Tree(), Butterfly(), Star(), Direct(),
-                             Halving(1), Halving(), DoubleTree(), DoubleTree(3)]
-TWO_LEVELS = [TwoLevel(inside(), across(), group=3) for inside, across in product(LEVELS, LEVELS)]      # type: ignore[arg-type]
+SIZES = [
+    *SMALL,
+    *(pytest.param(size, marks=pytest.mark.table) for size in (*range(18, 24), *range(25, 34), 64)),
+]
+SCHEDULES: list[Composed] = [
+    Ring(),
+    Ring(blocking=True),
+    RingAsync(),
+    RingAsync(3),
+    Tree(),
+    Butterfly(),
+    Star(),
+    Direct(),
+    Halving(1),
+    Halving(),
+    DoubleTree(),
+    DoubleTree(3),
+]
+TWO_LEVELS = [TwoLevel(inside(), across(), group=3) for inside, across in product(LEVELS, LEVELS)]
 
 
 def lines(text: str) -> str:
@@ -42,27 +57,37 @@ def lines(text: str) -> str:
 def test_proved_at_every_size_and_length(schedule: Composed, size: int) -> None:
     for length in (0, 1, size - 1, size, 1000) if size < 9 else (1, 1000):
         proof = prove(schedule, size, length)
-        if isinstance(schedule, DoubleTree):        # an edge of each tree, up and down; a part added at a time
+        # an edge of each tree, up and down; a part added at a time
+        if isinstance(schedule, DoubleTree):
             assert proof.messages == 4 * (size - 1) * schedule.count()
             assert proof.scratch == (-(-length // schedule.parts(size)) if size > 1 else 0)
         else:
-            assert proof.grouped                    # posted in groups, as NCCL wants it, none of the others hangs
+            # posted in groups, as NCCL wants it, none of the others hangs
+            assert proof.grouped
             form = price(schedule, size, length)
             assert proof.messages == form.messages
-            assert proof.scratch == form.scratch if length % schedule.parts(size) == 0 else proof.scratch <= form.scratch
+            assert (
+                proof.scratch == form.scratch
+                if length % schedule.parts(size) == 0
+                else proof.scratch <= form.scratch
+            )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13, 16])
 def test_halves_are_proved_and_an_exchange_is_both(schedule: Composed, size: int) -> None:
     first, second = schedule.halves()
-    one, other = prove(first, size, 960, FIRST_HALF), prove(second, size, 960, SECOND_HALF)
+    one = prove(first, size, 960, FIRST_HALF)
+    other = prove(second, size, 960, SECOND_HALF)
     assert one.messages + other.messages == prove(schedule, size, 960).messages
 
 
 @dataclass(frozen=True)
 class InTurn:
-    """What the wire makes of long messages, at worst: of sends in a row to different ranks, one is over before the next."""
+    """What the wire makes of long messages, at worst: of sends in a row to different ranks, one
+    is over before the next.
+    """
+
     schedule: Collective
 
     def parts(self, size: int) -> int:
@@ -71,14 +96,29 @@ class InTurn:
     def program(self, rank: int, size: int) -> Program:
         actions = list(self.schedule.program(rank, size))
         for action, following in zip_longest(actions, actions[1:]):
-            waits = isinstance(action, Send) and isinstance(following, Send) and action.to != following.to
-            yield replace(action, wait=True) if waits else action               # type: ignore[arg-type]
+            waits = (
+                isinstance(action, Send)
+                and isinstance(following, Send)
+                and action.to != following.to
+            )
+            yield replace(action, wait=True) if waits else action  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *(
-    pytest.param(each, marks=pytest.mark.table if place % 3 else ()) for place, each in enumerate(TWO_LEVELS))], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *SCHEDULES,
+        *(
+            pytest.param(each, marks=pytest.mark.table if place % 3 else ())
+            for place, each in enumerate(TWO_LEVELS)
+        ),
+    ],
+    ids=str,
+)
 def test_sends_in_turn_do_not_hang(schedule: Collective) -> None:
-    """The wire lets long ones go one after the other, which a schedule that was proved without could answer with a hang."""
+    """The wire lets long ones go one after the other, which a schedule that was proved without
+    could answer with a hang.
+    """
     for size in (3, 6, 9, 12) if isinstance(schedule, TwoLevel) else SMALL:
         assert prove(InTurn(schedule), size, size).messages == prove(schedule, size, size).messages
 
@@ -99,7 +139,9 @@ def test_two_levels_of_any_groups(group: int, size: int) -> None:
 
 
 def test_groups_must_make_up_all_ranks() -> None:
-    with pytest.raises(Refused, match="groups of 3 do not make up 8 ranks; give a group that divides 8"):
+    with pytest.raises(
+        Refused, match="groups of 3 do not make up 8 ranks; give a group that divides 8"
+    ):
         TwoLevel(group=3).parts(8)
     with pytest.raises(Refused, match="say how many ranks a group has"):
         TwoLevel().parts(8)
@@ -110,13 +152,21 @@ def test_groups_must_make_up_all_ranks() -> None:
 @pytest.mark.parametrize("size", SMALL[2:])
 def test_rendezvous_sends_hang_where_everybody_sends_first(size: int) -> None:
     """What blocking MPI sends of long messages do: only the orders made for them survive."""
-    free = {schedule: prove(schedule, size, 100).rendezvous for schedule in SCHEDULES if not isinstance(schedule, DoubleTree)}
-    assert {schedule for schedule, survives in free.items() if survives} == {Ring(blocking=True), Tree(), Star()}
+    free = {
+        schedule: prove(schedule, size, 100).rendezvous
+        for schedule in SCHEDULES
+        if not isinstance(schedule, DoubleTree)
+    }
+    assert {schedule for schedule, survives in free.items() if survives} == {
+        Ring(blocking=True),
+        Tree(),
+        Star(),
+    }
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
 def test_bytes_of_the_ring_are_optimal(size: int) -> None:
-    assert prove(Ring(), size, 16 * size).sent == 2 * (size - 1) * 16       # 2 (p-1)/p n
+    assert prove(Ring(), size, 16 * size).sent == 2 * (size - 1) * 16  # 2 (p-1)/p n
     assert prove(RingAsync(4), size, 16 * size).sent == 2 * (size - 1) * 16
 
 
@@ -135,13 +185,17 @@ def test_a_ring_is_a_ring(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_double_trees_share_the_work(size: int) -> None:
-    """Two spanning trees of logarithmic depth, in which no rank has more than two children; whoever has children in one is a
-    leaf in the other, but for rank 0 of an odd number."""
+    """Two spanning trees of logarithmic depth, in which no rank has more than two children;
+    whoever has children in one is a leaf in the other, but for rank 0 of an odd number.
+    """
     families = [[family(rank, size, tree) for rank in range(size)] for tree in (0, 1)]
     for tree in families:
         assert sorted(child for _, children in tree for child in children) == [
-            rank for rank, (parent, _) in enumerate(tree) if parent is not None]
-        assert all(tree[child][0] == rank for rank, (_, children) in enumerate(tree) for child in children)
+            rank for rank, (parent, _) in enumerate(tree) if parent is not None
+        ]
+        assert all(
+            tree[child][0] == rank for rank, (_, children) in enumerate(tree) for child in children
+        )
 
         def depth(rank: int, tree: list[tuple[int | None, list[int]]] = tree) -> int:
             parent = tree[rank][0]
@@ -155,11 +209,15 @@ def test_double_trees_share_the_work(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_tree_has_logarithmic_depth(size: int) -> None:
-    parents = {rank: next((action.to for action in Tree().program(rank, size) if isinstance(action, Send)), None)
-               for rank in range(1, size)}
+    parents = {
+        rank: next(
+            (action.to for action in Tree().program(rank, size) if isinstance(action, Send)), None
+        )
+        for rank in range(1, size)
+    }
 
     def depth(rank: int) -> int:
-        return 0 if rank == 0 else 1 + depth(parents[rank])                 # type: ignore[arg-type]
+        return 0 if rank == 0 else 1 + depth(parents[rank])  # type: ignore[arg-type]
 
     assert max(map(depth, range(size))) <= (size - 1).bit_length()
 
@@ -169,26 +227,32 @@ class Numbers:
 
     def __init__(self, vectors: list[list[float]], parts: int) -> None:
         cuts = evenly(len(vectors[0]), parts)
-        self.held = [[vector[cut.start:cut.stop] for cut in cuts] for vector in vectors]
+        self.held = [[vector[cut.start : cut.stop] for cut in cuts] for vector in vectors]
 
     def read(self, rank: int, send: Send) -> list[list[float]]:
-        return [self.held[rank][part] for part in parts_in(send.slot)]                          # type: ignore[index]
+        return [self.held[rank][part] for part in parts_in(send.slot)]  # type: ignore[index]
 
     def write(self, rank: int, recv: Recv, payload: list[list[float]]) -> None:
         slots = self.held[rank]
         for part, new in zip(parts_in(recv.slot), payload, strict=True):
-            slots[part] = [a + b for a, b in zip(slots[part], new, strict=True)] if recv.add else new  # type: ignore[index]
+            slots[part] = (
+                [a + b for a, b in zip(slots[part], new, strict=True)] if recv.add else new
+            )  # type: ignore[index]
 
     def compute(self, rank: int, action: Compute) -> None:
         raise AssertionError(action)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, TwoLevel(group=1), TwoLevel(Halving(), Direct(), 1)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [*SCHEDULES, TwoLevel(group=1), TwoLevel(Halving(), Direct(), 1)], ids=str
+)
 @pytest.mark.parametrize("size", [2, 3, 6, 7, 16])
 def test_numbers_add_up_and_replicas_are_bit_equal(schedule: Collective, size: int) -> None:
     draw_ = random.Random(size)
-    whole = [[float(draw_.randrange(-10**6, 10**6)) for _ in range(37)] for _ in range(size)]
-    real = [[draw_.gauss(0, 1) * 10.0 ** draw_.randrange(-8, 8) for _ in range(37)] for _ in range(size)]
+    whole = [[float(draw_.randrange(-(10**6), 10**6)) for _ in range(37)] for _ in range(size)]
+    real = [
+        [draw_.gauss(0, 1) * 10.0 ** draw_.randrange(-8, 8) for _ in range(37)] for _ in range(size)
+    ]
     for vectors in (whole, real):
         numbers = Numbers(vectors, schedule.parts(size))
         walk(schedule.program, size, numbers)

@@ -1,4 +1,6 @@
-"""How sure a time per step is: disturbed steps widen its interval, and a ratio of such times is not told."""
+"""How sure a time per step is: disturbed steps widen its interval, and a ratio of such times is
+not told.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class Written(Record):
 
     def __init__(self, seconds: list[float]) -> None:
         self.header = {}
-        self.ranks = [[{"kind": "step", "seconds": each} for each in [9.0, *seconds]]]      # the first warms up
+        # the first warms up
+        self.ranks = [[{"kind": "step", "seconds": each} for each in [9.0, *seconds]]]
 
 
 def taken(*runs: list[float]) -> times.StepTime:
@@ -29,7 +32,10 @@ def taken(*runs: list[float]) -> times.StepTime:
 def scattered(middle: float, seed: int, count: int = 200) -> list[float]:
     """Steps as a quiet machine takes them: within some per cent, now and then a late one."""
     draw = random.Random(seed)
-    return [middle * draw.uniform(0.97, 1.03) * (10 if draw.random() < 0.05 else 1) for _ in range(count)]
+    return [
+        middle * draw.uniform(0.97, 1.03) * (10 if draw.random() < 0.05 else 1)
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize(("count", "place"), [(6, 0), (8, 0), (9, 1), (10, 1), (20, 5), (30, 9)])
@@ -53,7 +59,9 @@ def test_two_that_are_as_quick_are_told_by_where_their_ratio_may_be() -> None:
 
 
 def test_bursts_and_a_disturbed_seed_widen_the_interval() -> None:
-    """Half the time something else ran; then one seed was disturbed from its first step to its last."""
+    """Half the time something else ran; then one seed was disturbed from its first step to its
+    last.
+    """
     bursts = list(chain.from_iterable([20.0 if block % 2 else 1.0] * 20 for block in range(9)))
     assert not taken(bursts).over(taken(scattered(0.5, 0))).clear
     assert taken(scattered(1.0, 1), scattered(80.0, 2)).high > 70
@@ -62,7 +70,8 @@ def test_bursts_and_a_disturbed_seed_widen_the_interval() -> None:
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_so_few_steps_say_nothing(steps: int) -> None:
     """One step of each made a speed-up of which nobody doubted."""
-    quick, slow = taken([0.25] * steps), taken([0.5] * steps)
+    quick = taken([0.25] * steps)
+    slow = taken([0.5] * steps)
     assert quick.seconds == 0.25
     assert slow.over(quick).clear == (quick.between is not None) == (steps >= times.FEWEST)
     assert str(slow.over(quick)) == ("2.00x" if steps >= times.FEWEST else "-")
@@ -73,8 +82,17 @@ def test_no_steps_are_nothing() -> None:
     assert times.times_of([]) is None
 
 
-@pytest.mark.parametrize(("value", "low", "high", "told"), [
-    (0.004, 0.003, 0.005, "0.004x"), (1.5, 1.4, 1.6, "1.50x"), (47.0, 20.0, 60.0, "20-60x"), (1.0, 1.0, 1.0, "1.00x"),
-    (1.1, 0.951, 1.24, "0.95-1.24x"), (1.1, 0.0, math.inf, "-"), (47.0, 40.0, 60.0, "47.00x")])
+@pytest.mark.parametrize(
+    ("value", "low", "high", "told"),
+    [
+        (0.004, 0.003, 0.005, "0.004x"),
+        (1.5, 1.4, 1.6, "1.50x"),
+        (47.0, 20.0, 60.0, "20-60x"),
+        (1.0, 1.0, 1.0, "1.00x"),
+        (1.1, 0.951, 1.24, "0.95-1.24x"),
+        (1.1, 0.0, math.inf, "-"),
+        (47.0, 40.0, 60.0, "47.00x"),
+    ],
+)
 def test_a_ratio_in_words(value: float, low: float, high: float, told: str) -> None:
     assert str(times.SpeedUp(value, low, high)) == told

@@ -1,4 +1,6 @@
-"""What the zoo's tests share: the lines of docs/models.md, from as many processes as the tests run in."""
+"""What the zoo's tests share: the lines of docs/models.md, from as many processes as the tests
+run in.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def note(record_property: Callable[[str, object], None]) -> Callable[[models_pag
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
-        PAGE.lines.extend(models_page.Line(**value) for name, value in report.user_properties if name == "line")
+        PAGE.lines.extend(
+            models_page.Line(**value) for name, value in report.user_properties if name == "line"
+        )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

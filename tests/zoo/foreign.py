@@ -1,4 +1,6 @@
-"""Libraries that are not paragrad's: imported where a model is built, in the launcher and in every rank, and only there."""
+"""Libraries that are not paragrad's: imported where a model is built, in the launcher and in
+every rank, and only there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 
 GROUP = ("transformers", "timm", "torchvision", "schedulefree", "lion_pytorch")
-_declared: list[torch.library.Library] = []         # an operator lives as long as the Library that declared it
+# an operator lives as long as the Library that declared it
+_declared: list[torch.library.Library] = []
 
 
 def missing(*names: str) -> list[str]:
@@ -20,7 +23,9 @@ def missing(*names: str) -> list[str]:
 
 
 def foreign(name: str) -> Any:
-    """A module of a library, such as "timm.models.vision_transformer". All of them import torchvision where it is installed."""
+    """A module of a library, such as "timm.models.vision_transformer". All of them import
+    torchvision where it is installed.
+    """
     declare_operators()
     module = importlib.import_module(name)
     if name.split(".")[0] == "transformers":
@@ -31,12 +36,18 @@ def foreign(name: str) -> Any:
 def declare_operators() -> None:
     """Declare the operators to which torchvision adds a fake kernel when it is imported.
 
-    They are in its compiled half, which does not load beside another build of torch (the CPU's, say): importing it then
-    fails with "operator torchvision::nms does not exist". No model here calls them.
+    They are in its compiled half, which does not load beside another build of torch (the CPU's,
+    say): importing it then fails with "operator torchvision::nms does not exist". No model here
+    calls them.
     """
     spec = importlib.util.find_spec("torchvision")
-    if _declared or spec is None or spec.origin is None or _compiled_half(Path(spec.origin).parent) or hasattr(
-            torch.ops.torchvision, "nms"):          # this process has declared it elsewhere
+    if (
+        _declared
+        or spec is None
+        or spec.origin is None
+        or _compiled_half(Path(spec.origin).parent)
+        or hasattr(torch.ops.torchvision, "nms")
+    ):  # this process has declared it elsewhere
         return
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
@@ -54,5 +65,7 @@ def _compiled_half(folder: Path) -> bool:
 
 
 def _silence(logging: ModuleType) -> None:
-    """Its notes on token ids beyond our tiny vocabularies go to standard error, not through warnings."""
+    """Its notes on token ids beyond our tiny vocabularies go to standard error, not through
+    warnings.
+    """
     logging.set_verbosity_error()

@@ -1,4 +1,6 @@
-"""Language models in plain torch, as people write them: a GPT after nanoGPT, an LSTM, an encoder with a mask in its batch."""
+"""Language models in plain torch, as people write them: a GPT after nanoGPT, an LSTM, an
+encoder with a mask in its batch.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-WORDS, LENGTH, WIDTH = 20, 8, 16
+WORDS = 20
+LENGTH = 8
+WIDTH = 16
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.attn_dropout, self.resid_dropout = nn.Dropout(0.1), nn.Dropout(0.1)
-        self.register_buffer("bias", torch.tril(torch.ones(LENGTH, LENGTH)).view(1, 1, LENGTH, LENGTH))
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.c_proj = nn.Linear(WIDTH, WIDTH)
+        self.attn_dropout = nn.Dropout(0.1)
+        self.resid_dropout = nn.Dropout(0.1)
+        self.register_buffer(
+            "bias", torch.tril(torch.ones(LENGTH, LENGTH)).view(1, 1, LENGTH, LENGTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.size()
@@ -28,7 +36,7 @@ class CausalSelfAttention(nn.Module):
         q = q.view(b, t, 2, c // 2).transpose(1, 2)
         v = v.view(b, t, 2, c // 2).transpose(1, 2)
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))          # type: ignore[index]
+        att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))  # type: ignore[index]
         y = self.attn_dropout(functional.softmax(att, dim=-1)) @ v
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c)))
 
@@ -36,8 +44,12 @@ class CausalSelfAttention(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(WIDTH), CausalSelfAttention(), nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.attn = CausalSelfAttention()
+        self.ln_2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -45,13 +57,21 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The GPT of nanoGPT's model.py: tied weights, targets=None, positions made in forward, the loss in the output."""
+    """The GPT of nanoGPT's model.py: tied weights, targets=None, positions made in forward, the
+    loss in the output.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(WORDS, WIDTH), "wpe": nn.Embedding(LENGTH, WIDTH), "drop": nn.Dropout(0.1),
-            "h": nn.ModuleList(Block() for _ in range(3)), "ln_f": nn.LayerNorm(WIDTH)})
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(WORDS, WIDTH),
+                "wpe": nn.Embedding(LENGTH, WIDTH),
+                "drop": nn.Dropout(0.1),
+                "h": nn.ModuleList(Block() for _ in range(3)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
         self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
 
@@ -60,14 +80,16 @@ class Gpt(nn.Module):
         _, t = idx.size()
         assert t <= LENGTH, f"cannot forward a sequence of length {t}"
         pos = torch.arange(0, t, dtype=torch.long, device=device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))        # type: ignore[operator]
-        for block in self.transformer.h:                                                         # type: ignore[union-attr]
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
+        for block in self.transformer.h:  # type: ignore[union-attr]
             x = block(x)
-        x = self.transformer.ln_f(x)                                                             # type: ignore[operator]
+        x = self.transformer.ln_f(x)  # type: ignore[operator]
         if targets is None:
             return self.lm_head(x[:, [-1], :]), None
         logits = self.lm_head(x)
-        return logits, functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+        return logits, functional.cross_entropy(
+            logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1
+        )
 
 
 class Lines(Dataset):
@@ -87,11 +109,14 @@ def in_second(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor
 
 
 class LstmLanguageModel(nn.Module):
-    """As torch's word_language_model example: two layers with dropout, the decoder tied to the encoder."""
+    """As torch's word_language_model example: two layers with dropout, the decoder tied to the
+    encoder.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop, self.encoder = nn.Dropout(0.2), nn.Embedding(WORDS, WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.encoder = nn.Embedding(WORDS, WIDTH)
         self.rnn = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2, batch_first=True)
         self.decoder = nn.Linear(WIDTH, WORDS)
         self.decoder.weight = self.encoder.weight
@@ -110,14 +135,20 @@ class MaskedEncoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(50, WIDTH), nn.Embedding(16, WIDTH)
+        self.tokens = nn.Embedding(50, WIDTH)
+        self.places = nn.Embedding(16, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.out = nn.Linear(WIDTH, 3)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, **others: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, **others: Tensor
+    ) -> dict[str, Tensor]:
         positions = attention_mask.cumsum(1) * attention_mask
-        hidden = self.encoder(self.tokens(input_ids) + self.places(positions), src_key_padding_mask=attention_mask == 0)
+        hidden = self.encoder(
+            self.tokens(input_ids) + self.places(positions),
+            src_key_padding_mask=attention_mask == 0,
+        )
         weight = attention_mask.unsqueeze(-1).to(hidden.dtype)
         return {"logits": self.out((hidden * weight).sum(1) / weight.sum(1)), "hidden": hidden}
 

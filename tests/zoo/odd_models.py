@@ -13,13 +13,20 @@ from torch.utils.data import Dataset
 
 
 class NanoGpt(nn.Module):
-    """As nanoGPT: attention by sdpa with is_causal, dropout 0.1, the output layer tied to the embedding."""
+    """As nanoGPT: attention by sdpa with is_causal, dropout 0.1, the output layer tied to the
+    embedding.
+    """
 
     def __init__(self, mask: bool = False) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(20, 16), nn.Embedding(8, 16)
-        self.norm, self.attention, self.project = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.wide, self.narrow, self.last = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+        self.tokens = nn.Embedding(20, 16)
+        self.places = nn.Embedding(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.Linear(16, 48)
+        self.project = nn.Linear(16, 16)
+        self.wide = nn.Linear(16, 32)
+        self.narrow = nn.Linear(32, 16)
+        self.last = nn.LayerNorm(16)
         self.head = nn.Linear(16, 20, bias=False)
         self.head.weight = self.tokens.weight
         self.drop = nn.Dropout(0.1)
@@ -28,10 +35,17 @@ class NanoGpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.drop(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
-        heads = (each.view(*tokens.shape, 2, 8).transpose(1, 2) for each in self.attention(self.norm(x)).split(16, 2))
+        heads = (
+            each.view(*tokens.shape, 2, 8).transpose(1, 2)
+            for each in self.attention(self.norm(x)).split(16, 2)
+        )
         mask = getattr(self, "mask", None)
-        mixed = functional.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None,
-                                                        dropout_p=0.1 if self.training and mask is None else 0.0)
+        mixed = functional.scaled_dot_product_attention(
+            *heads,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=0.1 if self.training and mask is None else 0.0,
+        )
         x = x + self.drop(self.project(mixed.transpose(1, 2).reshape(x.shape)))
         return self.head(self.last(x + self.drop(self.narrow(functional.gelu(self.wide(x))))))
 
@@ -45,7 +59,8 @@ class Bags(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bags, self.out = nn.EmbeddingBag(20, 8, mode="mean"), nn.Linear(8, 4)
+        self.bags = nn.EmbeddingBag(20, 8, mode="mean")
+        self.out = nn.Linear(8, 4)
 
     def forward(self, tokens: Tensor, offsets: Tensor | None = None) -> Tensor:
         return self.out(self.bags(tokens, offsets))
@@ -53,7 +68,7 @@ class Bags(nn.Module):
 
 def end_to_end(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Bags of unequal length, one after another, and where each begins."""
-    bags = [tokens[:1 + int(tokens[0]) % 8] for tokens, _ in samples]
+    bags = [tokens[: 1 + int(tokens[0]) % 8] for tokens, _ in samples]
     starts = torch.tensor([0, *(len(bag) for bag in bags[:-1])]).cumsum(0)
     return (torch.cat(bags), starts), torch.stack([target for _, target in samples])
 
@@ -63,7 +78,9 @@ class Graphs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.out = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.first = nn.Linear(5, 16)
+        self.second = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 4)
 
     def forward(self, nodes: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
         for layer in (self.first, self.second):
@@ -86,18 +103,25 @@ class Molecules(Dataset):
 def one_graph(samples: list[tuple[Tensor, int]]) -> tuple[tuple[Tensor, ...], Tensor]:
     sizes = [len(nodes) for nodes, _ in samples]
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    edges = [start + torch.stack([torch.arange(size), (torch.arange(size) + 1) % size])
-             for start, size in zip(starts, sizes, strict=True)]
+    edges = [
+        start + torch.stack([torch.arange(size), (torch.arange(size) + 1) % size])
+        for start, size in zip(starts, sizes, strict=True)
+    ]
     graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    return (torch.cat([nodes for nodes, _ in samples]), torch.cat(edges, 1), graph), torch.tensor([kind for _, kind in samples])
+    return (torch.cat([nodes for nodes, _ in samples]), torch.cat(edges, 1), graph), torch.tensor(
+        [kind for _, kind in samples]
+    )
 
 
 class Experts(nn.Module):
-    """Each sample goes to its best expert; an expert to which none of a share goes has no gradient there."""
+    """Each sample goes to its best expert; an expert to which none of a share goes has no
+    gradient there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.out = nn.Linear(10, 6), nn.Linear(16, 4)
+        self.gate = nn.Linear(10, 6)
+        self.out = nn.Linear(16, 4)
         self.experts = nn.ModuleList(nn.Linear(10, 16) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +130,9 @@ class Experts(nn.Module):
         for number, expert in enumerate(self.experts):
             places = (chosen == number).nonzero()[:, 0]
             if len(places):
-                hidden = hidden.index_add(0, places, weight[places, None] * torch.tanh(expert(x[places])))
+                hidden = hidden.index_add(
+                    0, places, weight[places, None] * torch.tanh(expert(x[places]))
+                )
         return self.out(hidden)
 
 
@@ -125,7 +151,9 @@ class Tied(nn.Module):
 
 
 class Forces(nn.Module):
-    """An energy and its gradient by the positions, as potentials of molecules are trained: autograd inside forward."""
+    """An energy and its gradient by the positions, as potentials of molecules are trained:
+    autograd inside forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +162,7 @@ class Forces(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.detach().requires_grad_()
         energy = self.energy(positions)[:, 0]
-        forces, = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        (forces,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
         return energy, -forces
 
 
@@ -144,7 +172,9 @@ def of_energy_and_forces(output: tuple[Tensor, Tensor], target: Tensor) -> Tenso
 
 
 class Residual(nn.Module):
-    """A PINN: what is trained is how far u''(x) is from u(x), second derivatives by autograd."""
+    """A PINN: what is trained is how far u''(x) is from u(x), second derivatives by
+    autograd.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +183,8 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         u = self.u(x)[:, 0]
-        slope, = torch.autograd.grad(u.sum(), x, create_graph=True)
-        curve, = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
         return curve.sum(1) - u
 
 
@@ -168,8 +198,8 @@ class Penalised(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = x.detach().requires_grad_()
         score = self.critic(x)[:, 0]
-        slope, = torch.autograd.grad(score.sum(), x, create_graph=True)
-        return score, slope.norm(dim=1), sum(weight.square().sum() for weight in self.parameters())     # type: ignore[return-value]
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score, slope.norm(dim=1), sum(weight.square().sum() for weight in self.parameters())
 
 
 def penalised(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
@@ -182,15 +212,18 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cells, self.out = nn.LSTM(8, 8), nn.Linear(8, 4)
+        self.cells = nn.LSTM(8, 8)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, series: nn.utils.rnn.PackedSequence) -> Tensor:
         return self.out(self.cells(series)[1][0][-1])
 
 
 def packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Any, Tensor]:
-    series = [x[:2 + int(target)] for x, target in samples]
-    return nn.utils.rnn.pack_sequence(series, enforce_sorted=False), torch.stack([target for _, target in samples])
+    series = [x[: 2 + int(target)] for x, target in samples]
+    return nn.utils.rnn.pack_sequence(series, enforce_sorted=False), torch.stack(
+        [target for _, target in samples]
+    )
 
 
 class Reading(NamedTuple):
@@ -212,7 +245,8 @@ class OfReading(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(5, 4), nn.Linear(5, 4)
+        self.left = nn.Linear(5, 4)
+        self.right = nn.Linear(5, 4)
 
     def forward(self, reading: Reading) -> Tensor:
         return self.left(reading.left) * torch.tanh(self.right(reading.right))
@@ -272,7 +306,8 @@ class MeanOverPadding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.out = nn.Embedding(50, 8), nn.Linear(8, 3)
+        self.tokens = nn.Embedding(50, 8)
+        self.out = nn.Linear(8, 3)
 
     def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
         return self.out(torch.tanh(self.tokens(input_ids).mean(1)))
@@ -298,7 +333,8 @@ class ByPython(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.gain = nn.Linear(10, 4), nn.Parameter(torch.ones(()))
+        self.layers = nn.Linear(10, 4)
+        self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x) * (1 + self.gain * random.random())
@@ -306,5 +342,6 @@ class ByPython(nn.Module):
 
 def overlap(output: Tensor, target: Tensor) -> Tensor:
     """Dice over the whole batch: a quotient of sums."""
-    chances, truth = output.softmax(1), functional.one_hot(target, 4)
+    chances = output.softmax(1)
+    truth = functional.one_hot(target, 4)
     return 1 - 2 * (chances * truth).sum() / (chances.sum() + truth.sum())

@@ -1,4 +1,6 @@
-"""Loops of a user's own: `python own_loops.py NAME FILE` trains one and saves what it trained, alone or under torchrun."""
+"""Loops of a user's own: `python own_loops.py NAME FILE` trains one and saves what it trained,
+alone or under torchrun.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,32 @@ EPOCHS = 3
 
 def of_row(rows: tuple[Row, ...], name: str) -> Callable[[], State]:
     """A row's job by a loop of one's own."""
+
     def loop() -> State:
         job = next(row for row in rows if row.name == name).job().replace(dtype=torch.float64)
         model = job.built_model()
         optimizer = job.optimizer(model.parameters())
-        with pg.parallelize(model, job.built_loss(), optimizer, seed=job.seed, collate=job.collate) as trainer:
+        with pg.parallelize(
+            model, job.built_loss(), optimizer, seed=job.seed, collate=job.collate
+        ) as trainer:
             for epoch in range(EPOCHS):
                 for batch in trainer.batches(job.train, batch=job.batch, epoch=epoch):
                     trainer.step(*(batch if isinstance(batch, tuple | list) else (batch,)))
         return model.state_dict()
+
     return loop
 
 
-def trained(model: nn.Module, data: Dataset, loss: Any = functional.cross_entropy,
-            between: Callable[[Any, Any], tuple[Any, Any]] = lambda inputs, target: (inputs, target),
-            after: Callable[[], object] = lambda: None) -> State:
-    """between: what the loop does to a batch before the step;  after: what it does after each."""
+def trained(
+    model: nn.Module,
+    data: Dataset,
+    loss: Any = functional.cross_entropy,
+    between: Callable[[Any, Any], tuple[Any, Any]] = lambda inputs, target: (inputs, target),
+    after: Callable[[], object] = lambda: None,
+) -> State:
+    """between: what the loop does to a batch before the step;  after: what it does after
+    each.
+    """
     with pg.parallelize(model, loss, sgd(model.parameters()), seed=5) as trainer:
         for epoch in range(EPOCHS):
             for inputs, target in trainer.batches(data, batch=12, epoch=epoch):
@@ -60,10 +72,19 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def dropped_in_the_loop() -> State:
-    """The loop leaves samples out before the step: 7 % off, with a share weighed as what it was given."""
+    """The loop leaves samples out before the step: 7 % off, with a share weighed as what it was
+    given.
+    """
+
     def without_threes(inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return inputs[target != 3], target[target != 3]
-    return trained(seeded(mlp), VECTORS, lambda output, target: functional.cross_entropy(output, target), without_threes)
+
+    return trained(
+        seeded(mlp),
+        VECTORS,
+        lambda output, target: functional.cross_entropy(output, target),
+        without_threes,
+    )
 
 
 def averaged() -> State:
@@ -77,22 +98,36 @@ def averaged() -> State:
 def weight_penalty() -> State:
     """A loss that holds the model: it cannot be copied apart from it."""
     model = seeded(mlp)
-    return trained(model, VECTORS, lambda output, target: functional.cross_entropy(output, target) + 1e-2 * sum(
-        weight.square().sum() for weight in model.parameters()))
+    return trained(
+        model,
+        VECTORS,
+        lambda output, target: (
+            functional.cross_entropy(output, target)
+            + 1e-2 * sum(weight.square().sum() for weight in model.parameters())
+        ),
+    )
 
 
 def half_first() -> State:
-    """A first parameter in bfloat16 and the others in float64: inputs stay what the loop was given."""
+    """A first parameter in bfloat16 and the others in float64: inputs stay what the loop was
+    given.
+    """
     torch.manual_seed(3)
     model = HalfFirst()
     model.out.double()
     model.scale.requires_grad_(False)
-    return {name: value.double() for name, value in trained(
-        model, TensorDataset(VECTORS.tensors[0].double(), VECTORS.tensors[1])).items()}
+    return {
+        name: value.double()
+        for name, value in trained(
+            model, TensorDataset(VECTORS.tensors[0].double(), VECTORS.tensors[1])
+        ).items()
+    }
 
 
 class Critic(nn.Module):
-    """What it thinks of a real sample and of one that the generator makes; the generator is not part of it."""
+    """What it thinks of a real sample and of one that the generator makes; the generator is not
+    part of it.
+    """
 
     def __init__(self, generator: nn.Module) -> None:
         super().__init__()
@@ -137,14 +172,21 @@ def adversaries() -> State:
         fixed = {name: weight.detach() for name, weight in critic.score.named_parameters()}
         return functional.softplus(-torch.func.functional_call(critic.score, fixed, (made,))).mean()
 
-    with pg.parallelize(critic, told_apart, sgd(critic.parameters()), seed=5) as first, \
-            pg.parallelize(generator, taken_for_real, sgd(generator.parameters()), seed=5) as second:
+    with (
+        pg.parallelize(critic, told_apart, sgd(critic.parameters()), seed=5) as first,
+        pg.parallelize(generator, taken_for_real, sgd(generator.parameters()), seed=5) as second,
+    ):
         for epoch in range(EPOCHS):
-            batches = (trainer.batches(Both(), batch=12, epoch=epoch) for trainer in (first, second))
+            batches = (
+                trainer.batches(Both(), batch=12, epoch=epoch) for trainer in (first, second)
+            )
             for one, other in zip(*batches, strict=True):
                 first.step(*one)
                 second.step(*other)
-    return {**{f"critic {name}": value for name, value in critic.state_dict().items()}, **generator.state_dict()}
+    return {
+        **{f"critic {name}": value for name, value in critic.state_dict().items()},
+        **generator.state_dict(),
+    }
 
 
 def by_batch_norm() -> State:
@@ -156,7 +198,9 @@ LOOPS: dict[str, Callable[[], State]] = {
     "bert, few labels": of_row(transformers_jobs.ROWS, "bert, few labels"),
     "t5, few labels": of_row(transformers_jobs.ROWS, "t5, few labels"),
     "timm vit, DropPath": of_row(timm_jobs.ROWS, "timm vit, DropPath"),
-    "TransformerEncoder, sequence first": of_row(random_jobs.ROWS, "TransformerEncoder, sequence first"),
+    "TransformerEncoder, sequence first": of_row(
+        random_jobs.ROWS, "TransformerEncoder, sequence first"
+    ),
     "checkpoint, dropout by name": of_row(random_jobs.ROWS, "checkpoint, dropout by name"),
     "vae": of_row(random_jobs.ROWS, "vae"),
     "mixture of experts": of_row(odd_jobs.ROWS, "mixture of experts"),
@@ -170,8 +214,12 @@ LOOPS: dict[str, Callable[[], State]] = {
     "bfloat16 first parameter": half_first,
     "gan": adversaries,
 }
-NEEDS = {"bert": ("transformers",), "bert, few labels": ("transformers",), "t5, few labels": ("transformers",),
-         "timm vit, DropPath": ("timm", "torchvision")}
+NEEDS = {
+    "bert": ("transformers",),
+    "bert, few labels": ("transformers",),
+    "t5, few labels": ("transformers",),
+    "timm vit, DropPath": ("timm", "torchvision"),
+}
 
 if __name__ == "__main__":
     name, path = sys.argv[1:]

@@ -1,4 +1,6 @@
-"""Jobs that no split trains as one worker does, or that cannot be trained here at all: one message, before any harm."""
+"""Jobs that no split trains as one worker does, or that cannot be trained here at all: one
+message, before any harm.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 # what the messages are to say: a loss or a model that takes samples together is told as such
 MIXES = r"(?i)mix|no mean over samples|other samples|does not add up"
-BUFFER = MIXES + r"|buffer"         # where the output follows the buffer, the door sees that first
+# where the output follows the buffer, the door sees that first
+BUFFER = MIXES + r"|buffer"
 
 
 class Contrasting(nn.Module):
@@ -27,7 +30,9 @@ class Contrasting(nn.Module):
         self.encoder = nn.Linear(5, 8)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return functional.normalize(self.encoder(x[:, :5])), functional.normalize(self.encoder(x[:, 5:]))
+        return functional.normalize(self.encoder(x[:, :5])), functional.normalize(
+            self.encoder(x[:, 5:])
+        )
 
 
 def contrastive(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -43,7 +48,10 @@ def with_batch_term(output: Tensor, target: Tensor) -> Tensor:
 def decorrelated(output: Tensor, target: Tensor) -> Tensor:
     """A covariance over the batch, as VICReg and Barlow Twins have it."""
     apart = output - output.mean(0)
-    return functional.cross_entropy(output, target) + 0.1 * (apart.t() @ apart / len(output)).square().mean()
+    return (
+        functional.cross_entropy(output, target)
+        + 0.1 * (apart.t() @ apart / len(output)).square().mean()
+    )
 
 
 def root_mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -51,11 +59,14 @@ def root_mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Centred(nn.Module):
-    """Takes the mean over the batch away; with a buffer of -inf, which switched the comparison off."""
+    """Takes the mean over the batch away; with a buffer of -inf, which switched the comparison
+    off.
+    """
 
     def __init__(self, buffer: bool = False) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 16), nn.Linear(16, 4)
+        self.first = nn.Linear(10, 16)
+        self.out = nn.Linear(16, 4)
         if buffer:
             self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
 
@@ -65,14 +76,19 @@ class Centred(nn.Module):
 
 
 class AcrossSamples(nn.Module):
-    """Attention over the batch: nn.MultiheadAttention without batch_first, given the batch first."""
+    """Attention over the batch: nn.MultiheadAttention without batch_first, given the batch
+    first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.out = nn.MultiheadAttention(10, 2), nn.Linear(10, 4)
+        self.attention = nn.MultiheadAttention(10, 2)
+        self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0])
+        return self.out(
+            self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0]
+        )
 
 
 class Mixing(nn.Module):
@@ -87,11 +103,15 @@ class Mixing(nn.Module):
 
 
 class CountsSamples(nn.Module):
-    """Counts its samples in a buffer, of which every rank sees a share; beside batch norm all buffers were excused."""
+    """Counts its samples in a buffer, of which every rank sees a share; beside batch norm all
+    buffers were excused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
+        )
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,17 +121,20 @@ class CountsSamples(nn.Module):
 
 
 class Codebook(nn.Module):
-    """The running mean of what it sees, kept in a buffer by its own arithmetic, as codebooks of VQ-VAEs are."""
+    """The running mean of what it sees, kept in a buffer by its own arithmetic, as codebooks of
+    VQ-VAEs are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.first = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
         self.register_buffer("centre", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
         if self.training:
-            self.centre.lerp_(hidden.detach().mean(0), 0.1)         # type: ignore[operator]
+            self.centre.lerp_(hidden.detach().mean(0), 0.1)  # type: ignore[operator]
         return self.out(hidden - self.centre)
 
 
@@ -127,62 +150,174 @@ class Captions(Dataset):
         return 29
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {**Sentences()[index], "image": torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index))}
+        return {
+            **Sentences()[index],
+            "image": torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index)),
+        }
 
 
 def captioned(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
     batch = padded(samples)
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "return_loss": True,
-            "pixel_values": torch.stack([sample["image"] for sample in samples])}
+    return {
+        "input_ids": batch["input_ids"],
+        "attention_mask": batch["attention_mask"],
+        "return_loss": True,
+        "pixel_values": torch.stack([sample["image"] for sample in samples]),
+    }
 
 
 def clip() -> nn.Module:
     library = foreign("transformers")
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return library.CLIPModel(library.CLIPConfig(
-        text_config={**small, "vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 2, "projection_dim": 8},
-        vision_config={**small, "image_size": 16, "patch_size": 8, "projection_dim": 8}, projection_dim=8))
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return library.CLIPModel(
+        library.CLIPConfig(
+            text_config={
+                **small,
+                "vocab_size": 50,
+                "max_position_embeddings": 16,
+                "eos_token_id": 2,
+                "projection_dim": 8,
+            },
+            vision_config={**small, "image_size": 16, "patch_size": 8, "projection_dim": 8},
+            projection_dim=8,
+        )
+    )
 
 
 def balanced_mixtral() -> nn.Module:
     """With its term for balanced experts, a product of means over the batch."""
     library = foreign("transformers")
-    return library.MixtralForCausalLM(library.MixtralConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=50,
-        num_local_experts=4, max_position_embeddings=16, experts_implementation="eager", output_router_logits=True))
+    return library.MixtralForCausalLM(
+        library.MixtralConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=50,
+            num_local_experts=4,
+            max_position_embeddings=16,
+            experts_implementation="eager",
+            output_router_logits=True,
+        )
+    )
 
 
-def refused(name: str, match: str, story: str, model: Callable[[], nn.Module] = mlp, data: Any = VECTORS,
-            needs: tuple[str, ...] = (), **changes: Any) -> Row:
+def refused(
+    name: str,
+    match: str,
+    story: str,
+    model: Callable[[], nn.Module] = mlp,
+    data: Any = VECTORS,
+    needs: tuple[str, ...] = (),
+    **changes: Any,
+) -> Row:
     return row(name, model, data, Refused(match), story, needs, **changes)
 
 
 ROWS: tuple[Row, ...] = (
-    refused("contrastive loss", MIXES, "a share has fewer negatives", Contrasting, loss=contrastive, but=WHOLE),
-    refused("clip", MIXES, "the same, inside the model", clip, Captions(), ("transformers",), collate=captioned,
-            loss=lambda output, batch: output.loss, but=WHOLE),
-    refused("mixtral, balanced experts", MIXES, "a product of two means over the batch", balanced_mixtral, Sentences(),
-            ("transformers",), collate=padded, loss=lambda output, batch: output.loss,
-            but=WHOLE),
-    refused("batch term of 2e-3", MIXES, "below the door's bound of 1e-3 of the value", loss=with_batch_term, but=WHOLE),
-    refused("covariance over the batch", MIXES, "VICReg's, Barlow Twins'", loss=decorrelated, but=WHOLE),
-    refused("root of a mean", MIXES, "the mean of roots is not the root of the mean", loss=root_mean_square, but=WHOLE),
-    refused("mean over the batch in the model", MIXES, "the door cut the output, and did not ask the model again", Centred,
-            but=WHOLE),
-    refused("mean over the batch, a buffer of -inf", MIXES, "verify said yes: the infinite buffer switched it off",
-            lambda: Centred(True), but=WHOLE),
+    refused(
+        "contrastive loss",
+        MIXES,
+        "a share has fewer negatives",
+        Contrasting,
+        loss=contrastive,
+        but=WHOLE,
+    ),
+    refused(
+        "clip",
+        MIXES,
+        "the same, inside the model",
+        clip,
+        Captions(),
+        ("transformers",),
+        collate=captioned,
+        loss=lambda output, batch: output.loss,
+        but=WHOLE,
+    ),
+    refused(
+        "mixtral, balanced experts",
+        MIXES,
+        "a product of two means over the batch",
+        balanced_mixtral,
+        Sentences(),
+        ("transformers",),
+        collate=padded,
+        loss=lambda output, batch: output.loss,
+        but=WHOLE,
+    ),
+    refused(
+        "batch term of 2e-3",
+        MIXES,
+        "below the door's bound of 1e-3 of the value",
+        loss=with_batch_term,
+        but=WHOLE,
+    ),
+    refused(
+        "covariance over the batch", MIXES, "VICReg's, Barlow Twins'", loss=decorrelated, but=WHOLE
+    ),
+    refused(
+        "root of a mean",
+        MIXES,
+        "the mean of roots is not the root of the mean",
+        loss=root_mean_square,
+        but=WHOLE,
+    ),
+    refused(
+        "mean over the batch in the model",
+        MIXES,
+        "the door cut the output, and did not ask the model again",
+        Centred,
+        but=WHOLE,
+    ),
+    refused(
+        "mean over the batch, a buffer of -inf",
+        MIXES,
+        "verify said yes: the infinite buffer switched it off",
+        lambda: Centred(True),
+        but=WHOLE,
+    ),
     refused("attention over the batch", MIXES, "batch_first forgotten", AcrossSamples, but=WHOLE),
     refused("mixup in forward", MIXES, "a permutation of the share", Mixing),
-    refused("batch norm, a buffer that counts its share", BUFFER, "verify said yes, beside Adam",
-            CountsSamples, SMALL_IMAGES, optimizer=adam, but=WHOLE),
+    refused(
+        "batch norm, a buffer that counts its share",
+        BUFFER,
+        "verify said yes, beside Adam",
+        CountsSamples,
+        SMALL_IMAGES,
+        optimizer=adam,
+        but=WHOLE,
+    ),
     refused("a running mean of its share", BUFFER, "a codebook's", Codebook, but=WHOLE),
-    refused("LBFGS", "LBFGS wants a closure", "it runs the model inside the update",
-            optimizer=lambda parameters: torch.optim.LBFGS(parameters)),
-    refused("ReduceLROnPlateau", "ReduceLROnPlateau wants a metric", "it wants a number that the step does not have",
-            scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer)),
+    refused(
+        "LBFGS",
+        "LBFGS wants a closure",
+        "it runs the model inside the update",
+        optimizer=lambda parameters: torch.optim.LBFGS(parameters),
+    ),
+    refused(
+        "ReduceLROnPlateau",
+        "ReduceLROnPlateau wants a metric",
+        "it wants a number that the step does not have",
+        scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
+    ),
     refused("IterableDataset", r"map-style", "an order that is not ours to cut", data=Stream()),
-    refused("sparse embedding", "sparse gradients", "not exchanged",
-            lambda: nn.Sequential(nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4))),
-    refused("bare sum", "a bare sum over the batch", "sums of shares are right, but the step is not divided",
-            loss=nn.CrossEntropyLoss(reduction="sum"), but=WHOLE),
+    refused(
+        "sparse embedding",
+        "sparse gradients",
+        "not exchanged",
+        lambda: nn.Sequential(nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4)),
+    ),
+    refused(
+        "bare sum",
+        "a bare sum over the batch",
+        "sums of shares are right, but the step is not divided",
+        loss=nn.CrossEntropyLoss(reduction="sum"),
+        but=WHOLE,
+    ),
 )

@@ -1,4 +1,6 @@
-"""Models of other hands, cut in two at every place there is: where a cut falls is measured, and differs from run to run."""
+"""Models of other hands, cut in two at every place there is: where a cut falls is measured, and
+differs from run to run.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,19 @@ __all__ = ["pytestmark"]
 
 @pytest.mark.table
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS if set(IN_PARTS) & set(row.equal)])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name) for row in ROWS if set(IN_PARTS) & set(row.equal)]
+)
 def test_every_cut(row: Row, tmp_path: Path) -> None:
     made = job(row)
     model = made.built_model()
-    inputs, _ = parted(brought(made.samples(opened(made.train, None))[0, list(range(12))], CPU, made.parameter_dtype))
+    inputs, _ = parted(
+        brought(
+            made.samples(opened(made.train, None))[0, list(range(12))], CPU, made.parameter_dtype
+        )
+    )
     with torch.autocast("cpu", made.autocast, enabled=made.autocast is not None):
-        called(model, copied(inputs))                       # lazy modules get their parameters
+        called(model, copied(inputs))  # lazy modules get their parameters
         units = units_of(model, inputs, parts=2).work
     wrong = {}
     for first, (unit, _) in enumerate(list(units)[1:], start=1):

@@ -19,12 +19,25 @@ SAMPLE = ("samples dropped in the loop", "gan")
 
 
 def ran(*words: str) -> None:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, check=False,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.table) for name in LOOPS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.table) for name in LOOPS],
+)
 def test_two_workers_train_what_one_does(name: str, tmp_path: Path) -> None:
     if absent := missing(*NEEDS.get(name, ())):
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
@@ -34,6 +47,9 @@ def test_two_workers_train_what_one_does(name: str, tmp_path: Path) -> None:
     for rank in range(2):
         state = torch.load(tmp_path / f"two-{rank}")
         assert state.keys() == alone.keys()
-        worst = max(float((state[each] - value).abs().max()) / max(float(value.abs().max()), 1e-6)
-                    for each, value in alone.items() if value.numel())
+        worst = max(
+            float((state[each] - value).abs().max()) / max(float(value.abs().max()), 1e-6)
+            for each, value in alone.items()
+            if value.numel()
+        )
         assert worst <= BOUND, f"rank {rank}: {worst:.1e}"

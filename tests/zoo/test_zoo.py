@@ -1,5 +1,6 @@
-"""Every row of the zoo under ten strategies, and of those on images under an eleventh: the same training, or one message before
-any harm."""
+"""Every row of the zoo under ten strategies, and of those on images under an eleventh: the same
+training, or one message before any harm.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +23,77 @@ from equality import however_small
 from foreign import missing
 from in_width import IN_WIDTH, OF_IMAGES
 from models_page import Line
-from rows import BOUND, COMPRESSED, IN_PARTS, SERVER, SPATIAL, STRATEGIES, TENSOR, Equal, Refused, Row
+from rows import (
+    BOUND,
+    COMPRESSED,
+    IN_PARTS,
+    SERVER,
+    SPATIAL,
+    STRATEGIES,
+    TENSOR,
+    Equal,
+    Refused,
+    Row,
+)
 
 import paragrad as pg
 from paragrad.world.launching import Ranks
 
-ROWS: tuple[Row, ...] = (*transformers_jobs.ROWS, *timm_jobs.ROWS, *torchvision_jobs.ROWS, *random_jobs.ROWS, *odd_jobs.ROWS,
-                         *training_jobs.ROWS, *refused_jobs.ROWS)
+ROWS: tuple[Row, ...] = (
+    *transformers_jobs.ROWS,
+    *timm_jobs.ROWS,
+    *torchvision_jobs.ROWS,
+    *random_jobs.ROWS,
+    *odd_jobs.ROWS,
+    *training_jobs.ROWS,
+    *refused_jobs.ROWS,
+)
 WITH_IMAGES = [row for row in ROWS if row.name in OF_IMAGES]
-CELLS = [(row, strategy) for row in ROWS for strategy in row.under] + [(row, SPATIAL) for row in WITH_IMAGES]
+CELLS = [(row, strategy) for row in ROWS for strategy in row.under] + [
+    (row, SPATIAL) for row in WITH_IMAGES
+]
 # what these libraries have to say of themselves is no matter of ours
-pytestmark = [pytest.mark.filterwarnings(f"ignore:::{library}.*") for library in (
-    "transformers", "timm", "torchvision", "huggingface_hub", "torch")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:::{library}.*")
+    for library in ("transformers", "timm", "torchvision", "huggingface_hub", "torch")
+]
 
 
 def covering() -> list[tuple[Row, str]]:
-    """Every row under one strategy, in turn; every strategy meets rows of every file. Of those on images some in pieces."""
-    return [*((row, row.under[place % len(row.under)]) for place, row in enumerate(ROWS)),
-            *((row, SPATIAL) for row in WITH_IMAGES[::7])]
+    """Every row under one strategy, in turn; every strategy meets rows of every file. Of those
+    on images some in pieces.
+    """
+    return [
+        *((row, row.under[place % len(row.under)]) for place, row in enumerate(ROWS)),
+        *((row, SPATIAL) for row in WITH_IMAGES[::7]),
+    ]
 
 
 def part() -> list[tuple[Row, str]]:
-    """Of that every seventh row of each strategy, however many strategies there are: what CI has time for."""
-    return [cell for each in (*STRATEGIES, SPATIAL) for cell in [cell for cell in covering() if cell[1] == each][::7]]
+    """Of that every seventh row of each strategy, however many strategies there are: what CI
+    has time for.
+    """
+    return [
+        cell
+        for each in (*STRATEGIES, SPATIAL)
+        for cell in [cell for cell in covering() if cell[1] == each][::7]
+    ]
 
 
 def cells() -> list[object]:
-    """The whole product; what is not in that part of the covering sample belongs to the table."""
+    """The whole product; what is not in that part of the covering sample belongs to the
+    table.
+    """
     sample = part()
-    return [pytest.param(row, strategy, id=f"{row.name}-{strategy}", marks=[] if (row, strategy) in sample else
-                         pytest.mark.table) for row, strategy in CELLS]
+    return [
+        pytest.param(
+            row,
+            strategy,
+            id=f"{row.name}-{strategy}",
+            marks=[] if (row, strategy) in sample else pytest.mark.table,
+        )
+        for row, strategy in CELLS
+    ]
 
 
 def line(row: Row, strategy: str, expected: bool, verdict: str, certificate: object = None) -> Line:
@@ -61,17 +103,31 @@ def line(row: Row, strategy: str, expected: bool, verdict: str, certificate: obj
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "strategy"), cells())
-def test_as_expected(row: Row, strategy: str, note: Callable[[Line], None], tmp_path: Path, pool: Ranks,
-                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_expected(
+    row: Row,
+    strategy: str,
+    note: Callable[[Line], None],
+    tmp_path: Path,
+    pool: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if absent := missing(*row.needs):
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
     if strategy == COMPRESSED:
         run = pool.run
-        monkeypatch.setattr(pool, "run", lambda function, *arguments, **more: run(
-            functools.partial(however_small, function), *arguments, **more))
+        monkeypatch.setattr(
+            pool,
+            "run",
+            lambda function, *arguments, **more: run(
+                functools.partial(however_small, function), *arguments, **more
+            ),
+        )
     expected = row.outcome(strategy)
-    found = (equal(row, strategy, expected, tmp_path) if isinstance(expected, Equal) else
-             refused(row, strategy, expected, tmp_path))
+    found = (
+        equal(row, strategy, expected, tmp_path)
+        if isinstance(expected, Equal)
+        else refused(row, strategy, expected, tmp_path)
+    )
     note(found)
     assert found.expected, found.verdict
 
@@ -87,8 +143,16 @@ def equal(row: Row, strategy: str, expected: Equal, folder: Path) -> Line:
         return line(row, strategy, False, f"not the same: {where}", certificate)
     assert certificate.difference is not None
     if certificate.difference > BOUND and not expected.twin:
-        return line(row, strategy, False, "same by the twin's bound alone; 1e-10 was expected", certificate)
-    return line(row, strategy, True, "same" if certificate.difference <= BOUND else f"same ({expected.twin})", certificate)
+        return line(
+            row, strategy, False, "same by the twin's bound alone; 1e-10 was expected", certificate
+        )
+    return line(
+        row,
+        strategy,
+        True,
+        "same" if certificate.difference <= BOUND else f"same ({expected.twin})",
+        certificate,
+    )
 
 
 def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
@@ -99,14 +163,32 @@ def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
         said = str(error)
     else:
         if expected.by_cut and "are one worker's" in (run.first_step or ""):
-            ours, serial = (each.model().state_dict() for each in (run, pg.train(row.job(), runs=folder)))
-            counts = all(torch.equal(ours[name], each) for name, each in serial.items() if not each.is_floating_point())
-            return line(row, strategy, counts, "trained as one worker; refused where the cut falls otherwise")
+            ours, serial = (
+                each.model().state_dict() for each in (run, pg.train(row.job(), runs=folder))
+            )
+            counts = all(
+                torch.equal(ours[name], each)
+                for name, each in serial.items()
+                if not each.is_floating_point()
+            )
+            return line(
+                row,
+                strategy,
+                counts,
+                "trained as one worker; refused where the cut falls otherwise",
+            )
         return line(row, strategy, False, "trained without a word")
     assert "Traceback" not in said
-    lines = [json.loads(text) for record in folder.rglob("*.jsonl") for text in record.read_text().splitlines()]
+    lines = [
+        json.loads(text)
+        for record in folder.rglob("*.jsonl")
+        for text in record.read_text().splitlines()
+    ]
     trained = any(told["kind"] == "step" for told in lines)
-    right = re.search(expected.match, said.removeprefix(f"job {row.name}: ")) is not None and not trained
+    right = (
+        re.search(expected.match, said.removeprefix(f"job {row.name}: ")) is not None
+        and not trained
+    )
     return line(row, strategy, right, ("trained, then " if trained else "") + f"refused: {said}")
 
 
@@ -122,9 +204,23 @@ def test_the_covering_sample_covers() -> None:
     assert {strategy for _, strategy in covering()} == {strategy for _, strategy in part()} == every
 
 
-HAD = ("gpt2", "bert", "llama", "t5", "resnet of transformers", "resnet18", "timm resnet", "vit of transformers",
-       "vit of torchvision", "timm vit", "vgg with batch norm", "small inception", "nanoGPT as it is written",
-       "LSTM language model", "encoder with a mask in its batch")
+HAD = (
+    "gpt2",
+    "bert",
+    "llama",
+    "t5",
+    "resnet of transformers",
+    "resnet18",
+    "timm resnet",
+    "vit of transformers",
+    "vit of torchvision",
+    "timm vit",
+    "vgg with batch norm",
+    "small inception",
+    "nanoGPT as it is written",
+    "LSTM language model",
+    "encoder with a mask in its batch",
+)
 
 
 def test_models_that_people_have_are_trained_in_parts() -> None:

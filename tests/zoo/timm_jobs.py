@@ -1,4 +1,6 @@
-"""Models of timm: DropPath, batch norm that is its activation too, and blocks of other kinds; images of 32 x 32."""
+"""Models of timm: DropPath, batch norm that is its activation too, and blocks of other kinds;
+images of 32 x 32.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,28 @@ from foreign import foreign
 from rows import IMAGES, IN_PARTS, WHOLE_BATCHES, Equal, Refused, Row, in_parts, row, sgd, slow
 from torch import nn
 
-VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
-CHAOTIC = "batch norm over few values: torch against itself in another order of samples differs by as much"
+VIT = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 4,
+}
+CHAOTIC = (
+    "batch norm over few values: torch against itself in another order of samples differs "
+    "by "
+    "as much"
+)
 
 
 def built(place: str, *words: Any, **settings: Any) -> Callable[[], nn.Module]:
     """timm.models.<place>(...), such as "vision_transformer.VisionTransformer"."""
+
     def build() -> nn.Module:
         module, name = place.rsplit(".", 1)
         return getattr(foreign(f"timm.models.{module}"), name)(*words, **settings)
+
     return build
 
 
@@ -29,48 +44,161 @@ def created(name: str, **settings: Any) -> Callable[[], nn.Module]:
 def resnet(**settings: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         module = foreign("timm.models.resnet")
-        return module.ResNet(module.BasicBlock, (1, 1, 1, 1), channels=(8, 8, 16, 16), stem_width=8, num_classes=4, **settings)
+        return module.ResNet(
+            module.BasicBlock,
+            (1, 1, 1, 1),
+            channels=(8, 8, 16, 16),
+            stem_width=8,
+            num_classes=4,
+            **settings,
+        )
+
     return build
 
 
 def resnet_with_norm_act(**settings: Any) -> Callable[[], nn.Module]:
-    """A stem and a block whose batch norms hold their activations, as EfficientNet's and RegNet's do."""
+    """A stem and a block whose batch norms hold their activations, as EfficientNet's and
+    RegNet's do.
+    """
+
     def build() -> nn.Module:
         norm = foreign("timm.layers").BatchNormAct2d
-        return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), norm(8, **settings), nn.Conv2d(8, 8, 3, 2, 1), norm(8, **settings),
-                             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1),
+            norm(8, **settings),
+            nn.Conv2d(8, 8, 3, 2, 1),
+            norm(8, **settings),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 4),
+        )
+
     return build
 
 
-def pictures(name: str, model: Callable[[], nn.Module], story: str, twin: str = "", data: Any = IMAGES, **changes: Any) -> Row:
-    return row(name, model, data, Equal(twin), story, ("timm", "torchvision"),
-               **{"optimizer": slow if twin else sgd, **changes})
+def pictures(
+    name: str,
+    model: Callable[[], nn.Module],
+    story: str,
+    twin: str = "",
+    data: Any = IMAGES,
+    **changes: Any,
+) -> Row:
+    return row(
+        name,
+        model,
+        data,
+        Equal(twin),
+        story,
+        ("timm", "torchvision"),
+        **{"optimizer": slow if twin else sgd, **changes},
+    )
 
 
 ROWS = (
-    pictures("timm vit", built("vision_transformer.VisionTransformer", **VIT), "nothing random in it by default"),
-    pictures("timm vit, DropPath", built("vision_transformer.VisionTransformer", **VIT, drop_path_rate=0.3),
-             "DropPath draws one number per sample by bernoulli_: every rank drew its own"),
-    pictures("timm vit, every dropout", built("vision_transformer.VisionTransformer", **VIT, drop_rate=0.1, pos_drop_rate=0.1,
-             attn_drop_rate=0.1, proj_drop_rate=0.1, drop_path_rate=0.1), "dropout of positions, attention, projection, path"),
-    pictures("timm vit, dropped patches", built("vision_transformer.VisionTransformer", **VIT, patch_drop_rate=0.5),
-             "PatchDropout: which patches stay is an argsort of randn, per sample"),
-    pictures("timm BatchNormAct2d", resnet_with_norm_act(),
-             "a batch norm with a forward of its own lost its activation: 2.5 at step 0"),
-    pictures("timm BatchNormAct2d, SiLU", resnet_with_norm_act(act_layer="silu"), "the same with another activation"),
+    pictures(
+        "timm vit",
+        built("vision_transformer.VisionTransformer", **VIT),
+        "nothing random in it by default",
+    ),
+    pictures(
+        "timm vit, DropPath",
+        built("vision_transformer.VisionTransformer", **VIT, drop_path_rate=0.3),
+        "DropPath draws one number per sample by bernoulli_: every rank drew its own",
+    ),
+    pictures(
+        "timm vit, every dropout",
+        built(
+            "vision_transformer.VisionTransformer",
+            **VIT,
+            drop_rate=0.1,
+            pos_drop_rate=0.1,
+            attn_drop_rate=0.1,
+            proj_drop_rate=0.1,
+            drop_path_rate=0.1,
+        ),
+        "dropout of positions, attention, projection, path",
+    ),
+    pictures(
+        "timm vit, dropped patches",
+        built("vision_transformer.VisionTransformer", **VIT, patch_drop_rate=0.5),
+        "PatchDropout: which patches stay is an argsort of randn, per sample",
+    ),
+    pictures(
+        "timm BatchNormAct2d",
+        resnet_with_norm_act(),
+        "a batch norm with a forward of its own lost its activation: 2.5 at step 0",
+    ),
+    pictures(
+        "timm BatchNormAct2d, SiLU",
+        resnet_with_norm_act(act_layer="silu"),
+        "the same with another activation",
+    ),
     pictures("timm resnet", resnet(), "plain BatchNorm2d", CHAOTIC, WHOLE_BATCHES),
-    pictures("timm resnet, DropPath", resnet(drop_path_rate=0.2), "a mask of whole samples", CHAOTIC, WHOLE_BATCHES),
-    row("timm resnet, DropBlock", resnet(drop_block_rate=0.2), WHOLE_BATCHES, Refused("not one worker's training"),
-        "its mask is divided by what is left of it over the whole batch", ("timm",), optimizer=slow,
-        but=dict.fromkeys(IN_PARTS, Equal(CHAOTIC))),          # with batch norm, serial has as many micro-batches
-    pictures("timm efficientnet", created("test_efficientnet"), "BatchNormAct2d, SiLU, DropPath", CHAOTIC, WHOLE_BATCHES),
-    pictures("timm efficientnet, DropPath", created("test_efficientnet", drop_rate=0.2, drop_path_rate=0.2), "all of it",
-             CHAOTIC, WHOLE_BATCHES),
-    pictures("timm convnext, DropPath", built("convnext.ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=4,
-             drop_path_rate=0.2), "layer scale of 1e-6: gradients of very different sizes"),
-    pictures("timm mixer", built("mlp_mixer.MlpMixer", num_classes=4, img_size=32, patch_size=8, num_blocks=2, embed_dim=16),
-             "mixes patches, not samples"),
-    pictures("timm nfnet", created("test_nfnet"), "weights standardised in every forward",
-             but=in_parts("batch norms inside of samples or weights, .* train it with data")),
-    pictures("timm mambaout, DropPath", created("test_mambaout", drop_path_rate=0.1), "gated convolutions"),
+    pictures(
+        "timm resnet, DropPath",
+        resnet(drop_path_rate=0.2),
+        "a mask of whole samples",
+        CHAOTIC,
+        WHOLE_BATCHES,
+    ),
+    row(
+        "timm resnet, DropBlock",
+        resnet(drop_block_rate=0.2),
+        WHOLE_BATCHES,
+        Refused("not one worker's training"),
+        "its mask is divided by what is left of it over the whole batch",
+        ("timm",),
+        optimizer=slow,
+        # with batch norm, serial has as many micro-batches
+        but=dict.fromkeys(IN_PARTS, Equal(CHAOTIC)),
+    ),
+    pictures(
+        "timm efficientnet",
+        created("test_efficientnet"),
+        "BatchNormAct2d, SiLU, DropPath",
+        CHAOTIC,
+        WHOLE_BATCHES,
+    ),
+    pictures(
+        "timm efficientnet, DropPath",
+        created("test_efficientnet", drop_rate=0.2, drop_path_rate=0.2),
+        "all of it",
+        CHAOTIC,
+        WHOLE_BATCHES,
+    ),
+    pictures(
+        "timm convnext, DropPath",
+        built(
+            "convnext.ConvNeXt",
+            depths=(1, 1, 1, 1),
+            dims=(8, 8, 16, 16),
+            num_classes=4,
+            drop_path_rate=0.2,
+        ),
+        "layer scale of 1e-6: gradients of very different sizes",
+    ),
+    pictures(
+        "timm mixer",
+        built(
+            "mlp_mixer.MlpMixer",
+            num_classes=4,
+            img_size=32,
+            patch_size=8,
+            num_blocks=2,
+            embed_dim=16,
+        ),
+        "mixes patches, not samples",
+    ),
+    pictures(
+        "timm nfnet",
+        created("test_nfnet"),
+        "weights standardised in every forward",
+        but=in_parts("batch norms inside of samples or weights, .* train it with data"),
+    ),
+    pictures(
+        "timm mambaout, DropPath",
+        created("test_mambaout", drop_path_rate=0.1),
+        "gated convolutions",
+    ),
 )

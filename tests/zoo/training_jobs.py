@@ -34,15 +34,28 @@ from torch.utils.data import TensorDataset, default_collate
 from paragrad.datasets.order import Order
 
 # two of 29 targets count for nothing: not seen in most batches
-RARE = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 17 == 5, -100, VECTORS.tensors[1]))
-# and the same of 300 in the batches 20 to 22 of the first epoch, after what the door and twenty steps see
+RARE = TensorDataset(
+    VECTORS.tensors[0], torch.where(torch.arange(29) % 17 == 5, -100, VECTORS.tensors[1])
+)
+# and the same of 300 in the batches 20 to 22 of the first epoch, after what the door and twenty
+# steps see
 LATE = set(Order(300, 12, 5).indices(0, range(240, 276))[::3])
-IGNORED_LATE = TensorDataset(numbers(300, 10, seed=1), torch.tensor(
-    [-100 if index in LATE else index % 4 for index in range(300)]))
-MOSTLY_IGNORED = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 4 == 0, VECTORS.tensors[1], -100))
-WEIGHED = TensorDataset(numbers(29, 10, seed=1), torch.stack([whole(4, 29, seed=2).float(), numbers(29, seed=3).exp()], 1))
+IGNORED_LATE = TensorDataset(
+    numbers(300, 10, seed=1),
+    torch.tensor([-100 if index in LATE else index % 4 for index in range(300)]),
+)
+MOSTLY_IGNORED = TensorDataset(
+    VECTORS.tensors[0], torch.where(torch.arange(29) % 4 == 0, VECTORS.tensors[1], -100)
+)
+WEIGHED = TensorDataset(
+    numbers(29, 10, seed=1),
+    torch.stack([whole(4, 29, seed=2).float(), numbers(29, seed=3).exp()], 1),
+)
 LEVELS = TensorDataset(numbers(29, 10, seed=1), numbers(29, seed=9))
-SPELLED = TensorDataset(numbers(29, 12, 10, seed=1), torch.cat([1 + whole(5, 29, 4, seed=2), 1 + whole(4, 29, 1, seed=3)], 1))
+SPELLED = TensorDataset(
+    numbers(29, 12, 10, seed=1),
+    torch.cat([1 + whole(5, 29, 4, seed=2), 1 + whole(4, 29, 1, seed=3)], 1),
+)
 
 
 def own_mean(output: Tensor, target: Tensor) -> Tensor:
@@ -52,12 +65,18 @@ def own_mean(output: Tensor, target: Tensor) -> Tensor:
 
 def weighted(output: Tensor, target: Tensor) -> Tensor:
     """Every sample has a weight of its own, and the mean is over samples."""
-    return (functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]).mean()
+    return (
+        functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]
+    ).mean()
 
 
 def weighted_mean(output: Tensor, target: Tensor) -> Tensor:
-    """The same divided by the sum of the weights: a mean's weight that is neither samples nor tokens."""
-    return (functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]).sum() / target[:, 1].sum()
+    """The same divided by the sum of the weights: a mean's weight that is neither samples nor
+    tokens.
+    """
+    return (
+        functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]
+    ).sum() / target[:, 1].sum()
 
 
 def masked_mean(output: Tensor, target: Tensor) -> Tensor:
@@ -67,8 +86,11 @@ def masked_mean(output: Tensor, target: Tensor) -> Tensor:
 
 
 def spelled(output: Tensor, target: Tensor) -> Tensor:
-    """Connectionist temporal classification, whose inputs are sequence first and whose mean divides twice."""
-    steps, symbols = torch.full((len(output),), 12), torch.full((len(target),), 5)
+    """Connectionist temporal classification, whose inputs are sequence first and whose mean
+    divides twice.
+    """
+    steps = torch.full((len(output),), 12)
+    symbols = torch.full((len(target),), 5)
     return functional.ctc_loss(output.log_softmax(2).transpose(0, 1), target, steps, symbols)
 
 
@@ -92,22 +114,25 @@ def dropping(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     kept = [sample for sample in samples if sample[0][0] < 0.7]
     if not kept:
         return samples[0][0].new_zeros(0, 10), torch.zeros(0, dtype=torch.long)
-    return default_collate(kept)                                                    # type: ignore[return-value]
+    return default_collate(kept)  # type: ignore[return-value]
 
 
 def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Mixup: every sample with another of its batch."""
     x, target = default_collate(samples)
-    labels, order, part = functional.one_hot(target, 4).to(x.dtype), torch.randperm(len(x)), float(torch.rand(()))
+    labels = functional.one_hot(target, 4).to(x.dtype)
+    order = torch.randperm(len(x))
+    part = float(torch.rand(()))
     return part * x + (1 - part) * x[order], part * labels + (1 - part) * labels[order]
 
 
 def cut_and_mixed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """CutMix: a square of every image from another of its batch."""
     x, target = default_collate(samples)
-    labels, order = functional.one_hot(target, 4).to(x.dtype), torch.randperm(len(x))
+    labels = functional.one_hot(target, 4).to(x.dtype)
+    order = torch.randperm(len(x))
     top, left = torch.randint(0, 16, (2,)).tolist()
-    x[:, :, top:top + 16, left:left + 16] = x[order][:, :, top:top + 16, left:left + 16]
+    x[:, :, top : top + 16, left : left + 16] = x[order][:, :, top : top + 16, left : left + 16]
     return x, 0.75 * labels + 0.25 * labels[order]
 
 
@@ -126,6 +151,7 @@ def centred(parameters: Any) -> torch.optim.Optimizer:
         for parameter in optimizer.param_groups[0]["params"]:
             if parameter.grad is not None and parameter.grad.dim() > 1:
                 parameter.grad -= parameter.grad.mean(1, keepdim=True)
+
     optimizer.register_step_pre_hook(centre)
     return optimizer
 
@@ -133,14 +159,16 @@ def centred(parameters: Any) -> torch.optim.Optimizer:
 class EveryOther(torch.optim.SGD):
     """Accumulation by hand: gradients add up, and every second call of step updates."""
 
-    def step(self, closure: Any = None) -> None:                                    # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
                 state["calls"] = state.get("calls", 0) + 1
-                state["sum"] = state["sum"] + parameter.grad if "sum" in state else parameter.grad.clone()
+                state["sum"] = (
+                    state["sum"] + parameter.grad if "sum" in state else parameter.grad.clone()
+                )
                 if state["calls"] % 2 == 0:
                     with torch.no_grad():
                         parameter -= group["lr"] * state.pop("sum")
@@ -153,17 +181,21 @@ class Lars(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.05})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:                                    # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                parameter -= 0.05 * parameter.norm() / (parameter.grad.norm() + 1e-6) * parameter.grad
+                parameter -= (
+                    0.05 * parameter.norm() / (parameter.grad.norm() + 1e-6) * parameter.grad
+                )
 
 
 def by(name: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
     """An optimizer of torch, or of a library: "schedulefree.AdamWScheduleFree"."""
+
     def build(parameters: Any) -> torch.optim.Optimizer:
         library, _, kind = name.rpartition(".")
         return getattr(foreign(library) if library else torch.optim, kind)(parameters, **settings)
+
     return build
 
 
@@ -171,65 +203,193 @@ def without_biases() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
 
 
-def one_thing(name: str, story: str, twin: str = "", needs: tuple[str, ...] = (), **changes: Any) -> Row:
-    return row(name, changes.pop("model", mlp), changes.pop("data", VECTORS), Equal(twin), story, needs, **changes)
+def one_thing(
+    name: str, story: str, twin: str = "", needs: tuple[str, ...] = (), **changes: Any
+) -> Row:
+    return row(
+        name,
+        changes.pop("model", mlp),
+        changes.pop("data", VECTORS),
+        Equal(twin),
+        story,
+        needs,
+        **changes,
+    )
 
 
 def trained_mode(parameters: Any) -> torch.optim.Optimizer:
     """schedule-free wants its train mode before the first step."""
     optimizer = by("schedulefree.AdamWScheduleFree", lr=0.01, warmup_steps=2)(parameters)
-    optimizer.train()                                                               # type: ignore[attr-defined]
+    optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
 PIECES = "an optimizer that wants whole tensors was given pieces"
 ROWS: tuple[Row, ...] = (
-    one_thing("rare ignored targets in a function", "verify said yes, and the parameters were 22 % off", data=RARE,
-              loss=lambda output, target: functional.cross_entropy(output, target)),
-    one_thing("ignored targets that come late", "nothing that was looked at had any", data=IGNORED_LATE,
-              loss=lambda output, target: functional.cross_entropy(output, target)),
-    one_thing("most targets ignored in a function", "shares without a label", data=MOSTLY_IGNORED, seed=1,
-              loss=lambda output, target: functional.cross_entropy(output, target)),
-    one_thing("-100 by hand", "a sum divided by a tensor of this batch", data=MOSTLY_IGNORED, seed=1,
-              loss=masked_mean),
-    one_thing("weights of samples", "a mean over samples all the same", data=WEIGHED, loss=weighted),
-    one_thing("weighted mean", "a sum divided by a tensor of this batch", data=WEIGHED, loss=weighted_mean),
+    one_thing(
+        "rare ignored targets in a function",
+        "verify said yes, and the parameters were 22 % off",
+        data=RARE,
+        loss=lambda output, target: functional.cross_entropy(output, target),
+    ),
+    one_thing(
+        "ignored targets that come late",
+        "nothing that was looked at had any",
+        data=IGNORED_LATE,
+        loss=lambda output, target: functional.cross_entropy(output, target),
+    ),
+    one_thing(
+        "most targets ignored in a function",
+        "shares without a label",
+        data=MOSTLY_IGNORED,
+        seed=1,
+        loss=lambda output, target: functional.cross_entropy(output, target),
+    ),
+    one_thing(
+        "-100 by hand",
+        "a sum divided by a tensor of this batch",
+        data=MOSTLY_IGNORED,
+        seed=1,
+        loss=masked_mean,
+    ),
+    one_thing(
+        "weights of samples", "a mean over samples all the same", data=WEIGHED, loss=weighted
+    ),
+    one_thing(
+        "weighted mean", "a sum divided by a tensor of this batch", data=WEIGHED, loss=weighted_mean
+    ),
     one_thing("own mean", "no loss of torch", loss=own_mean),
-    one_thing("own mean, dropped samples", "a share weighed as what it was given: 7.8", loss=own_mean,
-              collate=dropping, under=WITHOUT_MICRO, but=UNCUT),
-    one_thing("cross-entropy, dropped samples", "the same; its batches cannot be cut", collate=dropping, under=WITHOUT_MICRO,
-              but=UNCUT),
-    one_thing("batchmean of a divergence", "divides by the batch, not by elements", collate=mixed_up, loss=soft),
+    one_thing(
+        "own mean, dropped samples",
+        "a share weighed as what it was given: 7.8",
+        loss=own_mean,
+        collate=dropping,
+        under=WITHOUT_MICRO,
+        but=UNCUT,
+    ),
+    one_thing(
+        "cross-entropy, dropped samples",
+        "the same; its batches cannot be cut",
+        collate=dropping,
+        under=WITHOUT_MICRO,
+        but=UNCUT,
+    ),
+    one_thing(
+        "batchmean of a divergence",
+        "divides by the batch, not by elements",
+        collate=mixed_up,
+        loss=soft,
+    ),
     one_thing("mixup", "every share mixed by itself, with a number of its own", collate=mixed_up),
-    one_thing("cutmix", "the same with squares", data=IMAGES, collate=cut_and_mixed,
-              model=lambda: nn.Sequential(nn.Conv2d(3, 4, 5, 4), nn.ReLU(), nn.Flatten(), nn.Linear(196, 4))),
-    one_thing("masking collator", "every share masked by its first sample", data=Sentences(), collate=half_hidden,
-              model=NanoGpt,              loss=lambda output, target: functional.cross_entropy(output.transpose(1, 2), target)),
-    one_thing("ctc", "a mean that divides by lengths, then by samples", data=SPELLED, model=Per, loss=spelled,
-              but=ONE_MODULE),
-    one_thing("bfloat16 by autocast", "compared in float64, where there is no autocast", dtype=torch.bfloat16),
-    one_thing("warm restarts", "counts steps",
-              scheduler=lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5)),
-    one_thing("schedulers in turn", "counts steps", scheduler=lambda optimizer: lr_scheduler.SequentialLR(optimizer, [
-        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)], [4])),
-    one_thing("one cycle", "moves momentum, too", scheduler=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 40)),
-    one_thing("a hook on the optimizer", "got flat pieces of tensors: 1.4", optimizer=centred,
-              but={**IN_SHARDS,
-                   **in_parts(r"SGD has the hook centre, .* do what it does in the step\(\) of an optimizer of your own")}),
-    one_thing("accumulation by hand", "updates every second step",
-              optimizer=lambda parameters: EveryOther(parameters, lr=0.05)),
+    one_thing(
+        "cutmix",
+        "the same with squares",
+        data=IMAGES,
+        collate=cut_and_mixed,
+        model=lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 5, 4), nn.ReLU(), nn.Flatten(), nn.Linear(196, 4)
+        ),
+    ),
+    one_thing(
+        "masking collator",
+        "every share masked by its first sample",
+        data=Sentences(),
+        collate=half_hidden,
+        model=NanoGpt,
+        loss=lambda output, target: functional.cross_entropy(output.transpose(1, 2), target),
+    ),
+    one_thing(
+        "ctc",
+        "a mean that divides by lengths, then by samples",
+        data=SPELLED,
+        model=Per,
+        loss=spelled,
+        but=ONE_MODULE,
+    ),
+    one_thing(
+        "bfloat16 by autocast",
+        "compared in float64, where there is no autocast",
+        dtype=torch.bfloat16,
+    ),
+    one_thing(
+        "warm restarts",
+        "counts steps",
+        scheduler=lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
+    ),
+    one_thing(
+        "schedulers in turn",
+        "counts steps",
+        scheduler=lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+                lr_scheduler.ExponentialLR(optimizer, 0.9),
+            ],
+            [4],
+        ),
+    ),
+    one_thing(
+        "one cycle",
+        "moves momentum, too",
+        scheduler=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 40),
+    ),
+    one_thing(
+        "a hook on the optimizer",
+        "got flat pieces of tensors: 1.4",
+        optimizer=centred,
+        but={
+            **IN_SHARDS,
+            **in_parts(
+                r"SGD has the hook centre, .* do what it does in the step\(\) of an optimizer of "
+                r"your own"
+            ),
+        },
+    ),
+    one_thing(
+        "accumulation by hand",
+        "updates every second step",
+        optimizer=lambda parameters: EveryOther(parameters, lr=0.05),
+    ),
     one_thing("LARS", PIECES, optimizer=Lars, but=IN_SHARDS),
-    one_thing("Muon", PIECES, twin="five iterations in bfloat16 inside the update", model=without_biases,
-              optimizer=by("Muon", lr=0.01), but=IN_SHARDS),
+    one_thing(
+        "Muon",
+        PIECES,
+        twin="five iterations in bfloat16 inside the update",
+        model=without_biases,
+        optimizer=by("Muon", lr=0.01),
+        but=IN_SHARDS,
+    ),
     one_thing("Adafactor", PIECES, optimizer=by("Adafactor", lr=0.01), but=IN_SHARDS),
-    one_thing("lr as a tensor", "was taken for another kind of optimizer", optimizer=by("Adam", lr=torch.tensor(0.001))),
+    one_thing(
+        "lr as a tensor",
+        "was taken for another kind of optimizer",
+        optimizer=by("Adam", lr=torch.tensor(0.001)),
+    ),
     one_thing("fused", "one kernel for all tensors", optimizer=by("AdamW", lr=0.001, fused=True)),
     one_thing("foreach", "lists of tensors at once", optimizer=by("AdamW", lr=0.001, foreach=True)),
-    one_thing("lion", "the sign of a step: rounding near zero turns it", "a sign turns where rounding does", ("lion_pytorch",),
-              optimizer=by("lion_pytorch.Lion", lr=0.001)),
-    one_thing("schedule-free AdamW", "has a train mode and an eval mode", needs=("schedulefree",), optimizer=trained_mode),
-    one_thing("schedule-free SGD", "nobody called its train()", needs=("schedulefree",),
-              optimizer=by("schedulefree.SGDScheduleFree", lr=0.05)),
-    one_thing("sequences by a convolution", "channels first", data=SEQUENCES,
-              model=lambda: nn.Sequential(nn.Conv1d(6, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4))),
+    one_thing(
+        "lion",
+        "the sign of a step: rounding near zero turns it",
+        "a sign turns where rounding does",
+        ("lion_pytorch",),
+        optimizer=by("lion_pytorch.Lion", lr=0.001),
+    ),
+    one_thing(
+        "schedule-free AdamW",
+        "has a train mode and an eval mode",
+        needs=("schedulefree",),
+        optimizer=trained_mode,
+    ),
+    one_thing(
+        "schedule-free SGD",
+        "nobody called its train()",
+        needs=("schedulefree",),
+        optimizer=by("schedulefree.SGDScheduleFree", lr=0.05),
+    ),
+    one_thing(
+        "sequences by a convolution",
+        "channels first",
+        data=SEQUENCES,
+        model=lambda: nn.Sequential(nn.Conv1d(6, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4)),
+    ),
 )

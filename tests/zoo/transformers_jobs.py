@@ -1,4 +1,6 @@
-"""Models of Hugging Face's transformers, with their defaults: attention by sdpa, dropout 0.1, the loss in the output."""
+"""Models of Hugging Face's transformers, with their defaults: attention by sdpa, dropout 0.1,
+the loss in the output.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,27 @@ from rows import Equal, Row, Sentences, padded, row
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 50,
+}
 IN_FLOAT32 = "the library computes its loss in float32 (logits.float()), whatever the model's type"
-FEW = 4             # every fourth sentence has labels; by seed 4 whole shares have none, and every batch has some
+# every fourth sentence has labels; by seed 4 whole shares have none, and every batch has some
+FEW = 4
 
 
 def built(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A model of transformers with random weights. Imported where it is built: in the launcher, and in every rank."""
+    """A model of transformers with random weights. Imported where it is built: in the launcher,
+    and in every rank.
+    """
+
     def build() -> nn.Module:
         library = foreign("transformers")
         return getattr(library, model)(getattr(library, config)(**settings))
+
     return build
 
 
@@ -39,17 +52,43 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-GPT2 = built("GPT2LMHeadModel", "GPT2Config", vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+GPT2 = built(
+    "GPT2LMHeadModel", "GPT2Config", vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2
+)
 BERT = built("BertForMaskedLM", "BertConfig", **SMALL, max_position_embeddings=16)
-T5 = built("T5ForConditionalGeneration", "T5Config", vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-           decoder_start_token_id=0)
-LLAMA = built("LlamaForCausalLM", "LlamaConfig", **SMALL, num_key_value_heads=1, max_position_embeddings=16)
+T5 = built(
+    "T5ForConditionalGeneration",
+    "T5Config",
+    vocab_size=50,
+    d_model=16,
+    d_kv=8,
+    d_ff=32,
+    num_layers=2,
+    num_heads=2,
+    decoder_start_token_id=0,
+)
+LLAMA = built(
+    "LlamaForCausalLM", "LlamaConfig", **SMALL, num_key_value_heads=1, max_position_embeddings=16
+)
 
 
-def language(name: str, model: Callable[[], nn.Module], story: str, twin: str = "", labelled: int = 1,
-             **changes: Any) -> Row:
-    return row(name, model, Sentences(labelled), Equal(twin), story, ("transformers",),
-               **{"loss": in_output, "collate": padded, "seed": 4, **changes})
+def language(
+    name: str,
+    model: Callable[[], nn.Module],
+    story: str,
+    twin: str = "",
+    labelled: int = 1,
+    **changes: Any,
+) -> Row:
+    return row(
+        name,
+        model,
+        Sentences(labelled),
+        Equal(twin),
+        story,
+        ("transformers",),
+        **{"loss": in_output, "collate": padded, "seed": 4, **changes},
+    )
 
 
 class Kinds(Dataset):
@@ -68,12 +107,17 @@ def padded_kinds(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What a collator for masked language models does: a seventh of the tokens becomes [MASK] (2), and only they count."""
+    """What a collator for masked language models does: a seventh of the tokens becomes [MASK]
+    (2), and only they count.
+    """
     batch = padded(samples)
     hidden = (torch.rand(batch["input_ids"].shape) < 0.15) & (batch["attention_mask"] == 1)
-    hidden[:, 0] |= ~hidden.any(dim=1)                  # at least one in every sentence
-    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 2),
-            "labels": batch["labels"].masked_fill(~hidden, -100)}
+    hidden[:, 0] |= ~hidden.any(dim=1)  # at least one in every sentence
+    return {
+        **batch,
+        "input_ids": batch["input_ids"].masked_fill(hidden, 2),
+        "labels": batch["labels"].masked_fill(~hidden, -100),
+    }
 
 
 class Pictures(Dataset):
@@ -84,12 +128,24 @@ class Pictures(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": torch.tensor(index % 4)}
+        return {
+            "pixel_values": torch.randn(3, 32, 32, generator=generator),
+            "labels": torch.tensor(index % 4),
+        }
 
 
-def pictures(name: str, model: str, config: str, story: str, twin: str = "", **settings: Any) -> Row:
-    return row(name, built(model, config, num_labels=4, **settings), Pictures(), Equal(twin), story, ("transformers",),
-               loss=in_output)
+def pictures(
+    name: str, model: str, config: str, story: str, twin: str = "", **settings: Any
+) -> Row:
+    return row(
+        name,
+        built(model, config, num_labels=4, **settings),
+        Pictures(),
+        Equal(twin),
+        story,
+        ("transformers",),
+        loss=in_output,
+    )
 
 
 def recomputing(model: Any) -> nn.Module:
@@ -99,70 +155,239 @@ def recomputing(model: Any) -> nn.Module:
 
 
 def gathered() -> nn.Module:
-    """transformers notes of a class, where one is built, of which modules it gathers what they give."""
+    """transformers notes of a class, where one is built, of which modules it gathers what they
+    give.
+    """
     library = foreign("transformers")
 
-    class Own(library.GPT2Model):                   # type: ignore[misc, name-defined]
+    class Own(library.GPT2Model):  # type: ignore[misc, name-defined]
         """No process has met it."""
 
-    model = library.GPT2LMHeadModel(library.GPT2Config(
-        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, output_hidden_states=True))
+    model = library.GPT2LMHeadModel(
+        library.GPT2Config(
+            vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, output_hidden_states=True
+        )
+    )
     model.transformer = Own(model.config)
-    return model                                    # type: ignore[no-any-return]
+    return model  # type: ignore[no-any-return]
 
 
 def of_hidden_states(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.stack(output.hidden_states).square().mean()
 
 
-DROPOUT = "dropout inside scaled_dot_product_attention was drawn by every rank for itself: 0.7 to 1.3 beside serial"
-UNLABELLED = "-100 in most labels: a share's mean weighed as its samples (0.24 beside serial), and NaN without a label"
+DROPOUT = (
+    "dropout inside scaled_dot_product_attention was drawn by every rank for itself: 0.7 to "
+    "1.3 beside serial"
+)
+UNLABELLED = (
+    "-100 in most labels: a share's mean weighed as its samples (0.24 beside serial), "
+    "and "
+    "NaN without a label"
+)
 ROWS = (
     language("gpt2", GPT2, DROPOUT, IN_FLOAT32),
     language("gpt2, few labels", GPT2, UNLABELLED, IN_FLOAT32, FEW),
-    language("gpt2, loss as a pair by hand", GPT2, "our page's recipe: NaN x 0 on a share without labels", IN_FLOAT32,
-             FEW, loss=by_hand),
-    language("gpt2, clipped, AdamW", GPT2, "a key's bias has a gradient of zero: Adam scales rounding up", IN_FLOAT32,
-             optimizer=adamw, clip_norm=1.0),
-    language("gpt2, bfloat16 by autocast", GPT2, "verify compares in float64, where there is no autocast", IN_FLOAT32,
-             dtype=torch.bfloat16),
-    language("gpt2, recomputed", lambda: recomputing(GPT2()), "gradient_checkpointing_enable: dropout again in backward",
-             IN_FLOAT32),
-    language("gpt2, hidden states", gathered, "a rank that had not built the model gathered none", loss=of_hidden_states),
+    language(
+        "gpt2, loss as a pair by hand",
+        GPT2,
+        "our page's recipe: NaN x 0 on a share without labels",
+        IN_FLOAT32,
+        FEW,
+        loss=by_hand,
+    ),
+    language(
+        "gpt2, clipped, AdamW",
+        GPT2,
+        "a key's bias has a gradient of zero: Adam scales rounding up",
+        IN_FLOAT32,
+        optimizer=adamw,
+        clip_norm=1.0,
+    ),
+    language(
+        "gpt2, bfloat16 by autocast",
+        GPT2,
+        "verify compares in float64, where there is no autocast",
+        IN_FLOAT32,
+        dtype=torch.bfloat16,
+    ),
+    language(
+        "gpt2, recomputed",
+        lambda: recomputing(GPT2()),
+        "gradient_checkpointing_enable: dropout again in backward",
+        IN_FLOAT32,
+    ),
+    language(
+        "gpt2, hidden states",
+        gathered,
+        "a rank that had not built the model gathered none",
+        loss=of_hidden_states,
+    ),
     language("bert", BERT, DROPOUT),
     language("bert, few labels", BERT, UNLABELLED, labelled=FEW),
-    language("bert, masking collator", BERT, "the collator's draws followed the share's first sample", collate=masked),
+    language(
+        "bert, masking collator",
+        BERT,
+        "the collator's draws followed the share's first sample",
+        collate=masked,
+    ),
     language("t5", T5, DROPOUT),
     language("t5, few labels", T5, UNLABELLED, labelled=FEW),
     language("llama", LLAMA, "rotary positions are computed in float32", IN_FLOAT32),
     language("llama, few labels", LLAMA, UNLABELLED, IN_FLOAT32, FEW),
-    language("distilbert", built("DistilBertForMaskedLM", "DistilBertConfig", vocab_size=50, dim=16, n_layers=2, n_heads=2,
-                                 hidden_dim=32, max_position_embeddings=16), DROPOUT),
-    language("albert, one layer used twice", built("AlbertForMaskedLM", "AlbertConfig", **SMALL, embedding_size=8,
-             max_position_embeddings=16, attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1), DROPOUT),
-    language("opt", built("OPTForCausalLM", "OPTConfig", vocab_size=50, hidden_size=16, word_embed_proj_dim=16,
-                          num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, max_position_embeddings=16), DROPOUT,
-             IN_FLOAT32),
-    language("bart", built("BartForConditionalGeneration", "BartConfig", vocab_size=50, d_model=16, encoder_layers=1,
-                           decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
-                           decoder_ffn_dim=32, max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-                           decoder_start_token_id=1), DROPOUT),
-    language("mixtral", built("MixtralForCausalLM", "MixtralConfig", **SMALL, num_key_value_heads=1, num_local_experts=4,
-                              max_position_embeddings=16, experts_implementation="eager"), "experts without a token in a share",
-             IN_FLOAT32),
-    language("mixtral, grouped products", built("MixtralForCausalLM", "MixtralConfig", **SMALL, num_key_value_heads=1,
-             num_local_experts=4, max_position_embeddings=16), "no comparison in float64: a traceback until it was asked for",
-             "torch's grouped matrix product knows no float64"),
-    language("bert for classes of sentences", built("BertForSequenceClassification", "BertConfig", **SMALL, num_labels=3,
-             max_position_embeddings=16), "a label per sentence", collate=padded_kinds),
-    language("gpt2 for classes of sentences", built("GPT2ForSequenceClassification", "GPT2Config", vocab_size=50,
-             n_positions=16, n_embd=16, n_layer=2, n_head=2, num_labels=3, pad_token_id=0), "the last token that is no padding",
-             collate=padded_kinds),
-    pictures("vit of transformers", "ViTForImageClassification", "ViTConfig", "its dropouts are 0 by default", image_size=32,
-             patch_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32),
-    pictures("vit of transformers, dropout", "ViTForImageClassification", "ViTConfig", DROPOUT, image_size=32, patch_size=8,
-             hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-             attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1),
-    pictures("resnet of transformers", "ResNetForImageClassification", "ResNetConfig", "batch norm and a loss in the output",
-             embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
+    language(
+        "distilbert",
+        built(
+            "DistilBertForMaskedLM",
+            "DistilBertConfig",
+            vocab_size=50,
+            dim=16,
+            n_layers=2,
+            n_heads=2,
+            hidden_dim=32,
+            max_position_embeddings=16,
+        ),
+        DROPOUT,
+    ),
+    language(
+        "albert, one layer used twice",
+        built(
+            "AlbertForMaskedLM",
+            "AlbertConfig",
+            **SMALL,
+            embedding_size=8,
+            max_position_embeddings=16,
+            attention_probs_dropout_prob=0.1,
+            hidden_dropout_prob=0.1,
+        ),
+        DROPOUT,
+    ),
+    language(
+        "opt",
+        built(
+            "OPTForCausalLM",
+            "OPTConfig",
+            vocab_size=50,
+            hidden_size=16,
+            word_embed_proj_dim=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=32,
+            max_position_embeddings=16,
+        ),
+        DROPOUT,
+        IN_FLOAT32,
+    ),
+    language(
+        "bart",
+        built(
+            "BartForConditionalGeneration",
+            "BartConfig",
+            vocab_size=50,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_position_embeddings=16,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        ),
+        DROPOUT,
+    ),
+    language(
+        "mixtral",
+        built(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            **SMALL,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            max_position_embeddings=16,
+            experts_implementation="eager",
+        ),
+        "experts without a token in a share",
+        IN_FLOAT32,
+    ),
+    language(
+        "mixtral, grouped products",
+        built(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            **SMALL,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            max_position_embeddings=16,
+        ),
+        "no comparison in float64: a traceback until it was asked for",
+        "torch's grouped matrix product knows no float64",
+    ),
+    language(
+        "bert for classes of sentences",
+        built(
+            "BertForSequenceClassification",
+            "BertConfig",
+            **SMALL,
+            num_labels=3,
+            max_position_embeddings=16,
+        ),
+        "a label per sentence",
+        collate=padded_kinds,
+    ),
+    language(
+        "gpt2 for classes of sentences",
+        built(
+            "GPT2ForSequenceClassification",
+            "GPT2Config",
+            vocab_size=50,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            num_labels=3,
+            pad_token_id=0,
+        ),
+        "the last token that is no padding",
+        collate=padded_kinds,
+    ),
+    pictures(
+        "vit of transformers",
+        "ViTForImageClassification",
+        "ViTConfig",
+        "its dropouts are 0 by default",
+        image_size=32,
+        patch_size=8,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+    ),
+    pictures(
+        "vit of transformers, dropout",
+        "ViTForImageClassification",
+        "ViTConfig",
+        DROPOUT,
+        image_size=32,
+        patch_size=8,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        attention_probs_dropout_prob=0.1,
+        hidden_dropout_prob=0.1,
+    ),
+    pictures(
+        "resnet of transformers",
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        "batch norm and a loss in the output",
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        layer_type="basic",
+    ),
 )

@@ -1,7 +1,8 @@
 """Batches that other processes load ahead, handed over in memory without a name (a memfd).
 
-torch's own way makes an entry in /dev/shm for every tensor and removes it a moment later: a loader that is killed in between
-leaves it behind, and where /dev/shm is small, as it is in containers, it is soon full.
+torch's own way makes an entry in /dev/shm for every tensor and removes it a moment later: a
+loader that is killed in between leaves it behind, and where /dev/shm is small, as it is in
+containers, it is soon full.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ REPAIR = "start fewer loaders, or smaller batches"
 
 
 def loaded(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[Any]:
-    """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads here."""
+    """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads
+    here.
+    """
     if loaders == 0:
         return (samples[key] for key in keys)
     clear_after_kill()
@@ -36,10 +39,18 @@ def loaded(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[
 
 
 def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterator[Any]:
-    own = torch.Generator()         # DataLoader draws a seed; not from the generator that the model may use
+    # DataLoader draws a seed; not from the generator that the model may use
+    own = torch.Generator()
     try:
-        for batch in DataLoader(Sent(samples), batch_size=None, sampler=keys, num_workers=loaders,    # type: ignore
-                                collate_fn=_as_it_is, generator=own, worker_init_fn=ending_with_this()):
+        for batch in DataLoader(
+            Sent(samples),
+            batch_size=None,
+            sampler=keys,
+            num_workers=loaders,  # type: ignore
+            collate_fn=_as_it_is,
+            generator=own,
+            worker_init_fn=ending_with_this(),
+        ):
             if isinstance(batch, StepFailed):
                 raise batch
             yield batch
@@ -48,18 +59,27 @@ def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterat
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise StepFailed("/dev/shm, in which loaders have their semaphores, is full; make room there, or load without loaders "
-                         "(leave out --loaders)") from error
+        raise StepFailed(
+            "/dev/shm, in which loaders have their semaphores, is full; make room there, or load "
+            "without loaders "
+            "(leave out --loaders)"
+        ) from error
     except RuntimeError as error:
         if BUS not in str(error):
             raise
-        raise StepFailed("a bus error ended a loader: a file that the dataset maps into memory was cut short, or what it "
-                         "shares finds no room in /dev/shm; load without loaders (leave out --loaders)") from error
+        raise StepFailed(
+            "a bus error ended a loader: a file that the dataset maps into memory was cut short, "
+            "or what it "
+            "shares finds no room in /dev/shm; load without loaders (leave out --loaders)"
+        ) from error
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Samples for a process that loads: what fails there is sent as it is, which DataLoader would wrap in two tracebacks."""
+    """Samples for a process that loads: what fails there is sent as it is, which DataLoader
+    would wrap in two tracebacks.
+    """
+
     samples: Samples
 
     def __len__(self) -> int:
@@ -74,7 +94,9 @@ class Sent:
 
 
 class HandedOver:
-    """A batch whose tensors are in memory that another process maps when it unpickles this: there it is the batch itself."""
+    """A batch whose tensors are in memory that another process maps when it unpickles this:
+    there it is the batch itself.
+    """
 
     def __init__(self, batch: Any) -> None:
         self.text, storages = pickled(batch, [], cut_out=True)
@@ -85,7 +107,9 @@ class HandedOver:
         except RuntimeError as error:
             raise StepFailed(f"a loader hands over a batch: {error}") from error
         for place, size, storage in zip(places, self.sizes, storages, strict=True):
-            self.region.bytes[place:place + size].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+            self.region.bytes[place : place + size].copy_(
+                torch.empty(0, dtype=torch.uint8).set_(storage)
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _taken, (DupFd(self.region.descriptor), self.region.size, self.sizes, self.text)
@@ -101,7 +125,9 @@ def _taken(duplicate: Any, size: int, sizes: Sequence[int], text: bytes) -> Any:
         region = Region(descriptor, size)
     finally:
         os.close(descriptor)
-    return unpickled(text, [region.storage(*each) for each in zip(begins(TOKEN, sizes), sizes, strict=False)])
+    return unpickled(
+        text, [region.storage(*each) for each in zip(begins(TOKEN, sizes), sizes, strict=False)]
+    )
 
 
 def _as_it_is(batch: Any) -> Any:

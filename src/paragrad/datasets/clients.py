@@ -1,5 +1,6 @@
-"""Clients of a federated training: which samples each has, whose turn a round is, and in which order a client goes through its
-own. All of it follows from the samples' labels, the seed, the round and the client, never from the number of workers.
+"""Clients of a federated training: which samples each has, whose turn a round is, and in which
+order a client goes through its own. All of it follows from the samples' labels, the seed, the
+round and the client, never from the number of workers.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from paragrad.datasets.order import Order, draws, shuffled
 from paragrad.errors import Refused, told
 from paragrad.world.generators import generators_kept
 
-NAMES = ("labels", "label")             # of the class, in a sample that is a dict
-WHOLE = "iub"                           # numpy's kinds of whole numbers
-AT_ONCE = 1000                          # samples whose class is read together
+NAMES = ("labels", "label")  # of the class, in a sample that is a dict
+WHOLE = "iub"  # numpy's kinds of whole numbers
+AT_ONCE = 1000  # samples whose class is read together
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a client does in a round. first: its first place in the round's order;  step: the number of its first step;  steps:
-    how many it makes."""
+    """What a client does in a round. first: its first place in the round's order;  step: the
+    number of its first step;  steps: how many it makes.
+    """
+
     client: int
     first: int
     step: int
@@ -37,8 +40,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """A batch of a client. epoch: of the client, counted over all rounds, by which its samples are drawn;  whole: its places in
-    the round's order;  samples: their numbers in the dataset."""
+    """A batch of a client. epoch: of the client, counted over all rounds, by which its samples
+    are drawn;  whole: its places in the round's order;  samples: their numbers in the
+    dataset.
+    """
+
     epoch: int
     whole: range
     samples: list[int]
@@ -46,8 +52,11 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The rounds of a training. clients: of each the numbers of its samples, ascending;  taking: how many take part in a round;
-    passes: a client's over its samples in a round;  asked: so many rounds, or None: as many as `epochs` of all samples are."""
+    """The rounds of a training. clients: of each the numbers of its samples, ascending;
+    taking: how many take part in a round; passes: a client's over its samples in a round;
+    asked: so many rounds, or None: as many as `epochs` of all samples are.
+    """
+
     clients: tuple[Any, ...]
     order: Order
     workers: int
@@ -56,10 +65,12 @@ class Rounds:
     epochs: int
     asked: int | None = None
 
-    # ---- how many ------------------------------------------------------------------------------------------------------
+    # ---- how many ----------------------------------------------------------------------------
     @property
     def auto(self) -> int:
-        """So many rounds pass over as many samples as the epochs do, of clients of average size."""
+        """So many rounds pass over as many samples as the epochs do, of clients of average
+        size.
+        """
         return -(-self.epochs * len(self.clients) // (self.taking * self.passes))
 
     @property
@@ -67,16 +78,22 @@ class Rounds:
         return self.auto if self.asked is None else self.asked
 
     def passed(self, rounds: int) -> int:
-        """The steps that serial makes over as many samples as so many rounds pass over, of clients of average size."""
+        """The steps that serial makes over as many samples as so many rounds pass over, of
+        clients of average size.
+        """
         steps = rounds * self.taking * self.passes * self.order.steps // len(self.clients)
         return min(steps, self.epochs * self.order.steps) if rounds <= self.auto else steps
 
     def made(self, steps: int) -> int:
         """The rounds behind so many steps of serial."""
-        return next((rounds for rounds in range(self.count) if self.passed(rounds) >= steps), self.count)
+        return next(
+            (rounds for rounds in range(self.count) if self.passed(rounds) >= steps), self.count
+        )
 
     def own(self, steps: int, told: int | None) -> int | None:
-        """The rounds behind a checkpoint of so many steps, as it tells them; None where it is not of these rounds."""
+        """The rounds behind a checkpoint of so many steps, as it tells them; None where it is
+        not of these rounds.
+        """
         return told if told is not None and self.passed(told) == steps else None
 
     def length(self, client: int) -> int:
@@ -89,13 +106,21 @@ class Rounds:
 
     @cached_property
     def begins(self) -> Sequence[int]:
-        """The number of every round's first step, and behind them the number of all steps: those of its clients, one after the
-        other."""
+        """The number of every round's first step, and behind them the number of all steps:
+        those of its clients, one after the other.
+        """
         if not self.drawn:
-            each = sum(self.lengths[:self.taking])
+            each = sum(self.lengths[: self.taking])
             return range(0, each * self.count + 1, each)
-        return list(accumulate((sum(self.lengths[client] for client in self.chosen(number)) for number in range(self.count)),
-                               initial=0))
+        return list(
+            accumulate(
+                (
+                    sum(self.lengths[client] for client in self.chosen(number))
+                    for number in range(self.count)
+                ),
+                initial=0,
+            )
+        )
 
     @property
     def drawn(self) -> bool:
@@ -105,26 +130,34 @@ class Rounds:
     @property
     def told(self) -> dict[str, int]:
         """As a record and a dry run tell it."""
-        return {"count": self.count, "clients": len(self.clients), "taking": self.taking, "passes": self.passes,
-                "steps": self.begins[-1]}
+        return {
+            "count": self.count,
+            "clients": len(self.clients),
+            "taking": self.taking,
+            "passes": self.passes,
+            "steps": self.begins[-1],
+        }
 
     def __str__(self) -> str:
         """As people read it."""
         return f"{self.count}, with {self.taking} of {len(self.clients)} clients in each"
 
-    # ---- who -----------------------------------------------------------------------------------------------------------
+    # ---- who ---------------------------------------------------------------------------------
     def chosen(self, number: int) -> list[int]:
         """The clients that take part in a round, ascending."""
         if self.taking == len(self.clients):
             return list(range(self.taking))
-        found = shuffled(len(self.clients), f"clients {self.order.seed} {number}")[:self.taking]
+        found = shuffled(len(self.clients), f"clients {self.order.seed} {number}")[: self.taking]
         return sorted(found.tolist())
 
     @cached_property
     def worker(self) -> list[int]:
-        """Of every client its worker, for all rounds: the largest client first, each to who has the fewest samples by then."""
+        """Of every client its worker, for all rounds: the largest client first, each to who has
+        the fewest samples by then.
+        """
         sizes = [len(samples) for samples in self.clients]
-        loads, found = [(0, worker) for worker in range(self.workers)], [0] * len(sizes)
+        loads = [(0, worker) for worker in range(self.workers)]
+        found = [0] * len(sizes)
         for client in sorted(range(len(sizes)), key=lambda client: (-sizes[client], client)):
             load, worker = loads[0]
             heapq.heapreplace(loads, (load + sizes[client], worker))
@@ -133,82 +166,116 @@ class Rounds:
 
     def parts(self, number: int) -> list[Part]:
         """What the clients of a round do."""
-        found, first, step = list[Part](), 0, self.begins[number]
+        found = list[Part]()
+        first = 0
+        step = self.begins[number]
         for client in self.chosen(number):
             found.append(Part(client, first, step, self.length(client)))
-            first, step = first + self.passes * len(self.clients[client]), step + self.length(client)
+            first = first + self.passes * len(self.clients[client])
+            step = step + self.length(client)
         return found
 
     def places(self, number: int) -> int:
-        """How many places the order of a round has: its clients' samples, as often as they pass over them."""
+        """How many places the order of a round has: its clients' samples, as often as they pass
+        over them.
+        """
         return self.passes * sum(len(self.clients[client]) for client in self.chosen(number))
 
-    # ---- in which order --------------------------------------------------------------------------------------------------
+    # ---- in which order ----------------------------------------------------------------------
     def pieces(self, part: Part, number: int) -> Iterator[Piece]:
-        """A client's batches in a round. Those of the first client are in the dataset's own order: alone, it is serial."""
-        own, first = self.clients[part.client], part.first
+        """A client's batches in a round. Those of the first client are in the dataset's own
+        order: alone, it is serial.
+        """
+        own = self.clients[part.client]
+        first = part.first
         for epoch in range(number * self.passes, (number + 1) * self.passes):
             whose = f" of client {part.client}" if part.client else ""
             samples = own[shuffled(len(own), f"order {self.order.seed} {epoch}{whose}")].tolist()
             for start in range(0, len(samples), self.order.batch):
-                some = samples[start:start + self.order.batch]
+                some = samples[start : start + self.order.batch]
                 yield Piece(epoch, range(first + start, first + start + len(some)), some)
             first += len(samples)
 
 
-# ---- which samples -----------------------------------------------------------------------------------------------------------
-def divided(samples: int, clients: int, seed: int, labels: Any = None, alpha: float | None = None) -> tuple[Any, ...]:
-    """Of every client the numbers of its samples, ascending; each sample has one client, and no client has more than one sample
-    more than another.
+# ---- which samples ---------------------------------------------------------------------------
+def divided(
+    samples: int, clients: int, seed: int, labels: Any = None, alpha: float | None = None
+) -> tuple[Any, ...]:
+    """Of every client the numbers of its samples, ascending; each sample has one client, and no
+    client has more than one sample more than another.
 
-    alpha: None: by chance; otherwise each client draws its mix of classes from a Dirichlet distribution around that of all, of
-    concentration alpha, and takes its samples by it as long as there are some (Hsu, Qi & Brown 2019, arXiv 1909.06335).
+    alpha: None: by chance; otherwise each client draws its mix of classes from a Dirichlet
+    distribution around that of all, of concentration alpha, and takes its samples by it as long
+    as there are some (Hsu, Qi & Brown 2019, arXiv 1909.06335).
     """
     order = shuffled(samples, f"samples of clients {seed}")
     sizes = [samples // clients + (client < samples % clients) for client in range(clients)]
     if alpha is None:
         return tuple(numpy.sort(part) for part in numpy.split(order, numpy.cumsum(sizes)[:-1]))
     classes, of = numpy.unique(labels[order], return_inverse=True)
-    left = [order[of == number] for number in range(len(classes))]         # of every class, in that order
+    # of every class, in that order
+    left = [order[of == number] for number in range(len(classes))]
     shares = numpy.bincount(of) / samples
-    random, found = draws(f"classes of clients {seed}"), []
+    random = draws(f"classes of clients {seed}")
+    found = []
     for size in sizes:
-        mix, own = mixed(random, alpha * shares), list[Any]()
+        mix = mixed(random, alpha * shares)
+        own = list[Any]()
         while size:
             there = numpy.array([len(each) for each in left])
             mix = numpy.where(there > 0, mix, 0.0)
-            mix = mix / mix.sum() if mix.sum() > 0 else there / there.sum()          # what it wants is gone
+            # what it wants is gone
+            mix = mix / mix.sum() if mix.sum() > 0 else there / there.sum()
             for number, count in enumerate(numpy.minimum(random.multinomial(size, mix), there)):
                 own.append(left[number][:count])
-                left[number], size = left[number][count:], size - int(count)
+                left[number] = left[number][count:]
+                size = size - int(count)
         found.append(numpy.sort(numpy.concatenate(own)))
     return tuple(found)
 
 
 def mixed(random: Any, alphas: Any) -> Any:
-    """A draw of a Dirichlet distribution, by logarithms: of small alphas the gamma numbers themselves would all be 0."""
-    gammas = numpy.log(random.standard_gamma(alphas + 1)) + numpy.log(1.0 - random.random_sample(len(alphas))) / alphas
+    """A draw of a Dirichlet distribution, by logarithms: of small alphas the gamma numbers
+    themselves would all be 0.
+    """
+    gammas = (
+        numpy.log(random.standard_gamma(alphas + 1))
+        + numpy.log(1.0 - random.random_sample(len(alphas))) / alphas
+    )
     mix = numpy.exp(gammas - gammas.max())
     return mix / mix.sum()
 
 
 def labels_of(dataset: Any, asked: str, numbers: Any = None) -> Any:
-    """The class of every sample, or of those numbers, as an array of whole numbers: as the dataset has them in `targets`, or
-    read sample by sample. Raises Refused where a target is none."""
+    """The class of every sample, or of those numbers, as an array of whole numbers: as the
+    dataset has them in `targets`, or read sample by sample. Raises Refused where a target is
+    none.
+    """
     numbers = numpy.arange(len(dataset)) if numbers is None else numbers
-    if type(dataset).__getitem__ is Subset.__getitem__:                     # samples outside of it are nobody's
-        return labels_of(dataset.dataset, asked, numpy.asarray(dataset.indices, dtype=numpy.int64)[numbers])
+    # samples outside of it are nobody's
+    if type(dataset).__getitem__ is Subset.__getitem__:
+        return labels_of(
+            dataset.dataset, asked, numpy.asarray(dataset.indices, dtype=numpy.int64)[numbers]
+        )
     if (found := _listed(dataset)) is not None:
         return found[numbers]
     with generators_kept():
-        return numpy.array([each for start in range(0, len(numbers), AT_ONCE)
-                            for each in _targets(dataset, numbers[start:start + AT_ONCE].tolist(), asked)])
+        return numpy.array(
+            [
+                each
+                for start in range(0, len(numbers), AT_ONCE)
+                for each in _targets(dataset, numbers[start : start + AT_ONCE].tolist(), asked)
+            ]
+        )
 
 
 def _listed(dataset: Any) -> Any:
-    """The targets that a dataset has together, as an array; None where they are no whole numbers, one a sample."""
+    """The targets that a dataset has together, as an array; None where they are no whole
+    numbers, one a sample.
+    """
     pairs = type(dataset).__getitem__ is TensorDataset.__getitem__ and len(dataset.tensors) == 2
-    with contextlib.suppress(TypeError, ValueError):                        # rows of unequal length are no array
+    # rows of unequal length are no array
+    with contextlib.suppress(TypeError, ValueError):
         found = _array(dataset.tensors[1] if pairs else getattr(dataset, "targets", None))
         if found.shape == (len(dataset),) and found.dtype.kind in WHOLE:
             return found
@@ -222,18 +289,34 @@ def _array(value: Any) -> Any:
 def _targets(dataset: Any, numbers: list[int], asked: str) -> list[int]:
     try:
         whole = getattr(dataset, "whole_batches", False)
-        samples = ((None, each) for each in _array(dataset[numbers][1])) if whole else map(dataset.__getitem__, numbers)
+        samples = (
+            ((None, each) for each in _array(dataset[numbers][1]))
+            if whole
+            else map(dataset.__getitem__, numbers)
+        )
         return list(map(_class_of, samples))
     except Exception as error:
-        raise Refused(f"{asked} divides samples by their class, and of samples {numbers[0]} to {numbers[-1]} it could not be "
-                      f"read: {told(error)}; give split=even, or targets that are classes") from error
+        raise Refused(
+            f"{asked} divides samples by their class, and of samples {numbers[0]} to {numbers[-1]} "
+            f"it could not be "
+            f"read: {told(error)}; give split=even, or targets that are classes"
+        ) from error
 
 
 def _class_of(sample: Any) -> int:
-    target = sample[1] if not isinstance(sample, Mapping) else next((sample[name] for name in NAMES if name in sample), None)
+    target = (
+        sample[1]
+        if not isinstance(sample, Mapping)
+        else next((sample[name] for name in NAMES if name in sample), None)
+    )
     found = _array(target)
     if found.size != 1 or found.dtype.kind not in WHOLE:
         if isinstance(sample, Mapping) and target is None:
-            raise ValueError(f"a sample is a dict without {' or '.join(map(repr, NAMES))}, where its class is looked for")
-        raise ValueError(f"a target is {found.size} value(s) of type {found.dtype}, and no whole number")
+            raise ValueError(
+                f"a sample is a dict without {' or '.join(map(repr, NAMES))}, where its class is "
+                f"looked for"
+            )
+        raise ValueError(
+            f"a target is {found.size} value(s) of type {found.dtype}, and no whole number"
+        )
     return int(found.reshape(-1)[0])

@@ -1,4 +1,6 @@
-"""Where the files of a data set are: in the given folder, in the cache, or still on the network."""
+"""Where the files of a data set are: in the given folder, in the cache, or still on the
+network.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,16 @@ from typing import Any
 
 from paragrad.errors import Refused
 
-SILENCE = 20.0          # seconds that a server may let us wait for its next bytes
-LONGEST = 600.0         # seconds that one file may take: 11 MB come through at 20 kB/s
+SILENCE = 20.0  # seconds that a server may let us wait for its next bytes
+LONGEST = 600.0  # seconds that one file may take: 11 MB come through at 20 kB/s
 
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A file as it was published. Files in a folder that is given may differ from it: relatives of MNIST share its names."""
+    """A file as it was published. Files in a folder that is given may differ from it: relatives
+    of MNIST share its names.
+    """
+
     url: str
     sha256: str
 
@@ -42,22 +47,43 @@ _SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 
 SETS: dict[str, tuple[Original, ...]] = {
     "mnist": (
-        Original(f"{_MNIST}/train-images-idx3-ubyte.gz", "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-        Original(f"{_MNIST}/train-labels-idx1-ubyte.gz", "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-        Original(f"{_MNIST}/t10k-images-idx3-ubyte.gz", "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-        Original(f"{_MNIST}/t10k-labels-idx1-ubyte.gz", "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6")),
+        Original(
+            f"{_MNIST}/train-images-idx3-ubyte.gz",
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        ),
+        Original(
+            f"{_MNIST}/train-labels-idx1-ubyte.gz",
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        ),
+        Original(
+            f"{_MNIST}/t10k-images-idx3-ubyte.gz",
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        ),
+        Original(
+            f"{_MNIST}/t10k-labels-idx1-ubyte.gz",
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        ),
+    ),
     "tinyshakespeare": (
-        Original(f"{_SHAKESPEARE}/input.txt", "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),),
+        Original(
+            f"{_SHAKESPEARE}/input.txt",
+            "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        ),
+    ),
 }
 
 
 def located(dataset: str, data: Path | None) -> dict[str, Path]:
-    """All files of a data set, by their unpacked names: in data/<dataset> or data; without a folder, from the cache or the
-    network.
+    """All files of a data set, by their unpacked names: in data/<dataset> or data; without a
+    folder, from the cache or the network.
 
     Raises Refused where some cannot be had, with the names of what to put where.
     """
-    return {original.name: _kept(dataset, original) for original in SETS[dataset]} if data is None else _given(dataset, data)
+    return (
+        {original.name: _kept(dataset, original) for original in SETS[dataset]}
+        if data is None
+        else _given(dataset, data)
+    )
 
 
 def content(path: Path) -> bytes:
@@ -66,19 +92,31 @@ def content(path: Path) -> bytes:
         raw = path.read_bytes()
         return gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
     except EOFError as error:
-        raise Refused(f"{path} is cut off in the middle of its gzip data; copy or download it again") from error
+        raise Refused(
+            f"{path} is cut off in the middle of its gzip data; copy or download it again"
+        ) from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise Refused(f"{path} holds damaged gzip data ({error}); copy or download it again") from error
+        raise Refused(
+            f"{path} holds damaged gzip data ({error}); copy or download it again"
+        ) from error
     except OSError as error:
-        raise Refused(f"{path} cannot be read ({error.strerror}); make it a readable file") from error
+        raise Refused(
+            f"{path} cannot be read ({error.strerror}); make it a readable file"
+        ) from error
 
 
 def _given(dataset: str, data: Path) -> dict[str, Path]:
-    """The files that a folder holds: all, or none. No set is put together from two places: it could be two sets."""
+    """The files that a folder holds: all, or none. No set is put together from two places: it
+    could be two sets.
+    """
     if not data.is_dir():
-        raise Refused(f"there is no data folder {data}; give an existing one with --data, or none for the cache")
+        raise Refused(
+            f"there is no data folder {data}; give an existing one with --data, or none for the "
+            f"cache"
+        )
     for folder in (data / dataset, data):
-        held, missing = {}, []
+        held = {}
+        missing = []
         for original in SETS[dataset]:
             plain = folder / original.name
             packed = folder / (original.name + ".gz")
@@ -87,40 +125,62 @@ def _given(dataset: str, data: Path) -> dict[str, Path]:
             else:
                 missing.append(original.name)
         if held and missing:
-            raise Refused(f"{folder} lacks {_listed(missing)} of the data set {dataset}; put all its files there, "
-                          "each with or without .gz")
+            raise Refused(
+                f"{folder} lacks {_listed(missing)} of the data set {dataset}; put all its files "
+                f"there, "
+                "each with or without .gz"
+            )
         if held:
             return held
     source = SETS[dataset][0].url.rpartition("/")[0]
-    raise Refused(f"{data} holds no file of the data set {dataset}; put {_listed(_names(dataset))} there, each with or without "
-                  f".gz, or name no folder (--data, PARAGRAD_DATA): they are then downloaded once, from {source}")
+    raise Refused(
+        f"{data} holds no file of the data set {dataset}; put {_listed(_names(dataset))} there, "
+        f"each with or without "
+        f".gz, or name no folder (--data, PARAGRAD_DATA): they are then downloaded once, from "
+        f"{source}"
+    )
 
 
 def _kept(dataset: str, original: Original) -> Path:
-    """The file in the cache, downloaded first where it is not there or is no longer the original."""
+    """The file in the cache, downloaded first where it is not there or is no longer the
+    original.
+    """
     try:
         import pooch
     except ImportError as error:
-        raise _unavailable(dataset, "the cache and the download need pooch: pip install pooch") from error
+        raise _unavailable(
+            dataset, "the cache and the download need pooch: pip install pooch"
+        ) from error
     cache = Path(pooch.os_cache("paragrad")) / dataset
     level = pooch.get_logger().level
-    pooch.get_logger().setLevel("ERROR")        # our own line names what is downloaded
+    pooch.get_logger().setLevel("ERROR")  # our own line names what is downloaded
     try:
-        return Path(pooch.retrieve(original.url, original.sha256, original.published, cache, downloader=_download))
+        return Path(
+            pooch.retrieve(
+                original.url, original.sha256, original.published, cache, downloader=_download
+            )
+        )
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
-            error.close()                       # it holds the connection
+            error.close()  # it holds the connection
         why = shorten(f"{type(error).__name__}: {error}", 160)
-        raise _unavailable(dataset, f"{original.published} could not be got from {original.url} ({why})") from error
-    except ValueError as error:                 # pooch compared, and threw away what it had got
-        raise _unavailable(dataset, f"what {original.url} sends is not the original {original.published}: its sha256 "
-                           f"is not {original.sha256}; nothing of it was kept") from error
+        raise _unavailable(
+            dataset, f"{original.published} could not be got from {original.url} ({why})"
+        ) from error
+    except ValueError as error:  # pooch compared, and threw away what it had got
+        raise _unavailable(
+            dataset,
+            f"what {original.url} sends is not the original {original.published}: its sha256 "
+            f"is not {original.sha256}; nothing of it was kept",
+        ) from error
     finally:
         pooch.get_logger().setLevel(level)
 
 
 def _download(url: str, target: str, _: Any) -> None:
-    """Write to `target` what `url` sends, byte by byte as sent. Raises OSError or HTTPException, in bounded time."""
+    """Write to `target` what `url` sends, byte by byte as sent. Raises OSError or
+    HTTPException, in bounded time.
+    """
     print(f"downloading {url}", file=sys.stderr, flush=True)
     end = time.monotonic() + LONGEST
     with urllib.request.urlopen(url, timeout=SILENCE) as answer, open(target, "wb") as file:
@@ -130,12 +190,17 @@ def _download(url: str, target: str, _: Any) -> None:
                 raise TimeoutError(f"not finished after {LONGEST:g} seconds")
         promised = answer.headers["Content-Length"]
         if promised not in (None, str(file.tell())):
-            raise ConnectionError(f"the connection broke off after {file.tell()} of {promised} bytes")
+            raise ConnectionError(
+                f"the connection broke off after {file.tell()} of {promised} bytes"
+            )
 
 
 def _unavailable(dataset: str, why: str) -> Refused:
-    return Refused(f"data set {dataset}: {why}; or put {_listed(_names(dataset))}, each with or without .gz, into a folder "
-                   "and give it with --data FOLDER")
+    return Refused(
+        f"data set {dataset}: {why}; or put {_listed(_names(dataset))}, each with or without .gz, "
+        f"into a folder "
+        "and give it with --data FOLDER"
+    )
 
 
 def _names(dataset: str) -> list[str]:

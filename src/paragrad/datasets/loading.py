@@ -1,8 +1,9 @@
-"""From indices to tensors: samples of any shape, drawn by (seed, epoch, index), loaded here or by other processes (`ahead.py`).
+"""From indices to tensors: samples of any shape, drawn by (seed, epoch, index), loaded here or
+by other processes (`ahead.py`).
 
-A sample is a pair (input, target) or a dict; inputs and targets may be nested (tuples, lists, dicts of tensors). A batch that
-is a dict is its own target: the model gets its entries by name, the loss the whole of it. A named tuple (a PackedSequence too)
-is one argument of the model.
+A sample is a pair (input, target) or a dict; inputs and targets may be nested (tuples, lists,
+dicts of tensors). A batch that is a dict is its own target: the model gets its entries by name,
+the loss the whole of it. A named tuple (a PackedSequence too) is one argument of the model.
 """
 
 from __future__ import annotations
@@ -24,21 +25,27 @@ from paragrad.world.bound import bounded
 from paragrad.world.generators import generator_states, generators_kept, seed_generators
 from paragrad.world.world import TIMEOUT
 
-Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
+# map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
+Dataset = Any
 Collate = Callable[[list[Any]], Any]
-FEW = 5                 # samples by which a collate is looked at
-OF_A_SHARE = ("; if it drops samples, let it keep them with targets that do not count, or leave them out of the dataset; if it "
-              "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)")
+FEW = 5  # samples by which a collate is looked at
+OF_A_SHARE = (
+    "; if it drops samples, let it keep them with targets that do not count, or leave them out of "
+    "the dataset; if it "
+    "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)"
+)
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """A collate that is given the whole global batch on every rank, which then takes its part of the result.
+    """A collate that is given the whole global batch on every rank, which then takes its part
+    of the result.
 
-    For one that draws at random (masking, mixing samples), puts samples in an order of its own (by length), or pads so that the
-    loss counts padding: what it makes of a share alone is not that share of what it makes of the batch. It costs loading every
-    sample on every rank.
+    For one that draws at random (masking, mixing samples), puts samples in an order of its own
+    (by length), or pads so that the loss counts padding: what it makes of a share alone is not
+    that share of what it makes of the batch. It costs loading every sample on every rank.
     """
+
     collate: Collate
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -47,17 +54,20 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class Samples:
-    """A dataset whose transforms draw the same numbers for a sample, whoever loads it: samples[epoch, indices] -> a batch;
-    samples[epoch, indices, places]: what stands at these places of the batch.
+    """A dataset whose transforms draw the same numbers for a sample, whoever loads it:
+    samples[epoch, indices] -> a batch; samples[epoch, indices, places]: what stands at these
+    places of the batch.
 
-    Before each sample the generators of torch, numpy and random are seeded by (seed, epoch, index); what `collate` draws
-    follows the batch's first sample. Afterwards they are as they were. A plain TensorDataset draws nothing and gives its
-    batch at once; so does a dataset with `whole_batches = True`, unless there is a `collate`.
+    Before each sample the generators of torch, numpy and random are seeded by (seed, epoch,
+    index); what `collate` draws follows the batch's first sample. Afterwards they are as they
+    were. A plain TensorDataset draws nothing and gives its batch at once; so does a dataset
+    with `whole_batches = True`, unless there is a `collate`.
     """
+
     dataset: Dataset
     seed: int = 0
     collate: Collate | None = None
-    patience: float = TIMEOUT                   # seconds that a sample may take
+    patience: float = TIMEOUT  # seconds that a sample may take
 
     def __post_init__(self) -> None:
         refuse_loader(self.dataset, "the dataset")
@@ -76,10 +86,14 @@ class Samples:
     def _collated(self, epoch: int, indices: list[int], batch: int) -> Any:
         dataset = self.dataset
         if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
-            places = torch.from_numpy(numpy.array(indices))     # torch.tensor of a list, and indexing by one, take far longer
+            # torch.tensor of a list, and indexing by one, take far longer
+            places = torch.from_numpy(numpy.array(indices))
             return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)
         if self.collate is None and getattr(dataset, "whole_batches", False):
-            with bounded(self.patience * len(indices), f"samples {indices[0]}, ... of the dataset were not there"):
+            with bounded(
+                self.patience * len(indices),
+                f"samples {indices[0]}, ... of the dataset were not there",
+            ):
                 return dataset[indices]
         with generators_kept():
             drawn = self.drawn(epoch, indices)
@@ -90,8 +104,11 @@ class Samples:
                 with unshared():
                     return self.collate(drawn)
             except Exception as error:
-                raise StepFailed(f"collate raised {type(error).__name__}: {error} (it was given {len(indices)} of the batch's "
-                                 f"{batch} samples)" + (OF_A_SHARE if len(indices) < batch else "")) from error
+                raise StepFailed(
+                    f"collate raised {type(error).__name__}: {error} (it was given {len(indices)} "
+                    f"of the batch's "
+                    f"{batch} samples)" + (OF_A_SHARE if len(indices) < batch else "")
+                ) from error
 
     def drawn(self, epoch: int, indices: list[int]) -> list[Any]:
         """Samples as `collate` is given them, the generators as it finds them."""
@@ -114,8 +131,11 @@ class Samples:
 
 @contextlib.contextmanager
 def unshared() -> Iterator[None]:
-    """Meanwhile default_collate makes batches in memory of this process, not in /dev/shm, as it does where it sees a loader."""
-    before, worker._worker_info = worker._worker_info, None
+    """Meanwhile default_collate makes batches in memory of this process, not in /dev/shm, as it
+    does where it sees a loader.
+    """
+    before = worker._worker_info
+    worker._worker_info = None
     try:
         yield
     finally:
@@ -123,15 +143,18 @@ def unshared() -> Iterator[None]:
 
 
 def why_whole(samples: Samples, batch: int) -> str | None:
-    """Why collate must be given whole batches, or None; seen on a few samples from all over the dataset, at most a batch.
+    """Why collate must be given whole batches, or None; seen on a few samples from all over the
+    dataset, at most a batch.
 
-    Where it puts samples in an order of its own, a row of a share, or a sample that stands in for an empty part, is not the
-    one it is taken for. What cannot be collated or cut says nothing here; the training says what is wrong with it.
+    Where it puts samples in an order of its own, a row of a share, or a sample that stands in
+    for an empty part, is not the one it is taken for. What cannot be collated or cut says
+    nothing here; the training says what is wrong with it.
     """
     if samples.collate is None or isinstance(samples.collate, WholeBatch):
         return None
     count = min(len(samples), batch, FEW)
-    indices = [len(samples) * number // count for number in range(count)]   # neighbours are often of one length
+    # neighbours are often of one length
+    indices = [len(samples) * number // count for number in range(count)]
     try:
         with generators_kept():
             drawn = samples.drawn(0, indices)
@@ -139,30 +162,52 @@ def why_whole(samples: Samples, batch: int) -> str | None:
             forwards = samples.collate(drawn)
             if generator_states() != before:
                 return "it draws at random"
-            backwards = cut(samples.collate(samples.drawn(0, indices[::-1])), list(range(count))[::-1], count)
-            if alike(forwards, backwards) or not alike(forwards, samples.collate(samples.drawn(0, indices))):
-                return None         # or it never makes the same of the same
-            cut(samples.collate(samples.drawn(0, indices[:-1])), slice(0, 1), count - 1)        # another dimension, by chance?
+            backwards = cut(
+                samples.collate(samples.drawn(0, indices[::-1])), list(range(count))[::-1], count
+            )
+            if alike(forwards, backwards) or not alike(
+                forwards, samples.collate(samples.drawn(0, indices))
+            ):
+                return None  # or it never makes the same of the same
+            # another dimension, by chance?
+            cut(samples.collate(samples.drawn(0, indices[:-1])), slice(0, 1), count - 1)
     except Exception:
         return None
     return "it puts samples in an order of its own"
 
 
 def whole_where_needed(samples: Samples, batch: int) -> Samples:
-    """The same; where its collate must be given whole batches of that size, with one that is."""
-    return replace(samples, collate=WholeBatch(samples.collate)) if samples.collate and why_whole(samples, batch) else samples
+    """The same; where its collate must be given whole batches of that size, with one that
+    is.
+    """
+    return (
+        replace(samples, collate=WholeBatch(samples.collate))
+        if samples.collate and why_whole(samples, batch)
+        else samples
+    )
 
 
 def refuse_loader(dataset: Any, what: str) -> None:
-    """Refuse a DataLoader or a stream where a dataset is wanted: a rank draws its own share of every batch."""
+    """Refuse a DataLoader or a stream where a dataset is wanted: a rank draws its own share of
+    every batch.
+    """
     if isinstance(dataset, DataLoader):
-        raise Refused(f"{what} is a DataLoader, which makes batches of its own; give the dataset itself, the global batch size "
-                      f"as batch={dataset.batch_size or '...'}, and what the loader has as collate_fn as collate=")
+        raise Refused(
+            f"{what} is a DataLoader, which makes batches of its own; give the dataset itself, the "
+            f"global batch size "
+            f"as batch={dataset.batch_size or '...'}, and what the loader has as collate_fn as "
+            f"collate="
+        )
     by_place = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not by_place):
-        raise Refused(f"{what} is a stream ({type(dataset).__name__}): no rank can take its share of a batch from the middle "
-                      "of it; give a map-style dataset, with __len__ and __getitem__(index). Where the samples fit into "
-                      "memory, list(stream) is one; otherwise let __getitem__ read sample `index` from where the stream reads")
+        raise Refused(
+            f"{what} is a stream ({type(dataset).__name__}): no rank can take its share of a batch "
+            f"from the middle "
+            "of it; give a map-style dataset, with __len__ and __getitem__(index). Where the "
+            "samples fit into "
+            "memory, list(stream) is one; otherwise let __getitem__ read sample `index` from where "
+            "the stream reads"
+        )
 
 
 def parted(batch: Any) -> tuple[Any, Any]:
@@ -171,26 +216,38 @@ def parted(batch: Any) -> tuple[Any, Any]:
         return dict(batch), dict(batch)
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    raise Refused(f"a sample of a dataset must be a pair (input, target) or a dict, got {type(batch).__name__}")
+    raise Refused(
+        f"a sample of a dataset must be a pair (input, target) or a dict, got "
+        f"{type(batch).__name__}"
+    )
 
 
 def called(model: Callable[..., Any], inputs: Any) -> Any:
-    """model(inputs): a dict by name, a tuple or list in its order; a named tuple is one argument."""
+    """model(inputs): a dict by name, a tuple or list in its order; a named tuple is one
+    argument.
+    """
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields") else model(inputs)
+    return (
+        model(*inputs)
+        if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields")
+        else model(inputs)
+    )
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """value with function(leaf) for every leaf: a tensor, a PackedSequence, a sequence of plain values (such as texts), or any
-    other value."""
+    """value with function(leaf) for every leaf: a tensor, a PackedSequence, a sequence of plain
+    values (such as texts), or any other value.
+    """
     if isinstance(value, PackedSequence):
         return function(value)
     if isinstance(value, Mapping):
         return {name: mapped(function, each) for name, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(function, each) for each in value))
-    if isinstance(value, tuple | list) and any(isinstance(each, Tensor | Mapping | tuple | list) for each in value):
+    if isinstance(value, tuple | list) and any(
+        isinstance(each, Tensor | Mapping | tuple | list) for each in value
+    ):
         return type(value)(mapped(function, each) for each in value)
     return function(value)
 
@@ -202,6 +259,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     def note(leaf: Any) -> None:
         leaf = leaf.data if isinstance(leaf, PackedSequence) else leaf
         found.extend([leaf] if isinstance(leaf, Tensor) else [])
+
     mapped(note, value)
     return found
 
@@ -216,64 +274,90 @@ def alike(one: Any, other: Any) -> bool:
 
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and (not one.dim() or bool(((one == other) | ((one != one) & (other != other))).all()))
+        return one.shape == other.shape and (
+            not one.dim() or bool(((one == other) | ((one != one) & (other != other))).all())
+        )
     return not isinstance(one, tuple | list) or bool(one == other)
 
 
 def copied(value: Any) -> Any:
-    """value with its tensors cloned: a model may change its inputs in place. What it holds twice stays one tensor: a loss may
-    differentiate by an input that is also in its target."""
+    """value with its tensors cloned: a model may change its inputs in place. What it holds
+    twice stays one tensor: a loss may differentiate by an input that is also in its target.
+    """
     clones: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
             return leaf._replace(data=leaf.data.clone())
         return clones.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, Tensor) else leaf
+
     return mapped(copy, value)
 
 
 def brought(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """value on a device (None: where it is), its floating point numbers in dtype, complex ones in its precision; dtype None: as
-    they are."""
+    """value on a device (None: where it is), its floating point numbers in dtype, complex ones
+    in its precision; dtype None: as they are.
+    """
+
     def bring(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
             return leaf.to(device, in_type(leaf.data, dtype))
         return leaf.to(device, in_type(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
+
     return mapped(bring, value)
 
 
 def in_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """A tensor's type when real numbers are brought to dtype and complex ones to its precision; None: as it is."""
+    """A tensor's type when real numbers are brought to dtype and complex ones to its precision;
+    None: as it is.
+    """
     if dtype is None or not (tensor.is_complex() or tensor.is_floating_point()):
         return tensor.dtype
     return dtype.to_complex() if tensor.is_complex() else dtype
 
 
 def cut(value: Any, part: slice | list[int], samples: int) -> Any:
-    """A part of a batch of so many samples, or what stands at some places of it: of every tensor, along its first dimension,
-    and of sequences of plain values.
+    """A part of a batch of so many samples, or what stands at some places of it: of every
+    tensor, along its first dimension, and of sequences of plain values.
 
-    Raises ValueError where a tensor's first dimension is not the samples; one without dimensions is every sample's. What value
-    holds twice stays one tensor.
+    Raises ValueError where a tensor's first dimension is not the samples; one without
+    dimensions is every sample's. What value holds twice stays one tensor.
     """
     pieces: dict[int, Tensor] = {}
 
     def cut_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
-            raise ValueError("a PackedSequence cannot be cut into micro-batches; let collate give padded sequences and their "
-                             "lengths, and the model pack them (pack_padded_sequence), or train with micro=1")
+            raise ValueError(
+                "a PackedSequence cannot be cut into micro-batches; let collate give padded "
+                "sequences and their "
+                "lengths, and the model pack them (pack_padded_sequence), or train with micro=1"
+            )
         if isinstance(leaf, Tensor) and leaf.is_nested:
-            raise ValueError("a NestedTensor cannot be cut into micro-batches; let collate give padded tensors and their "
-                             "lengths, or train with micro=1")
+            raise ValueError(
+                "a NestedTensor cannot be cut into micro-batches; let collate give padded tensors "
+                "and their "
+                "lengths, or train with micro=1"
+            )
         if isinstance(leaf, tuple | list) and len(leaf) == samples:
-            return leaf[part] if isinstance(part, slice) else type(leaf)([leaf[place] for place in part])
+            return (
+                leaf[part]
+                if isinstance(part, slice)
+                else type(leaf)([leaf[place] for place in part])
+            )
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
         if str(leaf.layout).startswith("torch.sparse"):
-            raise ValueError("a sparse tensor cannot be cut into micro-batches; let the model make it sparse, or train with "
-                             "micro=1")
+            raise ValueError(
+                "a sparse tensor cannot be cut into micro-batches; let the model make it sparse, "
+                "or train with "
+                "micro=1"
+            )
         if len(leaf) != samples:
-            raise ValueError(f"a batch of {samples} samples holds a tensor of shape {tuple(leaf.shape)}, which cannot be cut "
-                             "into micro-batches; let the samples be its first dimension, or train with micro=1")
+            raise ValueError(
+                f"a batch of {samples} samples holds a tensor of shape {tuple(leaf.shape)}, which "
+                f"cannot be cut "
+                "into micro-batches; let the samples be its first dimension, or train with micro=1"
+            )
         return pieces.setdefault(id(leaf), leaf[part])
+
     return mapped(cut_leaf, value)

@@ -12,14 +12,18 @@ from paragrad.datasets.files import located
 from paragrad.datasets.idx import labelled
 from paragrad.errors import Refused
 
-MEAN, DEVIATION = 0.1307, 0.3081        # of the 60,000 training images, pixels in [0, 1]
+# of the 60,000 training images, pixels in [0, 1]
+MEAN = 0.1307
+DEVIATION = 0.3081
 
 
 class Digits(TensorDataset):
     """dataset[indices] -> (pixels [n, 1, 28, 28] of float32, normalised; labels [n] of int64).
 
-    Kept as bytes, 47 MB for the training set; floating point numbers are made of the batch alone.
+    Kept as bytes, 47 MB for the training set; floating point numbers are made of the batch
+    alone.
     """
+
     whole_batches = True
 
     def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
@@ -28,10 +32,16 @@ class Digits(TensorDataset):
 
 
 def mnist(data: Path | None, train: bool) -> Digits:
-    """The 60,000 training or the 10,000 test images. data: see files.located. Raises Refused."""
-    files, part = located("mnist", data), "train" if train else "t10k"
+    """The 60,000 training or the 10,000 test images. data: see files.located. Raises
+    Refused.
+    """
+    files = located("mnist", data)
+    part = "train" if train else "t10k"
     images = files[f"{part}-images-idx3-ubyte"]
     pixels, labels = labelled(images, files[f"{part}-labels-idx1-ubyte"])
     if pixels.shape[1:] != (28, 28):
-        raise Refused(f"{images} holds images of {pixels.shape[1]}x{pixels.shape[2]} pixels; give images of 28x28")
+        raise Refused(
+            f"{images} holds images of {pixels.shape[1]}x{pixels.shape[2]} pixels; give images of "
+            f"28x28"
+        )
     return Digits(pixels, labels)

@@ -8,28 +8,48 @@ from typing import Any
 
 from torch import nn
 
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")             # of an object in one process
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in one process
 
 
 def described(value: Any) -> str:
-    """A module by its repr; a function by its name, a partial by what it holds. What only code says (a function's body, a
-    forward) is not in it.
+    """A module by its repr; a function by its name, a partial by what it holds. What only code
+    says (a function's body, a forward) is not in it.
     """
     if isinstance(value, functools.partial):
-        return ", ".join([described(value.func), *map(_plainly, value.args),
-                          *(f"{name}={_plainly(each)}" for name, each in value.keywords.items())])
-    return _plainly(value) if isinstance(value, nn.Module) else str(getattr(value, "__qualname__", type(value).__qualname__))
+        return ", ".join(
+            [
+                described(value.func),
+                *map(_plainly, value.args),
+                *(f"{name}={_plainly(each)}" for name, each in value.keywords.items()),
+            ]
+        )
+    return (
+        _plainly(value)
+        if isinstance(value, nn.Module)
+        else str(getattr(value, "__qualname__", type(value).__qualname__))
+    )
 
 
 def with_settings(loss: Any) -> str:
-    """A loss, with the numbers and texts that it holds: torch's own show none (label_smoothing)."""
-    own = {name: each for name, each in vars(loss).items() if not name.startswith("_") and name != "training"
-           and isinstance(each, str | int | float)} if isinstance(loss, nn.Module) else {}
+    """A loss, with the numbers and texts that it holds: torch's own show none
+    (label_smoothing).
+    """
+    own = (
+        {
+            name: each
+            for name, each in vars(loss).items()
+            if not name.startswith("_")
+            and name != "training"
+            and isinstance(each, str | int | float)
+        }
+        if isinstance(loss, nn.Module)
+        else {}
+    )
     return described(loss) + "".join(f"\n{name}={each!r}" for name, each in own.items())
 
 
 def _plainly(value: Any) -> str:
     try:
         return ADDRESS.sub("", repr(value))
-    except Exception:                                   # of somebody's own repr
+    except Exception:  # of somebody's own repr
         return type(value).__qualname__

@@ -1,4 +1,6 @@
-"""The default job, scikit-learn's bundled handwritten digits; and a net with branches on them."""
+"""The default job, scikit-learn's bundled handwritten digits; and a net with branches on
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,37 +19,63 @@ from paragrad.jobs.job import Job, accuracy
 
 
 def digits(width: int = 64) -> Job:
-    """The 1,797 real 8x8 handwritten digits that scikit-learn bundles; MLP 64-width-10, SGD with momentum."""
+    """The 1,797 real 8x8 handwritten digits that scikit-learn bundles; MLP 64-width-10, SGD
+    with momentum.
+    """
     train, test = _halves()
     return Job(
-        name="digits", arguments=(("width", width),),
+        name="digits",
+        arguments=(("width", width),),
         model=lambda: nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10)),
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        train=train, test=test, batch=64, epochs=20, metric=accuracy)
+        train=train,
+        test=test,
+        batch=64,
+        epochs=20,
+        metric=accuracy,
+    )
 
 
 def inception_digits(width: int = 8) -> Job:
-    """The same digits as images, and a small net of Inception blocks (Szegedy et al. 2015): twice four branches, of which none
-    needs another, and whose channels are put together. width: channels of a branch. Raises Refused."""
+    """The same digits as images, and a small net of Inception blocks (Szegedy et al. 2015):
+    twice four branches, of which none needs another, and whose channels are put together.
+    width: channels of a branch. Raises Refused.
+    """
     if width < 1:
         raise Refused(f"job inception-digits: width must be a whole number from 1, got {width}")
-    train, test = (TensorDataset(images.view(-1, 1, 8, 8), labels) for images, labels in (half.tensors for half in _halves()))
+    train, test = (
+        TensorDataset(images.view(-1, 1, 8, 8), labels)
+        for images, labels in (half.tensors for half in _halves())
+    )
     return Job(
-        name="inception-digits", arguments=(("width", width),), model=partial(_inception, width),
+        name="inception-digits",
+        arguments=(("width", width),),
+        model=partial(_inception, width),
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        train=train, test=test, batch=64, epochs=10, metric=accuracy)
+        train=train,
+        test=test,
+        batch=64,
+        epochs=10,
+        metric=accuracy,
+    )
 
 
 class Inception(nn.Module):
-    """Windows of 1, 3 and 5 pixels, and a pool, beside each other: [n, channels, h, w] -> [n, 4 x width, h, w]."""
+    """Windows of 1, 3 and 5 pixels, and a pool, beside each other: [n, channels, h, w] -> [n, 4
+    x width, h, w].
+    """
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.one = nn.Conv2d(channels, width, 1)
-        self.three = nn.Sequential(nn.Conv2d(channels, width, 1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
-        self.five = nn.Sequential(nn.Conv2d(channels, width, 1), nn.ReLU(), nn.Conv2d(width, width, 5, padding=2))
+        self.three = nn.Sequential(
+            nn.Conv2d(channels, width, 1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)
+        )
+        self.five = nn.Sequential(
+            nn.Conv2d(channels, width, 1), nn.ReLU(), nn.Conv2d(width, width, 5, padding=2)
+        )
         self.pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(channels, width, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,29 +83,42 @@ class Inception(nn.Module):
 
 
 def _inception(width: int) -> nn.Module:
-    return nn.Sequential(                                               # [n, 1, 8, 8]
-        nn.Conv2d(1, 2 * width, 3, padding=1), nn.ReLU(),
-        Inception(2 * width, width), nn.MaxPool2d(2), Inception(4 * width, width),          # [n, 4 x width, 4, 4]
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
+    return nn.Sequential(  # [n, 1, 8, 8]
+        nn.Conv2d(1, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        # [n, 4 x width, 4, 4]
+        Inception(2 * width, width),
+        nn.MaxPool2d(2),
+        Inception(4 * width, width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, 10),
+    )
 
 
 def _halves() -> tuple[TensorDataset, TensorDataset]:
     """Every fifth digit is for testing: 1,437 to train on, 360 to test."""
     images, labels = _digits()
-    images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    images = torch.tensor(images / 16, dtype=torch.float32)
+    labels = torch.tensor(labels)
     testing = torch.arange(len(labels)) % 5 == 4
-    testing[-1] = True                                  # 1,797 is no multiple of five; the last one is for testing too
-    return TensorDataset(images[~testing], labels[~testing]), TensorDataset(images[testing], labels[testing])
+    # 1,797 is no multiple of five; the last one is for testing too
+    testing[-1] = True
+    return TensorDataset(images[~testing], labels[~testing]), TensorDataset(
+        images[testing], labels[testing]
+    )
 
 
 def _digits() -> tuple[Any, Any]:
-    """sklearn.datasets.load_digits: images (1797, 64) of 0 to 16, and labels. Read from its file where that is: scikit-learn
-    takes as long to import as torch."""
+    """sklearn.datasets.load_digits: images (1797, 64) of 0 to 16, and labels. Read from its
+    file where that is: scikit-learn takes as long to import as torch.
+    """
     found = find_spec("sklearn")
     for folder in (found and found.submodule_search_locations) or ():
         if (file := Path(folder, "datasets", "data", "digits.csv.gz")).exists():
             table = numpy.loadtxt(file, delimiter=",")
             return table[:, :-1], table[:, -1].astype(int)
     from sklearn.datasets import load_digits
+
     digits: tuple[Any, Any] = load_digits(return_X_y=True)
     return digits

@@ -1,11 +1,13 @@
 """What the mean in a loss divided by: read off autograd's graph, which holds it.
 
-A loss of the user's kind (a function around cross_entropy, the `output.loss` of a Hugging Face model, a masked mean) is a mean
-over something: samples, tokens that are not ignored, elements. To add up over shares and micro-batches it must be split into a
-sum and what that was divided by. The tensor that the loss returned leads there, whatever code made it: its last nodes are a
-mean, a sum divided by something, or one of torch's losses with reduction="mean", times constants. Nothing is watched while the
-model runs, and nothing is guessed; a loss whose graph says something else (several means of unequal divisors, own autograd
-functions, scripted code) is untraced.
+A loss of the user's kind (a function around cross_entropy, the `output.loss` of a Hugging Face
+model, a masked mean) is a mean over something: samples, tokens that are not ignored, elements.
+To add up over shares and micro-batches it must be split into a sum and what that was divided
+by. The tensor that the loss returned leads there, whatever code made it: its last nodes are a
+mean, a sum divided by something, or one of torch's losses with reduction="mean", times
+constants. Nothing is watched while the model runs, and nothing is guessed; a loss whose graph
+says something else (several means of unequal divisors, own autograd functions, scripted code)
+is untraced.
 """
 
 from __future__ import annotations
@@ -16,21 +18,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# nodes that hand on one number unchanged, or times a constant, or the sum of ranks that have a part of it (pairs.py, lone.py)
-THROUGH = ("Neg", "ToCopy", "Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Reshape", "Permute", "Where",
-           "Mul", "Expand", "AsStrided", "Select", "NanToNum", "Summed", "Shown")
+# nodes that hand on one number unchanged, or times a constant, or the sum of ranks that have a
+# part of it (pairs.py, lone.py)
+THROUGH = (
+    "Neg",
+    "ToCopy",
+    "Clone",
+    "View",
+    "UnsafeView",
+    "Squeeze",
+    "Unsqueeze",
+    "Alias",
+    "Reshape",
+    "Permute",
+    "Where",
+    "Mul",
+    "Expand",
+    "AsStrided",
+    "Select",
+    "NanToNum",
+    "Summed",
+    "Shown",
+)
 SUMS = ("Sum", "Nansum", "Dot", "Vdot", "Mv", "Mm", "Bmm")
-OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")               # their mean is over rows, not over elements
-DEEP = 200              # nodes from the loss on after which nobody has a mean
+# their mean is over rows, not over elements
+OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
+DEEP = 200  # nodes from the loss on after which nobody has a mean
 
-Divided = tuple[str, Any] | None                # ("mean", divisor), ("sum", None), or untraced
+Divided = tuple[str, Any] | None  # ("mean", divisor), ("sum", None), or untraced
 
 
 def divisor(loss: Tensor) -> float | None:
-    """What the mean in a loss (a tensor without dimensions, with its graph) divided by; None where it is untraced."""
+    """What the mean in a loss (a tensor without dimensions, with its graph) divided by; None
+    where it is untraced.
+    """
     try:
         found = _followed(loss.grad_fn, DEEP, [])
-    except RuntimeError:            # what a node saved is freed, or comes from a recomputation
+    except RuntimeError:  # what a node saved is freed, or comes from a recomputation
         return None
     if found is None or found[0] != "mean":
         return None
@@ -39,28 +63,43 @@ def divisor(loss: Tensor) -> float | None:
 
 
 def nothing(total: Tensor) -> Tensor:
-    """0 for a total of no weight, such as a mean over no label: its gradient is 0 too, where 0/0 would be no number."""
+    """0 for a total of no weight, such as a mean over no label: its gradient is 0 too, where
+    0/0 would be no number.
+    """
     divisions: list[Any] = []
     _followed(total.grad_fn, DEEP, divisions)
     for node in divisions:
-        node.register_hook(lambda inputs, outputs: tuple(
-            None if gradient is None else torch.zeros_like(gradient) for gradient in inputs))
-    return _Nothing.apply(total)        # type: ignore[no-any-return]
+        node.register_hook(
+            lambda inputs, outputs: tuple(
+                None if gradient is None else torch.zeros_like(gradient) for gradient in inputs
+            )
+        )
+    return _Nothing.apply(total)  # type: ignore[no-any-return]
 
 
 def without_weight(total: Tensor) -> bool:
-    """Is something lost with a mean of no weight? Where all classes of a share weigh 0, the smoothed part of a cross-entropy is
-    a sum divided by that 0, beside the part of the targets."""
+    """Is something lost with a mean of no weight? Where all classes of a share weigh 0, the
+    smoothed part of a cross-entropy is a sum divided by that 0, beside the part of the
+    targets.
+    """
     divisions: list[Any] = []
     _followed(total.grad_fn, DEEP, divisions)
-    by_zero = [node for node in divisions if isinstance(getattr(node, "_saved_other", None), Tensor)
-               and not node._saved_other.any()]
+    by_zero = [
+        node
+        for node in divisions
+        if isinstance(getattr(node, "_saved_other", None), Tensor) and not node._saved_other.any()
+    ]
     for node in divisions:
         if hasattr(node, "_saved_total_weight"):
-            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63            # it is told without its sign
+            # it is told without its sign
+            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63
             scores = _chain(node, 3)
             if (node._saved_target != ignored).any() and any(
-                    each is other for division in by_zero for each in _chain(division, 9) for other in scores):
+                each is other
+                for division in by_zero
+                for each in _chain(division, 9)
+                for other in scores
+            ):
                 return True
     return False
 
@@ -101,46 +140,65 @@ def _followed(node: Any, depth: int, divisions: list[Any]) -> Divided:
     if name == "Div":
         divisions.append(node)
         inner = _followed(behind[0], depth - 1, divisions) if len(behind) == 1 else None
-        return ("mean", node._saved_other) if inner == ("sum", None) else _scaled(inner, node._saved_other)
+        return (
+            ("mean", node._saved_other)
+            if inner == ("sum", None)
+            else _scaled(inner, node._saved_other)
+        )
     if name in ("Add", "Sub"):
         return _together([_followed(each, depth - 1, divisions) for each in behind])
     if name in THROUGH and len(behind) == 1:
         inner = _followed(behind[0], depth - 1, divisions)
         if name == "Mul":
             saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-            return functools.reduce(_scaled, [each.reciprocal() for each in saved if each is not None and not _constant(each)],
-                                    inner)
+            return functools.reduce(
+                _scaled,
+                [each.reciprocal() for each in saved if each is not None and not _constant(each)],
+                inner,
+            )
         return inner
     return None
 
 
 def _scaled(inner: Divided, by: Any) -> Divided:
-    """Of a mean divided by more: a tensor is of this batch, as in (losses * mask).mean() / mask.mean(); constants cancel."""
+    """Of a mean divided by more: a tensor is of this batch, as in (losses * mask).mean() /
+    mask.mean(); constants cancel.
+    """
     if inner is None or inner[0] != "mean" or _constant(by):
         return inner
     return ("mean", inner[1] * by) if bool(torch.isfinite(by).all()) else None
 
 
 def _constant(factor: Any) -> bool:
-    """Is it a number of Python's? Autograd keeps those as tensors, which do not count where types are promoted."""
+    """Is it a number of Python's? Autograd keeps those as tensors, which do not count where
+    types are promoted.
+    """
     if not isinstance(factor, Tensor) or factor.dim():
         return not isinstance(factor, Tensor)
-    small = torch.zeros((), dtype=torch.float16 if factor.is_floating_point() else torch.int8, device=factor.device)
+    small = torch.zeros(
+        (), dtype=torch.float16 if factor.is_floating_point() else torch.int8, device=factor.device
+    )
     return torch.result_type(factor, small) == small.dtype
 
 
 def _of_loss(name: str, node: Any) -> Any:
-    if hasattr(node, "_saved_total_weight"):        # cross-entropy: what is not ignored, by class weights
+    # cross-entropy: what is not ignored, by class weights
+    if hasattr(node, "_saved_total_weight"):
         return node._saved_total_weight
     values = node._saved_self
     return (len(values) if values.dim() > 1 else 1) if name in OF_ROWS else values.numel()
 
 
 def _together(terms: list[Divided]) -> Divided:
-    """Of a sum of terms: the divisor of its means where they have one in common; a term without any, such as a weight penalty,
-    is as good in every share."""
+    """Of a sum of terms: the divisor of its means where they have one in common; a term without
+    any, such as a weight penalty, is as good in every share.
+    """
     divisors = [term[1] for term in terms if term is not None and term[0] == "mean"]
     if not divisors:
         return ("sum", None) if terms and all(term is not None for term in terms) else None
     first, *others = map(float, divisors)
-    return ("mean", divisors[0]) if all(abs(first - other) <= 1e-6 * abs(first) for other in others) else None
+    return (
+        ("mean", divisors[0])
+        if all(abs(first - other) <= 1e-6 * abs(first) for other in others)
+        else None
+    )

@@ -1,4 +1,6 @@
-"""A job by what the user wrote: a built-in name, path/file.py, path/file.py:name, or module:attribute."""
+"""A job by what the user wrote: a built-in name, path/file.py, path/file.py:name, or
+module:attribute.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,20 @@ from paragrad.notation.choices import unknown
 from paragrad.world.launching import files
 
 JOBS: dict[str, Callable[..., Job]] = {
-    "digits": digits, "inception-digits": inception_digits, "mnist-mlp": mnist_mlp, "mnist-cnn": mnist_cnn,
-    "mnist-resnet": mnist_resnet, "shakespeare-lstm": shakespeare_lstm, "shakespeare-gpt": shakespeare_gpt}
+    "digits": digits,
+    "inception-digits": inception_digits,
+    "mnist-mlp": mnist_mlp,
+    "mnist-cnn": mnist_cnn,
+    "mnist-resnet": mnist_resnet,
+    "shakespeare-lstm": shakespeare_lstm,
+    "shakespeare-gpt": shakespeare_gpt,
+}
 
 
 def job(name: str, **arguments: Any) -> Job:
-    """A built-in job; arguments as its function takes them. Raises Refused with the nearest name."""
+    """A built-in job; arguments as its function takes them. Raises Refused with the nearest
+    name.
+    """
     if name not in JOBS:
         raise Refused(unknown("job", name, JOBS))
     known = inspect.signature(JOBS[name]).parameters
@@ -39,23 +49,39 @@ def job(name: str, **arguments: Any) -> Job:
 
 
 def find(text: str, settings: Mapping[str, str] | None = None) -> Job:
-    """The job that `text` names. settings: `--set name=value` for a built-in job. Raises Refused."""
+    """The job that `text` names. settings: `--set name=value` for a built-in job. Raises
+    Refused.
+    """
     settings = settings or {}
     if text in JOBS:
         return job(text, **{name: _literal(value) for name, value in settings.items()})
     if settings:
-        raise Refused(f"--set is for the arguments of built-in jobs ({', '.join(JOBS)}); {text} is none of them")
+        raise Refused(
+            f"--set is for the arguments of built-in jobs ({', '.join(JOBS)}); {text} is none of "
+            f"them"
+        )
     if text.endswith(".py"):
         return _only_job(_loaded(Path(text)), text)
     if ":" in text:
         place, _, name = text.rpartition(":")
-        return _as_job(_attribute(_loaded(Path(place)) if place.endswith(".py") else _imported(place, text), name, text), text)
-    raise Refused(unknown("job", text, JOBS) + "; or give path/file.py, path/file.py:name or module:attribute")
+        return _as_job(
+            _attribute(
+                _loaded(Path(place)) if place.endswith(".py") else _imported(place, text),
+                name,
+                text,
+            ),
+            text,
+        )
+    raise Refused(
+        unknown("job", text, JOBS) + "; or give path/file.py, path/file.py:name or module:attribute"
+    )
 
 
 def _loaded(path: Path) -> ModuleType:
     if not path.is_file():
-        raise Refused(f"there is no job file {path}; give the path of a Python file that holds a paragrad.Job")
+        raise Refused(
+            f"there is no job file {path}; give the path of a Python file that holds a paragrad.Job"
+        )
     module: ModuleType = _guarded(str(path), lambda: files.load(path))
     return module
 
@@ -63,7 +89,8 @@ def _loaded(path: Path) -> ModuleType:
 def _imported(name: str, where: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)                # as `python -m` has it: modules of the working directory can be imported
+        # as `python -m` has it: modules of the working directory can be imported
+        sys.path.insert(0, here)
     importlib.invalidate_caches()
     found: ModuleType = _guarded(where, lambda: files.load_named(name))
     return found
@@ -86,7 +113,10 @@ def _only_job(module: ModuleType, where: str) -> Job:
     if not jobs:
         raise Refused(f"{where} holds no Job; write `job = paragrad.Job(...)` at its top level")
     if len(jobs) > 1:
-        raise Refused(f"{where} holds {len(jobs)} jobs ({', '.join(jobs)}); name one of them: {where}:{next(iter(jobs))}")
+        raise Refused(
+            f"{where} holds {len(jobs)} jobs ({', '.join(jobs)}); name one of them: "
+            f"{where}:{next(iter(jobs))}"
+        )
     return next(iter(jobs.values()))
 
 
@@ -114,7 +144,9 @@ def _literal(text: str) -> Any:
 
 
 def as_typed(name: str, settings: list[str], **changes: Any) -> Job:
-    """The job of a command: with what was set (NAME=VALUE) of a built-in one, and what was changed of it. Raises Refused."""
+    """The job of a command: with what was set (NAME=VALUE) of a built-in one, and what was
+    changed of it. Raises Refused.
+    """
     pairs = [setting.partition("=") for setting in settings]
     for each, sign, _ in pairs:
         if not sign:
@@ -124,6 +156,8 @@ def as_typed(name: str, settings: list[str], **changes: Any) -> Job:
         try:
             changes["batch"] = int(batch)
         except ValueError:
-            raise Refused(f"--batch {batch}: give a whole number, or fit with --memory 2GB") from None
+            raise Refused(
+                f"--batch {batch}: give a whole number, or fit with --memory 2GB"
+            ) from None
     given: dict[str, Any] = {what: value for what, value in changes.items() if value is not None}
     return find(name, {each: value for each, _, value in pairs}).replace(**given)

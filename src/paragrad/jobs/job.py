@@ -20,26 +20,33 @@ from paragrad.world.generators import seed_everything
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-TRAINED: WeakSet[nn.Module] = WeakSet()         # the models that trainings of this process have changed
+# the models that trainings of this process have changed
+TRAINED: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One serial training. Callables, because every rank builds its own model and optimizer, under `seed`.
+    """One serial training. Callables, because every rank builds its own model and optimizer,
+    under `seed`.
 
-    model: () -> nn.Module;  loss: the mean over samples (torch's ignore_index understood), or f(output, target) ->
-    (sum, weight);  optimizer: parameters -> torch.optim.Optimizer;  train, test: map-style datasets of (input, target) or
-    of dicts, or f(data folder) -> dataset;  batch: the global one, the only one, or "fit": as large as the
-    ranks' memory allows (train(..., memory="2GB"));  collate: samples -> batch, where torch's
-    own does not do;  scheduler: optimizer -> LRScheduler, which counts steps of the global batch;  clip_norm: the largest
-    norm of all gradients together;  metric: f(output, target) -> (sum, weight), such as paragrad.accuracy;  dtype: float32,
-    float64, or bfloat16 (by autocast: parameters, gradients and optimizer stay in float32).
+    model: () -> nn.Module;  loss: the mean over samples (torch's ignore_index understood), or
+    f(output, target) -> (sum, weight);  optimizer: parameters -> torch.optim.Optimizer;  train,
+    test: map-style datasets of (input, target) or of dicts, or f(data folder) -> dataset;
+    batch: the global one, the only one, or "fit": as large as the ranks' memory allows
+    (train(..., memory="2GB"));  collate: samples -> batch, where torch's own does not do;
+    scheduler: optimizer -> LRScheduler, which counts steps of the global batch;  clip_norm: the
+    largest norm of all gradients together;  metric: f(output, target) -> (sum, weight), such as
+    paragrad.accuracy;  dtype: float32, float64, or bfloat16 (by autocast: parameters, gradients
+    and optimizer stay in float32).
 
-    scale_lr: "linear" or "sqrt" with the batch, from own_batch on, for which optimizer and scheduler were chosen (`replace`
-    remembers it);  warm_up: epochs in which the rate gets there (`paragrad.large_batch.Scaled`).
+    scale_lr: "linear" or "sqrt" with the batch, from own_batch on, for which optimizer and
+    scheduler were chosen (`replace` remembers it);  warm_up: epochs in which the rate gets
+    there (`paragrad.large_batch.Scaled`).
 
-    model(inputs) is called with a sample's input: a tuple in its order, a dict by name. The target of a dict is the dict.
+    model(inputs) is called with a sample's input: a tuple in its order, a dict by name. The
+    target of a dict is the dict.
     """
+
     model: Callable[[], nn.Module]
     loss: Loss
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -57,11 +64,13 @@ class Job:
     warm_up: float = 0.0
     own_batch: int | None = None
     name: str = "job"
-    arguments: tuple[tuple[str, Any], ...] = ()         # of a built-in job, for the record
+    arguments: tuple[tuple[str, Any], ...] = ()  # of a built-in job, for the record
 
     def replace(self, **changes: Any) -> Job:
-        """The same job with some fields changed. Of a batch that is changed it is remembered for which one the optimizer is;
-        another optimizer is for the batch that the job has then."""
+        """The same job with some fields changed. Of a batch that is changed it is remembered
+        for which one the optimizer is; another optimizer is for the batch that the job has
+        then.
+        """
         if "optimizer" in changes:
             changes = {"own_batch": None, **changes}
         elif "batch" in changes and self.own_batch is None and self.batch != "fit":
@@ -73,16 +82,24 @@ class Job:
         seed_everything(self.seed)
         model = self.model()
         if not isinstance(model, nn.Module):
-            raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
+            raise Refused(
+                f"job {self.name}: model() returned {type(model).__name__}; return a "
+                f"torch.nn.Module"
+            )
         _as_train_says(model)
         return in_precision(model, self.parameter_dtype)
 
     def model_to_train(self) -> nn.Module:
-        """The same for a training in this process, which is to change it. Raises StepFailed where one did already."""
+        """The same for a training in this process, which is to change it. Raises StepFailed
+        where one did already.
+        """
         model = self.built_model()
         if model in TRAINED:
-            raise StepFailed("model() returned a module that was trained before; every training builds its own: write "
-                             "model=lambda: Net()")
+            raise StepFailed(
+                "model() returned a module that was trained before; every training builds its own: "
+                "write "
+                "model=lambda: Net()"
+            )
         TRAINED.add(model)
         return model
 
@@ -114,20 +131,27 @@ class Job:
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
-    """Per cent of targets that have the largest output (class dimension 1 or last of one): (sum, weight)."""
+    """Per cent of targets that have the largest output (class dimension 1 or last of one):
+    (sum, weight).
+    """
     right = output.argmax(1 if output.dim() > 1 else 0) == target
     return 100.0 * float(right.sum()), right.numel()
 
 
 def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | None) -> Dataset:
     """The dataset itself, or what its function makes of the data folder."""
-    is_dataset = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, type)
+    is_dataset = (
+        hasattr(dataset, "__getitem__")
+        and hasattr(dataset, "__len__")
+        and not isinstance(dataset, type)
+    )
     return dataset if is_dataset else dataset(data)
 
 
 def _as_train_says(model: nn.Module) -> None:
-    """As a loop does that begins with model.train(), of which a module may have a way of its own (a norm that stays in eval);
-    what was built in eval mode stays in it."""
+    """As a loop does that begins with model.train(), of which a module may have a way of its
+    own (a norm that stays in eval); what was built in eval mode stays in it.
+    """
     before = [(module, module.training) for module in model.modules()]
     for module, training in before:
         if type(module).train is not nn.Module.train:

@@ -1,8 +1,9 @@
 """The loss as (sum, weight): the form in which it adds up over micro-batches and ranks.
 
-A user's loss is a mean over a batch, or a pair f(output, target) -> (sum, weight). The weight of a mean is what it divided by:
-cross-entropy and nll leave out targets equal to ignore_index and weigh by class, so theirs is counted from the targets; that of
-any other mean is read off its graph (`divisor.py`). Where the graph does not say, it is the number of samples.
+A user's loss is a mean over a batch, or a pair f(output, target) -> (sum, weight). The weight
+of a mean is what it divided by: cross-entropy and nll leave out targets equal to ignore_index
+and weigh by class, so theirs is counted from the targets; that of any other mean is read off
+its graph (`divisor.py`). Where the graph does not say, it is the number of samples.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Loss = Callable[[Any, Any], Any]
 
 
 def loss_in(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
-    """The loss, its own tensors (class weights) on a device and in dtype where it is a module or a partial that shows them."""
+    """The loss, its own tensors (class weights) on a device and in dtype where it is a module
+    or a partial that shows them.
+    """
     if isinstance(loss, nn.Module):
         return copy.deepcopy(loss).to(device, dtype)
     if isinstance(loss, functools.partial):
@@ -51,7 +54,8 @@ def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
         return loss.ignore_index, loss.weight
     keywords: dict[str, Any] = {}
     if isinstance(loss, functools.partial):
-        keywords, loss = loss.keywords, loss.func
+        keywords = loss.keywords
+        loss = loss.func
     if loss in (functional.cross_entropy, functional.nll_loss):
         return keywords.get("ignore_index", -100), keywords.get("weight")
     return None
@@ -61,31 +65,44 @@ def misshapen(value: Any) -> str | None:
     """What is wrong with the kind of value that a loss returned, or None."""
     if isinstance(value, tuple):
         if len(value) != 2:
-            return f"the loss returned {len(value)} values; return the mean over samples, or a pair (sum, weight)"
+            return (
+                f"the loss returned {len(value)} values; return the mean over samples, or a "
+                f"pair (sum, weight)"
+            )
         value = value[0]
     if not isinstance(value, Tensor) or value.dim() != 0:
-        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
-        return f"the loss returned {shape}; return one number: the mean over samples, or a pair (sum, weight)"
+        shape = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else repr(type(value).__name__)
+        )
+        return (
+            f"the loss returned {shape}; return one number: the mean over samples, or a pair "
+            f"(sum, weight)"
+        )
     return None
 
 
 class Summed(nn.Module):
     """Model and loss as one module: inputs, target -> the summed loss, and its weight.
 
-    traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be, and samples are the weight; None:
-    as it comes (before the first step).  known: whether the last weight was more than the number of samples;
-    doubtful: of its weight, what may be that of nothing (`clamp(min=1)` of the number of labels where there is none);  doubts:
-    their sum, until somebody begins anew;
-    linear: gradients grow as the loss does (as far as it was seen);  dtype: of the last loss.
+    traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be,
+    and samples are the weight; None: as it comes (before the first step).  known: whether the
+    last weight was more than the number of samples; doubtful: of its weight, what may be that
+    of nothing (`clamp(min=1)` of the number of labels where there is none);  doubts: their sum,
+    until somebody begins anew; linear: gradients grow as the loss does (as far as it was seen);
+    dtype: of the last loss.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model = model
-        self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
+        # in a tuple: a loss that is a module is not part of the model
+        self._loss = (loss,)
         self.traced: bool | None = None
         self.known = True
-        self.doubtful = self.doubts = 0.0
+        self.doubtful = 0.0
+        self.doubts = 0.0
         self.linear = True
         self.dtype = torch.float32
 
@@ -99,9 +116,12 @@ class Summed(nn.Module):
         return self.loss.__self__ if isinstance(self.loss, types.MethodType) else self.loss
 
     def around(self, model: nn.Module, loss: Loss | None = None) -> Summed:
-        """The same around another model, such as a part of this one; what was seen of the loss stays."""
+        """The same around another model, such as a part of this one; what was seen of the loss
+        stays.
+        """
         other = Summed(model, loss or self.loss)
-        other.traced, other.linear = self.traced, self.linear
+        other.traced = self.traced
+        other.linear = self.linear
         return other
 
     @property
@@ -110,34 +130,53 @@ class Summed(nn.Module):
         return self.traced is not False and _cross_entropy(self.loss) is None
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """The sum over the first `samples` (0: everything weighs nothing) and its local weight."""
+        """The sum over the first `samples` (0: everything weighs nothing) and its local
+        weight.
+        """
         return self.pair(called(self.model, inputs), target, samples)
 
     def pair(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """The loss of an output as (sum, weight): of samples, tokens, elements, whatever it is a mean of."""
+        """The loss of an output as (sum, weight): of samples, tokens, elements, whatever it is
+        a mean of.
+        """
         return self.weighed(self.loss(output, target), target, samples)
 
     def weighed(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """What a loss returned, as (sum, weight). Raises StepFailed where it is neither a number nor such a pair."""
+        """What a loss returned, as (sum, weight). Raises StepFailed where it is neither a
+        number nor such a pair.
+        """
         if wrong := misshapen(value):
             raise StepFailed(wrong, tensor="loss")
-        self.__dict__.update(known=True, doubtful=0.0,          # Module's own way of setting attributes takes microseconds
-                             dtype=value[0].dtype if isinstance(value, tuple) else value.dtype)
+        # Module's own way of setting attributes takes microseconds
+        self.__dict__.update(
+            known=True,
+            doubtful=0.0,
+            dtype=value[0].dtype if isinstance(value, tuple) else value.dtype,
+        )
         if isinstance(value, tuple):
-            total, weight = value[0], float(value[1])
+            total = value[0]
+            weight = float(value[1])
         else:
             weight = self._weight(value, target, max(samples, 1))
-            total = (value if value.dtype in WIDE else value.to(torch.promote_types(value.dtype, torch.float32))) * weight
+            total = (
+                value
+                if value.dtype in WIDE
+                else value.to(torch.promote_types(value.dtype, torch.float32))
+            ) * weight
         if weight and samples:
             if self.doubtful:
                 self.doubts += self.doubtful
             return total, weight
         if isinstance(value, tuple) and samples and total != 0 and total.isfinite():
-            return total, 0.0           # a sum that counts without a weight of its own
+            return total, 0.0  # a sum that counts without a weight of its own
         if samples and without_weight(total):
-            raise StepFailed("the targets of a share all weigh 0, and its loss has a smoothed part all the same, which a mean "
-                             "cannot tell, for it divides by that 0; return the pair (sum, weight)", tensor="loss")
-        return nothing(total), 0.0      # a mean of nothing is 0/0, its sum is 0
+            raise StepFailed(
+                "the targets of a share all weigh 0, and its loss has a smoothed part all the "
+                "same, which a mean "
+                "cannot tell, for it divides by that 0; return the pair (sum, weight)",
+                tensor="loss",
+            )
+        return nothing(total), 0.0  # a mean of nothing is 0/0, its sum is 0
 
     def _weight(self, value: Tensor, target: Any, samples: int) -> float:
         """What a mean divided by."""
@@ -145,10 +184,16 @@ class Summed(nn.Module):
         if weight is None and self.traced is not False and value.requires_grad:
             weight = divisor(value)
             if float(value.detach()) == 0.0 and (weight is None or weight <= 1.0):
-                weight = self.doubtful = weight or 1.0          # a guarded division, or output.sum() * 0: is there a label?
+                # a guarded division, or output.sum() * 0: is there a label?
+                weight = weight or 1.0
+                self.doubtful = weight
             if weight is None and self.traced:
-                raise StepFailed("what the loss's mean divides by could be read off in the first step and cannot in this one; "
-                                 "return the pair (sum, weight)", tensor="loss")
+                raise StepFailed(
+                    "what the loss's mean divides by could be read off in the first step and "
+                    "cannot in this one; "
+                    "return the pair (sum, weight)",
+                    tensor="loss",
+                )
         if weight is None:
             self.known = False
         return float(samples) if weight is None else weight

@@ -1,5 +1,6 @@
-"""Jobs on MNIST: a feed-forward network whose width sets the size of a message, a small convolutional one, and a residual
-one."""
+"""Jobs on MNIST: a feed-forward network whose width sets the size of a message, a small
+convolutional one, and a residual one.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +15,22 @@ from paragrad.errors import Refused
 from paragrad.jobs.job import Job, accuracy
 from paragrad.notation.choices import unknown
 
-# with its learning rate: a sigmoid's slope is a quarter at most, and the gradient passes two of them
-ACTIVATIONS: dict[str, tuple[type[nn.Module], float]] = {"relu": (nn.ReLU, 0.05), "sigmoid": (nn.Sigmoid, 0.2)}
+# with its learning rate: a sigmoid's slope is a quarter at most, and the gradient passes two of
+# them
+ACTIVATIONS: dict[str, tuple[type[nn.Module], float]] = {
+    "relu": (nn.ReLU, 0.05),
+    "sigmoid": (nn.Sigmoid, 0.2),
+}
 
 NORMS = ("none", "batch", "weight")
 
 
 def mnist_mlp(width: int = 256, activation: str = "relu") -> Job:
-    """The four-layer feed-forward network 784-512-width-10 of the ring-versus-tree experiment, on MNIST.
+    """The four-layer feed-forward network 784-512-width-10 of the ring-versus-tree experiment,
+    on MNIST.
 
-    Its gradients are 4 x (401,930 + 523 x width) bytes, 2,143,272 at width 256. activation: relu, or sigmoid as in the
-    original. Raises Refused.
+    Its gradients are 4 x (401,930 + 523 x width) bytes, 2,143,272 at width 256. activation:
+    relu, or sigmoid as in the original. Raises Refused.
     """
     if activation not in ACTIVATIONS:
         raise Refused("job mnist-mlp: " + unknown("activation", activation, ACTIVATIONS))
@@ -32,51 +38,103 @@ def mnist_mlp(width: int = 256, activation: str = "relu") -> Job:
         raise Refused(f"job mnist-mlp: width must be a whole number from 1, got {width}")
     layer, rate = ACTIVATIONS[activation]
     return Job(
-        name="mnist-mlp", arguments=(("width", width), ("activation", activation)),
+        name="mnist-mlp",
+        arguments=(("width", width), ("activation", activation)),
         model=partial(_feed_forward, width, layer),
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
-        train=partial(mnist, train=True), test=partial(mnist, train=False), batch=128, epochs=5, metric=accuracy)
+        train=partial(mnist, train=True),
+        test=partial(mnist, train=False),
+        batch=128,
+        epochs=5,
+        metric=accuracy,
+    )
 
 
 def mnist_cnn(norm: str = "none") -> Job:
     """Two convolutions with pooling and two linear layers on MNIST: LeNet with rectifiers.
 
-    The learning rate falls by 0.05 % a step, to a tenth within the five epochs of 938 steps. norm: batch (after each layer but
-    the last), weight (of each layer but the last: Salimans and Kingma 2016), or none. Raises Refused.
+    The learning rate falls by 0.05 % a step, to a tenth within the five epochs of 938 steps.
+    norm: batch (after each layer but the last), weight (of each layer but the last: Salimans
+    and Kingma 2016), or none. Raises Refused.
     """
     if norm not in NORMS:
         raise Refused("job mnist-cnn: " + unknown("norm", norm, NORMS))
     return Job(
-        name="mnist-cnn", arguments=(("norm", norm),), model=partial(_convolutional, norm), loss=nn.functional.cross_entropy,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4),
+        name="mnist-cnn",
+        arguments=(("norm", norm),),
+        model=partial(_convolutional, norm),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(
+            parameters, lr=0.05, momentum=0.9, weight_decay=5e-4
+        ),
         scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9995),
-        train=partial(mnist, train=True), test=partial(mnist, train=False), batch=64, epochs=5, metric=accuracy)
+        train=partial(mnist, train=True),
+        test=partial(mnist, train=False),
+        batch=64,
+        epochs=5,
+        metric=accuracy,
+    )
 
 
 def mnist_resnet(width: int = 8) -> Job:
-    """A residual network of three blocks with batch norm on MNIST. width: channels of the first block, half of the next one's.
-    Raises Refused."""
+    """A residual network of three blocks with batch norm on MNIST. width: channels of the first
+    block, half of the next one's. Raises Refused.
+    """
     if width < 1:
         raise Refused(f"job mnist-resnet: width must be a whole number from 1, got {width}")
     return Job(
-        name="mnist-resnet", arguments=(("width", width),), model=partial(_residual, width), loss=nn.functional.cross_entropy,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4),
-        train=partial(mnist, train=True), test=partial(mnist, train=False), batch=128, epochs=3, metric=accuracy)
+        name="mnist-resnet",
+        arguments=(("width", width),),
+        model=partial(_residual, width),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(
+            parameters, lr=0.05, momentum=0.9, weight_decay=5e-4
+        ),
+        train=partial(mnist, train=True),
+        test=partial(mnist, train=False),
+        batch=128,
+        epochs=3,
+        metric=accuracy,
+    )
 
 
 def _feed_forward(width: int, activation: type[nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), activation(), nn.Linear(512, width), activation(),
-                         nn.Linear(width, 10))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(784, 512),
+        activation(),
+        nn.Linear(512, width),
+        activation(),
+        nn.Linear(width, 10),
+    )
 
 
 def _convolutional(norm: str) -> nn.Module:
     def normed(layer: nn.Module, after: nn.Module) -> list[nn.Module]:
-        return [weight_norm(layer)] if norm == "weight" else [layer, after] if norm == "batch" else [layer]
-    return nn.Sequential(                                                                       # [n, 1, 28, 28]
-        *normed(nn.Conv2d(1, 8, 5), nn.BatchNorm2d(8)), nn.MaxPool2d(2), nn.ReLU(),             # [n, 8, 12, 12]
-        *normed(nn.Conv2d(8, 32, 5), nn.BatchNorm2d(32)), nn.MaxPool2d(2), nn.ReLU(),           # [n, 32, 4, 4]
-        nn.Flatten(), *normed(nn.Linear(512, 64), nn.BatchNorm1d(64)), nn.ReLU(), nn.Linear(64, 10))
+        return (
+            [weight_norm(layer)]
+            if norm == "weight"
+            else [layer, after]
+            if norm == "batch"
+            else [layer]
+        )
+
+    # [n, 1, 28, 28]
+    return nn.Sequential(
+        # [n, 8, 12, 12]
+        *normed(nn.Conv2d(1, 8, 5), nn.BatchNorm2d(8)),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        # [n, 32, 4, 4]
+        *normed(nn.Conv2d(8, 32, 5), nn.BatchNorm2d(32)),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        *normed(nn.Linear(512, 64), nn.BatchNorm1d(64)),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 class Block(nn.Module):
@@ -84,17 +142,31 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, out: int, stride: int = 1) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.first = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.norms = nn.ModuleList([nn.BatchNorm2d(out), nn.BatchNorm2d(out)])
-        self.around = nn.Identity() if channels == out and stride == 1 else nn.Conv2d(channels, out, 1, stride, bias=False)
+        self.around = (
+            nn.Identity()
+            if channels == out and stride == 1
+            else nn.Conv2d(channels, out, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         inside = self.norms[1](self.second(self.norms[0](self.first(x)).relu()))
-        return (inside + self.around(x)).relu()                                                 # type: ignore[no-any-return]
+        return (inside + self.around(x)).relu()  # type: ignore[no-any-return]
 
 
 def _residual(width: int) -> nn.Module:
-    return nn.Sequential(                                                                       # [n, 1, 28, 28]
-        nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-        Block(width, width), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2),        # [n, 4 x width, 7, 7]
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
+    # [n, 1, 28, 28]
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        # [n, 4 x width, 7, 7]
+        Block(width, width),
+        Block(width, 2 * width, 2),
+        Block(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, 10),
+    )

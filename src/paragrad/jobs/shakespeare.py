@@ -13,7 +13,9 @@ from paragrad.jobs.job import Job
 
 
 class NextCharacter(nn.Module):
-    """Numbers of characters [n, t] -> a score for every character that may come next [n, 65, t]."""
+    """Numbers of characters [n, t] -> a score for every character that may come next [n, 65,
+    t].
+    """
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -27,49 +29,76 @@ class NextCharacter(nn.Module):
 
 
 def shakespeare_lstm(hidden: int = 256, length: int = 128) -> Job:
-    """A one-layer LSTM that reads a speech of Shakespeare's, at most `length` characters of it, and guesses the next.
+    """A one-layer LSTM that reads a speech of Shakespeare's, at most `length` characters of it,
+    and guesses the next.
 
-    The loss is in nats per character; a batch's weight is its characters, so padding counts for nothing. Raises Refused.
+    The loss is in nats per character; a batch's weight is its characters, so padding counts for
+    nothing. Raises Refused.
     """
     _from_one("shakespeare-lstm", hidden=hidden, length=length)
     return Job(
-        name="shakespeare-lstm", arguments=(("hidden", hidden), ("length", length)),
-        model=partial(NextCharacter, hidden), loss=nn.functional.cross_entropy,
+        name="shakespeare-lstm",
+        arguments=(("hidden", hidden), ("length", length)),
+        model=partial(NextCharacter, hidden),
+        loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3),
-        train=partial(speeches, train=True, length=length), test=partial(speeches, train=False, length=length),
-        collate=pad, batch=32, epochs=4, clip_norm=1.0)
+        train=partial(speeches, train=True, length=length),
+        test=partial(speeches, train=False, length=length),
+        collate=pad,
+        batch=32,
+        epochs=4,
+        clip_norm=1.0,
+    )
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear layers, each beside a way around it; norms come first."""
+    """Attention to what came before, then two linear layers, each beside a way around it; norms
+    come first.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.before_attention = nn.LayerNorm(width)
+        self.before_mlp = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         n, t, width = hidden.shape
-        parts = self.attention(self.before_attention(hidden)).view(n, t, 3 * self.heads, -1).transpose(1, 2).chunk(3, 1)
+        parts = (
+            self.attention(self.before_attention(hidden))
+            .view(n, t, 3 * self.heads, -1)
+            .transpose(1, 2)
+            .chunk(3, 1)
+        )
         attended = nn.functional.scaled_dot_product_attention(
-            *parts, is_causal=True, dropout_p=self.dropout.p if self.training else 0.0)
-        hidden = hidden + self.dropout(self.projection(attended.transpose(1, 2).reshape(n, t, width)))
+            *parts, is_causal=True, dropout_p=self.dropout.p if self.training else 0.0
+        )
+        hidden = hidden + self.dropout(
+            self.projection(attended.transpose(1, 2).reshape(n, t, width))
+        )
         return hidden + self.dropout(self.mlp(self.before_mlp(hidden)))
 
 
 class SmallGPT(nn.Module):
-    """GPT-2 in small (Radford et al. 2019): numbers of characters [n, t] -> a score for every character that may come next
-    [n, 65, t]. Scores are products with the embeddings: one weight, used at both ends."""
+    """GPT-2 in small (Radford et al. 2019): numbers of characters [n, t] -> a score for every
+    character that may come next [n, 65, t]. Scores are products with the embeddings: one
+    weight, used at both ends.
+    """
 
     def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
         super().__init__()
-        self.characters, self.places = nn.Embedding(len(CHARACTERS), width), nn.Embedding(context, width)
+        self.characters = nn.Embedding(len(CHARACTERS), width)
+        self.places = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
-        self.norm, self.scores = nn.LayerNorm(width), nn.Linear(width, len(CHARACTERS), bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.scores = nn.Linear(width, len(CHARACTERS), bias=False)
         self.scores.weight = self.characters.weight
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -81,23 +110,43 @@ class SmallGPT(nn.Module):
         return self.scores(self.norm(self.blocks(hidden))).transpose(1, 2)
 
 
-def shakespeare_gpt(layers: int = 4, width: int = 128, heads: int = 4, context: int = 64, dropout: float = 0.1) -> Job:
-    """A small GPT with tied weights and dropout on windows of Shakespeare's plays, `context` characters each.
+def shakespeare_gpt(
+    layers: int = 4, width: int = 128, heads: int = 4, context: int = 64, dropout: float = 0.1
+) -> Job:
+    """A small GPT with tied weights and dropout on windows of Shakespeare's plays, `context`
+    characters each.
 
     The loss is in nats per character. Raises Refused.
     """
     _from_one("shakespeare-gpt", layers=layers, width=width, heads=heads, context=context)
     if width % heads:
-        raise Refused(f"job shakespeare-gpt: width {width} is no multiple of heads {heads}; give one that is")
+        raise Refused(
+            f"job shakespeare-gpt: width {width} is no multiple of heads {heads}; give one that is"
+        )
     if not 0 <= dropout < 1:
-        raise Refused(f"job shakespeare-gpt: dropout must be a number from 0 to below 1, got {dropout}")
+        raise Refused(
+            f"job shakespeare-gpt: dropout must be a number from 0 to below 1, got {dropout}"
+        )
     return Job(
-        name="shakespeare-gpt", arguments=(("layers", layers), ("width", width), ("heads", heads), ("context", context),
-                                           ("dropout", dropout)),
-        model=partial(SmallGPT, layers, width, heads, context, dropout), loss=nn.functional.cross_entropy,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
-        train=partial(windows, train=True, length=context), test=partial(windows, train=False, length=context),
-        batch=32, epochs=2, clip_norm=1.0)
+        name="shakespeare-gpt",
+        arguments=(
+            ("layers", layers),
+            ("width", width),
+            ("heads", heads),
+            ("context", context),
+            ("dropout", dropout),
+        ),
+        model=partial(SmallGPT, layers, width, heads, context, dropout),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.AdamW(
+            parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1
+        ),
+        train=partial(windows, train=True, length=context),
+        test=partial(windows, train=False, length=context),
+        batch=32,
+        epochs=2,
+        clip_norm=1.0,
+    )
 
 
 def _from_one(job: str, **values: int) -> None:

@@ -1,8 +1,10 @@
-"""The notation of strategies: choices are frozen values that print as the call that makes them, and parse back.
+"""The notation of strategies: choices are frozen values that print as the call that makes them,
+and parse back.
 
-A choice is a class whose fields are made by `option(...)`: which kinds of value it takes, and its default.
-A bare word (`auto`, `replicated`) is a string; `none` is None; a technique (`ring`, `top_k(0.01)`) is a choice itself.
-How text becomes calls is in `grammar.py`; here calls become choices.
+A choice is a class whose fields are made by `option(...)`: which kinds of value it takes, and
+its default. A bare word (`auto`, `replicated`) is a string; `none` is None; a technique
+(`ring`, `top_k(0.01)`) is a choice itself. How text becomes calls is in `grammar.py`; here
+calls become choices.
 """
 
 from __future__ import annotations
@@ -18,37 +20,53 @@ from typing import Any, ClassVar, dataclass_transform
 from paragrad.errors import Refused
 from paragrad.notation.grammar import Call, parse_call
 
-WORDS = ("name", "members")                     # what a choice has beside its options
-MEANT = {"gpu": "cuda"}          # what people say elsewhere, too far from our word to be found as a slip
+WORDS = ("name", "members")  # what a choice has beside its options
+# what people say elsewhere, too far from our word to be found as a slip
+MEANT = {"gpu": "cuda"}
 
 
-# ---- what a field takes ------------------------------------------------------------------------------------------
+# ---- what a field takes ----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Integer:
-    """A whole number from `least` to `most`: of ranks, segments, micro-batches there are no more anywhere."""
+    """A whole number from `least` to `most`: of ranks, segments, micro-batches there are no
+    more anywhere.
+    """
+
     least: int = 1
     most: float = 1 << 20
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= self.most
+        return (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and self.least <= value <= self.most
+        )
 
     def __str__(self) -> str:
-        return f"a whole number from {self.least}" + (f" to {self.most:,}" if self.most < float("inf") else "")
+        return f"a whole number from {self.least}" + (
+            f" to {self.most:,}" if self.most < float("inf") else ""
+        )
 
 
 @dataclass(frozen=True)
 class Decimal:
     """A number above `above`, at most `most`."""
+
     above: float = 0.0
     most: float = float("inf")
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and (
-            isfinite(value) and self.above < value <= self.most)
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and (isfinite(value) and self.above < value <= self.most)
+        )
 
     def __str__(self) -> str:
         least = f"above {self.above:g}" if self.above >= 0 else "from 0"
-        return f"a number {least}" + (f", at most {self.most:g}" if self.most < float("inf") else "")
+        return f"a number {least}" + (
+            f", at most {self.most:g}" if self.most < float("inf") else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -65,10 +83,15 @@ class Flag:
 @dataclass(frozen=True)
 class Integers:
     """A list of whole numbers from `least`, such as [3, 1]."""
+
     least: int = 1
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, tuple) and bool(value) and all(number in Integer(self.least, float("inf")) for number in value)
+        return (
+            isinstance(value, tuple)
+            and bool(value)
+            and all(number in Integer(self.least, float("inf")) for number in value)
+        )
 
     def __str__(self) -> str:
         return f"a list of whole numbers from {self.least}, such as [3, 1]"
@@ -79,7 +102,11 @@ class Names:
     """A list of names of modules, such as [h.2, h.4]."""
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, tuple) and bool(value) and all(isinstance(name, str) for name in value)
+        return (
+            isinstance(value, tuple)
+            and bool(value)
+            and all(isinstance(name, str) for name in value)
+        )
 
     def __str__(self) -> str:
         return "a list of names, such as [h.2, h.4]"
@@ -99,15 +126,26 @@ class Word:
 
 
 class One:
-    """One of some choices: `One(Ring, Tree)` takes Ring(), "ring" and ring(...); a family stands for its members."""
+    """One of some choices: `One(Ring, Tree)` takes Ring(), "ring" and ring(...); a family
+    stands for its members.
+    """
 
     def __init__(self, *given: type[Choice]) -> None:
         self.given = given
 
     @property
     def classes(self) -> list[type[Choice]]:
-        return list(dict.fromkeys(cls for each in self.given for cls in (
-            each.members.values() if issubclass(each, Family) and each in families else (each,))))
+        return list(
+            dict.fromkeys(
+                cls
+                for each in self.given
+                for cls in (
+                    each.members.values()
+                    if issubclass(each, Family) and each in families
+                    else (each,)
+                )
+            )
+        )
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, self.given)
@@ -123,7 +161,11 @@ class Several:
         self.cls = cls
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, tuple) and bool(value) and all(isinstance(each, self.cls) for each in value)
+        return (
+            isinstance(value, tuple)
+            and bool(value)
+            and all(isinstance(each, self.cls) for each in value)
+        )
 
     def __str__(self) -> str:
         return "choices"
@@ -137,25 +179,33 @@ def option(*kinds: Kind, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"kinds": kinds})
 
 
-# ---- choices -------------------------------------------------------------------------------------------------------
+# ---- choices ---------------------------------------------------------------------------------
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
 class Choice:
-    """A frozen value that checks its fields, prints as the call that makes it and parses back to an equal value.
+    """A frozen value that checks its fields, prints as the call that makes it and parses back
+    to an equal value.
 
-    Subclasses are made frozen dataclasses; `abstract=True`: this one is only there to be derived from.
+    Subclasses are made frozen dataclasses; `abstract=True`: this one is only there to be
+    derived from.
     """
+
     __slots__ = ()
     name: ClassVar[str]
 
     def __init_subclass__(cls, abstract: bool = False, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
+        cls.name = re.sub(
+            r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__
+        ).lower()
         if not abstract:
             dataclass(frozen=True, repr=False)(cls)
             for spec in options_of(cls):
                 if "kinds" not in spec.metadata or spec.name in WORDS:
-                    raise Refused(f"{cls.__name__}.{spec.name} is no option; write it under a name of its own and as an option,"
-                                  f" such as {spec.name}: int = option(Integer(), default=1)")
+                    raise Refused(
+                        f"{cls.__name__}.{spec.name} is no option; write it under a name of its "
+                        f"own and as an option,"
+                        f" such as {spec.name}: int = option(Integer(), default=1)"
+                    )
 
     def __post_init__(self) -> None:
         for spec in options_of(type(self)):
@@ -176,18 +226,23 @@ class Choice:
         return f"{type(self).__name__}({', '.join(self._shown(repr))})"
 
     def _shown(self, text: Callable[[object], str]) -> list[str]:
-        """The arguments that the call needs: those without a default by place, of the others what differs, by name."""
-        return [text(value) if spec.default is MISSING else f"{spec.name}={text(value)}"
-                for spec in options_of(type(self))
-                if (value := getattr(self, spec.name)) != spec.default or spec.default is MISSING]
+        """The arguments that the call needs: those without a default by place, of the others
+        what differs, by name.
+        """
+        return [
+            text(value) if spec.default is MISSING else f"{spec.name}={text(value)}"
+            for spec in options_of(type(self))
+            if (value := getattr(self, spec.name)) != spec.default or spec.default is MISSING
+        ]
 
 
 class Family(Choice, abstract=True):
     """Choices of one kind that are known by their names. A user's own joins by being defined.
 
-    Defining two of one name raises Refused (defining one anew, as a notebook does, or a file that is both run and imported,
-    replaces it).
+    Defining two of one name raises Refused (defining one anew, as a notebook does, or a file
+    that is both run and imported, replaces it).
     """
+
     __slots__ = ()
     members: ClassVar[dict[str, type[Choice]]]
 
@@ -198,11 +253,19 @@ class Family(Choice, abstract=True):
             families.append(cls)
         elif not abstract:
             if cls.name in RESERVED:
-                raise Refused(f"{cls.__name__} would be called {cls.name}, a word of the notation; give it another name")
-            other = next((each.members[cls.name] for each in families if cls.name in each.members), None)
+                raise Refused(
+                    f"{cls.__name__} would be called {cls.name}, a word of the notation; give it "
+                    f"another name"
+                )
+            other = next(
+                (each.members[cls.name] for each in families if cls.name in each.members), None
+            )
             if other is not None and not _same(other, cls):
-                raise Refused(f"{cls.__module__}.{cls.__qualname__} would be called {cls.name}, as {other.__module__}."
-                              f"{other.__qualname__} is; give it another name")
+                raise Refused(
+                    f"{cls.__module__}.{cls.__qualname__} would be called {cls.name}, as "
+                    f"{other.__module__}."
+                    f"{other.__qualname__} is; give it another name"
+                )
             cls.members[cls.name] = cls
 
 
@@ -233,12 +296,17 @@ def _text(value: object) -> str:
 
 
 def _fitted(value: object, spec: Field[Any], owner: str) -> object:
-    """The value as the field keeps it (a list as a tuple, text and calls resolved), or Refused."""
+    """The value as the field keeps it (a list as a tuple, text and calls resolved), or
+    Refused.
+    """
     kinds: tuple[Kind, ...] = spec.metadata["kinds"]
     if isinstance(value, list):
         value = tuple(value)
     if isinstance(value, tuple) and any(isinstance(kind, Names) for kind in kinds):
-        value = tuple(each.name if isinstance(each, Call) and each == Call(each.name) else each for each in value)
+        value = tuple(
+            each.name if isinstance(each, Call) and each == Call(each.name) else each
+            for each in value
+        )
     if isinstance(value, str) and not any(value in kind for kind in kinds):
         value = parse_call(value)
     if isinstance(value, Call):
@@ -248,7 +316,9 @@ def _fitted(value: object, spec: Field[Any], owner: str) -> object:
     if not any(value in kind for kind in kinds):
         takes = " or ".join(map(str, kinds))
         if isinstance(value, type) and issubclass(value, Choice):
-            raise Refused(f"{owner}({spec.name}=...) got the class {value.__name__}; write {value.__name__}()")
+            raise Refused(
+                f"{owner}({spec.name}=...) got the class {value.__name__}; write {value.__name__}()"
+            )
         raise Refused(f"{owner}({spec.name}=...) takes {takes}; got {_text(value)}")
     return value
 
@@ -260,14 +330,21 @@ def _resolved(call: Call, kinds: Iterable[Kind], where: str) -> object:
     if call.name in words and not call.positional and not call.named:
         return call.name
     if not classes:
-        return call                             # no such word: the message about the field's kinds says it best
+        # no such word: the message about the field's kinds says it best
+        return call
     return build(call, {cls.name: cls for cls in classes}, where, words)
 
 
-def build(call: Call, classes: dict[str, type[Choice]], where: str, words: Iterable[str] = (),
-          elsewhere: Mapping[str, str] | None = None) -> Choice:
-    """The choice that a call names, or Refused with the nearest name. elsewhere: what to say of names
-    that stand in other places, or that people know from elsewhere."""
+def build(
+    call: Call,
+    classes: dict[str, type[Choice]],
+    where: str,
+    words: Iterable[str] = (),
+    elsewhere: Mapping[str, str] | None = None,
+) -> Choice:
+    """The choice that a call names, or Refused with the nearest name. elsewhere: what to say of
+    names that stand in other places, or that people know from elsewhere.
+    """
     if elsewhere and call.name not in classes and call.name.lower() in elsewhere:
         raise Refused(f"{where}: no name {call.name!r}; {elsewhere[call.name.lower()]}")
     if call.name not in classes:
@@ -284,16 +361,26 @@ def build(call: Call, classes: dict[str, type[Choice]], where: str, words: Itera
         if name in arguments:
             raise Refused(f"{call.name}: option {name} is given twice; give it once")
         arguments[name] = value
-    missing = [spec.name for spec in options_of(cls) if spec.default is MISSING and spec.name not in arguments]
+    missing = [
+        spec.name
+        for spec in options_of(cls)
+        if spec.default is MISSING and spec.name not in arguments
+    ]
     if missing:
-        raise Refused(f"{call.name} needs {', '.join(missing)}: write {call.name}({', '.join(missing)})")
+        raise Refused(
+            f"{call.name} needs {', '.join(missing)}: write {call.name}({', '.join(missing)})"
+        )
     return cls(**arguments)
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """The message about a name nobody knows, with the nearest one offered."""
     known = list(known)
-    near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, n=1, cutoff=0.51)
+    near = (
+        [MEANT[name]]
+        if MEANT.get(name) in known
+        else difflib.get_close_matches(name, known, n=1, cutoff=0.51)
+    )
     offer = f"did you mean {near[0]}?" if near else "known: " + (", ".join(known) or "none")
     return f"no {what} {name!r}; {offer}"
 

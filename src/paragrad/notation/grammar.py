@@ -1,10 +1,10 @@
 """The grammar of strategies: text into calls, not yet resolved.
 
-    strategies = strategy { ";" strategy }          strategy = call { "*" call }
-    call       = name [ "(" [ argument { "," argument } ] ")" ]
-    argument   = [ name "=" ] value
-    value      = integer | decimal | "true" | "false" | call | "[" value { "," value } "]"
-    name       = word { "." word }                  a name of a module may have dots: h.2
+strategies = strategy { ";" strategy }          strategy = call { "*" call }
+call       = name [ "(" [ argument { "," argument } ] ")" ]
+argument   = [ name "=" ] value
+value      = integer | decimal | "true" | "false" | call | "[" value { "," value } "]"
+name       = word { "." word }                  a name of a module may have dots: h.2
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from paragrad.errors import Refused
 @dataclass(frozen=True)
 class Call:
     """A call as written, not yet resolved: name, positional values, named values."""
+
     name: str
     positional: tuple[object, ...] = ()
     named: tuple[tuple[str, object], ...] = ()
@@ -27,8 +28,11 @@ class Call:
         return self.name
 
 
-TOKEN = re.compile(r"\s*(?:(?P<number>[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*(?:\.\w+)*)"
-                   r"|(?P<sign>[()\[\],=;*])|(?P<wrong>\S))")
+TOKEN = re.compile(
+    r"\s*(?:(?P<number>[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)"
+    r"|(?P<name>[A-Za-z_]\w*(?:\.\w+)*)"
+    r"|(?P<sign>[()\[\],=;*])|(?P<wrong>\S))"
+)
 QUOTES = ("'", '"')
 
 
@@ -36,7 +40,8 @@ class Reader:
     """One pass over the tokens of a text; every method reads one rule of the grammar."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text = text
+        self.at = 0
         self.tokens = [match for match in TOKEN.finditer(text) if match.lastgroup]
         for match in self.tokens:
             if match.group("wrong") in QUOTES:
@@ -82,9 +87,11 @@ class Reader:
         self.at += 1
         arguments = self.listed(self.argument, ")") if self.taken("(") else ()
         positional = tuple(value for key, value in arguments if key is None)
-        if any(key is None for key, _ in arguments[len(positional):]):
+        if any(key is None for key, _ in arguments[len(positional) :]):
             raise Refused(f"{name}: positional arguments come first, named ones after them")
-        return Call(name, positional, tuple((key, value) for key, value in arguments if key is not None))
+        return Call(
+            name, positional, tuple((key, value) for key, value in arguments if key is not None)
+        )
 
     def argument(self) -> tuple[str | None, object]:
         after = self.tokens[self.at + 1].group().strip() if self.at + 1 < len(self.tokens) else ""

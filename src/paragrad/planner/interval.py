@@ -6,14 +6,18 @@ from collections.abc import Callable
 
 from paragrad.players.machine import Cluster
 
-MARGIN = 0.1            # what the clock leaves out: `benchmarks/cluster.py` looks how many exchanges lie inside
+# what the clock leaves out: `benchmarks/cluster.py` looks how many exchanges lie inside
+MARGIN = 0.1
 
 
-def interval(seconds: float, cluster: Cluster, timed: Callable[[Cluster], float]) -> tuple[float, float] | None:
-    """(least, most) seconds of four exchanges in five; None where the links of a cluster were not measured.
+def interval(
+    seconds: float, cluster: Cluster, timed: Callable[[Cluster], float]
+) -> tuple[float, float] | None:
+    """(least, most) seconds of four exchanges in five; None where the links of a cluster were
+    not measured.
 
-    seconds: by the clock, on links as they can be;  timed: the clock's seconds of the same on another cluster: on links as they
-    were when other work disturbed them.
+    seconds: by the clock, on links as they can be;  timed: the clock's seconds of the same on
+    another cluster: on links as they were when other work disturbed them.
     """
     disturbed = cluster.disturbed()
     if disturbed is None:

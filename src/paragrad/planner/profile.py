@@ -1,4 +1,5 @@
-"""Work and depth of a job's model: one batch of its forward and backward, on a copy, every call of torch's functions counted.
+"""Work and depth of a job's model: one batch of its forward and backward, on a copy, every call
+of torch's functions counted.
 
     found = profile(job)
     found.work, found.depth, found.parallelism, found.layers, found.not_counted
@@ -31,9 +32,11 @@ from paragrad.planner.layers import NOTHING, Layer, Pass, after, brent
 class Profile:
     """One step of a model: forward and backward of one global batch, without loss and update.
 
-    calls: in the order of the forward;  torch_products: operations in matrix products of the same step, loss included, as
-    torch.utils.flop_counter counts them;  not_counted: what was seen and is not in the numbers, by name.
+    calls: in the order of the forward;  torch_products: operations in matrix products of the
+    same step, loss included, as torch.utils.flop_counter counts them;  not_counted: what was
+    seen and is not in the numbers, by name.
     """
+
     job: str
     batch: int
     calls: tuple[Layer, ...]
@@ -64,11 +67,13 @@ class Profile:
 
     @cached_property
     def depth(self) -> int:
-        """The longest chain if each call needs the one before it: exact in a sequence, an upper bound where there are branches.
+        """The longest chain if each call needs the one before it: exact in a sequence, an upper
+        bound where there are branches.
 
         Backward, the gradients of a layer's weights are beside those of the layers below it.
         """
-        chain = longest = sum(call.output.depth for call in self.calls)
+        chain = sum(call.output.depth for call in self.calls)
+        longest = chain
         for call in reversed(self.calls):
             longest = max(longest, chain + call.weight_gradient.depth)
             chain += call.input_gradient.depth
@@ -80,7 +85,9 @@ class Profile:
         return self.work / max(self.depth, 1)
 
     def bounds(self, processors: int) -> tuple[int, int]:
-        """Steps at least and at most on so many processors that exchange for nothing (Brent)."""
+        """Steps at least and at most on so many processors that exchange for nothing
+        (Brent).
+        """
         return brent(self.work, self.depth, processors)
 
 
@@ -88,9 +95,12 @@ def _passes(layer: Layer) -> tuple[Pass, Pass, Pass]:
     return layer.output, layer.input_gradient, layer.weight_gradient
 
 
-def counted(module: Summed, inputs: Any, target: Any, samples: int,
-            autocast: torch.dtype | None = None) -> tuple[list[Layer], int, list[str]]:
-    """Run model and loss once: the calls of the model, torch's count of products, and what is not counted."""
+def counted(
+    module: Summed, inputs: Any, target: Any, samples: int, autocast: torch.dtype | None = None
+) -> tuple[list[Layer], int, list[str]]:
+    """Run model and loss once: the calls of the model, torch's count of products, and what is
+    not counted.
+    """
     module.model.train()
     watch = Watch(module.model)
     with unfused() as counter:
@@ -103,38 +113,58 @@ def counted(module: Summed, inputs: Any, target: Any, samples: int,
 
 @contextlib.contextmanager
 def unfused() -> Iterator[FlopCounterMode]:
-    """torch's counter, where it sees every product: it does not look into fused LSTMs and attention on a CPU."""
+    """torch's counter, where it sees every product: it does not look into fused LSTMs and
+    attention on a CPU.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)        # the switch of oneDNN speaks of GPUs that are not there
-        with (torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH),
-              FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: _grouped}) as counter):
+        # the switch of oneDNN speaks of GPUs that are not there
+        warnings.simplefilter("ignore", UserWarning)
+        with (
+            torch.backends.mkldnn.flags(enabled=False),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(
+                display=False, custom_mapping={torch.ops.aten.convolution_backward: _grouped}
+            ) as counter,
+        ):
             yield counter
 
 
 def _grouped(*shapes: Any, out_shape: Any = None) -> int:
-    """torch counts the gradient of a kernel of g groups as that of one, which has g times as many weights."""
+    """torch counts the gradient of a kernel of g groups as that of one, which has g times as
+    many weights.
+    """
     groups, (of_input, of_kernel, _) = shapes[9], shapes[10]
-    count = sum(conv_backward_flop(*shapes[:10], mask, out_val=out_shape) // part for mask, part in (
-        ([of_input, False, False], 1), ([False, of_kernel, False], groups)))
+    count = sum(
+        conv_backward_flop(*shapes[:10], mask, out_val=out_shape) // part
+        for mask, part in (([of_input, False, False], 1), ([False, of_kernel, False], groups))
+    )
     return int(count)
 
 
 class Watch(TorchFunctionMode):
-    """Notes every call of a torch function inside a model's forward, under the name of the module that made it."""
+    """Notes every call of a torch function inside a model's forward, under the name of the
+    module that made it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.calls: list[Layer] = []
         self._inside: list[str] = []
         self._unknown: Counter[tuple[str, str]] = Counter()
-        self._seen: set[int] = set()                # parameters that a call was given
-        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._seen: set[int] = set()  # parameters that a call was given
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         for name, module in model.named_modules():
             told = f"{name or 'model'} ({type(module).__name__})"
             module.register_forward_pre_hook(lambda *_, told=told: self._inside.append(told))
             module.register_forward_hook(lambda *_: (self._inside.pop(), None)[1])
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         if self._inside:
@@ -142,12 +172,17 @@ class Watch(TorchFunctionMode):
         return out
 
     def _note(self, function: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        given, made = tensors_of((*args, kwargs)), tensors_of([out])
+        given = tensors_of((*args, kwargs))
+        made = tensors_of([out])
         self._seen |= {id(tensor) for tensor in given}
-        if not given or not any(tensor.is_floating_point() or tensor.is_complex() for tensor in made):
-            return                                  # sizes, constants, masks, positions
-        name = function.strip("_")                  # relu_, __iadd__
-        layer = _layer(self._inside[-1], name, (out, *args), kwargs, made) if name in COUNTED else None
+        if not given or not any(
+            tensor.is_floating_point() or tensor.is_complex() for tensor in made
+        ):
+            return  # sizes, constants, masks, positions
+        name = function.strip("_")  # relu_, __iadd__
+        layer = (
+            _layer(self._inside[-1], name, (out, *args), kwargs, made) if name in COUNTED else None
+        )
         if layer is not None:
             self.calls += [layer] if layer.output.work or layer.output.bytes else []
         elif name not in MOVES and not _is_view(made, given):
@@ -155,10 +190,16 @@ class Watch(TorchFunctionMode):
 
     def missed(self) -> list[str]:
         """Functions that are not in the table, and parameters that no call was given."""
-        unseen = [name for name, parameter in self._parameters.items() if id(parameter) not in self._seen]
-        return [*(f"{where}: {function}" + (f", {times} times" if times > 1 else "")
-                  for (where, function), times in self._unknown.items()),
-                *(f"{name}: no call with this parameter was seen" for name in unseen)]
+        unseen = [
+            name for name, parameter in self._parameters.items() if id(parameter) not in self._seen
+        ]
+        return [
+            *(
+                f"{where}: {function}" + (f", {times} times" if times > 1 else "")
+                for (where, function), times in self._unknown.items()
+            ),
+            *(f"{name}: no call with this parameter was seen" for name in unseen),
+        ]
 
 
 def _is_view(made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
@@ -166,19 +207,28 @@ def _is_view(made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
     return all(tensor.untyped_storage().data_ptr() in places for tensor in made)
 
 
-def _layer(where: str, function: str, args: Sequence[Any], kwargs: dict[str, Any], made: Sequence[Tensor]) -> Layer | None:
-    """The call as a layer, its passes those that are wanted, with the bytes of the tensors that each reads and writes once;
-    None for a way of calling the function that is not known."""
+def _layer(
+    where: str, function: str, args: Sequence[Any], kwargs: dict[str, Any], made: Sequence[Tensor]
+) -> Layer | None:
+    """The call as a layer, its passes those that are wanted, with the bytes of the tensors that
+    each reads and writes once; None for a way of calling the function that is not known.
+    """
     try:
         found = COUNTED[function](*args, **kwargs)
     except (TypeError, ValueError, IndexError, AttributeError):
         return None
     output, back, weights = found.passes
-    inputs_wanted, weights_wanted = (any(map(wanted, tensors)) for tensors in (found.inputs, found.weights))
-    if not inputs_wanted and not (weights_wanted and found.kind in ("recurrent", "attention")):     # theirs is on the way
+    inputs_wanted, weights_wanted = (
+        any(map(wanted, tensors)) for tensors in (found.inputs, found.weights)
+    )
+    # theirs is on the way
+    if not inputs_wanted and not (weights_wanted and found.kind in ("recurrent", "attention")):
         back = NOTHING
-    inputs, held, outputs = (sum(tensor.nbytes for tensor in tensors) for tensors in (found.inputs, found.weights, made))
-    rows = outputs if found.kind == "embedding" else held               # a lookup reads the rows that it finds
+    inputs, held, outputs = (
+        sum(tensor.nbytes for tensor in tensors) for tensors in (found.inputs, found.weights, made)
+    )
+    # a lookup reads the rows that it finds
+    rows = outputs if found.kind == "embedding" else held
     output = replace(output, bytes=inputs + rows + outputs)
     if back.work:
         back = replace(back, bytes=outputs + held + inputs * (2 if found.again else 1))
@@ -187,8 +237,12 @@ def _layer(where: str, function: str, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _own_backwards(total: Tensor) -> list[str]:
-    """Functions with a backward of the user's own, of which the forward's calls are seen and the backward's are not."""
-    found, reached, waiting = set(), set(), [total.grad_fn]
+    """Functions with a backward of the user's own, of which the forward's calls are seen and
+    the backward's are not.
+    """
+    found = set()
+    reached = set()
+    waiting = [total.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in reached:

@@ -1,6 +1,7 @@
 """Draw a schedule as text: a line for each rank, a column for each round, as it is walked.
 
-`>1:0` sends slot 0 to rank 1 (`!`: and waits until rank 1 has it), `<3:2+` receives slot 2 from rank 3 and adds it.
+`>1:0` sends slot 0 to rank 1 (`!`: and waits until rank 1 has it), `<3:2+` receives slot 2 from
+rank 3 and adds it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,22 @@ from paragrad.schedules.actions import Compute, Recv, Schedule, Send, Slot
 def draw(schedule: Schedule, size: int) -> str:
     """The drawing of a schedule over `size` ranks, at most as many columns as it has rounds."""
     diagram = Diagram.of(schedule, size)
-    cells = [[" ".join(row[column]) if column < len(row) else "" for column in range(diagram.columns)] for row in diagram.cells]
+    cells = [
+        [" ".join(row[column]) if column < len(row) else "" for column in range(diagram.columns)]
+        for row in diagram.cells
+    ]
     widths = [max(len(row[column]) for row in cells) for column in range(diagram.columns)]
     margin = len(str(size - 1))
-    return "\n".join(f"{rank:>{margin}} | " + "   ".join(map(str.ljust, row, widths)).rstrip()
-                     for rank, row in enumerate(cells)).replace("| \n", "|\n")
+    return "\n".join(
+        f"{rank:>{margin}} | " + "   ".join(map(str.ljust, row, widths)).rstrip()
+        for rank, row in enumerate(cells)
+    ).replace("| \n", "|\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
     """A message: between which ranks, and in which rounds it was sent and received."""
+
     source: int
     target: int
     sent: int
@@ -38,7 +45,7 @@ class Diagram:
     def __init__(self, size: int) -> None:
         self.cells: list[list[list[str]]] = [[] for _ in range(size)]
         self.arrows: list[Arrow] = []
-        self.computed: list[tuple[int, int, str]] = []          # (rank, round, what)
+        self.computed: list[tuple[int, int, str]] = []  # (rank, round, what)
         self.rounds = Rounds(size)
 
     @classmethod
@@ -54,7 +61,8 @@ class Diagram:
 
     def _put(self, rank: int, text: str) -> int:
         """Into the round of a rank's last action; its column."""
-        row, column = self.cells[rank], self.rounds.of[rank] - 1
+        row = self.cells[rank]
+        column = self.rounds.of[rank] - 1
         row.extend([] for _ in range(column + 1 - len(row)))
         row[column].append(text)
         return column
@@ -63,7 +71,9 @@ class Diagram:
         return self._put(rank, str(send))
 
     def write(self, rank: int, recv: Recv, payload: int) -> None:
-        self.arrows.append(Arrow(recv.frm, rank, payload, self._put(rank, str(recv)), recv.slot, recv.add))
+        self.arrows.append(
+            Arrow(recv.frm, rank, payload, self._put(rank, str(recv)), recv.slot, recv.add)
+        )
 
     def compute(self, rank: int, action: Compute) -> None:
         self.computed.append((rank, self._put(rank, str(action)), str(action)))

@@ -1,4 +1,6 @@
-"""What a machine is to a clock: links, cores, who shares them; and the file that `paragrad measure` writes of it."""
+"""What a machine is to a clock: links, cores, who shares them; and the file that `paragrad
+measure` writes of it.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of link; seconds per message and per byte (LogGP, Alexandrov et al. 1995, with the names of the field).
+    """One kind of link; seconds per message and per byte (LogGP, Alexandrov et al. 1995, with
+    the names of the field).
 
-    A message of n bytes holds its sender's way out and its receiver's way in for alpha + beta n (single-port, full-duplex), and
-    is in flight for `latency` more. Each of the two holds a core for `overhead` when it posts the message or takes it; where
-    ranks share cores, also for `work` a byte while it travels. The textbook's model is alpha and beta alone.
-    points: (bytes, seconds) that were measured, where a straight line does not fit: the clock goes from point to point.
-    disturbed: the same link as it was in the slowest tenth of the measured rounds; None where nothing was measured.
+    A message of n bytes holds its sender's way out and its receiver's way in for alpha + beta n
+    (single-port, full-duplex), and is in flight for `latency` more. Each of the two holds a
+    core for `overhead` when it posts the message or takes it; where ranks share cores, also for
+    `work` a byte while it travels. The textbook's model is alpha and beta alone. points:
+    (bytes, seconds) that were measured, where a straight line does not fit: the clock goes from
+    point to point. disturbed: the same link as it was in the slowest tenth of the measured
+    rounds; None where nothing was measured.
     """
+
     alpha: float
     beta: float
     latency: float = 0.0
@@ -38,7 +44,7 @@ class Link:
         if not self.points:
             return self.alpha + self.beta * size
         place = min(max(bisect_right(self.points, (size, float("inf"))), 1), len(self.points) - 1)
-        (low, first), (high, second) = self.points[place - 1:place + 1]
+        (low, first), (high, second) = self.points[place - 1 : place + 1]
         return max(0.0, first + (second - first) * (size - low) / (high - low))
 
 
@@ -46,10 +52,12 @@ class Link:
 class Cluster:
     """Ranks, link by link and core by core; neighbouring ranks share.
 
-    gamma: seconds of a core per byte added. `group` neighbouring ranks are on a host: they share its link to other hosts, and
-    talk over `inside` among themselves. `sharing` neighbouring ranks share `cores` cores. slow: ranks that are k times slower
-    than the others, at everything, as (rank, k).
+    gamma: seconds of a core per byte added. `group` neighbouring ranks are on a host: they
+    share its link to other hosts, and talk over `inside` among themselves. `sharing`
+    neighbouring ranks share `cores` cores. slow: ranks that are k times slower than the others,
+    at everything, as (rank, k).
     """
+
     link: Link
     gamma: float = 0.0
     inside: Link | None = None
@@ -60,80 +68,125 @@ class Cluster:
 
     def between(self, one: int, other: int) -> Link:
         """The link of a message between two ranks."""
-        return self.inside if self.inside and one // self.group == other // self.group else self.link
+        return (
+            self.inside if self.inside and one // self.group == other // self.group else self.link
+        )
 
     def factor(self, rank: int) -> float:
         """How many times slower a rank is."""
         return dict(self.slow).get(rank, 1.0)
 
     def disturbed(self) -> Cluster | None:
-        """The same with its links as they are when other work disturbs them; None where that was not measured."""
+        """The same with its links as they are when other work disturbs them; None where that
+        was not measured.
+        """
         if self.link.disturbed is None:
             return None
-        return replace(self, link=self.link.disturbed, inside=self.inside and (self.inside.disturbed or self.inside))
+        return replace(
+            self,
+            link=self.link.disturbed,
+            inside=self.inside and (self.inside.disturbed or self.inside),
+        )
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured of a machine, or assumed of one. links: by name, `gloo` or `shm`; rates per second."""
+    """What was measured of a machine, or assumed of one. links: by name, `gloo` or `shm`; rates
+    per second.
+    """
+
     links: dict[str, Link]
-    gamma: float                            # seconds per byte added
+    gamma: float  # seconds per byte added
     cores: int
-    measured: str                           # when, on what, over which interface; or "assumed"
-    errors: dict[str, float] | None = None          # of the straight line through a link's points: largest relative error
-    memory: float | None = None             # bytes read and written
-    matmul: float | None = None             # operations, one core
-    hosts: int | None = None                # that the links join: one, or two
-    load: float | None = None               # average of the minute before: threads that wanted a core
+    measured: str  # when, on what, over which interface; or "assumed"
+    # of the straight line through a link's points: largest relative error
+    errors: dict[str, float] | None = None
+    memory: float | None = None  # bytes read and written
+    matmul: float | None = None  # operations, one core
+    hosts: int | None = None  # that the links join: one, or two
+    # average of the minute before: threads that wanted a core
+    load: float | None = None
 
     def link(self, name: str | None = None) -> Link:
         """A link by name, or the first. Raises Refused."""
         if name is None:
             return next(iter(self.links.values()))
         if name not in self.links:
-            raise Refused(f"this machine file has no link {name!r}, only {', '.join(self.links)}; measure it: "
-                          f"paragrad measure --backend {name}")
+            raise Refused(
+                f"this machine file has no link {name!r}, only {', '.join(self.links)}; measure "
+                f"it: "
+                f"paragrad measure --backend {name}"
+            )
         return self.links[name]
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
 
 
-# what a simulation takes where no machine was measured: the reference example of docs/all_reduce.md
-ASSUMED = Machine({"network": Link(alpha=20e-6, beta=1 / 2e9)}, gamma=1 / 8e9, cores=1,
-                  measured="assumed: 20 us a message, 2 GB/s, 8 GB/s added")
+# what a simulation takes where no machine was measured: the reference example of
+# docs/all_reduce.md
+ASSUMED = Machine(
+    {"network": Link(alpha=20e-6, beta=1 / 2e9)},
+    gamma=1 / 8e9,
+    cores=1,
+    measured="assumed: 20 us a message, 2 GB/s, 8 GB/s added",
+)
 
 
 def _check(machine: Machine) -> None:
     """Raises ValueError where something is no measured quantity."""
     if not machine.links:
         raise ValueError("no link")
-    named = [("gamma", machine.gamma), ("cores", machine.cores), ("memory", machine.memory or 0.0),
-             ("matmul", machine.matmul or 0.0), ("hosts", machine.hosts or 1), ("load", machine.load or 0.0)]
+    named = [
+        ("gamma", machine.gamma),
+        ("cores", machine.cores),
+        ("memory", machine.memory or 0.0),
+        ("matmul", machine.matmul or 0.0),
+        ("hosts", machine.hosts or 1),
+        ("load", machine.load or 0.0),
+    ]
     named += [(f"error of {name}", error) for name, error in (machine.errors or {}).items()]
     links = dict(machine.links)
-    links |= {f"{of}, disturbed": link.disturbed for of, link in machine.links.items() if link.disturbed}
+    links |= {
+        f"{of}, disturbed": link.disturbed for of, link in machine.links.items() if link.disturbed
+    }
     for of, link in links.items():
-        named += [(f"{name} of {of}", getattr(link, name)) for name in ("alpha", "beta", "latency", "overhead", "work")]
+        named += [
+            (f"{name} of {of}", getattr(link, name))
+            for name in ("alpha", "beta", "latency", "overhead", "work")
+        ]
         named += [(f"a point of {of}", number) for point in link.points for number in point]
-        if len(link.points) == 1 or sorted({size for size, _ in link.points}) != [size for size, _ in link.points]:
+        if len(link.points) == 1 or sorted({size for size, _ in link.points}) != [
+            size for size, _ in link.points
+        ]:
             raise ValueError(f"the points of {of} are not at two or more sizes, in order")
     for name, value in named:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
             raise ValueError(f"{name} is {value!r}")
-    if machine.cores < 1 or not isinstance(machine.cores, int) or not isinstance(machine.measured, str):
+    if (
+        machine.cores < 1
+        or not isinstance(machine.cores, int)
+        or not isinstance(machine.measured, str)
+    ):
         raise ValueError(f"measured {machine.measured!r} on {machine.cores!r} cores")
 
 
 def _link(found: dict[str, Any]) -> Link:
     """A link as the file has it."""
     disturbed = found["disturbed"]
-    return Link(**{**found, "points": tuple((int(size), float(seconds)) for size, seconds in found["points"]),
-                   "disturbed": disturbed and _link(disturbed)})
+    return Link(
+        **{
+            **found,
+            "points": tuple((int(size), float(seconds)) for size, seconds in found["points"]),
+            "disturbed": disturbed and _link(disturbed),
+        }
+    )
 
 
 def machine_of(path: Path | None, cores: int) -> Machine:
-    """The machine of a file, or the assumed one; a warning where the file is of another number of cores."""
+    """The machine of a file, or the assumed one; a warning where the file is of another number
+    of cores.
+    """
     if path is None:
         return ASSUMED
     machine, warning = read_machine(path, cores)
@@ -143,7 +196,9 @@ def machine_of(path: Path | None, cores: int) -> Machine:
 
 
 def read_machine(path: Path, cores: int) -> tuple[Machine, str | None]:
-    """(machine, warning or None) of a machine file; cores: those of this host. Raises Refused with the repair."""
+    """(machine, warning or None) of a machine file; cores: those of this host. Raises Refused
+    with the repair.
+    """
     again = f"write it anew: paragrad measure --output {path}"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -153,7 +208,10 @@ def read_machine(path: Path, cores: int) -> tuple[Machine, str | None]:
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Refused(f"{path} is no machine file ({error}); {again}") from None
     if schema != SCHEMA:
-        raise Refused(f"{path} is a machine file of version {schema}, this paragrad reads version {SCHEMA}; {again}")
+        raise Refused(
+            f"{path} is a machine file of version {schema}, this paragrad reads version {SCHEMA}; "
+            f"{again}"
+        )
     try:
         links = {name: _link(link) for name, link in found.pop("links").items()}
         machine = Machine(links=links, **found)
@@ -162,5 +220,8 @@ def read_machine(path: Path, cores: int) -> tuple[Machine, str | None]:
         raise Refused(f"{path} lacks or misnames something ({error}); {again}") from None
     warning = None
     if machine.cores != cores:
-        warning = f"{path} was measured on a machine of {machine.cores} cores, this one has {cores}; {again}"
+        warning = (
+            f"{path} was measured on a machine of {machine.cores} cores, this one has "
+            f"{cores}; {again}"
+        )
     return machine, warning

@@ -1,9 +1,10 @@
 """The wire: play one rank's program over torch.distributed.
 
-A Send is an isend whose Work is kept until its slot is written again or the walk ends. A Recv ends in the program's order,
-but is posted as early as possible, because gloo moves nothing before it is: into scratch if it adds, or if what it
-overwrites is still needed, and otherwise in place. So the messages of a round, and of the rounds after it, are under way
-together, while waits, additions and what is computed keep the order of the program.
+A Send is an isend whose Work is kept until its slot is written again or the walk ends. A Recv
+ends in the program's order, but is posted as early as possible, because gloo moves nothing
+before it is: into scratch if it adds, or if what it overwrites is still needed, and otherwise
+in place. So the messages of a round, and of the rounds after it, are under way together, while
+waits, additions and what is computed keep the order of the program.
 """
 
 from __future__ import annotations
@@ -22,22 +23,39 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.players.hang import Lines, Standing
-from paragrad.schedules.actions import Action, Collective, Compute, Recv, Send, Slot, evenly, parts_for, parts_in, shown
+from paragrad.schedules.actions import (
+    Action,
+    Collective,
+    Compute,
+    Recv,
+    Send,
+    Slot,
+    evenly,
+    parts_for,
+    parts_in,
+    shown,
+)
 from paragrad.world.world import World
 
-# bytes of scratch for receives under way. Short messages need many, as each costs gloo 0.4 ms whatever its length. Of long ones
-# one ahead is enough, and more do harm: what is asked for early comes early, and takes the link from what is waited for.
+# bytes of scratch for receives under way. Short messages need many, as each costs gloo 0.4 ms
+# whatever its length. Of long ones one ahead is enough, and more do harm: what is asked for
+# early comes early, and takes the link from what is waited for.
 SCRATCH = 1 << 18
-LONG = 1 << 16              # bytes from which sends in a row to different ranks go one after the other, where they share a link
+# bytes from which sends in a row to different ranks go one after the other, where they share a
+# link
+LONG = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What this rank sent in an exchange, in bytes, and where its time went, in seconds: the three add up to its duration.
+    """What this rank sent in an exchange, in bytes, and where its time went, in seconds: the
+    three add up to its duration.
 
-    waiting: blocked until the first message came, as others were late;  transfer: blocked for messages after that;  own: all
-    the rest: posting messages, adding, Python.  computed: the bytes are a closed form's, and nobody knows the times.
+    waiting: blocked until the first message came, as others were late;  transfer: blocked for
+    messages after that;  own: all the rest: posting messages, adding, Python.  computed: the
+    bytes are a closed form's, and nobody knows the times.
     """
+
     bytes: int
     waiting: float = 0.0
     transfer: float = 0.0
@@ -45,18 +63,22 @@ class Traffic:
     computed: bool = False
 
 
-Tell = Callable[[Send | Recv, str, float, float, int], None]          # start: of the monotonic clock
+# start: of the monotonic clock
+Tell = Callable[[Send | Recv, str, float, float, int], None]
 
 
 class Parts(Mapping[Slot, Tensor]):
-    """A vector as the buffers of a collective: its equal parts by their numbers, neighbouring ones by their range."""
+    """A vector as the buffers of a collective: its equal parts by their numbers, neighbouring
+    ones by their range.
+    """
 
     def __init__(self, vector: Tensor, count: int) -> None:
-        self.vector, self.ranges = vector, evenly(vector.numel(), count)
+        self.vector = vector
+        self.ranges = evenly(vector.numel(), count)
 
     def __getitem__(self, slot: Slot) -> Tensor:
         first, last = (slot[0], slot[-1]) if isinstance(slot, range) else (slot, slot)
-        return self.vector[self.ranges[first].start:self.ranges[last].stop]                     # type: ignore[index]
+        return self.vector[self.ranges[first].start : self.ranges[last].stop]  # type: ignore[index]
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(range(len(self.ranges)))
@@ -65,51 +87,84 @@ class Parts(Mapping[Slot, Tensor]):
         return len(self.ranges)
 
 
-def all_reduce(schedule: Collective, vector: Tensor, world: World,
-               compute: Callable[[Compute, Tensor], None] | None = None) -> Traffic:
+def all_reduce(
+    schedule: Collective,
+    vector: Tensor,
+    world: World,
+    compute: Callable[[Compute, Tensor], None] | None = None,
+) -> Traffic:
     """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule.
 
-    compute(action, part): does what the schedule computes on a part of the vector; an exchange only adds.
+    compute(action, part): does what the schedule computes on a part of the vector; an exchange
+    only adds.
     """
     start = time.monotonic()
     parts = Parts(vector, parts_for(schedule, world.size))
     computes = None if compute is None else lambda action: compute(action, parts[action.at])
     play = Play(list(schedule.program(world.rank, world.size)), parts, world, computes)
     play.run()
-    return Traffic(play.sent, play.waiting, play.transfer, time.monotonic() - start - play.waiting - play.transfer)
+    return Traffic(
+        play.sent,
+        play.waiting,
+        play.transfer,
+        time.monotonic() - start - play.waiting - play.transfer,
+    )
 
 
 class Play:
-    """One walk of one rank's program over its buffers: what is sent is read from them, what is received written into them.
+    """One walk of one rank's program over its buffers: what is sent is read from them, what is
+    received written into them.
 
-    buffers: contiguous tensors by slot; those that are received into are there from the start.  compute(action): does a
-    Compute, which comes when the sends of its slot are over.  tell(action, lane, start, seconds, bytes): is told what each
-    message cost this rank, one after the other: its posting (lane send), how long it was waited for (receive; of a send, wait).
-    posts: receives that are under way at a time, at most, where buffers are made when they are asked for; nothing is received
-    into one that holds anything then.
+    buffers: contiguous tensors by slot; those that are received into are there from the start.
+    compute(action): does a Compute, which comes when the sends of its slot are over.
+    tell(action, lane, start, seconds, bytes): is told what each message cost this rank, one
+    after the other: its posting (lane send), how long it was waited for (receive; of a send,
+    wait). posts: receives that are under way at a time, at most, where buffers are made when
+    they are asked for; nothing is received into one that holds anything then.
     """
 
-    def __init__(self, actions: Sequence[Action], buffers: Mapping[Slot, Tensor], world: World,
-                 compute: Callable[[Compute], None] | None = None, tell: Tell | None = None, posts: int | None = None) -> None:
-        self.actions, self.buffers, self.world = actions, buffers, world
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        buffers: Mapping[Slot, Tensor],
+        world: World,
+        compute: Callable[[Compute], None] | None = None,
+        tell: Tell | None = None,
+        posts: int | None = None,
+    ) -> None:
+        self.actions = actions
+        self.buffers = buffers
+        self.world = world
         self.posts = posts or len(actions)
-        self.compute, self.tell = compute or no_compute, tell
+        self.compute = compute or no_compute
+        self.tell = tell
         self.walk = next(world.walks)
         self.limit = timedelta(seconds=world.timeout)
         self.position = 0
-        self.open: dict[Slot, list[tuple[Send, Any]]] = {}          # part -> its sends, with their Works
-        self.posted: deque[tuple[Recv, Any, Tensor | None]] = deque()       # receives under way: their Work and scratch
-        self.ahead = 0                                              # the first action that `look_ahead` has not passed
-        self.touched: dict[Slot, int] = {}                          # part -> actions from `position` to there that touch it
-        self.scratch = 0                                            # bytes
-        # what is received in a row must be asked for before the sends that stand before it, or it comes after them; also what
-        # does not add may need scratch, and be an element longer than what does
-        self.most = SCRATCH if posts else max(SCRATCH, max(map(self.scratch_of, rows(actions)), default=0))
+        # part -> its sends, with their Works
+        self.open: dict[Slot, list[tuple[Send, Any]]] = {}
+        # receives under way: their Work and scratch
+        self.posted: deque[tuple[Recv, Any, Tensor | None]] = deque()
+        # the first action that `look_ahead` has not passed
+        self.ahead = 0
+        # part -> actions from `position` to there that touch it
+        self.touched: dict[Slot, int] = {}
+        self.scratch = 0  # bytes
+        # what is received in a row must be asked for before the sends that stand before it, or
+        # it comes after them; also what does not add may need scratch, and be an element longer
+        # than what does
+        self.most = (
+            SCRATCH if posts else max(SCRATCH, max(map(self.scratch_of, rows(actions)), default=0))
+        )
         if self.most > SCRATCH:
-            self.most = max(SCRATCH, min(self.most, sum(buffer.nbytes for buffer in buffers.values())))
-        self.over_link = world.backend != "shm"                     # which messages under way at once share
+            self.most = max(
+                SCRATCH, min(self.most, sum(buffer.nbytes for buffer in buffers.values()))
+            )
+        # which messages under way at once share
+        self.over_link = world.backend != "shm"
         self.sent = 0
-        self.waiting = self.transfer = 0.0
+        self.waiting = 0.0
+        self.transfer = 0.0
         self.first_came = False
         self.waits_for: Send | Recv | None = None
         self.computing = False
@@ -119,7 +174,9 @@ class Play:
         return sum(self.buffers[each.slot].nbytes for each in row if isinstance(each, Recv))
 
     def run(self) -> None:
-        """Play to the end. Raises StepFailed that shows the schedule around the failure, with the last actions of all ranks."""
+        """Play to the end. Raises StepFailed that shows the schedule around the failure, with
+        the last actions of all ranks.
+        """
         try:
             for place, action in enumerate(self.actions):
                 self.position = place
@@ -140,8 +197,9 @@ class Play:
         except Exception as error:
             if not self.computing and not isinstance(error, RuntimeError):
                 raise
-            if self.computing:              # no failure of the exchange: it tells its own story, and was first
-                error.when = time.monotonic()                           # type: ignore[attr-defined]
+            # no failure of the exchange: it tells its own story, and was first
+            if self.computing:
+                error.when = time.monotonic()  # type: ignore[attr-defined]
             lines = Lines(self.world, self.standing())
             self.world.hang_up()
             if self.computing:
@@ -149,8 +207,9 @@ class Play:
             raise StepFailed(lines.picture(error)) from error
 
     def send(self, action: Send) -> None:
-        # gloo tells a peer that a receive is posted over the connection that carries what is sent to it: told after the send,
-        # the peer hears of it when all of that is through, and the two directions go one after the other
+        # gloo tells a peer that a receive is posted over the connection that carries what is
+        # sent to it: told after the send, the peer hears of it when all of that is through, and
+        # the two directions go one after the other
         self.ahead = max(self.ahead, self.position)
         self.look_ahead()
         tensor = self.buffers[action.slot]
@@ -158,7 +217,13 @@ class Play:
             # at once they would share the link, and the first come as late as the last
             before = self.actions[self.position - 1] if self.position else None
             if action.after:
-                self.close([part for part, sends in self.open.items() if any(sent.to != action.to for sent, _ in sends)])
+                self.close(
+                    [
+                        part
+                        for part, sends in self.open.items()
+                        if any(sent.to != action.to for sent, _ in sends)
+                    ]
+                )
             elif isinstance(before, Send) and before.to != action.to:
                 self.close(parts_in(before.slot))
         start = time.monotonic()
@@ -175,7 +240,8 @@ class Play:
     def recv(self, action: Recv) -> None:
         self.ahead = max(self.ahead, self.position)
         self.look_ahead()
-        if not self.posted:                                         # it overwrites what is under way, and scratch is too short
+        # it overwrites what is under way, and scratch is too short
+        if not self.posted:
             self.close(parts_in(action.slot))
             self.look_ahead()
         _, work, buffer = self.posted.popleft()
@@ -190,34 +256,44 @@ class Play:
                 self.buffers[action.slot].copy_(buffer)
 
     def look_ahead(self) -> None:
-        """Post the receives that come next, as far as scratch goes. Of those that add, whatever their length, also the one that
-        comes next, and one more from the same rank: another's would share the link with it. Each action is passed once.
+        """Post the receives that come next, as far as scratch goes. Of those that add, whatever
+        their length, also the one that comes next, and one more from the same rank: another's
+        would share the link with it. Each action is passed once.
         """
         while self.ahead < len(self.actions):
             action = self.actions[self.ahead]
             if isinstance(action, Recv):
                 if len(self.posted) == self.posts:
                     return
-                slot, buffer = self.buffers[action.slot], None
+                slot = self.buffers[action.slot]
+                buffer = None
                 if action.add or self.needed(action.slot):
-                    others = self.over_link and any(each.frm != action.frm for each, *_ in self.posted)
+                    others = self.over_link and any(
+                        each.frm != action.frm for each, *_ in self.posted
+                    )
                     more = not others and len(self.posted) < 2
                     if self.scratch + slot.nbytes > self.most and not (action.add and more):
                         return
                     buffer = torch.empty_like(slot)
                     self.scratch += slot.nbytes
-                work = dist.irecv(slot if buffer is None else buffer, group=self.world.group, group_src=action.frm)
+                work = dist.irecv(
+                    slot if buffer is None else buffer, group=self.world.group, group_src=action.frm
+                )
                 self.posted.append((action, work, buffer))
             for part in touches(action):
                 self.touched[part] = self.touched.get(part, 0) + 1
             self.ahead += 1
 
     def needed(self, slot: Slot) -> bool:
-        """Does an action before the one ahead, or a send under way, still touch a part of the slot?"""
+        """Does an action before the one ahead, or a send under way, still touch a part of the
+        slot?
+        """
         return any(self.touched.get(part) or part in self.open for part in parts_in(slot))
 
     def close(self, parts: Sequence[Slot]) -> None:
-        """Wait until the sends of some parts are over, each once: one send may be of several parts."""
+        """Wait until the sends of some parts are over, each once: one send may be of several
+        parts.
+        """
         for part in parts:
             for action, work in self.open.pop(part, ()):
                 for other in parts_in(action.slot):
@@ -226,7 +302,9 @@ class Play:
                 self.wait(action, work)
 
     def wait(self, action: Send | Recv, work: Any) -> None:
-        """Wait for a message, once (gloo waits for ever on a send that was waited for before), and not without end."""
+        """Wait for a message, once (gloo waits for ever on a send that was waited for before),
+        and not without end.
+        """
         self.waits_for = action
         start = time.monotonic()
         work.wait(self.limit)
@@ -240,19 +318,26 @@ class Play:
         else:
             self.waiting += seconds
 
-    # ---- when it fails ---------------------------------------------------------------------------------------------------
+    # ---- when it fails -----------------------------------------------------------------------
     def standing(self) -> Standing:
         """Where this rank stands, for all to see."""
-        around = [f"[{each}]" if at == self.position else str(each) for at, each in enumerate(map(self.named, self.actions))]
-        first, stop = max(0, self.position - 3), self.position + 4
+        around = [
+            f"[{each}]" if at == self.position else str(each)
+            for at, each in enumerate(map(self.named, self.actions))
+        ]
+        first = max(0, self.position - 3)
+        stop = self.position + 4
         line = ["..."] * (first > 0) + around[first:stop] + ["..."] * (stop < len(around))
-        peer, waits_for = None, ""
+        peer = None
+        waits_for = ""
         if isinstance(self.waits_for, Recv):
             peer = self.waits_for.frm
             waits_for = f"slot {shown(self.waits_for.slot)} from rank {self.world.launched[peer]}"
         elif isinstance(self.waits_for, Send):
             peer = self.waits_for.to
-            waits_for = f"rank {self.world.launched[peer]} to take slot {shown(self.waits_for.slot)}"
+            waits_for = (
+                f"rank {self.world.launched[peer]} to take slot {shown(self.waits_for.slot)}"
+            )
         return Standing(self.walk, " ".join(line), waits_for, peer)
 
     def named(self, action: Any) -> Any:

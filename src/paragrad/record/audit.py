@@ -10,35 +10,58 @@ from typing import Any
 @dataclass(frozen=True)
 class Audit:
     """Which samples a run's epochs used, by its own record."""
+
     epochs: int
-    samples: int                # of the dataset
-    seen: int                   # different ones, in the epoch that saw fewest
-    twice: int                  # used more than once in an epoch, over all epochs
-    missed: int                 # not used in an epoch, over all epochs
-    in_rounds: bool = False     # each is over samples of its own: `samples` and `seen` are of all of them together
+    samples: int  # of the dataset
+    seen: int  # different ones, in the epoch that saw fewest
+    twice: int  # used more than once in an epoch, over all epochs
+    missed: int  # not used in an epoch, over all epochs
+    # each is over samples of its own: `samples` and `seen` are of all of them together
+    in_rounds: bool = False
 
     def __str__(self) -> str:
         if not self.epochs:
             return "no epoch was finished"
         if self.in_rounds:
-            return (f"{self.seen} of the {self.samples} samples that clients of {self.epochs} round(s) were to train on, "
-                    f"{self.twice} twice, {self.missed} missed")
-        return (f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
-                f"{self.twice} twice, {self.missed} missed")
+            return (
+                f"{self.seen} of the {self.samples} samples that clients of {self.epochs} round(s) "
+                f"were to train on, "
+                f"{self.twice} twice, {self.missed} missed"
+            )
+        return (
+            f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
+            f"{self.twice} twice, {self.missed} missed"
+        )
 
 
 def covered(parts: Iterable[list[int]]) -> tuple[int, int]:
     """How many places are in some of the parts [first, stop], and how many in more than one."""
-    once = more = depth = before = 0
+    once = 0
+    more = 0
+    depth = 0
+    before = 0
     for place, change in sorted(end for first, stop in parts for end in ((first, 1), (stop, -1))):
-        once, more = once + (place - before) * (depth > 0), more + (place - before) * (depth > 1)
-        depth, before = depth + change, place
+        once = once + (place - before) * (depth > 0)
+        more = more + (place - before) * (depth > 1)
+        depth = depth + change
+        before = place
     return once, more
 
 
 def audit_of(ended: Iterable[int], used: Mapping[int, list[dict[str, Any]]], samples: int) -> Audit:
-    """Of epochs that ended, by the lines of their steps. One whose beginning is lost is left out."""
-    epochs = [epoch for epoch in ended if any(line["order"][0] == 0 < line["order"][1] for line in used.get(epoch, ()))]
+    """Of epochs that ended, by the lines of their steps. One whose beginning is lost is left
+    out.
+    """
+    epochs = [
+        epoch
+        for epoch in ended
+        if any(line["order"][0] == 0 < line["order"][1] for line in used.get(epoch, ()))
+    ]
     counts = [covered(line["order"] for line in used[epoch]) for epoch in epochs]
-    return Audit(len(epochs), samples, min((once for once, _ in counts), default=0), sum(more for _, more in counts),
-                 sum(samples - once for once, _ in counts))
+    return Audit(
+        len(epochs),
+        samples,
+        min((once for once, _ in counts), default=0),
+        sum(more for _, more in counts),
+        sum(samples - once for once, _ in counts),
+    )

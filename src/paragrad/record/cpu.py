@@ -12,8 +12,9 @@ from pathlib import Path
 
 from paragrad.record.record import Line
 
-RESOLUTION = 2          # ticks of a core's clock by which its two readings may be wrong
-BUSY = 0.1              # of all cores: kept busy by others, times are doubted; idle, nobody was in the way
+RESOLUTION = 2  # ticks of a core's clock by which its two readings may be wrong
+# of all cores: kept busy by others, times are doubted; idle, nobody was in the way
+BUSY = 0.1
 
 
 class Cpu:
@@ -23,25 +24,46 @@ class Cpu:
         self.began = _clocks()
 
     def told(self) -> Line:
-        """Seconds since then, of them by the CPU: own (of this process and the loaders that ended) and all (of everybody on its
-        cores, null where the system does not say); switched: how often its core was given to another thread, whoever's."""
+        """Seconds since then, of them by the CPU: own (of this process and the loaders that
+        ended) and all (of everybody on its cores, null where the system does not say);
+        switched: how often its core was given to another thread, whoever's.
+        """
         return {"host": platform.node()} | {
-            name: None if value is None or self.began[name] is None else round(value - self.began[name], 6)
-            for name, value in _clocks().items()}
+            name: None
+            if value is None or self.began[name] is None
+            else round(value - self.began[name], 6)
+            for name, value in _clocks().items()
+        }
 
 
 def _clocks() -> Line:
-    own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
-    return {"seconds": time.monotonic(), "own": used, "all": _everybody(), "switched": own.ru_nivcsw}
+    return {
+        "seconds": time.monotonic(),
+        "own": used,
+        "all": _everybody(),
+        "switched": own.ru_nivcsw,
+    }
 
 
 def _everybody() -> float | None:
-    """CPU seconds that the cores of this process were busy, since the machine started; stolen by other machines counts."""
+    """CPU seconds that the cores of this process were busy, since the machine started; stolen
+    by other machines counts.
+    """
     try:
-        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+        lines = [
+            line.split()
+            for line in Path("/proc/stat").read_text().splitlines()
+            if line.startswith("cpu")
+        ]
         mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        ticks = [sum(map(int, words[1:4])) + sum(map(int, words[6:9])) for words in lines if words[0] in mine]
+        ticks = [
+            sum(map(int, words[1:4])) + sum(map(int, words[6:9]))
+            for words in lines
+            if words[0] in mine
+        ]
     except (AttributeError, OSError, ValueError):
         return None
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if any(ticks) else None
@@ -49,29 +71,46 @@ def _everybody() -> float | None:
 
 @dataclass(frozen=True)
 class Load:
-    """What kept a host busy during a run, in cores: the ranks, and everybody else, at least (the launcher is among them)."""
+    """What kept a host busy during a run, in cores: the ranks, and everybody else, at least
+    (the launcher is among them).
+    """
+
     cores: int
     own: float
     others: float
-    switched: float                 # how often a second a rank's core went to another thread, at most
+    # how often a second a rank's core went to another thread, at most
+    switched: float
 
     @property
     def crowded(self) -> bool:
         """Others took a good part of the cores, and hardly any was left."""
-        return self.others > BUSY * self.cores and self.own + self.others > (1.0 - BUSY) * self.cores
+        return (
+            self.others > BUSY * self.cores and self.own + self.others > (1.0 - BUSY) * self.cores
+        )
 
 
 def load_of(lines: Sequence[Line], cores: int) -> Load | None:
-    """Of the host on which others did most, by what all ranks told at their end; None where nothing says."""
+    """Of the host on which others did most, by what all ranks told at their end; None where
+    nothing says.
+    """
     hosts: dict[str, list[Line]] = {}
     for line in lines:
         if line["all"] is not None and line["seconds"]:
             hosts.setdefault(line["host"], []).append(line)
-    return max((_on_host(found, cores) for found in hosts.values()), key=lambda load: load.others, default=None)
+    return max(
+        (_on_host(found, cores) for found in hosts.values()),
+        key=lambda load: load.others,
+        default=None,
+    )
 
 
 def _on_host(lines: Sequence[Line], cores: int) -> Load:
-    first, own = lines[0], sum(line["own"] for line in lines)
+    first = lines[0]
+    own = sum(line["own"] for line in lines)
     unknown = RESOLUTION * cores / os.sysconf("SC_CLK_TCK")
-    return Load(cores, own / first["seconds"], max(0.0, first["all"] - own - unknown) / first["seconds"],
-                max(line["switched"] / line["seconds"] for line in lines))
+    return Load(
+        cores,
+        own / first["seconds"],
+        max(0.0, first["all"] - own - unknown) / first["seconds"],
+        max(line["switched"] / line["seconds"] for line in lines),
+    )

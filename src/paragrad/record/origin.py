@@ -1,4 +1,6 @@
-"""When a run began, on the clock of each host: so that what several ranks did can be set side by side."""
+"""When a run began, on the clock of each host: so that what several ranks did can be set side
+by side.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,25 @@ class Meeting(Protocol):
 
 
 def common_origin(world: Meeting) -> tuple[float, int]:
-    """(the beginning of a run, on the monotonic clock of this rank's host; how many clocks there are). Collective.
+    """(the beginning of a run, on the monotonic clock of this rank's host; how many clocks
+    there are). Collective.
 
-    Ranks of a host share its clock, and take the moment of the first of them. Moments of different hosts are those at which a
-    barrier let them go: as far apart as its last message takes.
+    Ranks of a host share its clock, and take the moment of the first of them. Moments of
+    different hosts are those at which a barrier let them go: as far apart as its last message
+    takes.
     """
     world.barrier()
     mine = clock(), time.monotonic()
     every = world.agreed(world.collected(mine))
-    return next(moment for name, moment in every if name == mine[0]), len({name for name, _ in every})
+    return next(moment for name, moment in every if name == mine[0]), len(
+        {name for name, _ in every}
+    )
 
 
 def clock() -> str:
-    """The name of this host's monotonic clock: all processes since its start have it in common."""
+    """The name of this host's monotonic clock: all processes since its start have it in
+    common.
+    """
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()

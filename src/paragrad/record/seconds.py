@@ -11,16 +11,21 @@ Line = dict[str, Any]
 
 
 def seconds_of_slowest(ranks: Sequence[list[Line]]) -> list[float]:
-    """Of step lines by rank the seconds of those whose median is the largest: all wait for that rank."""
+    """Of step lines by rank the seconds of those whose median is the largest: all wait for that
+    rank.
+    """
     return max(([line["seconds"] for line in lines] for lines in ranks), key=median, default=[])
 
 
 def seconds_together(steps: Iterable[list[Line]], window: int | None) -> list[float]:
-    """Of steps (the lines of their shares) of workers that step by themselves: what one takes, whosever its shares were. No
-    worker's own seconds say how fast all get on, for one that is slow holds up nobody.
+    """Of steps (the lines of their shares) of workers that step by themselves: what one takes,
+    whosever its shares were. No worker's own seconds say how fast all get on, for one that is
+    slow holds up nobody.
 
-    A step is over when the last of its shares is, for the first time. Steps end in bursts, so the mean over a window of them is
-    taken; None: over an epoch. What lies between two epochs (tests, averaging) is left out."""
+    A step is over when the last of its shares is, for the first time. Steps end in bursts, so
+    the mean over a window of them is taken; None: over an epoch. What lies between two epochs
+    (tests, averaging) is left out.
+    """
     epochs: dict[int, list[list[Line]]] = {}
     for lines in steps:
         epochs.setdefault(lines[0]["epoch"], []).append(lines)
@@ -34,7 +39,8 @@ def seconds_together(steps: Iterable[list[Line]], window: int | None) -> list[fl
 
 def _end(lines: list[Line]) -> float:
     ends: dict[tuple[int, ...], float] = {}
-    for line in lines:                              # a share that came late is made again
-        share, end = tuple(line["order"]), line["start"] + line["seconds"]
+    for line in lines:  # a share that came late is made again
+        share = tuple(line["order"])
+        end = line["start"] + line["seconds"]
         ends[share] = min(end, ends.get(share, end))
     return max(ends.values())

@@ -13,16 +13,21 @@ from paragrad.errors import Refused
 def check() -> None:
     """Refused where the package is missing."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise Refused("event files want the package tensorboard; pip install 'paragrad[tensorboard]'")
+        raise Refused(
+            "event files want the package tensorboard; pip install 'paragrad[tensorboard]'"
+        )
 
 
 @contextlib.contextmanager
 def events(folder: Path | None) -> Iterator[Callable[..., None]]:
-    """show(step, **values): append scalars to event files in folder/tensorboard; without a folder, to nothing."""
+    """show(step, **values): append scalars to event files in folder/tensorboard; without a
+    folder, to nothing.
+    """
     if folder is None:
         yield lambda step, **values: None
         return
-    from torch.utils.tensorboard import SummaryWriter  # here: it is an extra, and takes a second to import
+    # here: it is an extra, and takes a second to import
+    from torch.utils.tensorboard import SummaryWriter
 
     def show(step: int, **values: float) -> None:
         for name, value in values.items():

@@ -1,7 +1,9 @@
-"""A run as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens: a process for each rank, with a thread
-of its steps, one of what it did in them, one of the buckets that are summed beside; an arrow for each message.
+"""A run as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens: a
+process for each rank, with a thread of its steps, one of what it did in them, one of the
+buckets that are summed beside; an arrow for each message.
 
-Format: "Trace Event Format", Chromium: complete events (ph X), in microseconds; flow events (s, f); names as metadata (M).
+Format: "Trace Event Format", Chromium: complete events (ph X), in microseconds; flow events (s,
+f); names as metadata (M).
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from paragrad.errors import Refused
 from paragrad.record.record import Line, Record
 
 Event = dict[str, Any]
-STEPS, TASKS, BUCKETS = 0, 1, 2             # threads of a rank
+# threads of a rank
+STEPS = 0
+TASKS = 1
+BUCKETS = 2
 THREADS = {STEPS: "steps", TASKS: "tasks", BUCKETS: "exchange"}
 
 
@@ -25,18 +30,27 @@ def check(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         (partial := _partial(path)).open("a").close()
-        partial.unlink(missing_ok=True)         # ranks of a launcher all try it
+        partial.unlink(missing_ok=True)  # ranks of a launcher all try it
     except OSError as error:
-        raise Refused(f"--trace {path}: {error.strerror}; give a file in a folder that is there and can be written") from None
+        raise Refused(
+            f"--trace {path}: {error.strerror}; give a file in a folder that is there and can be "
+            f"written"
+        ) from None
 
 
 def write(record: Record, path: Path) -> None:
-    """The trace of a run, whole or not at all. record: read with its spans. Raises OSError with the file's name."""
+    """The trace of a run, whole or not at all. record: read with its spans. Raises OSError with
+    the file's name.
+    """
     partial = _partial(path)
     try:
         with partial.open("w", encoding="utf-8") as file:
-            told = {name: record.header.get(name) for name in ("id", "strategy", "resolved", "backend")}
-            file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(told)}, "traceEvents": [')
+            told = {
+                name: record.header.get(name) for name in ("id", "strategy", "resolved", "backend")
+            }
+            file.write(
+                f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(told)}, "traceEvents": ['
+            )
             for number, event in enumerate(events(record)):
                 file.write(f"{',' if number else ''}\n{json.dumps(event, allow_nan=False)}")
             file.write("\n]}\n")
@@ -94,8 +108,10 @@ def _of_step(rank: int, spans: list[Line], arrows: dict[str, int]) -> Iterator[E
 
 
 def apart(spans: Iterable[Line]) -> tuple[list[Line], list[tuple[Line, dict[str, float]]]]:
-    """(what a rank did one after the other, its buckets): those are summed by a thread of their own. Of a bucket: the whole,
-    and seconds of its parts by their lanes, which say how long and not when."""
+    """(what a rank did one after the other, its buckets): those are summed by a thread of their
+    own. Of a bucket: the whole, and seconds of its parts by their lanes, which say how long and
+    not when.
+    """
     tasks: list[Line] = []
     buckets: list[tuple[Line, dict[str, float]]] = []
     for span in spans:
@@ -109,15 +125,19 @@ def apart(spans: Iterable[Line]) -> tuple[list[Line], list[tuple[Line, dict[str,
 
 
 def nested(spans: Iterable[Line]) -> Iterator[Line]:
-    """One within another, or one after the other: microseconds were rounded, and a thread's slices must not cross."""
-    open_: list[float] = []                             # where those end that the next one may be in
+    """One within another, or one after the other: microseconds were rounded, and a thread's
+    slices must not cross.
+    """
+    # where those end that the next one may be in
+    open_: list[float] = []
     for span in sorted(spans, key=lambda span: (span["start"], -span["seconds"])):
-        start, end = span["start"], span["start"] + span["seconds"]
+        start = span["start"]
+        end = span["start"] + span["seconds"]
         while open_ and open_[-1] <= start:
             open_.pop()
         if open_ and end > open_[-1]:
             crossed = open_[-1] - start
-            if crossed < end - open_[-1]:               # most of it comes after
+            if crossed < end - open_[-1]:  # most of it comes after
                 start = open_.pop()
             else:
                 end = open_[-1]
@@ -127,17 +147,34 @@ def nested(spans: Iterable[Line]) -> Iterator[Line]:
 
 def _slice(rank: int, thread: int, line: Line, **more: Any) -> Event:
     named = {name: line[name] for name in ("step", "bytes") if line.get(name) is not None}
-    return {"ph": "X", "name": line["name"], "cat": line["lane"], "pid": rank, "tid": thread,
-            "ts": round(1e6 * line["start"], 3), "dur": round(1e6 * line["seconds"], 3), "args": {**named, **more}}
+    return {
+        "ph": "X",
+        "name": line["name"],
+        "cat": line["lane"],
+        "pid": rank,
+        "tid": thread,
+        "ts": round(1e6 * line["start"], 3),
+        "dur": round(1e6 * line["seconds"], 3),
+        "args": {**named, **more},
+    }
 
 
 def _arrow(rank: int, event: Event, arrows: dict[str, int]) -> Iterator[Event]:
-    """From where a message is posted to where it is there: both ends know the same name of it."""
+    """From where a message is posted to where it is there: both ends know the same name of
+    it.
+    """
     side, (peer, _, slot) = event["name"][:1], event["name"][1:].partition(":")
     if (side, event["cat"]) not in ((">", "send"), ("<", "receive")):
         return
     way = f"{rank} {peer}" if side == ">" else f"{peer} {rank}"
     number = arrows.setdefault(f"{event['args']['step']} {way} {slot}", len(arrows))
     end = {"ph": "s"} if side == ">" else {"ph": "f", "bp": "e"}
-    yield {**end, "name": slot, "cat": "message", "id": number, "pid": rank, "tid": TASKS,
-           "ts": event["ts"] if side == ">" else event["ts"] + event["dur"]}
+    yield {
+        **end,
+        "name": slot,
+        "cat": "message",
+        "id": number,
+        "pid": rank,
+        "tid": TASKS,
+        "ts": event["ts"] if side == ">" else event["ts"] + event["dur"],
+    }

@@ -1,4 +1,6 @@
-"""What a verification found: the difference of a training from serial's, and its certificate."""
+"""What a verification found: the difference of a training from serial's, and its
+certificate.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +9,58 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-BOUND = 1e-10           # of an exact strategy in float64
+BOUND = 1e-10  # of an exact strategy in float64
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a training was from serial's (`verbs.lockstep`): the largest difference, and the largest of every tensor."""
-    value: float                                    # the largest
-    tensor: str | None = None                       # where it is largest
-    step: int | None = None                         # and when
-    tensors: dict[str, float] = field(default_factory=dict, compare=False)      # the largest of every tensor
-    first: tuple[str, int] | None = None            # (tensor, step) of the first beyond both bounds
-    twin: float = 0.0                               # the largest of the rounding twin from serial
-    twins: dict[str, float] = field(default_factory=dict, compare=False)        # of every tensor
-    bound: float = BOUND                            # of a tensor by its own size; above it, the twin is asked
-    allowed: float = 0.0                            # then: 4 times the twin's, by the largest of the tensor's kind; where
-    #                                                 `first` left it, or the largest that was asked for
-    chaotic: int | None = None                      # the step from which the twin goes another way, so that nothing can be said
-    dtype: str = "float64"                          # what was computed in
-    why: str | None = None                          # it is not float64
-    reference: str = "serial"                       # with the same micro-batches where batch norm is
+    """How far a training was from serial's (`verbs.lockstep`): the largest difference, and the
+    largest of every tensor.
+    """
+
+    value: float  # the largest
+    tensor: str | None = None  # where it is largest
+    step: int | None = None  # and when
+    # the largest of every tensor
+    tensors: dict[str, float] = field(default_factory=dict, compare=False)
+    # (tensor, step) of the first beyond both bounds
+    first: tuple[str, int] | None = None
+    # the largest of the rounding twin from serial
+    twin: float = 0.0
+    # of every tensor
+    twins: dict[str, float] = field(default_factory=dict, compare=False)
+    # of a tensor by its own size; above it, the twin is asked
+    bound: float = BOUND
+    # then: 4 times the twin's, by the largest of the tensor's kind; where
+    allowed: float = 0.0
+    # `first` left it, or the largest that was asked for
+    # the step from which the twin goes another way, so that nothing can be said
+    chaotic: int | None = None
+    dtype: str = "float64"  # what was computed in
+    why: str | None = None  # it is not float64
+    # with the same micro-batches where batch norm is
+    reference: str = "serial"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(Difference):
-    """Whether a strategy made the same training as serial, and what was compared: the difference, and what it is of."""
+    """Whether a strategy made the same training as serial, and what was compared: the
+    difference, and what it is of.
+    """
+
     job: str
-    digest: str                     # of the job: its settings, initial parameters and first batch, in float64
+    # of the job: its settings, initial parameters and first batch, in float64
+    digest: str
     strategy: str
     resolved: str
     device: str
     backend: str
     steps: int
-    failure: str | None             # what a rank said of replicas that are not equal, or why there was nothing to compare
-    cause: str | None               # the likeliest, where it is not the same and one is known
+    # what a rank said of replicas that are not equal, or why there was nothing to compare
+    failure: str | None
+    cause: str | None  # the likeliest, where it is not the same and one is known
     sabotage: str | None
-    machine: dict[str, Any]         # as in a record: cpu, cores, load, versions
+    machine: dict[str, Any]  # as in a record: cpu, cores, load, versions
     folder: Path
 
     @property
@@ -55,11 +73,22 @@ class Certificate(Difference):
         return self.difference is not None and self.first is None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON, what it is of first: a difference that is not finite is null, and `tensor` says where."""
-        told = {"schema": 2, **dict.fromkeys(Certificate.__annotations__), **asdict(self), "folder": str(self.folder),
-                "difference": self.difference, "same": self.same}
+        """Plain JSON, what it is of first: a difference that is not finite is null, and
+        `tensor` says where.
+        """
+        told = {
+            "schema": 2,
+            **dict.fromkeys(Certificate.__annotations__),
+            **asdict(self),
+            "folder": str(self.folder),
+            "difference": self.difference,
+            "same": self.same,
+        }
         del told["value"], told["step"]
-        return told | {name: _finite(told[name]) for name in ("difference", "twin", "allowed", "tensors", "twins")}
+        return told | {
+            name: _finite(told[name])
+            for name in ("difference", "twin", "allowed", "tensors", "twins")
+        }
 
 
 def _finite(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The charts of a comparison's page: SVG to put into HTML, drawn by matplotlib without pyplot's global state."""
+"""The charts of a comparison's page: SVG to put into HTML, drawn by matplotlib without pyplot's
+global state.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +20,50 @@ import numpy
 from paragrad.record.record import Line
 from paragrad.report.palette import COLOURS, FAINT, INK, KINDS, MUTED, PAPER, TWIN, themed
 
-if TYPE_CHECKING:                   # matplotlib takes a second to import, and only a page needs it
+# matplotlib takes a second to import, and only a page needs it
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 420, 270            # units of a chart; the page scales it, to some 330 pixels on a phone
-TEXT = 12                           # units high
-POINTS = 200                        # of a line, at most: one every two units
-SMOOTH = 60                         # of a line of noisy values
-LINE = 58                           # letters across a chart
-MARKS = 6                           # along a line
-HUNDRED = 100.0                     # times as long as another
+# units of a chart; the page scales it, to some 330 pixels on a phone
+WIDTH = 420
+HEIGHT = 270
+TEXT = 12  # units high
+POINTS = 200  # of a line, at most: one every two units
+SMOOTH = 60  # of a line of noisy values
+LINE = 58  # letters across a chart
+MARKS = 6  # along a line
+HUNDRED = 100.0  # times as long as another
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a strategy is drawn, everywhere in a page: told apart by colour, by marker, and beyond ten by dashes."""
+    """How a strategy is drawn, everywhere in a page: told apart by colour, by marker, and
+    beyond ten by dashes.
+    """
+
     colour: str
     marker: str
     dashes: str = "-"
-    inside: str = PAPER         # of the marker
+    inside: str = PAPER  # of the marker
 
 
 def style(place: int, twin: bool = False) -> Style:
     """The style of a table's row."""
     if twin:
         return Style(TWIN, "x", "--", inside=TWIN)
-    return Style(COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)], "-" if place < len(COLOURS) else "-.")
+    return Style(
+        COLOURS[place % len(COLOURS)],
+        MARKERS[place % len(MARKERS)],
+        "-" if place < len(COLOURS) else "-.",
+    )
 
 
 @dataclass(frozen=True)
 class Curve:
     """A strategy's line: the mean over its seeds, and from where to where they reach."""
+
     style: Style
     name: str
     x: list[float]
@@ -58,11 +71,14 @@ class Curve:
     low: list[float]
     high: list[float]
     seeds: int = 1
-    steps: int = 1              # per point, at most
+    steps: int = 1  # per point, at most
 
 
-def curve(seen: Style, name: str, runs: Sequence[Sequence[tuple[float, float]]], most: int = POINTS) -> Curve | None:
-    """The points of every seed, joined: point by point the mean, as far as all seeds went; neighbours averaged, to `most`.
+def curve(
+    seen: Style, name: str, runs: Sequence[Sequence[tuple[float, float]]], most: int = POINTS
+) -> Curve | None:
+    """The points of every seed, joined: point by point the mean, as far as all seeds went;
+    neighbours averaged, to `most`.
 
     None where there is nothing to draw.
     """
@@ -70,21 +86,40 @@ def curve(seen: Style, name: str, runs: Sequence[Sequence[tuple[float, float]]],
     if length == 0:
         return None
     bins = min(length, most)
-    values = numpy.array([points[:length] for points in runs], dtype=float)             # seeds x points x 2
+    # seeds x points x 2
+    values = numpy.array([points[:length] for points in runs], dtype=float)
     edges = numpy.linspace(0, length, bins + 1).round().astype(int)
-    with numpy.errstate(all="ignore"):          # a diverging loss is infinite here and there
+    with numpy.errstate(all="ignore"):  # a diverging loss is infinite here and there
         thinned = numpy.add.reduceat(values, edges[:-1], axis=1) / numpy.diff(edges)[None, :, None]
         x, y = thinned.mean(axis=0).T
     if not numpy.isfinite(y).any():
         return None
-    return Curve(seen, name, x.tolist(), y.tolist(), thinned[:, :, 1].min(axis=0).tolist(),
-                 thinned[:, :, 1].max(axis=0).tolist(), len(runs), int(numpy.diff(edges).max()))
+    return Curve(
+        seen,
+        name,
+        x.tolist(),
+        y.tolist(),
+        thinned[:, :, 1].min(axis=0).tolist(),
+        thinned[:, :, 1].max(axis=0).tolist(),
+        len(runs),
+        int(numpy.diff(edges).max()),
+    )
 
 
-def lines(name: str, curves: Sequence[Curve], *, x_label: str, y_label: str, alt: str, logarithmic: bool | None = None,
-          goal: float | None = None, unit: str = "") -> str:
-    """A chart of lines; logarithmic: whether y is (None: where values span more than a factor of 30); zeros lie on the floor.
-    x is logarithmic where one line is a hundred times as long as another.
+def lines(
+    name: str,
+    curves: Sequence[Curve],
+    *,
+    x_label: str,
+    y_label: str,
+    alt: str,
+    logarithmic: bool | None = None,
+    goal: float | None = None,
+    unit: str = "",
+) -> str:
+    """A chart of lines; logarithmic: whether y is (None: where values span more than a factor
+    of 30); zeros lie on the floor. x is logarithmic where one line is a hundred times as long
+    as another.
 
     name: unique in the page;  goal: a dotted line across;  unit: of y.
     """
@@ -108,31 +143,65 @@ def lines(name: str, curves: Sequence[Curve], *, x_label: str, y_label: str, alt
 
 
 def hundredfold(curves: Sequence[Curve]) -> bool:
-    """Whether one line is a hundred times as long as another, which would be a stroke at the edge."""
+    """Whether one line is a hundred times as long as another, which would be a stroke at the
+    edge.
+    """
     ends = [max(each.x) for each in curves]
     return min(ends) > 0 and max(ends) >= HUNDRED * min(ends)
 
 
 def _line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
-    """Lines drawn later are thinner and mark other points, so that those that lie on each other can all be seen."""
-    left = 1 - place / max(1, of - 1)               # of all lines: 1 for the first, 0 for the last
+    """Lines drawn later are thinner and mark other points, so that those that lie on each other
+    can all be seen.
+    """
+    # of all lines: 1 for the first, 0 for the last
+    left = 1 - place / max(1, of - 1)
     marks = max(1, len(each.x) // MARKS)
-    y, low, high = (numpy.maximum(values, floor) if floor else values for values in (each.y, each.low, each.high))
+    y, low, high = (
+        numpy.maximum(values, floor) if floor else values
+        for values in (each.y, each.low, each.high)
+    )
     if each.seeds > 1:
-        axes.fill_between(each.x, low, high, color=each.style.colour, alpha=max(0.06, 0.3 / of), linewidth=0, zorder=2)
-    axes.plot(each.x, y, color=each.style.colour, linestyle=each.style.dashes, linewidth=1.3 + 2.2 * left,
-              marker=each.style.marker, markersize=4.5 + 3.5 * left, markevery=(place * marks // of, marks),
-              markerfacecolor=each.style.inside, markeredgewidth=1.2, zorder=3 + place)
+        axes.fill_between(
+            each.x,
+            low,
+            high,
+            color=each.style.colour,
+            alpha=max(0.06, 0.3 / of),
+            linewidth=0,
+            zorder=2,
+        )
+    axes.plot(
+        each.x,
+        y,
+        color=each.style.colour,
+        linestyle=each.style.dashes,
+        linewidth=1.3 + 2.2 * left,
+        marker=each.style.marker,
+        markersize=4.5 + 3.5 * left,
+        markevery=(place * marks // of, marks),
+        markerfacecolor=each.style.inside,
+        markeredgewidth=1.2,
+        zorder=3 + place,
+    )
 
 
 def _decades(axes: Axes, which: str, values: list[float]) -> float:
-    """Make x or y logarithmic. Zeros, of which there is no logarithm, get a floor below the rest: where it is, or 0."""
+    """Make x or y logarithmic. Zeros, of which there is no logarithm, get a floor below the
+    rest: where it is, or 0.
+    """
     above = [value for value in values if value > 0] or [1.0]
-    low, high = min(above) / 1.4, max(above) * 1.4
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1, 2, 5) if last - first < 4 and which == "y" else (1,)                  # x has no room for three
-    ticks = [(factor * 10.0 ** exponent, _scientific(factor, exponent))
-             for exponent in range(first, last, max(1, (last - first) // 6)) for factor in factors]
+    low = min(above) / 1.4
+    high = max(above) * 1.4
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
+    # x has no room for three
+    factors = (1, 2, 5) if last - first < 4 and which == "y" else (1,)
+    ticks = [
+        (factor * 10.0**exponent, _scientific(factor, exponent))
+        for exponent in range(first, last, max(1, (last - first) // 6))
+        for factor in factors
+    ]
     ticks = [(value, text) for value, text in ticks if low <= value <= high]
     floor = low / (high / low) ** 0.15 if any(value <= 0 for value in values) else 0.0
     if floor:
@@ -144,9 +213,16 @@ def _decades(axes: Axes, which: str, values: list[float]) -> float:
     return floor
 
 
-def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Sequence[str], alt: str,
-         x_label: str = "bytes per rank and step") -> str:
-    """A bar for every (strategy, its bytes in words, {kind: {bytes, computed}}); computed parts are hatched."""
+def bars(
+    name: str,
+    rows: Sequence[tuple[str, str, dict[str, Line]]],
+    kinds: Sequence[str],
+    alt: str,
+    x_label: str = "bytes per rank and step",
+) -> str:
+    """A bar for every (strategy, its bytes in words, {kind: {bytes, computed}}); computed parts
+    are hatched.
+    """
     short = all(len(strategy) + len(words) <= LINE - 4 for strategy, words, _ in rows)
     with drawing(name, WIDTH, (38 if short else 54) * len(rows) + 44) as figure:
         axes = framed(figure, "", x_label)
@@ -154,17 +230,46 @@ def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Seq
         for place, (strategy, words, sent) in enumerate(rows):
             start = 0
             for kind, number in sent.items():
-                axes.barh(place, number["bytes"], left=start, height=0.3 if short else 0.22,
-                          color=KINDS[kinds.index(kind) % len(KINDS)], edgecolor=PAPER, linewidth=0.6,
-                          hatch="////" if number["computed"] else None, zorder=3)
+                axes.barh(
+                    place,
+                    number["bytes"],
+                    left=start,
+                    height=0.3 if short else 0.22,
+                    color=KINDS[kinds.index(kind) % len(KINDS)],
+                    edgecolor=PAPER,
+                    linewidth=0.6,
+                    hatch="////" if number["computed"] else None,
+                    zorder=3,
+                )
                 start += number["bytes"]
-            axes.annotate(_shortened(strategy), (0, place), (0, 9.5), textcoords="offset points", color=INK, fontsize=TEXT)
+            axes.annotate(
+                _shortened(strategy),
+                (0, place),
+                (0, 9.5),
+                textcoords="offset points",
+                color=INK,
+                fontsize=TEXT,
+            )
             if short:
-                axes.annotate(words, (1, place), (0, 9.5), ("axes fraction", "data"), "offset points", ha="right", color=MUTED,
-                              fontsize=TEXT - 1)
+                axes.annotate(
+                    words,
+                    (1, place),
+                    (0, 9.5),
+                    ("axes fraction", "data"),
+                    "offset points",
+                    ha="right",
+                    color=MUTED,
+                    fontsize=TEXT - 1,
+                )
             else:
-                axes.annotate(_shortened(words), (0, place), (0, -18), textcoords="offset points", color=MUTED,
-                              fontsize=TEXT - 1)
+                axes.annotate(
+                    _shortened(words),
+                    (0, place),
+                    (0, -18),
+                    textcoords="offset points",
+                    color=MUTED,
+                    fontsize=TEXT - 1,
+                )
         most = max(sum(number["bytes"] for number in sent.values()) for _, _, sent in rows)
         axes.set_xlim(0, max(1, most))
         axes.set_ylim(len(rows) - (0.7 if short else 0.45), -0.65)
@@ -179,31 +284,57 @@ def sample(name: str, seen: Style) -> str:
         axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
         axes.set(xlim=(0, 30), ylim=(0, 12))
-        axes.plot([0, 15, 30], [6, 6, 6], color=seen.colour, linestyle=seen.dashes, linewidth=2, marker=seen.marker,
-                  markersize=7, markevery=[1], markerfacecolor=seen.inside, markeredgewidth=1.4)
+        axes.plot(
+            [0, 15, 30],
+            [6, 6, 6],
+            color=seen.colour,
+            linestyle=seen.dashes,
+            linewidth=2,
+            marker=seen.marker,
+            markersize=7,
+            markevery=[1],
+            markerfacecolor=seen.inside,
+            markeredgewidth=1.4,
+        )
         return inline(figure, name, "")
 
 
 @contextmanager
 def drawing(name: str, width: float, height: float) -> Iterator[Figure]:
-    """An empty figure, under matplotlib's own defaults whatever the user's are; `name` makes its ids, always the same."""
+    """An empty figure, under matplotlib's own defaults whatever the user's are; `name` makes
+    its ids, always the same.
+    """
     logger = logging.getLogger("matplotlib")
     level = logger.level
-    logger.setLevel(logging.ERROR)              # importing it warns where the home cannot be written to
+    # importing it warns where the home cannot be written to
+    logger.setLevel(logging.ERROR)
     import matplotlib
     from matplotlib.figure import Figure
+
     logger.setLevel(level)
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")      # of matplotlib's font; the browser draws text in its own
+        # of matplotlib's font; the browser draws text in its own
+        warnings.filterwarnings("ignore", message="Glyph")
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False, "font.size": TEXT,
-                                    "hatch.color": PAPER, "hatch.linewidth": 1.2})
-        yield Figure(figsize=(width / 72, height / 72), layout="constrained" if width == WIDTH else None)
+        matplotlib.rcParams.update(
+            {
+                "svg.fonttype": "none",
+                "svg.hashsalt": name,
+                "text.parse_math": False,
+                "font.size": TEXT,
+                "hatch.color": PAPER,
+                "hatch.linewidth": 1.2,
+            }
+        )
+        yield Figure(
+            figsize=(width / 72, height / 72), layout="constrained" if width == WIDTH else None
+        )
 
 
 def framed(figure: Figure, y_label: str, x_label: str) -> Axes:
     """The axes of every chart of a page."""
     from matplotlib.ticker import MaxNLocator
+
     figure.patch.set_visible(False)
     axes = figure.add_subplot()
     axes.patch.set_visible(False)
@@ -230,28 +361,40 @@ def _short(value: float) -> str:
 def _scientific(factor: int, exponent: int) -> str:
     """factor * 10 ** exponent as people write it."""
     if -3 <= exponent <= 3:
-        return f"{factor * 10.0 ** exponent:g}"
+        return f"{factor * 10.0**exponent:g}"
     power = "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return power if factor == 1 else f"{factor}·{power}"
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= LINE else text[:LINE - 3] + "..."
+    return text if len(text) <= LINE else text[: LINE - 3] + "..."
 
 
 def inline(figure: Figure, name: str, alt: str) -> str:
-    """The figure as an <svg> element that fits its box, with ids of its own and no more digits than are seen."""
+    """The figure as an <svg> element that fits its box, with ids of its own and no more digits
+    than are seen.
+    """
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    figure.savefig(
+        file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
     text = file.getvalue()
-    text = re.sub(r"<style.*?</style>", "", text[text.index("<svg"):], flags=re.DOTALL)     # it would reach the whole page
+    # it would reach the whole page
+    text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' (id="|xlink:href="#)', rf" \1{name}-", text).replace("url(#", f"url(#{name}-")
-    text = re.sub(r' (?:d|x|y|transform|style)="[^"]*"', lambda found: re.sub(
-        r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", found[0]), text)
-    text = re.sub(r' fill="(#[0-9a-f]{6})"', r' style="fill: \1"', text)                    # attributes know no var()
+    text = re.sub(
+        r' (?:d|x|y|transform|style)="[^"]*"',
+        lambda found: re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", found[0]),
+        text,
+    )
+    # attributes know no var()
+    text = re.sub(r' fill="(#[0-9a-f]{6})"', r' style="fill: \1"', text)
     text = re.sub(r' style="[^"]*"', lambda found: themed(found[0]), text)
     told = f'role="img" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
     width, height = figure.get_size_inches() * 72
-    opening = (f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {told} '
-               f'viewBox="0 0 {width:g} {height:g}">')
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f"{told} "
+        f'viewBox="0 0 {width:g} {height:g}">'
+    )
     return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)

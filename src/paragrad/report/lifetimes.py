@@ -1,4 +1,6 @@
-"""Bytes alive over a schedule, drawn: a bar for every task of each rank, as text and as SVG; and a table of what ranks hold."""
+"""Bytes alive over a schedule, drawn: a bar for every task of each rank, as text and as SVG;
+and a table of what ranks hold.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,19 @@ from paragrad.report.table import sized
 BARS = " ▁▂▃▄▅▆▇█"
 STEEL, OCHRE, _, PLUM, ASH = KINDS
 COLOURS = {"F": STEEL, "B": PLUM, "I": PLUM, "W": OCHRE}
-MARGIN, ROW, BAR, LETTER = 34, 86, 48, 6.6      # beside bars; of a rank; of the highest bar; of a letter
+# beside bars; of a rank; of the highest bar; of a letter
+MARGIN = 34
+ROW = 86
+BAR = 48
+LETTER = 6.6
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """Of one rank. moments: as foretold, task by task;  tested: at most, in a test;  counted: in a step, as its record says."""
+    """Of one rank. moments: as foretold, task by task;  tested: at most, in a test;  counted:
+    in a step, as its record says.
+    """
+
     rank: int
     moments: Sequence[Moment]
     tested: int | None = None
@@ -38,25 +47,44 @@ def as_text(title: str, ranks: Sequence[Lifetimes], svg: Path | None = None) -> 
         try:
             svg.write_text(as_svg(title, ranks))
         except OSError as error:
-            raise Refused(f"--svg {svg}: {error.strerror}; give a file in a folder that is there and can be written") from None
+            raise Refused(
+                f"--svg {svg}: {error.strerror}; give a file in a folder that is there and can be "
+                f"written"
+            ) from None
     most = max(1, *(each.peak.bytes for each in ranks))
     margin = len(str(ranks[-1].rank))
     lines = [f"{title}; █ is {sized(most)}"]
     for each in ranks:
-        bars = " ".join(BARS[-(-8 * moment.bytes // most)] * len(moment.task) for moment in each.moments)
-        lines += [f"{each.rank:>{margin}} | " + " ".join(moment.task for moment in each.moments), f"{'':>{margin}} | {bars}"]
+        bars = " ".join(
+            BARS[-(-8 * moment.bytes // most)] * len(moment.task) for moment in each.moments
+        )
+        lines += [
+            f"{each.rank:>{margin}} | " + " ".join(moment.task for moment in each.moments),
+            f"{'':>{margin}} | {bars}",
+        ]
     return "\n".join([*lines, "", *_table(ranks)])
 
 
 def _table(ranks: Sequence[Lifetimes]) -> list[str]:
     """What each rank holds."""
-    kinds = [kind for kind in ("parameters", "gradients", "optimizer", "exchange") if any(each.counted for each in ranks)]
+    kinds = [
+        kind
+        for kind in ("parameters", "gradients", "optimizer", "exchange")
+        if any(each.counted for each in ranks)
+    ]
     rows = [("rank", "activations, foretold", "in", "counted", "in a test", *kinds)]
     for each in ranks:
         counted = each.counted or {}
-        rows.append((str(each.rank), sized(each.peak.bytes), each.peak.task,
-                     sized(counted["activations"]) if "activations" in counted else "-",
-                     "-" if each.tested is None else sized(each.tested), *(sized(counted.get(kind, 0)) for kind in kinds)))
+        rows.append(
+            (
+                str(each.rank),
+                sized(each.peak.bytes),
+                each.peak.task,
+                sized(counted["activations"]) if "activations" in counted else "-",
+                "-" if each.tested is None else sized(each.tested),
+                *(sized(counted.get(kind, 0)) for kind in kinds),
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
@@ -75,14 +103,38 @@ def as_svg(title: str, ranks: Sequence[Lifetimes]) -> str:
             base = ROW * (row + 1) - 18
             axes.plot([MARGIN, width - MARGIN], [base] * 2, color=MUTED, linewidth=1, zorder=1)
             axes.text(MARGIN - 12, base, str(each.rank), color=INK, ha="right", va="bottom")
-            axes.text(MARGIN, base - BAR - 4, f"at most {sized(each.peak.bytes)}, in {each.peak.task}", color=MUTED,
-                      fontsize=TEXT - 2, va="bottom")
+            axes.text(
+                MARGIN,
+                base - BAR - 4,
+                f"at most {sized(each.peak.bytes)}, in {each.peak.task}",
+                color=MUTED,
+                fontsize=TEXT - 2,
+                va="bottom",
+            )
             for place, moment in enumerate(each.moments):
                 high = BAR * moment.bytes / most
-                axes.bar(MARGIN + column * (place + 0.5), -high, bottom=base, width=column - 2, edgecolor=PAPER, linewidth=0.6,
-                         color=COLOURS.get(moment.task[:1], ASH), zorder=3)
-                axes.text(MARGIN + column * (place + 0.5), base + 3, moment.task, color=INK, fontsize=TEXT - 2, ha="center",
-                          va="top")
-        told = "; ".join(f"rank {each.rank}: at most {each.peak.bytes:,} bytes, in {each.peak.task}" for each in ranks)
+                axes.bar(
+                    MARGIN + column * (place + 0.5),
+                    -high,
+                    bottom=base,
+                    width=column - 2,
+                    edgecolor=PAPER,
+                    linewidth=0.6,
+                    color=COLOURS.get(moment.task[:1], ASH),
+                    zorder=3,
+                )
+                axes.text(
+                    MARGIN + column * (place + 0.5),
+                    base + 3,
+                    moment.task,
+                    color=INK,
+                    fontsize=TEXT - 2,
+                    ha="center",
+                    va="top",
+                )
+        told = "; ".join(
+            f"rank {each.rank}: at most {each.peak.bytes:,} bytes, in {each.peak.task}"
+            for each in ranks
+        )
         sized_as = f' width="{width:g}" height="{ROW * len(ranks):g}" viewBox'
         return inline(figure, "memory", f"{title}. {told}").replace(" viewBox", sized_as, 1) + "\n"

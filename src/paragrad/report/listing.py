@@ -1,4 +1,6 @@
-"""What single verbs print: a run's summary, a dry run, drawings, lists of jobs and strategies."""
+"""What single verbs print: a run's summary, a dry run, drawings, lists of jobs and
+strategies.
+"""
 
 from __future__ import annotations
 
@@ -27,37 +29,66 @@ from paragrad.training.saved import folders, step_of
 
 
 def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")) -> None:
-    """The summary of one run. typed: the command that made it, program first, as sys.argv has it."""
-    go_on = again(typed, finished.folder, finished.header["settings"].get("data")) if finished.stopped else None
+    """The summary of one run. typed: the command that made it, program first, as sys.argv has
+    it.
+    """
+    go_on = (
+        again(typed, finished.folder, finished.header["settings"].get("data"))
+        if finished.stopped
+        else None
+    )
     found = {**finished.as_json(), "go_on_with": go_on}
     if as_json:
         print(json.dumps(found))
     else:
-        print_facts((name, value) for name, value in _told(finished, found).items() if value is not None)
+        print_facts(
+            (name, value) for name, value in _told(finished, found).items() if value is not None
+        )
 
 
 def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
     """A run for people: every number with what it is and its unit."""
-    seconds, moved, unit = found["seconds_per_step"], sent(found["sent"]), finished.header["job"]["unit"]
+    seconds = found["seconds_per_step"]
+    moved = sent(found["sent"])
+    unit = finished.header["job"]["unit"]
     taken = times_of([finished])
     return {
-        "strategy": found["strategy"], "resolved": found["resolved"],
+        "strategy": found["strategy"],
+        "resolved": found["resolved"],
         **{each["what"]: f"{each['picked']}: {each['because']}" for each in finished.choices},
-        "of the checkpoint": "; ".join(f"{each['picked']}: {each['because']}" for each in finished.of("choice")
-                                       if each["what"] == "checkpoint") or None,
-        f"test {found['metric']}": None if found["test"] is None else f"{found['test']:.2f} {unit}".strip(),
-        "loss of the last step (mean over its samples)": None if found["loss"] is None else f"{found['loss']:.4f}",
-        f"time per step ({_whose(finished)})": None if seconds is None else f"{1e3 * seconds:.2f} ms",
-        "meanwhile": f"others kept {taken.load.others:.1f} of {taken.load.cores} cores busy, so that time says little"
-                     if taken and taken.load and taken.crowded else None,
+        "of the checkpoint": "; ".join(
+            f"{each['picked']}: {each['because']}"
+            for each in finished.of("choice")
+            if each["what"] == "checkpoint"
+        )
+        or None,
+        f"test {found['metric']}": None
+        if found["test"] is None
+        else f"{found['test']:.2f} {unit}".strip(),
+        "loss of the last step (mean over its samples)": None
+        if found["loss"] is None
+        else f"{found['loss']:.4f}",
+        f"time per step ({_whose(finished)})": None
+        if seconds is None
+        else f"{1e3 * seconds:.2f} ms",
+        "meanwhile": f"others kept {taken.load.others:.1f} of {taken.load.cores} cores busy, so "
+        f"that time says little"
+        if taken and taken.load and taken.crowded
+        else None,
         "bytes sent per rank and step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
-        "memory of a rank (the most that any holds)": held(found["memory"]) or None, "audit": str(finished.audit),
-        "first step": found["first_step"], "what happened": some_of(found["events"]),
+        "memory of a rank (the most that any holds)": held(found["memory"]) or None,
+        "audit": str(finished.audit),
+        "first step": found["first_step"],
+        "what happened": some_of(found["events"]),
         "gradient noise scale": noise(finished),
-        "difference from serial (relative, float64, 20 steps)": found["difference"] and f"{found['difference']:.1e}",
-        "where largest": found["tensor"], "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
-        "go on with": found["go_on_with"], "record": found["folder"],
-        "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens"}
+        "difference from serial (relative, float64, 20 steps)": found["difference"]
+        and f"{found['difference']:.1e}",
+        "where largest": found["tensor"],
+        "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
+        "go on with": found["go_on_with"],
+        "record": found["folder"],
+        "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens",
+    }
 
 
 def noise(run: Run) -> str | None:
@@ -67,21 +98,37 @@ def noise(run: Run) -> str | None:
     if run.noise is None:
         return "not measured: no step had a gradient of a part and of all"
     if run.noise.scale is None:
-        lost = "noise is lost beside the gradient" if run.noise.trace < 0 else "gradient is lost in its noise"
+        lost = (
+            "noise is lost beside the gradient"
+            if run.noise.trace < 0
+            else "gradient is lost in its noise"
+        )
         return f"the {lost} after {run.noise.count} measurements; measure more steps"
-    return (f"{run.noise.scale:.4g}: a batch that weighs more than that is hardly useful, and this one weighs "
-            f"{run.noise.batch:.4g} (in what the loss counts; smoothed over {run.noise.count} measurements)")
+    return (
+        f"{run.noise.scale:.4g}: a batch that weighs more than that is hardly useful, and this one "
+        f"weighs "
+        f"{run.noise.batch:.4g} (in what the loss counts; smoothed over {run.noise.count} "
+        f"measurements)"
+    )
 
 
 def _whose(run: Record) -> str:
     if run.rounds:
         return "a batch of a client: median, of all workers together"
-    return "a batch of shares: median, of all workers together" if run.apart else "median of the slowest rank"
+    return (
+        "a batch of shares: median, of all workers together"
+        if run.apart
+        else "median of the slowest rank"
+    )
 
 
 def some_of(events: Sequence[str]) -> str | None:
     """The first of what happened, and how much more did."""
-    return None if not events else events[0] + (f"; and {len(events) - 1} more, in the record" if events[1:] else "")
+    return (
+        None
+        if not events
+        else events[0] + (f"; and {len(events) - 1} more, in the record" if events[1:] else "")
+    )
 
 
 def comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:
@@ -98,28 +145,43 @@ def interrupted(folder: Path, typed: Sequence[str]) -> None:
     """How to go on with a run that was saved before Ctrl-C."""
     if saved := folders(folder):
         data = Record(folder, spans=False).header.get("settings", {}).get("data")
-        print(f"saved at step {step_of(saved[0])}; go on with: {again(typed, folder, data)}", file=sys.stderr)
+        print(
+            f"saved at step {step_of(saved[0])}; go on with: {again(typed, folder, data)}",
+            file=sys.stderr,
+        )
 
 
 def again(typed: Sequence[str], folder: Path, data: str | None) -> str:
-    """The command that goes on where a run or a comparison stopped: all that was typed, and --resume with its folder."""
+    """The command that goes on where a run or a comparison stopped: all that was typed, and
+    --resume with its folder.
+    """
     program, *words = typed
-    rest, kept = iter(words), []
+    rest = iter(words)
+    kept = []
     for word in rest:
         if word == "--resume":
             next(rest, None)
         elif not word.startswith("--resume="):
             kept.append(word)
     if data and not any(word.split("=")[0] == "--data" for word in kept):
-        kept += ["--data", data]                # from the environment, which the next shell may not have
+        # from the environment, which the next shell may not have
+        kept += ["--data", data]
     return shlex.join([*called_as(program), *kept, "--resume", str(folder)])
 
 
 def called_as(program: str) -> list[str]:
     """How to call what sys.argv[0] names: by its name where that finds it."""
-    if Path(program).name == "__main__.py":     # python -m paragrad, or a launcher that does so
-        return ["python" if shutil.which("python") == sys.executable else sys.executable, "-m", "paragrad"]
-    return [Path(program).name if shutil.which(Path(program).name) == str(Path(program).absolute()) else program]
+    if Path(program).name == "__main__.py":  # python -m paragrad, or a launcher that does so
+        return [
+            "python" if shutil.which("python") == sys.executable else sys.executable,
+            "-m",
+            "paragrad",
+        ]
+    return [
+        Path(program).name
+        if shutil.which(Path(program).name) == str(Path(program).absolute())
+        else program
+    ]
 
 
 def certificate(found: Certificate, as_json: bool) -> None:
@@ -127,47 +189,86 @@ def certificate(found: Certificate, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.as_json(), indent=1))
         return
-    print_rows(("tensor", "difference", "rounding twin"), [
-        (name, f"{value:.1e}", f"{found.twins[name]:.1e}" if name in found.twins else "-")
-        for name, value in found.tensors.items()])
-    facts: dict[str, Any] = {"job": f"{found.job} ({found.digest[:12]})", "strategy": found.resolved, "planted": found.sabotage,
-                             "steps": found.steps, "failure": found.failure}
+    print_rows(
+        ("tensor", "difference", "rounding twin"),
+        [
+            (name, f"{value:.1e}", f"{found.twins[name]:.1e}" if name in found.twins else "-")
+            for name, value in found.tensors.items()
+        ],
+    )
+    facts: dict[str, Any] = {
+        "job": f"{found.job} ({found.digest[:12]})",
+        "strategy": found.resolved,
+        "planted": found.sabotage,
+        "steps": found.steps,
+        "failure": found.failure,
+    }
     if found.first:
         facts["first difference"] = f"tensor {found.first[0]}, step {found.first[1]}"
     if found.difference is not None:
-        facts["largest difference"] = f"{found.difference:.1e}" + (f" at {found.tensor}" if found.tensor else "")
+        facts["largest difference"] = f"{found.difference:.1e}" + (
+            f" at {found.tensor}" if found.tensor else ""
+        )
         facts["of the rounding twin"] = f"{found.twin:.1e}"
-    facts["chaotic"] = found.chaotic and f"from step {found.chaotic} on rounding decides, and nothing is compared"
+    facts["chaotic"] = (
+        found.chaotic and f"from step {found.chaotic} on rounding decides, and nothing is compared"
+    )
     facts["not in float64"], facts["cause"] = found.why, found.cause
     excused = found.same and found.difference is not None and found.difference > found.bound
-    by = f"beyond {found.bound:.0e}, by no more than rounding does" if excused else f"bound {found.bound:.0e}"
-    facts[f"same training as {found.reference}"] = f"{'yes' if found.same else 'NO'} ({by}, {found.dtype})"
+    by = (
+        f"beyond {found.bound:.0e}, by no more than rounding does"
+        if excused
+        else f"bound {found.bound:.0e}"
+    )
+    facts[f"same training as {found.reference}"] = (
+        f"{'yes' if found.same else 'NO'} ({by}, {found.dtype})"
+    )
     facts["certificate"] = found.folder / "certificate.json"
     print_facts((name, value) for name, value in facts.items() if value is not None)
 
 
 def dry_run(checked: Admitted, as_json: bool) -> None:
     """What a run would do: shares, steps, resolved choices."""
-    order, job, rounds = checked.facts.order, checked.job, checked.rounds
+    order = checked.facts.order
+    job = checked.job
+    rounds = checked.rounds
     division = checked.resolved.division
-    first, last = order.at(0), order.at(order.steps - 1)
+    first = order.at(0)
+    last = order.at(order.steps - 1)
     found: dict[str, Any] = {
-        "job": job.name, "strategy": str(checked.asked), "resolved": str(checked.resolved),
-        "workers": checked.size - checked.resolved.servers, "servers": checked.resolved.servers,
-        "threads": checked.threads, "samples": order.samples, "batch": job.batch, "steps_per_epoch": order.steps,
-        "epochs": job.epochs, "steps": rounds.begins[-1] if rounds else order.steps * job.epochs,
-        "rounds": rounds and rounds.told, "shares": _shares(first, division),
-        "last_shares": _shares(last, division)}
+        "job": job.name,
+        "strategy": str(checked.asked),
+        "resolved": str(checked.resolved),
+        "workers": checked.size - checked.resolved.servers,
+        "servers": checked.resolved.servers,
+        "threads": checked.threads,
+        "samples": order.samples,
+        "batch": job.batch,
+        "steps_per_epoch": order.steps,
+        "epochs": job.epochs,
+        "steps": rounds.begins[-1] if rounds else order.steps * job.epochs,
+        "rounds": rounds and rounds.told,
+        "shares": _shares(first, division),
+        "last_shares": _shares(last, division),
+    }
     if as_json:
         print(json.dumps(found))
         return
     named = {"threads": "threads per rank", "last_shares": "shares of the short last batch"}
-    people = found | {"strategy": None, "servers": found["servers"] or None, "rounds": rounds and str(rounds)}
-    if rounds:                                              # a batch is one client's
+    people = found | {
+        "strategy": None,
+        "servers": found["servers"] or None,
+        "rounds": rounds and str(rounds),
+    }
+    if rounds:  # a batch is one client's
         people |= {"shares": None, "last_shares": None}
     elif found["shares"] == found["last_shares"]:
         people["last_shares"] = None
-    print_facts((named.get(name, name.replace("_", " ")), value) for name, value in people.items() if value is not None)
+    print_facts(
+        (named.get(name, name.replace("_", " ")), value)
+        for name, value in people.items()
+        if value is not None
+    )
 
 
 def _shares(batch: range, division: Division) -> list[list[int]]:
@@ -178,23 +279,58 @@ def _shares(batch: range, division: Division) -> list[list[int]]:
 
 def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
     """Every built-in job: name, arguments, one line."""
-    rows = [(name, {argument.name: argument.default for argument in inspect.signature(make).parameters.values()}, _line(make))
-            for name, make in known.items()]
+    rows = [
+        (
+            name,
+            {
+                argument.name: argument.default
+                for argument in inspect.signature(make).parameters.values()
+            },
+            _line(make),
+        )
+        for name, make in known.items()
+    ]
     if as_json:
-        print(json.dumps([dict(zip(("job", "arguments", "what"), row, strict=True)) for row in rows], indent=1, default=str))
+        print(
+            json.dumps(
+                [dict(zip(("job", "arguments", "what"), row, strict=True)) for row in rows],
+                indent=1,
+                default=str,
+            )
+        )
     else:
-        print_rows(("job", "arguments", "what it trains"), [
-            (name, ", ".join(f"{argument}={value}" for argument, value in arguments.items()), what)
-            for name, arguments, what in rows])
+        print_rows(
+            ("job", "arguments", "what it trains"),
+            [
+                (
+                    name,
+                    ", ".join(f"{argument}={value}" for argument, value in arguments.items()),
+                    what,
+                )
+                for name, arguments, what in rows
+            ],
+        )
 
 
 def strategies(as_json: bool) -> None:
-    """Every strategy, all-reduce and compressor: how it is written, one line with its source."""
-    rows = [(kind, cls.name, _line(cls))
-            for kind, classes in (("strategy", known()), ("reduce", algorithms()), ("compress", Compressor.members))
-            for cls in classes.values()]
+    """Every strategy, all-reduce and compressor: how it is written, one line with its
+    source.
+    """
+    rows = [
+        (kind, cls.name, _line(cls))
+        for kind, classes in (
+            ("strategy", known()),
+            ("reduce", algorithms()),
+            ("compress", Compressor.members),
+        )
+        for cls in classes.values()
+    ]
     if as_json:
-        print(json.dumps([dict(zip(("kind", "name", "what"), row, strict=True)) for row in rows], indent=1))
+        print(
+            json.dumps(
+                [dict(zip(("kind", "name", "what"), row, strict=True)) for row in rows], indent=1
+            )
+        )
     else:
         print_rows(("kind", "name", "what it is, and its source"), rows)
 

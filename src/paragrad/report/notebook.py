@@ -1,4 +1,6 @@
-"""Progress in a notebook. Apart from `progress.py`, as a call from Python needs nothing of a terminal's."""
+"""Progress in a notebook. Apart from `progress.py`, as a call from Python needs nothing of a
+terminal's.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,18 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-OFTEN = 0.2             # seconds between two states of a bar
+OFTEN = 0.2  # seconds between two states of a bar
 
 
 def below_the_cell() -> Callable[[str], Any] | None:
-    """In a notebook, one bar below the cell for all runs of a call: of the name of a run, what to tell of it. None elsewhere:
-    a call from Python prints nothing.
+    """In a notebook, one bar below the cell for all runs of a call: of the name of a run, what
+    to tell of it. None elsewhere: a call from Python prints nothing.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if not hasattr(shell, "kernel"):
         return None
     from IPython.display import HTML, display
+
     shown = display(HTML(""), display_id=True)
     last = 0.0
 
@@ -27,9 +30,16 @@ def below_the_cell() -> Callable[[str], Any] | None:
             nonlocal last
             if told["step"] == told["steps"] or time.monotonic() - last > OFTEN:
                 last = time.monotonic()
-                shown.update(HTML(f'<progress value="{told["step"]}" max="{told["steps"]}"></progress> {escape(name)}: step '
-                                  f'{told["step"]} of {told["steps"]}, {said(told)}'))
+                shown.update(
+                    HTML(
+                        f'<progress value="{told["step"]}" max="{told["steps"]}"></progress> '
+                        f"{escape(name)}: step "
+                        f"{told['step']} of {told['steps']}, {said(told)}"
+                    )
+                )
+
         return tell
+
     return run
 
 

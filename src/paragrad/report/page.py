@@ -1,4 +1,6 @@
-"""The page of a comparison: one HTML file that needs no network, for reading, printing and sending on."""
+"""The page of a comparison: one HTML file that needs no network, for reading, printing and
+sending on.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +29,49 @@ def write_page(table: Results) -> Path:
 
 def rendered(table: Results) -> str:
     """The page as text. What a record lacks is a sentence in the place of its chart."""
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-                            trim_blocks=True, lstrip_blocks=True)
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     styles = [charts.style(place, row.strategy == TWIN) for place, row in enumerate(table.rows)]
     return templates.get_template("page.html.jinja").render(
-        title=f"{table.job}: {words.count(table)}", made=words.made(table), lead=words.lead_of(table),
-        palette=PALETTE, twin=TWIN, columns=columns_of(table),
-        notes=notes(table), sections=Sections(table, styles).all(), breakable=breakable,
+        title=f"{table.job}: {words.count(table)}",
+        made=words.made(table),
+        lead=words.lead_of(table),
+        palette=PALETTE,
+        twin=TWIN,
+        columns=columns_of(table),
+        notes=notes(table),
+        sections=Sections(table, styles).all(),
+        breakable=breakable,
         rows=[TableRow(place, row, cells(table, row)) for place, row in enumerate(table.rows)],
-        samples=[Markup(charts.sample(f"style-{place}", each)) for place, each in enumerate(styles)],
-        definitions=words.definitions(table), facts=words.facts(table),
+        samples=[
+            Markup(charts.sample(f"style-{place}", each)) for place, each in enumerate(styles)
+        ],
+        definitions=words.definitions(table),
+        facts=words.facts(table),
         ran=[words.ran(table, row) for row in table.rows if row.resolved],
-        repeat=table.asked["command"] or words.call(table), typed=table.asked["command"] is not None)
+        repeat=table.asked["command"] or words.call(table),
+        typed=table.asked["command"] is not None,
+    )
 
 
 @dataclass(frozen=True)
 class TableRow:
     """A row of the page's table."""
+
     place: int
     row: Row
     cells: list[str]
 
     @property
     def told(self) -> list[tuple[int, str, int]]:
-        """(column, text, columns it spans): what follows a failure and is empty makes room for its message."""
+        """(column, text, columns it spans): what follows a failure and is empty makes room for
+        its message.
+        """
         if self.row.seconds_per_step is not None:
             return [(place, text, 1) for place, text in enumerate(self.cells)]
         return [(0, self.cells[0], 1), (1, self.cells[1], len(self.cells) - 1)]

@@ -6,21 +6,37 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from paragrad.report.notebook import said
 
-EVERY = 5.0             # seconds between plain lines
+EVERY = 5.0  # seconds between plain lines
 
 
 class Shown:
-    """Shows the runs of one command, one after another; a context manager. transient: a bar goes when it is full."""
+    """Shows the runs of one command, one after another; a context manager. transient: a bar
+    goes when it is full.
+    """
 
     def __init__(self, console: Console, transient: bool = False) -> None:
         self.console = console
-        self.bars = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-                             TextColumn("{task.fields[value]}"), TimeElapsedColumn(), TimeRemainingColumn(compact=True),
-                             console=console, transient=transient)
+        self.bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[value]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=transient,
+        )
 
     def __enter__(self) -> Shown:
         if self.console.is_terminal:
@@ -31,13 +47,16 @@ class Shown:
         self.bars.stop()
 
     def run(self, name: str, what: str = "step") -> Any:
-        """What to tell of the run of that name: a function of {"step", "steps", and "loss" or "difference" if there is one};
-        what: else is counted."""
+        """What to tell of the run of that name: a function of {"step", "steps", and "loss" or
+        "difference" if there is one}; what: else is counted.
+        """
         return self._bar(name) if self.console.is_terminal else self._lines(name, what)
 
     def _bar(self, name: str) -> Any:
         task = self.bars.add_task(name, total=None, value="")
-        return lambda told: self.bars.update(task, completed=told["step"], total=told["steps"], value=said(told))
+        return lambda told: self.bars.update(
+            task, completed=told["step"], total=told["steps"], value=said(told)
+        )
 
     def _lines(self, name: str, what: str) -> Any:
         last = time.monotonic()
@@ -46,6 +65,15 @@ class Shown:
             nonlocal last
             if told["step"] == told["steps"] or time.monotonic() - last > EVERY:
                 last = time.monotonic()
-                self.console.print(", ".join(filter(None, (f"{name}: {what} {told['step']} of {told['steps']}", said(told)))),
-                                   highlight=False, soft_wrap=True, markup=False)
+                self.console.print(
+                    ", ".join(
+                        filter(
+                            None, (f"{name}: {what} {told['step']} of {told['steps']}", said(told))
+                        )
+                    ),
+                    highlight=False,
+                    soft_wrap=True,
+                    markup=False,
+                )
+
         return tell

@@ -31,7 +31,10 @@ class Run(Record):
 
     def __repr__(self) -> str:
         """What it was and how it ended, in one line."""
-        told = [f"Run of {self.job.name} under {self.header['strategy']}: {self.end['status'] if self.end else 'died'}"]
+        told = [
+            f"Run of {self.job.name} under {self.header['strategy']}: "
+            f"{self.end['status'] if self.end else 'died'}"
+        ]
         if losses := self.losses:
             told.append(f"{len(losses)} steps, last loss {losses[-1]:.4f}")
         if self.test is not None:
@@ -39,22 +42,42 @@ class Run(Record):
         if self.seconds_per_step is not None:
             told.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
         if self.stopped:
-            told.append(f"stopped at step {self.resumable}, to go on with resume={str(self.folder)!r}")
+            told.append(
+                f"stopped at step {self.resumable}, to go on with resume={str(self.folder)!r}"
+            )
         return ", ".join([*told, f"in {self.folder}"])
 
     def as_json(self) -> Line:
         """What it was and found, in plain JSON ([keys](docs/json.md))."""
-        difference, taken, header = self.difference or {}, times_of([self]), self.header
-        return {"schema": 1, "job": self.job.name, "strategy": header["strategy"], "resolved": header["resolved"],
-                "workers": header["workers"], "machine": header["machine"], "metric": header["job"]["metric"],
-                "test": self.test, "loss": self.losses[-1] if self.losses else None, "steps": len(self.steps()),
-                "seconds_per_step": self.seconds_per_step,
-                "seconds_per_step_between": taken and taken.between, "others": taken and taken.load and taken.load.others,
-                "sent": self.sent_per_step, "memory": self.memory, "audit": asdict(self.audit), "first_step": self.first_step,
-                "events": self.happened, "noise": self.noise and {**asdict(self.noise), "scale": self.noise.scale},
-                "difference": difference.get("value"), "tensor": difference.get("tensor"),
-                "stopped_at": self.resumable if self.stopped else None, "folder": str(self.folder),
-                "trace": header.get("settings", {}).get("trace")}
+        difference = self.difference or {}
+        taken = times_of([self])
+        header = self.header
+        return {
+            "schema": 1,
+            "job": self.job.name,
+            "strategy": header["strategy"],
+            "resolved": header["resolved"],
+            "workers": header["workers"],
+            "machine": header["machine"],
+            "metric": header["job"]["metric"],
+            "test": self.test,
+            "loss": self.losses[-1] if self.losses else None,
+            "steps": len(self.steps()),
+            "seconds_per_step": self.seconds_per_step,
+            "seconds_per_step_between": taken and taken.between,
+            "others": taken and taken.load and taken.load.others,
+            "sent": self.sent_per_step,
+            "memory": self.memory,
+            "audit": asdict(self.audit),
+            "first_step": self.first_step,
+            "events": self.happened,
+            "noise": self.noise and {**asdict(self.noise), "scale": self.noise.scale},
+            "difference": difference.get("value"),
+            "tensor": difference.get("tensor"),
+            "stopped_at": self.resumable if self.stopped else None,
+            "folder": str(self.folder),
+            "trace": header.get("settings", {}).get("trace"),
+        }
 
     @cached_property
     def noise(self) -> NoiseScale | None:
@@ -62,34 +85,52 @@ class Run(Record):
         found: dict[int, list[Line]] = {}
         for line in self.used():
             found.setdefault(line["step"], []).append(line)
-        return next(iter(deque(noise_of(lines for _, lines in sorted(found.items())), maxlen=1)), None)
+        return next(
+            iter(deque(noise_of(lines for _, lines in sorted(found.items())), maxlen=1)), None
+        )
 
     @property
     def first_step(self) -> str | None:
         """What its comparison with one worker's said, or why there was none."""
         told = [line["message"] for line in self.of("event") if line["name"] == "checked"]
-        told += [f"{line['picked']}: {line['because']}" for line in self.of("choice") if line["what"] == "first step"]
+        told += [
+            f"{line['picked']}: {line['because']}"
+            for line in self.of("choice")
+            if line["what"] == "first step"
+        ]
         return str(told[0]) if told else None
 
     @property
     def happened(self) -> list[str]:
-        """To its processes: who died, was late, or came; and round by round to clients: who was lost, as its worker tells, and
-        that nobody came back, or trained for nothing, as the first worker does."""
-        own = [line for line in self.own if line["kind"] == "event" and line["name"] != "open"]         # an invitation
-        told = [line for rank in range(len(self.ranks)) for line in self.of("event", rank)
-                if line["name"] == LOST or (line["name"] in (NOBODY, IDLE) and rank == 0)]
+        """To its processes: who died, was late, or came; and round by round to clients: who was
+        lost, as its worker tells, and that nobody came back, or trained for nothing, as the
+        first worker does.
+        """
+        # an invitation
+        own = [line for line in self.own if line["kind"] == "event" and line["name"] != "open"]
+        told = [
+            line
+            for rank in range(len(self.ranks))
+            for line in self.of("event", rank)
+            if line["name"] == LOST or (line["name"] in (NOBODY, IDLE) and rank == 0)
+        ]
         told.sort(key=lambda line: (line["numbers"]["round"], line["numbers"].get("client", inf)))
         return [line["message"] for line in own + told]
 
     @property
     def resolved(self) -> Strategy:
-        """The strategy with every `auto` replaced. Raises Refused where it is somebody's own and its file was not imported."""
+        """The strategy with every `auto` replaced. Raises Refused where it is somebody's own
+        and its file was not imported.
+        """
         text = self.header["resolved"]
         try:
             return strategy(text)
         except Refused as error:
-            raise Refused(f"{self.folder} was trained under {text}: {error} (one of your own is known once the file that "
-                          "defines it is imported)") from None
+            raise Refused(
+                f"{self.folder} was trained under {text}: {error} (one of your own is known once "
+                f"the file that "
+                "defines it is imported)"
+            ) from None
 
     @property
     def stopped(self) -> bool:
@@ -103,11 +144,17 @@ class Run(Record):
         return step_of(found[0]) if found else None
 
     def model(self) -> nn.Module:
-        """The trained model, a plain module with its serial names. Raises Refused where it is not as the job builds it."""
-        model, path = self.job.built_model(), self.folder / "model.safetensors"
+        """The trained model, a plain module with its serial names. Raises Refused where it is
+        not as the job builds it.
+        """
+        model = self.job.built_model()
+        path = self.folder / "model.safetensors"
         try:
             load_weights(model, path)
         except RuntimeError as error:
-            raise Refused(f"{path} does not fit the model as job {self.job.name} builds it: a forward made, tied or reshaped "
-                          f"what it holds; load it by safetensors into one that has made a forward ({error})") from error
+            raise Refused(
+                f"{path} does not fit the model as job {self.job.name} builds it: a forward made, "
+                f"tied or reshaped "
+                f"what it holds; load it by safetensors into one that has made a forward ({error})"
+            ) from error
         return model

@@ -1,7 +1,9 @@
-"""A row's time per step: one statistic for table and charts, how sure it is, and what of it another row's may be divided by.
+"""A row's time per step: one statistic for table and charts, how sure it is, and what of it
+another row's may be divided by.
 
-The steps of a run come in bursts of disturbance, so neighbours do not tell independently of each other. Medians of blocks of
-neighbours nearly do, and the order of such medians bounds the median of them all, whatever their distribution.
+The steps of a run come in bursts of disturbance, so neighbours do not tell independently of
+each other. Medians of blocks of neighbours nearly do, and the order of such medians bounds the
+median of them all, whatever their distribution.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from statistics import median
 from paragrad.record.cpu import Load, load_of
 from paragrad.record.record import Record
 
-BLOCKS = 10             # of a run: consecutive steps
-SURE = 0.95             # how often the median is in its interval, at least, where there are enough blocks
-FEWEST = 6              # blocks: of fewer, not even the least and the largest have the median between them so often
-BROAD = 2.0             # an interval wider than by this factor says nothing about a ratio
+BLOCKS = 10  # of a run: consecutive steps
+# how often the median is in its interval, at least, where there are enough blocks
+SURE = 0.95
+# blocks: of fewer, not even the least and the largest have the median between them so often
+FEWEST = 6
+BROAD = 2.0  # an interval wider than by this factor says nothing about a ratio
 
 
 class Between:
     """A number that lies between two others."""
+
     low: float
     high: float
 
@@ -34,12 +39,14 @@ class Between:
 
 @dataclass(frozen=True)
 class StepTime(Between):
-    """Seconds per step of the slowest rank: the median over runs of their medians, and from where to where it may be, which is
-    anywhere (0 to infinity) after too few steps."""
+    """Seconds per step of the slowest rank: the median over runs of their medians, and from
+    where to where it may be, which is anywhere (0 to infinity) after too few steps.
+    """
+
     seconds: float
     low: float
     high: float
-    load: Load | None = None            # of the run in which it was most doubtful
+    load: Load | None = None  # of the run in which it was most doubtful
 
     @property
     def crowded(self) -> bool:
@@ -48,17 +55,24 @@ class StepTime(Between):
 
     def over(self, other: StepTime) -> SpeedUp:
         """How many times this is the other's."""
-        return SpeedUp(self.seconds / other.seconds, self.low / other.high, self.high / other.low if other.low else inf,
-                       self.crowded or other.crowded)
+        return SpeedUp(
+            self.seconds / other.seconds,
+            self.low / other.high,
+            self.high / other.low if other.low else inf,
+            self.crowded or other.crowded,
+        )
 
 
 @dataclass(frozen=True)
 class SpeedUp(Between):
-    """How many times faster something is than something else, and from where to where that may be."""
+    """How many times faster something is than something else, and from where to where that may
+    be.
+    """
+
     value: float
     low: float
     high: float
-    crowded: bool = False               # as one of the times that it is of
+    crowded: bool = False  # as one of the times that it is of
 
     @property
     def narrow(self) -> bool:
@@ -75,10 +89,14 @@ class SpeedUp(Between):
             return "-"
         if self.clear:
             return f"{self.value:.2f}x" if self.value >= 0.095 else f"{_digits(self.value)}x"
-        return f"{self.low:.2f}-{self.high:.2f}x" if self.narrow else f"{_digits(self.low)}-{_digits(self.high)}x"
+        return (
+            f"{self.low:.2f}-{self.high:.2f}x"
+            if self.narrow
+            else f"{_digits(self.low)}-{_digits(self.high)}x"
+        )
 
 
-SAME = SpeedUp(1.0, 1.0, 1.0)           # of a row over itself
+SAME = SpeedUp(1.0, 1.0, 1.0)  # of a row over itself
 
 
 def times_of(records: Sequence[Record], first: int = 1) -> StepTime | None:
@@ -88,8 +106,11 @@ def times_of(records: Sequence[Record], first: int = 1) -> StepTime | None:
         return None
     middle = median(map(median, runs))
     blocks = sorted(median(block) for seconds in runs for block in _blocks(seconds))
-    loads = [load for record in records
-             if (lines := record.cpu) and (load := load_of(lines, record.header["machine"]["cores"]))]
+    loads = [
+        load
+        for record in records
+        if (lines := record.cpu) and (load := load_of(lines, record.header["machine"]["cores"]))
+    ]
     load = max(loads, key=lambda load: (load.crowded, load.others), default=None)
     if len(blocks) < FEWEST:
         return StepTime(middle, 0.0, inf, load)
@@ -104,12 +125,14 @@ def _blocks(seconds: Sequence[float]) -> list[Sequence[float]]:
 
 
 def _place(count: int) -> int:
-    """The largest place from either end of so many sorted numbers between which the median lies as often as SURE says (every
-    number is below it or above it as a coin falls)."""
-    place, outside = 0, 2.0 * 0.5 ** count
-    while 1.0 - outside - 2.0 * comb(count, place + 1) * 0.5 ** count >= SURE:
+    """The largest place from either end of so many sorted numbers between which the median lies
+    as often as SURE says (every number is below it or above it as a coin falls).
+    """
+    place = 0
+    outside = 2.0 * 0.5**count
+    while 1.0 - outside - 2.0 * comb(count, place + 1) * 0.5**count >= SURE:
         place += 1
-        outside += 2.0 * comb(count, place) * 0.5 ** count
+        outside += 2.0 * comb(count, place) * 0.5**count
     return place
 
 

@@ -1,1 +1,3 @@
-"""What travels: schedules as values. Standard library only; nothing here knows torch, a clock or a file."""
+"""What travels: schedules as values. Standard library only; nothing here knows torch, a clock
+or a file.
+"""

@@ -1,17 +1,25 @@
 """The words of a schedule, and what they mean.
 
-A *program* is what one rank does, in order; a *schedule* is one program per rank, generated lazily. Its meaning:
+A *program* is what one rank does, in order; a *schedule* is one program per rank, generated
+lazily. Its meaning:
 
-1. `Send(wait=False)` never blocks; `wait=True` is a rendezvous: it ends when the receiver has the message (as MPI_Ssend
-   and gloo's `send`). `after=True`: a player may wait, before it begins, until what the rank sent before is over: a program
-   says so where its order allows that. `Recv` waits for its message. `Compute` is serial.
-2. Between a pair of ranks, first sent is first received. Order is the address; tags are not relied on. A player
+1. `Send(wait=False)` never blocks; `wait=True` is a rendezvous: it ends when the receiver has
+the message (as MPI_Ssend
+   and gloo's `send`). `after=True`: a player may wait, before it begins, until what the rank
+   sent before is over: a program says so where its order allows that. `Recv` waits for its
+   message. `Compute` is serial.
+2. Between a pair of ranks, first sent is first received. Order is the address; tags are not
+relied on. A player
    compares slots and refuses a mismatch by name.
-3. A write to a slot with an open Send waits for it: `Recv(add=True)` receives into scratch, waits for the slot's sends,
-   then adds; a plain `Recv` and a `Compute` first wait for the slot's sends. Of a Compute the players know the slot `at`
-   alone: what else it reads or writes must be slots that nothing is received into afterwards.
-4. Any size (1, 3, odd, no power of two) and any length (empty, shorter than the size): chunks may be unequal or empty.
-5. Where no action depends on a choice made by rank, `rank` may as well be an array of all ranks (`players/uniform.py`).
+3. A write to a slot with an open Send waits for it: `Recv(add=True)` receives into scratch,
+waits for the slot's sends,
+   then adds; a plain `Recv` and a `Compute` first wait for the slot's sends. Of a Compute the
+   players know the slot `at` alone: what else it reads or writes must be slots that nothing is
+   received into afterwards.
+4. Any size (1, 3, odd, no power of two) and any length (empty, shorter than the size): chunks
+may be unequal or empty.
+5. Where no action depends on a choice made by rank, `rank` may as well be an array of all ranks
+(`players/uniform.py`).
 
 There is no time in a schedule and no result: it holds order.
 """
@@ -25,9 +33,11 @@ from typing import Protocol
 
 from paragrad.errors import Refused
 
-MOST = 1 << 22              # parts of a vector
+MOST = 1 << 22  # parts of a vector
 
-Slot = int | range | str    # a buffer's name; in a collective the number of an equal part of the vector, or several neighbours
+# a buffer's name; in a collective the number of an equal part of the vector, or several
+# neighbours
+Slot = int | range | str
 
 
 def shown(slot: Slot) -> str:
@@ -47,7 +57,10 @@ def parts_in(slot: Slot) -> Sequence[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give slot to rank `to`; with `wait`, until it has it; `after`: it may begin when what was sent before is over."""
+    """Give slot to rank `to`; with `wait`, until it has it; `after`: it may begin when what was
+    sent before is over.
+    """
+
     to: int
     slot: Slot
     wait: bool = False
@@ -60,6 +73,7 @@ class Send:
 @dataclass(frozen=True, slots=True)
 class Recv:
     """Take slot from rank `frm`: over what is there or, with `add`, added to it."""
+
     frm: int
     slot: Slot
     add: bool = False
@@ -71,6 +85,7 @@ class Recv:
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Do `what` (a forward, a backward, an update) at slot `at`."""
+
     what: str
     at: Slot
 
@@ -89,8 +104,9 @@ class Schedule(Protocol):
 
 
 class Collective(Schedule, Protocol):
-    """What all ranks do together with a vector each, cut into `parts(size)` equal parts (`evenly`): a slot is the number of a
-    part, or a range of neighbouring ones. Where there is no `parts`, there is one for each rank.
+    """What all ranks do together with a vector each, cut into `parts(size)` equal parts
+    (`evenly`): a slot is the number of a part, or a range of neighbouring ones. Where there is
+    no `parts`, there is one for each rank.
     """
 
     def parts(self, size: int) -> int:
@@ -98,28 +114,35 @@ class Collective(Schedule, Protocol):
 
 
 class Half(Collective, Protocol):
-    """One half of an all-reduce. Between the halves each rank owns some parts, which hold the sum of all ranks' vectors there.
+    """One half of an all-reduce. Between the halves each rank owns some parts, which hold the
+    sum of all ranks' vectors there.
 
-    The first half makes it so: a reduce where one rank owns everything, a reduce_scatter where each owns something. The second
-    tells everybody: a broadcast, or an all_gather.
+    The first half makes it so: a reduce where one rank owns everything, a reduce_scatter where
+    each owns something. The second tells everybody: a broadcast, or an all_gather.
     """
 
     def owns(self, rank: int, size: int) -> range: ...
 
 
 class ScheduleError(ValueError):
-    """A schedule that is not what it should be; the message names rank, slot and round (from 1, as they are drawn)."""
+    """A schedule that is not what it should be; the message names rank, slot and round (from 1,
+    as they are drawn).
+    """
 
 
 def evenly(length: int, parts: int) -> list[range]:
-    """0..length in `parts` consecutive ranges that differ by at most one, the longer ones first."""
+    """0..length in `parts` consecutive ranges that differ by at most one, the longer ones
+    first.
+    """
     short, longer = divmod(length, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def parts_for(schedule: Schedule, size: int) -> int:
-    """Into how many equal parts a collective cuts the vector among `size` ranks: one for each where it does not say."""
+    """Into how many equal parts a collective cuts the vector among `size` ranks: one for each
+    where it does not say.
+    """
     parts = getattr(schedule, "parts", None)
     if parts is None:
         return size
@@ -135,7 +158,9 @@ def parts_for(schedule: Schedule, size: int) -> int:
 
 
 def lengths_of(schedule: Schedule, size: int, length: int | Mapping[Slot, int]) -> dict[Slot, int]:
-    """Elements of every slot: of the parts of a vector of `length` elements, or as they are given by name."""
+    """Elements of every slot: of the parts of a vector of `length` elements, or as they are
+    given by name.
+    """
     if isinstance(length, Mapping):
         return dict(length)
     return dict(enumerate(len(part) for part in evenly(length, parts_for(schedule, size))))

@@ -9,23 +9,33 @@ from paragrad.schedules.actions import Program
 
 
 class AllReduce(Family, abstract=True):
-    """An all-reduce as a value: who sends what to whom, in which order (the words: `actions.py`).
+    """An all-reduce as a value: who sends what to whom, in which order (the words:
+    `actions.py`).
 
-    A class of your own needs `program` alone; it is then known by its name, printed, proved, drawn, priced by the clock and
-    played like ours. Options are fields made by `option(...)`, as in ours.
+    A class of your own needs `program` alone; it is then known by its name, printed, proved,
+    drawn, priced by the clock and played like ours. Options are fields made by `option(...)`,
+    as in ours.
     """
-    __slots__ = ()
-    reproducible = False                    # an option of ours: the same bits for every schedule and order of arrival
 
-    if TYPE_CHECKING:                       # of each class; the proof says where there is none
+    __slots__ = ()
+    # an option of ours: the same bits for every schedule and order of arrival
+    reproducible = False
+
+    if TYPE_CHECKING:  # of each class; the proof says where there is none
+
         def program(self, rank: int, size: int) -> Program:
-            """What one rank of `size` does, in order, with its vector of `parts(size)` equal parts."""
+            """What one rank of `size` does, in order, with its vector of `parts(size)` equal
+            parts.
+            """
 
     def parts(self, size: int) -> int:
-        """Into how many equal parts the vector is cut: one for each rank, unless said otherwise."""
+        """Into how many equal parts the vector is cut: one for each rank, unless said
+        otherwise.
+        """
         return size
 
     def resolved(self, size: int, group: int) -> Self:
-        """The same with every `auto` replaced, for `size` ranks, `group` of them on a host. Raises Refused where they do not
-        fit."""
+        """The same with every `auto` replaced, for `size` ranks, `group` of them on a host.
+        Raises Refused where they do not fit.
+        """
         return self

@@ -1,14 +1,13 @@
-"""Butterfly all-reduce, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005, doi 10.1177/1094342005051521):
-in round k, ranks at distance 2^k exchange all they have and add.
+"""Butterfly all-reduce, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005, doi
+10.1177/1094342005051521): in round k, ranks at distance 2^k exchange all they have and add.
 
-    4 ranks    distance 1       distance 2          5 ranks: rank 4 folds into rank 0 first, and is told at the end
-    0 |     >1:0 <1:0+       >2:0 <2:0+
-    1 |     >0:0 <0:0+       >3:0 <3:0+
-    2 |     >3:0 <3:0+       >0:0 <0:0+
-    3 |     >2:0 <2:0+       >1:0 <1:0+
+    4 ranks    distance 1       distance 2          5 ranks: rank 4 folds into rank 0 first, and
+    is told at the end 0 |     >1:0 <1:0+       >2:0 <2:0+ 1 |     >0:0 <0:0+       >3:0 <3:0+ 2
+    |     >3:0 <3:0+       >0:0 <0:0+ 3 |     >2:0 <2:0+       >1:0 <1:0+
 
-Time lg p (alpha + n beta + n gamma) (two messages more where p is no power of two): the fewest rounds; scratch n.
-Both partners add the same two numbers, and a sum of two floats commutes: the ranks stay bit-equal.
+Time lg p (alpha + n beta + n gamma) (two messages more where p is no power of two): the fewest
+rounds; scratch n. Both partners add the same two numbers, and a sum of two floats commutes: the
+ranks stay bit-equal.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from paragrad.schedules.compose import Composed
 
 class Butterfly(Composed):
     """Butterfly, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005)."""
+
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:
@@ -29,7 +29,9 @@ class Butterfly(Composed):
 
 
 class Folded:
-    """A vector in one piece that all ranks below the largest power of two own; the others fold into them and out again."""
+    """A vector in one piece that all ranks below the largest power of two own; the others fold
+    into them and out again.
+    """
 
     def parts(self, size: int) -> int:
         return 1
@@ -70,7 +72,9 @@ def rounds(size: int) -> int:
 
 
 def fold(rank: int, size: int, everything: Slot) -> Program:
-    """Ranks that are too many for a power of two give all they have to a partner (as MPICH does)."""
+    """Ranks that are too many for a power of two give all they have to a partner (as MPICH
+    does).
+    """
     if size > inner(size):
         if rank >= inner(size):
             yield Send(rank - inner(size), everything)

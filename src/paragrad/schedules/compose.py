@@ -1,4 +1,6 @@
-"""All-reduces that are made of two halves: reduce and broadcast, or reduce_scatter and all_gather."""
+"""All-reduces that are made of two halves: reduce and broadcast, or reduce_scatter and
+all_gather.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from paragrad.schedules.all_reduce import AllReduce
 
 
 class Composed(AllReduce, ABC, abstract=True):
-    """First one half, then the other; both cut the vector alike and agree on who owns what in between."""
+    """First one half, then the other; both cut the vector alike and agree on who owns what in
+    between.
+    """
+
     __slots__ = ()
 
     @abstractmethod
@@ -28,9 +33,12 @@ class Composed(AllReduce, ABC, abstract=True):
 
 class Segmented(Composed, abstract=True):
     """Messages in segments: the addition of one overlaps the transfer of the next."""
+
     __slots__ = ()
-    AUTO: ClassVar[int] = 2                     # the least that lets one be added while one travels
-    if TYPE_CHECKING:                           # an option of each
+    # the least that lets one be added while one travels
+    AUTO: ClassVar[int] = 2
+    if TYPE_CHECKING:  # an option of each
+
         @property
         def segments(self) -> int | str: ...
 
@@ -38,7 +46,8 @@ class Segmented(Composed, abstract=True):
         return self.AUTO if isinstance(self.segments, str) else self.segments
 
     def resolved(self, size: int, group: int) -> Self:
-        return dataclasses.replace(cast(Any, self), segments=self.count())     # type: ignore[no-any-return]
+        result: Self = dataclasses.replace(cast(Any, self), segments=self.count())
+        return result
 
 
 class AtRoot:

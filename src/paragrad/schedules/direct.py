@@ -1,14 +1,14 @@
-"""Direct all-reduce: everybody sends every other rank that rank's part, adds up its own, and sends it to all (hivemind
-averages so).
+"""Direct all-reduce: everybody sends every other rank that rank's part, adds up its own, and
+sends it to all (hivemind averages so).
 
     3 ranks    reduce_scatter             all_gather
     0 | >1:1 <2:0+   >2:2 <1:0+     >1:0 <2:2   >2:0 <1:1
     1 | >2:2 <0:1+   >0:0 <2:1+     >2:1 <0:0   >0:1 <2:2
     2 | >0:0 <1:2+   >1:1 <0:2+     >0:2 <1:1   >1:2 <0:0
 
-In turn k everybody sends k to the right and takes from k to the left, so no two ranks send to one at a time.
-Time 2(p-1)(alpha + n/p beta) + (p-1)/p n gamma: that of the ring, but nobody waits for a chain of others; for p(p-1)
-connections; scratch n/p.
+In turn k everybody sends k to the right and takes from k to the left, so no two ranks send to
+one at a time. Time 2(p-1)(alpha + n/p beta) + (p-1)/p n gamma: that of the ring, but nobody
+waits for a chain of others; for p(p-1) connections; scratch n/p.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from paragrad.schedules.compose import Composed
 
 class Direct(Composed):
     """All-to-all reduce-scatter, then all-gather (as hivemind averages)."""
+
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:
@@ -40,7 +41,9 @@ class PartEach:
 
 @dataclass(frozen=True)
 class DirectReduceScatter(PartEach):
-    """To each its part, the right neighbour's first, so that no two ranks begin with the same one."""
+    """To each its part, the right neighbour's first, so that no two ranks begin with the same
+    one.
+    """
 
     def program(self, rank: int, size: int) -> Program:
         for distance in range(1, size):

@@ -1,16 +1,18 @@
-"""Double tree all-reduce (Sanders, Speck, Traff 2009, doi 10.1016/j.parco.2009.09.001; NCCL since 2.4): two binary trees at
-once, half of the vector along each. Whoever has children in one tree is a leaf in the other (but for rank 0 of an odd number,
-which has one in each), so no rank sends or receives more than the vector while it is added up, and once more while it is told;
+"""Double tree all-reduce (Sanders, Speck, Traff 2009, doi 10.1016/j.parco.2009.09.001; NCCL
+since 2.4): two binary trees at once, half of the vector along each. Whoever has children in one
+tree is a leaf in the other (but for rank 0 of an odd number, which has one in each), so no rank
+sends or receives more than the vector while it is added up, and once more while it is told;
 segments follow one another.
 
-    first tree over 8 ranks        second: the first mirrored (an odd number of ranks: shifted by one)
+    first tree over 8 ranks        second: the first mirrored (an odd number of ranks: shifted
+    by one)
           0                              7
           4                              3
        2     6                        5     1
       1 3   5 7                      6 4   2 0
 
-Time about 2 n beta + 4 lg p alpha for long vectors in many segments: bytes near the ring's, rounds near the tree's.
-Scratch n/2s, for s segments of each half.
+Time about 2 n beta + 4 lg p alpha for long vectors in many segments: bytes near the ring's,
+rounds near the tree's. Scratch n/2s, for s segments of each half.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from paragrad.schedules.compose import Segmented
 
 class DoubleTree(Segmented):
     """Two binary trees at once, half of the vector each (Sanders, Speck, Traff 2009)."""
-    AUTO: ClassVar[int] = 8                     # on eight ranks the trees are about as deep: filling them costs as much again
-    segments: int | str = option(Integer(), Word("auto"), default="auto")      # of each half
+
+    # on eight ranks the trees are about as deep: filling them costs as much again
+    AUTO: ClassVar[int] = 8
+    segments: int | str = option(Integer(), Word("auto"), default="auto")  # of each half
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:
@@ -37,7 +41,10 @@ class DoubleTree(Segmented):
 
 @dataclass(frozen=True)
 class TwoTrees:
-    """The first segments belong to the first tree, the others to the second; each tree's root owns its own."""
+    """The first segments belong to the first tree, the others to the second; each tree's root
+    owns its own.
+    """
+
     segments: int
 
     def parts(self, size: int) -> int:
@@ -48,18 +55,23 @@ class TwoTrees:
         return range(0 if first else self.segments, 2 * self.segments if second else self.segments)
 
     def down(self, rank: int, size: int) -> list[tuple[int, int, bool]]:
-        """(peer, slot, whether it is the parent) of all messages of a broadcast, in the order of their turns. Any other order
-        would hold up one tree for the other. What a message waits for has an earlier turn, so a rank may well give in one turn
-        only when it has given in the turns before.
+        """(peer, slot, whether it is the parent) of all messages of a broadcast, in the order
+        of their turns. Any other order would hold up one tree for the other. What a message
+        waits for has an earlier turn, so a rank may well give in one turn only when it has
+        given in the turns before.
         """
         messages = []
         for tree, segment in product((0, 1), range(self.segments)):
             parent, children = family(rank, size, tree)
-            slot, later = tree * self.segments + segment, 2 * segment
+            slot = tree * self.segments + segment
+            later = 2 * segment
             if parent is not None:
                 messages.append((turn(rank, size, tree) + later, True, parent, slot))
-            messages += [(turn(child, size, tree) + later, False, child, slot) for child in children]
-        return [(peer, slot, is_parent) for _, is_parent, peer, slot in sorted(messages)]       # in a turn, first what is given
+            messages += [
+                (turn(child, size, tree) + later, False, child, slot) for child in children
+            ]
+        # in a turn, first what is given
+        return [(peer, slot, is_parent) for _, is_parent, peer, slot in sorted(messages)]
 
 
 @dataclass(frozen=True)
@@ -82,8 +94,9 @@ class DoubleTreeBroadcast(TwoTrees):
 
 @cache
 def turn(rank: int, size: int, tree: int) -> int:
-    """When the first segment comes to a rank; the others follow in every second turn. In a turn no rank takes two, or gives
-    two."""
+    """When the first segment comes to a rank; the others follow in every second turn. In a turn
+    no rank takes two, or gives two.
+    """
     parent, _ = family(rank, size, tree)
     if parent is None:
         return 0
@@ -93,15 +106,20 @@ def turn(rank: int, size: int, tree: int) -> int:
 
 @cache
 def colours(size: int) -> dict[tuple[int, int], int]:
-    """0 or 1 for the message that comes to a rank in a tree (tree, rank): turns of one parity. What a rank gets along its two
-    trees differs, and so does what it gives to its two children. That is a graph of paths and even cycles, coloured in turn.
+    """0 or 1 for the message that comes to a rank in a tree (tree, rank): turns of one parity.
+    What a rank gets along its two trees differs, and so does what it gives to its two children.
+    That is a graph of paths and even cycles, coloured in turn.
     """
     found: dict[tuple[int, int], int] = {}
     for tree, rank in product((0, 1), range(size)):
-        ends = [((tree, rank), 0, True), ((tree, rank), 0, False)]          # from one message both ways along its path
+        # from one message both ways along its path
+        ends = [((tree, rank), 0, True), ((tree, rank), 0, False)]
         while ends:
             (tree, rank), colour, by_receiver = ends.pop()
-            if found.setdefault((tree, rank), colour) != colour or family(rank, size, tree)[0] is None:
+            if (
+                found.setdefault((tree, rank), colour) != colour
+                or family(rank, size, tree)[0] is None
+            ):
                 continue
             if by_receiver:
                 other = 1 - tree, rank
@@ -118,7 +136,9 @@ def colours(size: int) -> dict[tuple[int, int], int]:
 
 
 def family(rank: int, size: int, tree: int) -> tuple[int | None, list[int]]:
-    """(parent, children) of a rank in the first (0) or second (1) tree; the root has no parent."""
+    """(parent, children) of a rank in the first (0) or second (1) tree; the root has no
+    parent.
+    """
     node = numbered(rank, size, tree, back=True)
     near = [node + sign * (1 << k) for k in range(size.bit_length()) for sign in (-1, 1)]
     children = [other for other in near if 0 < other < size and _parent(other, size) == node]
@@ -127,8 +147,9 @@ def family(rank: int, size: int, tree: int) -> tuple[int | None, list[int]]:
 
 
 def numbered(node: int, size: int, tree: int, back: bool = False) -> int:
-    """The rank at a node of a tree; with back, the node of a rank. Even nodes have children, odd ones are leaves: the second
-    tree swaps even and odd."""
+    """The rank at a node of a tree; with back, the node of a rank. Even nodes have children,
+    odd ones are leaves: the second tree swaps even and odd.
+    """
     if tree == 0:
         return node
     if size % 2 == 0:
@@ -137,8 +158,9 @@ def numbered(node: int, size: int, tree: int, back: bool = False) -> int:
 
 
 def _parent(node: int, size: int) -> int:
-    """In the tree whose order is 1, 2, 3, ...: a node's level is the number of its last zero bits, its parent the nearest node
-    one level up that is there. Node 0 is above them all."""
+    """In the tree whose order is 1, 2, 3, ...: a node's level is the number of its last zero
+    bits, its parent the nearest node one level up that is there. Node 0 is above them all.
+    """
     step = node & -node
     above = node - step if node & (step << 1) else node + step
     return above if above < size else node - step

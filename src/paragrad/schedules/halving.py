@@ -1,8 +1,9 @@
-"""Halving all-reduce (Rabenseifner 2004; Thakur, Rabenseifner, Gropp 2005, doi 10.1177/1094342005051521): recursive halving
-adds, recursive doubling tells.
+"""Halving all-reduce (Rabenseifner 2004; Thakur, Rabenseifner, Gropp 2005, doi
+10.1177/1094342005051521): recursive halving adds, recursive doubling tells.
 
-In round k, ranks at distance 2^k halve what both are adding up: each sends the half that the other keeps. The nearest ranks
-exchange the longest messages. Telling goes back the same way, with messages that double.
+In round k, ranks at distance 2^k halve what both are adding up: each sends the half that the
+other keeps. The nearest ranks exchange the longest messages. Telling goes back the same way,
+with messages that double.
 
     4 ranks     reduce_scatter                  all_gather
     0 | >1:2-3 <1:0-1+    >2:1 <2:0+    >2:0 <2:1    >1:0-1 <1:2-3
@@ -10,9 +11,10 @@ exchange the longest messages. Telling goes back the same way, with messages tha
     2 | >3:2-3 <3:0-1+    >0:0 <0:1+    >0:1 <0:0    >3:0-1 <3:2-3
     3 | >2:0-1 <2:2-3+    >1:2 <1:3+    >1:3 <1:2    >2:2-3 <2:0-1
 
-Time 2 lg p alpha + 2(p-1)/p n beta + (p-1)/p n gamma: both lower bounds, but for a factor of two in alpha; scratch n/2.
-Where p is no power of two, those above it fold in and out as in the butterfly: 2 alpha + 2 n beta + n gamma more.
-With segments, every message travels in pieces: the addition of one overlaps the transfer of the next.
+Time 2 lg p alpha + 2(p-1)/p n beta + (p-1)/p n gamma: both lower bounds, but for a factor of
+two in alpha; scratch n/2. Where p is no power of two, those above it fold in and out as in the
+butterfly: 2 alpha + 2 n beta + n gamma more. With segments, every message travels in pieces:
+the addition of one overlaps the transfer of the next.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from paragrad.schedules.compose import Segmented
 
 class Halving(Segmented):
     """Recursive halving, then recursive doubling (Rabenseifner 2004)."""
-    segments: int | str = option(Integer(), Word("auto"), default="auto")      # per message
+
+    segments: int | str = option(Integer(), Word("auto"), default="auto")  # per message
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:
@@ -37,7 +40,10 @@ class Halving(Segmented):
 
 @dataclass(frozen=True)
 class Halved:
-    """The way of the halves: each of the inner ranks owns one block of `segments` parts in the end."""
+    """The way of the halves: each of the inner ranks owns one block of `segments` parts in the
+    end.
+    """
+
     segments: int = 1
 
     def parts(self, size: int) -> int:
@@ -49,10 +55,12 @@ class Halved:
         return [range(self.parts(size)), *(kept for _, kept, _ in self.way(rank, size))][-1]
 
     def way(self, rank: int, size: int) -> Iterator[tuple[int, range, range]]:
-        """(partner, parts that this rank keeps, parts that the partner keeps) of each round of an inner rank."""
+        """(partner, parts that this rank keeps, parts that the partner keeps) of each round of
+        an inner rank.
+        """
         kept = range(self.parts(size))
         for round_ in range(rounds(size)):
-            halves = kept[:len(kept) // 2], kept[len(kept) // 2:]
+            halves = kept[: len(kept) // 2], kept[len(kept) // 2 :]
             upper = rank >> round_ & 1
             kept = halves[upper]
             yield rank ^ (1 << round_), kept, halves[1 - upper]
@@ -65,7 +73,9 @@ class Halved:
 
 @dataclass(frozen=True)
 class HalvingReduceScatter(Halved):
-    """Give the half that the partner keeps, add the partner's share of the half that is kept."""
+    """Give the half that the partner keeps, add the partner's share of the half that is
+    kept.
+    """
 
     def program(self, rank: int, size: int) -> Program:
         yield from fold(rank, size, range(self.parts(size)))

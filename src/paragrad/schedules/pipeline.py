@@ -1,15 +1,18 @@
-"""Pipelines: every micro-batch goes forward through all stages and backward through them again; a schedule is the order in
-which each rank does its part of that. What travels between the ranks follows from the order.
+"""Pipelines: every micro-batch goes forward through all stages and backward through them again;
+a schedule is the order in which each rank does its part of that. What travels between the ranks
+follows from the order.
 
-`F2` is the forward of micro-batch 2, `B2` its backward, or `I2` and `W2`, its two halves: gradients of what came in, and of the
-weights. Where a rank has several stages, `F2.5` is that of stage 5; stage s is on rank s mod p.
+`F2` is the forward of micro-batch 2, `B2` its backward, or `I2` and `W2`, its two halves:
+gradients of what came in, and of the weights. Where a rank has several stages, `F2.5` is that
+of stage 5; stage s is on rank s mod p.
 
     one_f_one_b, 2 ranks, 3 micro-batches
     0 | F0 F1 B0 F2 B1 B2
     1 | F0 B0 F1 B1 F2 B2
 
-Into stage s come the activations `x{s}.{micro}`, and out of it, back to the stage before it, their gradient `g{s}.{micro}`.
-Every order takes the micro-batches of a stage in turn, forward and backward: sums of gradients are those of one worker.
+Into stage s come the activations `x{s}.{micro}`, and out of it, back to the stage before it,
+their gradient `g{s}.{micro}`. Every order takes the micro-batches of a stage in turn, forward
+and backward: sums of gradients are those of one worker.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from typing import TYPE_CHECKING
 from paragrad.notation.choices import Family, Integer, option
 from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot
 
-Task = tuple[str, int, int]             # F, B, I or W; which of a rank's stages, from 0; micro-batch
+# F, B, I or W; which of a rank's stages, from 0; micro-batch
+Task = tuple[str, int, int]
 
 
 class PipelineSchedule(Family, abstract=True):
@@ -31,17 +35,21 @@ class PipelineSchedule(Family, abstract=True):
 
     A class of your own needs `order` alone, and `chunks` where a rank has several stages.
     """
+
     __slots__ = ()
-    if TYPE_CHECKING:                       # of each class
+    if TYPE_CHECKING:  # of each class
+
         @property
         def chunks(self) -> int: ...
         def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
             """What rank `rank` of `size` does with `micro` micro-batches."""
     else:
-        chunks = 1                          # stages of each rank
+        chunks = 1  # stages of each rank
 
     def filled(self, micro: int, size: int) -> int:
-        """With how many micro-batches it is played where there are `micro`: the others are of no samples."""
+        """With how many micro-batches it is played where there are `micro`: the others are of
+        no samples.
+        """
         return micro
 
 
@@ -54,8 +62,9 @@ class Gpipe(PipelineSchedule):
 
 
 class OneFOneB(PipelineSchedule):
-    """One forward, one backward in turn: of at most p - rank micro-batches activations are kept (PipeDream-flush, Narayanan
-    et al. 2019)."""
+    """One forward, one backward in turn: of at most p - rank micro-batches activations are kept
+    (PipeDream-flush, Narayanan et al. 2019).
+    """
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
         ahead = min(size - 1 - rank, micro)
@@ -67,8 +76,11 @@ class OneFOneB(PipelineSchedule):
 
 
 class Interleaved(PipelineSchedule):
-    """One forward, one backward over several stages per rank: the bubble is `chunks` times shorter, and there are as many times
-    more messages (Narayanan et al. 2021, arXiv 2104.04473)."""
+    """One forward, one backward over several stages per rank: the bubble is `chunks` times
+    shorter, and there are as many times more messages (Narayanan et al. 2021, arXiv
+    2104.04473).
+    """
+
     chunks: int = option(Integer(2), default=2)
 
     def filled(self, micro: int, size: int) -> int:
@@ -79,7 +91,9 @@ class Interleaved(PipelineSchedule):
         ahead = min(2 * (size - 1 - rank) + (self.chunks - 1) * size, every)
 
         def turn(number: int) -> tuple[int, int]:
-            """(stage of this rank, micro-batch): `size` micro-batches through one, then through the next."""
+            """(stage of this rank, micro-batch): `size` micro-batches through one, then through
+            the next.
+            """
             group, within = divmod(number, size * self.chunks)
             return within // size, group * size + within % size
 
@@ -92,7 +106,9 @@ class Interleaved(PipelineSchedule):
 
 
 class ZeroBubble(PipelineSchedule):
-    """ZB-H1: as one_f_one_b, and weights get their gradients when a rank would wait (Qi et al. 2024, arXiv 2401.10241)."""
+    """ZB-H1: as one_f_one_b, and weights get their gradients when a rank would wait (Qi et al.
+    2024, arXiv 2401.10241).
+    """
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
         ahead = min(size - 1 - rank, micro)
@@ -112,20 +128,30 @@ class Pipelined:
 
     trained: the first stage that has anything to train; those before it make no backwards.
     """
+
     schedule: PipelineSchedule
     micro: int
     trained: int = 0
 
     def __str__(self) -> str:
-        return "one batch at a time" if self.micro == 1 else f"{self.schedule} of {self.micro} micro-batches"
+        return (
+            "one batch at a time"
+            if self.micro == 1
+            else f"{self.schedule} of {self.micro} micro-batches"
+        )
 
     def stages(self, size: int) -> int:
         return size * self.schedule.chunks
 
     def slots(self, size: int) -> list[Slot]:
         """Of everything that travels: activations into each stage, and gradients out of it."""
-        return [f"{what}{stage}.{micro}" for stage in range(1, self.stages(size)) for what in "xg"
-                for micro in range(self.micro) if what == "x" or stage > self.trained]
+        return [
+            f"{what}{stage}.{micro}"
+            for stage in range(1, self.stages(size))
+            for what in "xg"
+            for micro in range(self.micro)
+            if what == "x" or stage > self.trained
+        ]
 
     def tasks(self, rank: int, size: int) -> Iterator[Task]:
         """(what, stage, micro-batch), in order."""
@@ -134,10 +160,19 @@ class Pipelined:
                 yield what, chunk * size + rank, micro
 
     def program(self, rank: int, size: int) -> Program:
-        """What comes from a rank is taken in the order in which that rank sends it: for what is needed nobody waits longer."""
+        """What comes from a rank is taken in the order in which that rank sends it: for what is
+        needed nobody waits longer.
+        """
         peers = {(rank - 1) % size, (rank + 1) % size} - {rank}
-        coming = {peer: deque(slot for task in self.tasks(peer, size) for to, slot in self._gives(task, size) if to == rank)
-                  for peer in peers}
+        coming = {
+            peer: deque(
+                slot
+                for task in self.tasks(peer, size)
+                for to, slot in self._gives(task, size)
+                if to == rank
+            )
+            for peer in peers
+        }
         here: set[Slot] = set()
         for task in self.tasks(rank, size):
             for frm, slot in self._needs(task, size):
@@ -165,7 +200,9 @@ class Pipelined:
             yield (stage - 1) % size, f"g{stage}.{micro}"
 
     def over(self, rank: int, size: int) -> dict[Slot, list[Slot]]:
-        """{what comes to a rank: what the rank sent, and is known to be there by then, for who sends it took that first}."""
+        """{what comes to a rank: what the rank sent, and is known to be there by then, for who
+        sends it took that first}.
+        """
         found: dict[Slot, list[Slot]] = {}
         for peer in {(rank - 1) % size, (rank + 1) % size} - {rank}:
             took: list[Slot] = []
@@ -173,20 +210,27 @@ class Pipelined:
                 if isinstance(action, Recv) and action.frm == rank:
                     took.append(action.slot)
                 elif isinstance(action, Send) and action.to == rank:
-                    found[action.slot], took = took, []
+                    found[action.slot] = took
+                    took = []
         return found
 
     def again(self, rank: int, size: int) -> set[tuple[int, int]]:
-        """(stage, micro-batch) of the forwards that are made again for their backward, where activations are not to be kept:
-        all but those whose backward comes next."""
+        """(stage, micro-batch) of the forwards that are made again for their backward, where
+        activations are not to be kept: all but those whose backward comes next.
+        """
         tasks = list(self.tasks(rank, size))
-        at_once = {two[1:] for one, two in pairwise(tasks) if one[0] == "F" and two[0] in "BI" and one[1:] == two[1:]}
+        at_once = {
+            two[1:]
+            for one, two in pairwise(tasks)
+            if one[0] == "F" and two[0] in "BI" and one[1:] == two[1:]
+        }
         return {task[1:] for task in tasks if task[0] in "BI"} - at_once
 
     def kept(self, rank: int, size: int) -> int:
         """Of how many micro-batches a rank keeps a stage's activations at a time, at most."""
-        now = most = 0
-        last = {"B", "W"}                               # what they are kept for
+        now = 0
+        most = 0
+        last = {"B", "W"}  # what they are kept for
         for what, stage, _ in self.tasks(rank, size):
             now += (what == "F" and stage >= self.trained) - (what in last)
             most = max(most, now)

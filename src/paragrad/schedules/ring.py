@@ -1,13 +1,16 @@
-"""Ring all-reduce (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002): once round to add, once round to tell.
+"""Ring all-reduce (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002): once round to add,
+once round to tell.
 
-The vector is cut into `size` chunks. In hop h every rank hands one chunk to the right and takes one from the left:
+The vector is cut into `size` chunks. In hop h every rank hands one chunk to the right and takes
+one from the left:
 
     3 ranks    reduce_scatter          all_gather
     0 | >1:0 <2:2+    >1:2 <2:1+    >1:1 <2:0     >1:0 <2:2
     1 | >2:1 <0:0+    >2:0 <0:2+    >2:2 <0:1     >2:1 <0:0
     2 | >0:2 <1:1+    >0:1 <1:0+    >0:0 <1:2     >0:2 <1:1
 
-Time 2(p-1)(alpha + beta n/p) + (p-1)/p n gamma: optimal in bytes, 2(p-1)/p n per rank; scratch n/p.
+Time 2(p-1)(alpha + beta n/p) + (p-1)/p n gamma: optimal in bytes, 2(p-1)/p n per rank; scratch
+n/p.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from paragrad.schedules.compose import Composed, Segmented
 
 class Ring(Composed):
     """Ring: reduce-scatter, then all-gather, one chunk a hop (Patarasuk & Yuan 2009)."""
-    blocking: bool = option(Flag(), default=False)          # rendezvous sends: even ranks send first, odd ranks receive
+
+    # rendezvous sends: even ranks send first, odd ranks receive
+    blocking: bool = option(Flag(), default=False)
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:
@@ -29,8 +34,11 @@ class Ring(Composed):
 
 
 class RingAsync(Segmented):
-    """Ring in segments: the addition of one overlaps the transfer of the next (Open MPI's segmented ring)."""
-    segments: int | str = option(Integer(), Word("auto"), default="auto")      # per chunk
+    """Ring in segments: the addition of one overlaps the transfer of the next (Open MPI's
+    segmented ring).
+    """
+
+    segments: int | str = option(Integer(), Word("auto"), default="auto")  # per chunk
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:
@@ -39,7 +47,10 @@ class RingAsync(Segmented):
 
 @dataclass(frozen=True)
 class Around:
-    """One chunk a hop, in segments; after size - 1 hops of adding, each rank owns the chunk that comes to its right."""
+    """One chunk a hop, in segments; after size - 1 hops of adding, each rank owns the chunk
+    that comes to its right.
+    """
+
     segments: int = 1
     blocking: bool = False
 
@@ -52,9 +63,17 @@ class Around:
 
     def hop(self, rank: int, size: int, mine: int, add: bool) -> Program:
         """Give chunk `mine` to the right and take the one before it from the left."""
-        right, left, theirs = (rank + 1) % size, (rank - 1) % size, (mine - 1) % size
-        sends = [Send(right, mine * self.segments + segment, wait=self.blocking) for segment in range(self.segments)]
-        receives = [Recv(left, theirs * self.segments + segment, add=add) for segment in range(self.segments)]
+        right = (rank + 1) % size
+        left = (rank - 1) % size
+        theirs = (mine - 1) % size
+        sends = [
+            Send(right, mine * self.segments + segment, wait=self.blocking)
+            for segment in range(self.segments)
+        ]
+        receives = [
+            Recv(left, theirs * self.segments + segment, add=add)
+            for segment in range(self.segments)
+        ]
         if self.blocking and rank % 2 == 1:
             yield from receives
             yield from sends

@@ -1,7 +1,9 @@
-"""Planted bugs of an all-reduce, for the tests and the docs: what the proof refuses, and what it would have cost.
+"""Planted bugs of an all-reduce, for the tests and the docs: what the proof refuses, and what
+it would have cost.
 
-skip_chunk: both ends leave out every message of the first chunk, so nothing hangs and each rank keeps its own numbers.
-mean_twice: the exchange divides by the number of ranks, and whoever called it divides again.
+skip_chunk: both ends leave out every message of the first chunk, so nothing hangs and each rank
+keeps its own numbers. mean_twice: the exchange divides by the number of ranks, and whoever
+called it divides again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ SABOTAGES = ("skip_chunk", "mean_twice")
 @dataclass(frozen=True)
 class Sabotaged:
     """An all-reduce with one of the SABOTAGES in it."""
+
     schedule: Collective
     bug: str
 
@@ -30,7 +33,11 @@ class Sabotaged:
 
     def program(self, rank: int, size: int) -> Program:
         for action in self.schedule.program(rank, size):
-            if self.bug == "skip_chunk" and not isinstance(action, Compute) and 0 in parts_in(action.slot):
+            if (
+                self.bug == "skip_chunk"
+                and not isinstance(action, Compute)
+                and 0 in parts_in(action.slot)
+            ):
                 continue
             yield action
         if self.bug == "mean_twice":
@@ -47,7 +54,10 @@ def sabotaged(schedule: Any, bug: str | None) -> Any:
 
 
 def planted(schedule: Any, size: int) -> Callable[[Compute, Any], None] | None:
-    """What the wire is to do where a bug computes, on the part of a vector; None where there is no bug."""
+    """What the wire is to do where a bug computes, on the part of a vector; None where there is
+    no bug.
+    """
+
     def mean(action: Compute, part: Any) -> None:
         part.div_(size, rounding_mode=None if part.is_floating_point() else "floor")
 

@@ -1,5 +1,5 @@
-"""Star all-reduce: everybody sends to rank 0, which adds and tells everybody. The plainest one, and the measure of the others:
-rank 0's link carries everything, one vector after another.
+"""Star all-reduce: everybody sends to rank 0, which adds and tells everybody. The plainest one,
+and the measure of the others: rank 0's link carries everything, one vector after another.
 
     4 ranks     reduce              broadcast
     0 | <1:0+ <2:0+ <3:0+    >1:0 >2:0 >3:0
@@ -7,8 +7,8 @@ rank 0's link carries everything, one vector after another.
     2 | >0:0                      <0:0
     3 | >0:0                           <0:0
 
-Time 2(p-1)(alpha + n beta) + n gamma, where an addition hides behind the next message: everything goes through one link;
-scratch n.
+Time 2(p-1)(alpha + n beta) + n gamma, where an addition hides behind the next message:
+everything goes through one link; scratch n.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from paragrad.schedules.compose import AtRoot, Composed
 
 class Star(Composed):
     """Star: everybody sends to rank 0, which adds and tells all."""
+
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:

@@ -1,5 +1,5 @@
-"""Tree all-reduce: a binomial tree adds everything up at rank 0, and the same tree tells it (Chan et al. 2007,
-doi 10.1002/cpe.1206).
+"""Tree all-reduce: a binomial tree adds everything up at rank 0, and the same tree tells it
+(Chan et al. 2007, doi 10.1002/cpe.1206).
 
     4 ranks     reduce               broadcast
     0 | <1:0+ <2:0+          >2:0 >1:0
@@ -7,7 +7,8 @@ doi 10.1002/cpe.1206).
     2 |       <3:0+ >0:0     <0:0 >3:0
     3 |       >2:0                     <2:0
 
-Time 2 ceil(lg p)(alpha + n beta) + ceil(lg p) n gamma: few messages, but whole vectors; scratch n.
+Time 2 ceil(lg p)(alpha + n beta) + ceil(lg p) n gamma: few messages, but whole vectors; scratch
+n.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from paragrad.schedules.compose import AtRoot, Composed
 
 class Tree(Composed):
     """Binomial tree: reduce to rank 0, then broadcast (Chan et al. 2007)."""
+
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:
@@ -40,7 +42,9 @@ class TreeReduce(AtRoot):
 
 @dataclass(frozen=True)
 class TreeBroadcast(AtRoot):
-    """A rank takes from its parent and gives to its children, the one with the largest subtree first."""
+    """A rank takes from its parent and gives to its children, the one with the largest subtree
+    first.
+    """
 
     def program(self, rank: int, size: int) -> Program:
         parent, children = family(rank, size)
@@ -51,5 +55,6 @@ class TreeBroadcast(AtRoot):
 
 def family(rank: int, size: int) -> tuple[int, list[int]]:
     """(parent, children) in the binomial tree; rank 0 is the root."""
-    below = rank & -rank or 1 << (size - 1).bit_length()      # my subtree: ranks rank .. rank + below - 1
+    # my subtree: ranks rank .. rank + below - 1
+    below = rank & -rank or 1 << (size - 1).bit_length()
     return rank - below, [rank + 2**k for k in range(below.bit_length() - 1) if rank + 2**k < size]

@@ -1,8 +1,9 @@
 """Two-level all-reduce: one algorithm inside a host, another across hosts, where links differ.
 
-Inside each group of neighbouring ranks, `inside` reduces; then those who own the same parts in every group run `across` on what
-they own; then `inside` tells its group. With rings: reduce_scatter in the host, all_reduce of a piece across, all_gather in
-the host, so each piece crosses a host's link by a rank of its own.
+Inside each group of neighbouring ranks, `inside` reduces; then those who own the same parts in
+every group run `across` on what they own; then `inside` tells its group. With rings:
+reduce_scatter in the host, all_reduce of a piece across, all_gather in the host, so each piece
+crosses a host's link by a rank of its own.
 
     4 ranks, groups of 2    inside        across        inside
     0 | >1:0 <1:1+    >2:1 <2:1+    >1:1 <1:0           (across=butterfly)
@@ -10,7 +11,8 @@ the host, so each piece crosses a host's link by a rank of its own.
     2 | >3:0 <3:1+    >0:1 <0:1+    >3:1 <3:0
     3 | >2:1 <2:0+    >1:0 <1:0+    >2:0 <2:1
 
-Time of two rings, g ranks in each of N groups: 2(g-1) a + 2(g-1)/g n b inside, 2(N-1) alpha + 2(N-1)/N n/g beta across.
+Time of two rings, g ranks in each of N groups: 2(g-1) a + 2(g-1)/g n b inside, 2(N-1) alpha +
+2(N-1)/N n/g beta across.
 """
 
 from __future__ import annotations
@@ -32,33 +34,56 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 
-LEVELS: tuple[type[Choice], ...] = (Star, Tree, DoubleTree, Butterfly, Halving, Direct, Ring, RingAsync)
+LEVELS: tuple[type[Choice], ...] = (
+    Star,
+    Tree,
+    DoubleTree,
+    Butterfly,
+    Halving,
+    Direct,
+    Ring,
+    RingAsync,
+)
 
 
 class TwoLevel(AllReduce):
     """One algorithm inside a host, another across hosts (Jia et al. 2018, arXiv 1807.11205)."""
+
     inside: Composed = option(One(*LEVELS), default=Ring())
     across: Composed = option(One(*LEVELS), default=Ring())
-    group: int | str = option(Integer(), Word("auto"), default="auto")     # ranks of a group; auto: those of a host
+    # ranks of a group; auto: those of a host
+    group: int | str = option(Integer(), Word("auto"), default="auto")
     reproducible: bool = option(Flag(), default=False)
 
     def check(self) -> None:
         for level in (self.inside, self.across):
             if getattr(level, "reproducible", False):
-                raise Refused(f"reproducible belongs to the whole exchange: write two_level(..., reproducible=true), "
-                              f"and {level.name} without it")
+                raise Refused(
+                    f"reproducible belongs to the whole exchange: write two_level(..., "
+                    f"reproducible=true), "
+                    f"and {level.name} without it"
+                )
 
     def resolved(self, size: int, group: int) -> Self:
         found = replace(self, group=group if self.group == "auto" else self.group)
         each = found.grouping(size)
-        return replace(found, inside=found.inside.resolved(each, each), across=found.across.resolved(size // each, 1))
+        return replace(
+            found,
+            inside=found.inside.resolved(each, each),
+            across=found.across.resolved(size // each, 1),
+        )
 
     def grouping(self, size: int) -> int:
-        """Ranks of a group. Raises Refused where groups of that size do not make up `size` ranks."""
+        """Ranks of a group. Raises Refused where groups of that size do not make up `size`
+        ranks.
+        """
         if isinstance(self.group, str):
             raise Refused(f"{self}: say how many ranks a group has, such as two_level(group=2)")
         if size % self.group:
-            raise Refused(f"{self}: groups of {self.group} do not make up {size} ranks; give a group that divides {size}")
+            raise Refused(
+                f"{self}: groups of {self.group} do not make up {size} ranks; give a group that "
+                f"divides {size}"
+            )
         return self.group
 
     def parts(self, size: int) -> int:
@@ -69,18 +94,26 @@ class TwoLevel(AllReduce):
         group = self.grouping(size)
         host, place = divmod(rank, group)
         hosts = size // group
-        finer = self.across.parts(hosts)                # parts that one part of `inside` is cut into
+        # parts that one part of `inside` is cut into
+        finer = self.across.parts(hosts)
         first, second = self.inside.halves()
         owned = first.owns(place, group)
 
         def within(program: Program) -> Program:
-            return translated(program, lambda peer: host * group + peer,
-                              lambda parts: (parts.start * finer, parts.stop * finer))
+            return translated(
+                program,
+                lambda peer: host * group + peer,
+                lambda parts: (parts.start * finer, parts.stop * finer),
+            )
 
         def between(program: Program) -> Program:
-            start, each = owned.start * finer, len(owned)
-            return translated(program, lambda peer: peer * group + place,
-                              lambda parts: (start + parts.start * each, start + parts.stop * each))
+            start = owned.start * finer
+            each = len(owned)
+            return translated(
+                program,
+                lambda peer: peer * group + place,
+                lambda parts: (start + parts.start * each, start + parts.stop * each),
+            )
 
         yield from within(first.program(place, group))
         if owned:
@@ -88,8 +121,11 @@ class TwoLevel(AllReduce):
         yield from within(second.program(place, group))
 
 
-def translated(program: Program, peer: Callable[[int], int], parts: Callable[[range], tuple[int, int]]) -> Program:
+def translated(
+    program: Program, peer: Callable[[int], int], parts: Callable[[range], tuple[int, int]]
+) -> Program:
     """A program among some ranks, over some of the parts, in the words of the whole."""
+
     def slot(old: Slot) -> Slot:
         assert not isinstance(old, str)
         return neighbours(*parts(old if isinstance(old, range) else range(old, old + 1)))

@@ -1,1 +1,3 @@
-"""How one serial training is split over workers, as values: the table of names, shares of a batch."""
+"""How one serial training is split over workers, as values: the table of names, shares of a
+batch.
+"""

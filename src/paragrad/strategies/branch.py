@@ -11,9 +11,12 @@ from paragrad.world.axes import Axis
 
 class Branch(Strategy):
     """Independent sub-networks on ranks of their own (Krizhevsky et al. 2012)."""
+
     workers: int = option(Integer())
-    inside = skips = True
-    lays_out = False                        # all ranks see every sample, and count what others draw
+    inside = True
+    skips = True
+    # all ranks see every sample, and count what others draw
+    lays_out = False
 
     @property
     def promise(self) -> Promise:
@@ -24,15 +27,23 @@ class Branch(Strategy):
         return (Axis("branch", self.workers, "model"),)
 
     def unplanned(self) -> str:
-        return "its ranks show each other what their branches give, where the layers of a job want it"
+        return (
+            "its ranks show each other what their branches give, where the layers of a job want it"
+        )
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
         super().refuse(facts, asked, unchecked)
         if facts.casts:
-            raise Refused(f"job {facts.job}: under autocast the ranks without a branch do not know the types of its values; "
-                          "train the model in float32 or float64, or with data(n)")
+            raise Refused(
+                f"job {facts.job}: under autocast the ranks without a branch do not know the types "
+                f"of its values; "
+                "train the model in float32 or float64, or with data(n)"
+            )
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         if others := [each.name for each in factors if each is not self and not each.replica]:
-            raise Refused(f"branch gives ranks branches of the whole model, and beside it {others[0]} cuts that; multiply it "
-                          "with data(n) alone")
+            raise Refused(
+                f"branch gives ranks branches of the whole model, and beside it {others[0]} cuts "
+                f"that; multiply it "
+                "with data(n) alone"
+            )

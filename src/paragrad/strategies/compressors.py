@@ -1,8 +1,9 @@
-"""Compressors: what is sent in the place of a gradient. Known by their names, without torch; `techniques/compression/` makes
-what they say.
+"""Compressors: what is sent in the place of a gradient. Known by their names, without torch;
+`techniques/compression/` makes what they say.
 
-A tensor is compressed by itself, so what is kept of it (what was not sent yet) does not depend on which tensors travel
-together. Small ones are not: they weigh nothing on a link, and indices would be most of them.
+A tensor is compressed by itself, so what is kept of it (what was not sent yet) does not depend
+on which tensors travel together. Small ones are not: they weigh nothing on a link, and indices
+would be most of them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from paragrad.notation.choices import Decimal, Family, Flag, Integer, Word, opti
 from paragrad.strategies.facts import Updating
 from paragrad.strategies.strategy import Strategy, factors_of
 
-SMALL = 2048                # elements: of fewer, tensors are sent as they are
-CHUNK = 1024                # elements that share a scale
+SMALL = 2048  # elements: of fewer, tensors are sent as they are
+CHUNK = 1024  # elements that share a scale
 
 
 class Compressor(Family, abstract=True):
     """What is sent in the place of a gradient, as a value.
 
-    One of your own says how many bytes it `sends`, and brings a `codec`. sums: what stands for the gradients of several ranks
-    is added up by an all-reduce; otherwise every rank is given all of them;  feedback: what was not sent is added to the next
-    gradient;  agrees: ranks tell each other something first;  lossless: nothing is lost.
+    One of your own says how many bytes it `sends`, and brings a `codec`. sums: what stands for
+    the gradients of several ranks is added up by an all-reduce; otherwise every rank is given
+    all of them;  feedback: what was not sent is added to the next gradient;  agrees: ranks tell
+    each other something first;  lossless: nothing is lost.
     """
+
     __slots__ = ()
     sums: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
     agrees: ClassVar[bool] = False
     lossless = False
-    if TYPE_CHECKING:                               # of one of a user's own
+    if TYPE_CHECKING:  # of one of a user's own
+
         def codec(self, shape: Sequence[int], key: int) -> Any: ...
 
     def compresses(self, shape: Sequence[int]) -> bool:
@@ -41,7 +45,9 @@ class Compressor(Family, abstract=True):
         return prod(shape) >= SMALL
 
     def sends(self, shape: Sequence[int], item: int) -> float:
-        """Bytes that stand for a tensor of elements of `item` bytes, which is compressed; by a threshold, nobody knows."""
+        """Bytes that stand for a tensor of elements of `item` bytes, which is compressed; by a
+        threshold, nobody knows.
+        """
         return float(prod(shape) * item)
 
     def in_epoch(self, epoch: int) -> Self:
@@ -56,16 +62,24 @@ class Compressor(Family, abstract=True):
     def refuse_reduce(self, strategy: str, reduce: object) -> None:
         """Refuse an all-reduce of ours for what does not add up."""
         if not self.sums:
-            raise Refused(f"{strategy}: what {self.name} sends does not add up along an all-reduce: every rank is given all of "
-                          f"it; leave out reduce={reduce}, or compress by bf16, fp16 or power_sgd")
+            raise Refused(
+                f"{strategy}: what {self.name} sends does not add up along an all-reduce: every "
+                f"rank is given all of "
+                f"it; leave out reduce={reduce}, or compress by bf16, fp16 or power_sgd"
+            )
 
     def refuse_updates(self, updating: Updating, asked: object) -> None:
         """Refuse an optimizer, with the repair."""
 
     def refuse_hooked(self, updating: Updating | None, steps_per_epoch: int | None) -> None:
-        """The same of a hook of DDP's, which is given the optimizer and steps per epoch, or not."""
+        """The same of a hook of DDP's, which is given the optimizer and steps per epoch, or
+        not.
+        """
         if updating is not None or steps_per_epoch is not None:
-            raise Refused(f"hook('{self}') wants no optimizer and no steps_per_epoch, which dgc has a use for; leave them out")
+            raise Refused(
+                f"hook('{self}') wants no optimizer and no steps_per_epoch, which dgc has a use "
+                f"for; leave them out"
+            )
 
 
 def compressor_of(strategy: Strategy) -> Compressor | None:
@@ -76,7 +90,8 @@ def compressor_of(strategy: Strategy) -> Compressor | None:
 
 def count_of(ratio: float, elements: int) -> int:
     """So many entries of a tensor are a ratio of it: at least one."""
-    return min(elements, max(1, ceil(ratio * elements - 1e-9)))         # 0.07 * 100 is a little more than 7
+    # 0.07 * 100 is a little more than 7
+    return min(elements, max(1, ceil(ratio * elements - 1e-9)))
 
 
 def index_bytes(elements: int) -> int:
@@ -85,20 +100,24 @@ def index_bytes(elements: int) -> int:
 
 
 class Threshold(Compressor):
-    """The entries whose magnitude is above a threshold, with their values (Strom 2015, who sends the threshold itself)."""
+    """The entries whose magnitude is above a threshold, with their values (Strom 2015, who
+    sends the threshold itself).
+    """
+
     at: float = option(Decimal(above=-1e-300))
 
     @property
-    def lossless(self) -> bool:                                                     # type: ignore[override]
+    def lossless(self) -> bool:  # type: ignore[override]
         return self.at == 0
 
 
 class TopK(Compressor):
     """The entries of largest magnitude (Aji & Heafield 2017)."""
+
     ratio: float = option(Decimal(most=1.0))
 
     @property
-    def lossless(self) -> bool:                                                     # type: ignore[override]
+    def lossless(self) -> bool:  # type: ignore[override]
         return self.ratio == 1
 
     def sends(self, shape: Sequence[int], item: int) -> float:
@@ -115,8 +134,10 @@ class OneBit(Compressor):
 
 
 class Int8(Compressor):
-    """Whole numbers of eight bits, rounded by chance so that they are right on average, and a scale for each chunk (Alistarh
-    et al. 2017, QSGD). Nothing is fed back, as published."""
+    """Whole numbers of eight bits, rounded by chance so that they are right on average, and a
+    scale for each chunk (Alistarh et al. 2017, QSGD). Nothing is fed back, as published.
+    """
+
     feedback = False
 
     def sends(self, shape: Sequence[int], item: int) -> float:
@@ -126,8 +147,10 @@ class Int8(Compressor):
 
 class PowerSgd(Compressor):
     """A matrix as the product of two narrow ones (Vogels et al. 2019)."""
+
     columns: int = option(Integer(), default=1)
-    sums = agrees = True
+    sums = True
+    agrees = True
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Where it halves the bytes at least."""
@@ -145,7 +168,9 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 
 class Half(Compressor, abstract=True):
     """Every number in two bytes. Nothing is fed back, as is usual."""
-    sums, feedback = True, False
+
+    sums = True
+    feedback = False
 
     def compresses(self, shape: Sequence[int]) -> bool:
         return True
@@ -159,16 +184,22 @@ class Bf16(Half):
 
 
 class Fp16(Half):
-    """float16: 11 bits of precision; all ranks agree on a power of two by which a tensor's sum fits its range."""
+    """float16: 11 bits of precision; all ranks agree on a power of two by which a tensor's sum
+    fits its range.
+    """
+
     agrees = True
 
 
 class Dgc(Compressor):
-    """Deep gradient compression: the entries of largest magnitude of accumulated velocities (Lin et al. 2018).
+    """Deep gradient compression: the entries of largest magnitude of accumulated velocities
+    (Lin et al. 2018).
 
-    momentum: `auto` is taken over from the job's SGD;  warmup: epochs in which the ratio comes down to its own;  clip: norm of
-    the gradient of all ranks, to which each clips its own;  masking: the velocity of what is sent is 0 from there on.
+    momentum: `auto` is taken over from the job's SGD;  warmup: epochs in which the ratio comes
+    down to its own;  clip: norm of the gradient of all ranks, to which each clips its own;
+    masking: the velocity of what is sent is 0 from there on.
     """
+
     ratio: float = option(Decimal(most=1.0))
     momentum: float | str = option(Decimal(above=-1e-300, most=1.0), Word("auto"), default="auto")
     warmup: int = option(Integer(0), default=4)
@@ -183,45 +214,83 @@ class Dgc(Compressor):
         return TopK(self.ratio).sends(shape, item)
 
     def in_epoch(self, epoch: int) -> Self:
-        """Its ratio comes down from 1 in equal factors (as the authors' repository has it: 0.001 by way of 0.25, 0.063, 0.016
-        and 0.004)."""
-        return replace(self, ratio=self.ratio ** (min(epoch + 1, self.warmup + 1) / (self.warmup + 1)))
+        """Its ratio comes down from 1 in equal factors (as the authors' repository has it:
+        0.001 by way of 0.25, 0.063, 0.016 and 0.004).
+        """
+        return replace(
+            self, ratio=self.ratio ** (min(epoch + 1, self.warmup + 1) / (self.warmup + 1))
+        )
 
     def refuse_updates(self, updating: Updating, asked: object) -> None:
         """Momentum has one owner, and so has clipping."""
         if updating.groups_of_sgd is None:
-            raise Refused(f"{asked}: dgc keeps the momentum of an SGD, and {updating.optimizer} has a memory of its own, which "
-                          f"sparse gradients would starve; use torch.optim.SGD, or compress=top_k({self.ratio:g})")
+            raise Refused(
+                f"{asked}: dgc keeps the momentum of an SGD, and {updating.optimizer} has a memory "
+                f"of its own, which "
+                f"sparse gradients would starve; use torch.optim.SGD, or "
+                f"compress=top_k({self.ratio:g})"
+            )
         for number, group in enumerate(updating.groups_of_sgd):
             self.refuse_group(number, group, asked)
         if self.clip is not None and updating.clip_norm is not None:
-            raise Refused(f"{asked}: clipping is given twice, {self.clip:g} here and clip_norm={updating.clip_norm:g}; leave "
-                          "out one of them (dgc takes clip_norm over)")
+            raise Refused(
+                f"{asked}: clipping is given twice, {self.clip:g} here and "
+                f"clip_norm={updating.clip_norm:g}; leave "
+                "out one of them (dgc takes clip_norm over)"
+            )
 
     def refuse_group(self, number: int, group: Mapping[str, Any], asked: object) -> None:
         """Refuse what a group of an SGD says, before a training and in every step."""
         for what in ("dampening", "maximize"):
             if group.get(what):
-                raise Refused(f"{asked}: group {number} of the optimizer has {what}={group[what]}, which dgc does not take "
-                              f"over; leave it out, or compress=top_k({self.ratio:g})")
+                raise Refused(
+                    f"{asked}: group {number} of the optimizer has {what}={group[what]}, which dgc "
+                    f"does not take "
+                    f"over; leave it out, or compress=top_k({self.ratio:g})"
+                )
         if self.momentum != "auto" and group["momentum"]:
-            raise Refused(f"{asked}: momentum is given twice, {self.momentum:g} here and {group['momentum']:g} by group "
-                          f"{number} of the optimizer; leave it out here (what a scheduler makes of it is taken over too), or "
-                          "let both begin and stay at 0 there")
+            raise Refused(
+                f"{asked}: momentum is given twice, {self.momentum:g} here and "
+                f"{group['momentum']:g} by group "
+                f"{number} of the optimizer; leave it out here (what a scheduler makes of it is "
+                f"taken over too), or "
+                "let both begin and stay at 0 there"
+            )
 
     def refuse_hooked(self, updating: Updating | None, steps_per_epoch: int | None) -> None:
         asked = f"hook('{self}')"
         if updating is None:
-            raise Refused(f"{asked} keeps the momentum of your SGD, which would count twice; give it optimizer=")
+            raise Refused(
+                f"{asked} keeps the momentum of your SGD, which would count twice; give it "
+                f"optimizer="
+            )
         if self.clip is not None:
-            raise Refused(f"{asked}: a hook sees some of the gradients at a time, and no norm of all; leave out clip, or train "
-                          f"with data(n, compress={self})")
+            raise Refused(
+                f"{asked}: a hook sees some of the gradients at a time, and no norm of all; leave "
+                f"out clip, or train "
+                f"with data(n, compress={self})"
+            )
         if steps_per_epoch is not None and steps_per_epoch not in Integer(most=float("inf")):
-            raise Refused(f"{asked}: an epoch has a whole number of steps, from 1; got steps_per_epoch={steps_per_epoch!r}")
+            raise Refused(
+                f"{asked}: an epoch has a whole number of steps, from 1; got "
+                f"steps_per_epoch={steps_per_epoch!r}"
+            )
         if self.warmup and not steps_per_epoch:
-            raise Refused(f"{asked} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
-                          "steps_per_epoch=len(loader), or warmup=0")
+            raise Refused(
+                f"{asked} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
+                "steps_per_epoch=len(loader), or warmup=0"
+            )
         self.refuse_updates(updating, asked)
 
 
-COMPRESSORS: tuple[type[Compressor], ...] = (Threshold, TopK, OneBit, Int8, PowerSgd, Bf16, Fp16, Dgc)         # ours
+# ours
+COMPRESSORS: tuple[type[Compressor], ...] = (
+    Threshold,
+    TopK,
+    OneBit,
+    Int8,
+    PowerSgd,
+    Bf16,
+    Fp16,
+    Dgc,
+)

@@ -1,5 +1,6 @@
-"""federated: many clients, each with samples of its own, of which some train in every round; the weights they come to are
-averaged."""
+"""federated: many clients, each with samples of its own, of which some train in every round;
+the weights they come to are averaged.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +24,23 @@ class Even(Choice):
 
 
 class Dirichlet(Choice):
-    """Clients differ in their mix of classes: the smaller alpha, the fewer classes each has (Hsu et al. 2019)."""
+    """Clients differ in their mix of classes: the smaller alpha, the fewer classes each has
+    (Hsu et al. 2019).
+    """
+
     alpha: float = option(Decimal(most=1e6), default=0.5)
 
 
 class Federated(Strategy):
-    """Federated averaging: clients with data of their own, some of them each round (McMahan et al. 2017).
+    """Federated averaging: clients with data of their own, some of them each round (McMahan et
+    al. 2017).
 
-    fraction: of the clients, that take part in a round, at least one;  local_epochs: of each over its own samples, in a round;
-    rounds: auto is as many as pass over as many samples as the job's epochs do;  split: which samples a client has;  reduce:
-    star goes through a server, which is rank 0; a ring has none.
+    fraction: of the clients, that take part in a round, at least one;  local_epochs: of each
+    over its own samples, in a round; rounds: auto is as many as pass over as many samples as
+    the job's epochs do;  split: which samples a client has;  reduce: star goes through a
+    server, which is rank 0; a ring has none.
     """
+
     workers: int = option(Integer())
     clients: int = option(Integer(), default=100)
     fraction: float = option(Decimal(most=1.0), default=0.1)
@@ -43,13 +50,20 @@ class Federated(Strategy):
     reduce: Choice = option(One(Native, AllReduce), default=Star())
     replica = True
     in_rounds = True
-    batch_norm = "share"                            # a client's batch is its own
+    batch_norm = "share"  # a client's batch is its own
 
     @property
     def promise(self) -> Promise:
-        return Promise(exact=False, replicas_equal=False, buffers_equal=False, jobs_only=(
-            "which client has which samples, and who trains when, is not for a loop of your own; make it a Job, or train with "
-            "local(n)"))
+        return Promise(
+            exact=False,
+            replicas_equal=False,
+            buffers_equal=False,
+            jobs_only=(
+                "which client has which samples, and who trains when, is not for a loop of your "
+                "own; make it a Job, or train with "
+                "local(n)"
+            ),
+        )
 
     @property
     def division(self) -> Division:
@@ -67,15 +81,22 @@ class Federated(Strategy):
         return max(1, floor(self.fraction * self.clients + 0.5))
 
     def plans(self) -> tuple[Plan, ...]:
-        return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
+        return (
+            (Plan("all-reduce", self.reduce, self.workers),)
+            if isinstance(self.reduce, AllReduce)
+            else ()
+        )
 
     def unplanned(self) -> str:
         return "name an all-reduce for its averages, such as federated(4, reduce=ring)"
 
     def resolved(self, here: Here) -> Self:
         if self.clients < self.workers:
-            raise Refused(f"{self}: {self.clients} client(s) keep no {self.workers} workers busy; give at most "
-                          f"{self.clients} worker(s), or more clients")
+            raise Refused(
+                f"{self}: {self.clients} client(s) keep no {self.workers} workers busy; give at "
+                f"most "
+                f"{self.clients} worker(s), or more clients"
+            )
         if not isinstance(self.reduce, AllReduce):
             return self
         return replace(self, reduce=self.reduce.resolved(self.workers, here.group or self.workers))
@@ -83,29 +104,52 @@ class Federated(Strategy):
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
         """What wants the samples of each client is asked where these are divided."""
         if facts.samples < self.clients:
-            raise Refused(f"{asked} has {self.clients} clients, and job {facts.job} {facts.samples} sample(s); give at most "
-                          f"clients={facts.samples}")
+            raise Refused(
+                f"{asked} has {self.clients} clients, and job {facts.job} {facts.samples} "
+                f"sample(s); give at most "
+                f"clients={facts.samples}"
+            )
         refuse_replaced(facts, asked)
         if facts.made_once:
-            raise Refused(f"{asked} makes an optimizer for every client and round, and that of job {facts.job} is not made "
-                          f"anew: {facts.made_once}")
+            raise Refused(
+                f"{asked} makes an optimizer for every client and round, and that of job "
+                f"{facts.job} is not made "
+                f"anew: {facts.made_once}"
+            )
         if facts.unsteady and not unchecked:
             raise Refused(f"job {facts.job}: {facts.unsteady}")
 
     def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
         if (taking := self.taking) < self.workers:
-            yield (f"{asked}: {taking} of {self.clients} clients take{'s' if taking == 1 else ''} part in a round, which "
-                   f"keeps at most {taking} of {self.workers} workers busy"
-                   + (", and nothing is averaged" if taking == 1 else "")
-                   + f"; give fewer workers, or a larger fraction, such as fraction={self.workers / self.clients:.3g}")
+            yield (
+                f"{asked}: {taking} of {self.clients} clients take{'s' if taking == 1 else ''} "
+                f"part in a round, which "
+                f"keeps at most {taking} of {self.workers} workers busy"
+                + (", and nothing is averaged" if taking == 1 else "")
+                + f"; give fewer workers, or a larger fraction, such as "
+                f"fraction={self.workers / self.clients:.3g}"
+            )
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         if len(factors) > 1:
-            raise Refused("federated: a worker is a whole client at a time; give it alone, or multiply local(n), whose "
-                          "replicas may be cut")
+            raise Refused(
+                "federated: a worker is a whole client at a time; give it alone, or multiply "
+                "local(n), whose "
+                "replicas may be cut"
+            )
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
-        yield "optimizer", "fresh for every client and round", "its state is a client's own, and stays there"
-        yield "scheduler", "by samples, between rounds", ("it makes as many steps as serial does over as many samples; in a "
-                                                         "round the rate stays")
+        yield (
+            "optimizer",
+            "fresh for every client and round",
+            "its state is a client's own, and stays there",
+        )
+        yield (
+            "scheduler",
+            "by samples, between rounds",
+            (
+                "it makes as many steps as serial does over as many samples; in a "
+                "round the rate stays"
+            ),
+        )
         yield "batch norm", "of each client's batch", "other clients' samples are not to be known"

@@ -1,4 +1,6 @@
-"""local: every worker steps by its own gradients, and weights are averaged every so many steps."""
+"""local: every worker steps by its own gradients, and weights are averaged every so many
+steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ class Mean(Choice):
 
 
 class Nesterov(Choice):
-    """What the mean moved by is the gradient of an outer step with Nesterov's momentum (DiLoCo, Douillard et al. 2023)."""
+    """What the mean moved by is the gradient of an outer step with Nesterov's momentum (DiLoCo,
+    Douillard et al. 2023).
+    """
+
     lr: float = option(Decimal(), default=0.7)
     momentum: float = option(Decimal(above=-1e-300, most=1.0), default=0.9)
 
@@ -31,15 +36,18 @@ class Nesterov(Choice):
 
 class Elastic(Choice):
     """Replicas and a common centre are pulled to each other (EASGD, Zhang et al. 2015)."""
+
     pull: float | str = option(Decimal(most=1.0), Word("auto"), default="auto")
 
 
 class Local(Strategy):
-    """Local SGD: weights averaged every so many steps (Stich 2018), or at the end (ParallelSGD, Zinkevich et al. 2010).
+    """Local SGD: weights averaged every so many steps (Stich 2018), or at the end (ParallelSGD,
+    Zinkevich et al. 2010).
 
-    after: so many synchronous steps come first (post-local SGD, Lin et al. 2018);  compress: what is sent where they meet in
-    the place of how far weights moved.
+    after: so many synchronous steps come first (post-local SGD, Lin et al. 2018);  compress:
+    what is sent where they meet in the place of how far weights moved.
     """
+
     workers: int | str = option(Integer(), Word("auto"))
     every: int | str = option(Integer(), Word("end"), default=8)
     outer: Choice = option(One(Mean, Nesterov, Elastic), default=Mean())
@@ -47,18 +55,28 @@ class Local(Strategy):
     reduce: Choice = option(One(Native, AllReduce), default=Native())
     compress: Compressor | None = option(One(Compressor), Word("none"), default=None)
     replica = True
-    batch_norm = "share"                            # there is nobody to ask in a step
+    batch_norm = "share"  # there is nobody to ask in a step
 
     def check(self) -> None:
         if self.every == "end" and not isinstance(self.outer, Mean):
-            raise Refused(f"local(every=end) is the mean of replicas that never met, and outer={self.outer} steps where they "
-                          "meet; leave out outer, or let them meet, such as every=16")
+            raise Refused(
+                f"local(every=end) is the mean of replicas that never met, and outer={self.outer} "
+                f"steps where they "
+                "meet; leave out outer, or let them meet, such as every=16"
+            )
         if self.compress is not None and self.compress.feedback:
-            raise Refused(f"local: {self.compress} adds what it does not send to the next gradient, and what replicas send is "
-                          "how far their weights moved; compress by int8, bf16 or fp16, or by that under data(n)")
+            raise Refused(
+                f"local: {self.compress} adds what it does not send to the next gradient, and what "
+                f"replicas send is "
+                "how far their weights moved; compress by int8, bf16 or fp16, or by that under "
+                "data(n)"
+            )
         if self.compress is not None and self.every == "end":
-            raise Refused(f"local(every=end) averages once, in what is saved, which is not compressed; leave out "
-                          f"compress={self.compress}, or let replicas meet, such as every=16")
+            raise Refused(
+                f"local(every=end) averages once, in what is saved, which is not compressed; leave "
+                f"out "
+                f"compress={self.compress}, or let replicas meet, such as every=16"
+            )
         if self.compress is not None and isinstance(self.reduce, AllReduce):
             self.compress.refuse_reduce("local", self.reduce)
 
@@ -67,14 +85,20 @@ class Local(Strategy):
         return Promise(exact=False, replicas_equal=False, buffers_equal=False)
 
     def meets(self, step: int) -> bool:
-        """Do replicas meet after that step, counted from 0? After the last synchronous one too."""
+        """Do replicas meet after that step, counted from 0? After the last synchronous one
+        too.
+        """
         alone = step + 1 - self.after
         return alone == 0 if self.every == "end" else alone >= 0 and alone % int(self.every) == 0
 
     def plans(self) -> tuple[Plan, ...]:
         assert isinstance(self.workers, int)
         unpriced = None if self.compress is None else self.compress.unpriced
-        return (Plan("all-reduce", self.reduce, self.workers, unpriced),) if isinstance(self.reduce, AllReduce) else ()
+        return (
+            (Plan("all-reduce", self.reduce, self.workers, unpriced),)
+            if isinstance(self.reduce, AllReduce)
+            else ()
+        )
 
     def unplanned(self) -> str:
         return "name an all-reduce for its averages, such as local(4, reduce=ring)"
@@ -82,12 +106,16 @@ class Local(Strategy):
     def resolved(self, here: Here) -> Self:
         found = super().resolved(here)
         assert isinstance(found.workers, int)
-        outer, reduce = found.outer, found.reduce
+        outer = found.outer
+        reduce = found.reduce
         if isinstance(outer, Elastic) and outer.pull == "auto":
-            outer = Elastic(0.9 / found.workers)                        # as published
+            outer = Elastic(0.9 / found.workers)  # as published
         if isinstance(outer, Elastic) and float(outer.pull) >= (most := 2 / (found.workers + 1)):
-            raise Refused(f"{self}: with {found.workers} worker(s) a pull of {most:.3g} or more drives centre and replicas "
-                          "apart for ever; leave it out, which is 0.9 over their number, or give less")
+            raise Refused(
+                f"{self}: with {found.workers} worker(s) a pull of {most:.3g} or more drives "
+                f"centre and replicas "
+                "apart for ever; leave it out, which is 0.9 over their number, or give less"
+            )
         if isinstance(reduce, AllReduce):
             reduce = reduce.resolved(found.workers, here.group or found.workers)
         return replace(found, outer=outer, reduce=reduce)
@@ -96,38 +124,71 @@ class Local(Strategy):
         super().refuse(facts, asked, unchecked)
         refuse_replaced(facts, asked)
         if self._never_meet(facts) and (self.compress or not isinstance(self.outer, Mean)):
-            what, left = (f"{self.compress} is for what is sent", "compress") if isinstance(self.outer, Mean) else (
-                f"{self.outer.name} steps", "outer")
-            raise Refused(f"{asked}: {self._first(facts)}, and {what} where they meet; give every of at most "
-                          f"{facts.steps - self.after}, or leave out {left}")
+            what, left = (
+                (f"{self.compress} is for what is sent", "compress")
+                if isinstance(self.outer, Mean)
+                else (f"{self.outer.name} steps", "outer")
+            )
+            raise Refused(
+                f"{asked}: {self._first(facts)}, and {what} where they meet; give every of at most "
+                f"{facts.steps - self.after}, or leave out {left}"
+            )
 
     def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
         if updating.has_modes and not isinstance(self.outer, Mean):
-            raise Refused(f"{asked}: {updating.optimizer} has weights for training and others for tests, and {self.outer.name} "
-                          "a centre, which would be of one kind; leave out outer")
+            raise Refused(
+                f"{asked}: {updating.optimizer} has weights for training and others for tests, and "
+                f"{self.outer.name} "
+                "a centre, which would be of one kind; leave out outer"
+            )
         if updating.keeps_copies:
-            raise Refused(f"{asked}: {updating.optimizer} goes on from copies of the weights that it keeps (tried on a small "
-                          "copy), so its next step undoes what they were averaged to; use one that updates the parameters "
-                          "themselves, such as AdamW, or data(n)")
+            raise Refused(
+                f"{asked}: {updating.optimizer} goes on from copies of the weights that it keeps "
+                f"(tried on a small "
+                "copy), so its next step undoes what they were averaged to; use one that updates "
+                "the parameters "
+                "themselves, such as AdamW, or data(n)"
+            )
 
     def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
         if self.after >= facts.steps > 0:
-            yield (f"{asked}: job {facts.job} makes {facts.steps} step(s), all of them synchronous: it is data(n) with "
-                   f"batch_norm=share; give after of less than {facts.steps}")
+            yield (
+                f"{asked}: job {facts.job} makes {facts.steps} step(s), all of them synchronous: "
+                f"it is data(n) with "
+                f"batch_norm=share; give after of less than {facts.steps}"
+            )
         elif self._never_meet(facts):
-            yield (f"{asked}: {self._first(facts)}, so their weights are averaged once, at the end, as by every=end; give "
-                   f"every of at most {facts.steps - self.after}")
+            yield (
+                f"{asked}: {self._first(facts)}, so their weights are averaged once, at the end, "
+                f"as by every=end; give "
+                f"every of at most {facts.steps - self.after}"
+            )
 
     def _never_meet(self, facts: Facts) -> bool:
         """Do replicas step alone up to the end, though they were to meet?"""
         return self.every != "end" and self.after < facts.steps < self.after + int(self.every)
 
     def _first(self, facts: Facts) -> str:
-        return f"job {facts.job} makes {facts.steps} step(s), and replicas first meet after step {self.after + int(self.every)}"
+        return (
+            f"job {facts.job} makes {facts.steps} step(s), and replicas first meet after step "
+            f"{self.after + int(self.every)}"
+        )
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         after = f", after {self.after} synchronous steps" if self.after else ""
-        yield "weights", "averaged " + ("at the end" if self.every == "end" else f"every {self.every} steps") + after, (
-            "tests, checkpoints and the model are of what the run stands for, between meetings too")
+        yield (
+            "weights",
+            "averaged "
+            + ("at the end" if self.every == "end" else f"every {self.every} steps")
+            + after,
+            (
+                "tests, checkpoints and the model are of what the run stands for, between meetings "
+                "too"
+            ),
+        )
         if self.outer != resolved.outer:
-            yield "outer", str(resolved.outer), "a pull of 0.9 over the number of workers, as published"
+            yield (
+                "outer",
+                str(resolved.outer),
+                "a pull of 0.9 over the number of workers, as published",
+            )

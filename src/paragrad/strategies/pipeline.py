@@ -1,4 +1,6 @@
-"""place and pipeline: a model in consecutive parts on consecutive ranks, a batch or its micro-batches going through them."""
+"""place and pipeline: a model in consecutive parts on consecutive ranks, a batch or its
+micro-batches going through them.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,19 @@ from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
 from paragrad.world.axes import Axis
 
-Asked = tuple[int, ...] | tuple[str, ...]           # modules of each part; with which module each part but the first begins
-CUT = (Integers(), Names(), Word("auto"))           # auto: parts that take as long as each other
+# modules of each part; with which module each part but the first begins
+Asked = tuple[int, ...] | tuple[str, ...]
+# auto: parts that take as long as each other
+CUT = (Integers(), Names(), Word("auto"))
 
 
 class InParts(Strategy, abstract=True):
     """The model in consecutive parts."""
+
     cuts_micro = True
-    recompute = False                       # an option of pipeline
+    recompute = False  # an option of pipeline
     if TYPE_CHECKING:
+
         @property
         def cut(self) -> Asked | str: ...
         @property
@@ -39,7 +45,9 @@ class InParts(Strategy, abstract=True):
 
     @property
     def asked(self) -> Asked | None:
-        """Modules of each part, or the first ones of all parts but the first, where the user says so."""
+        """Modules of each part, or the first ones of all parts but the first, where the user
+        says so.
+        """
         return self.cut if isinstance(self.cut, tuple) else None
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
@@ -47,18 +55,25 @@ class InParts(Strategy, abstract=True):
         if facts.by_layout and not unchecked:
             raise Refused(f"{asked}: {facts.by_layout}")
         if facts.drawn_outside:
-            raise Refused(f"job {facts.job}: the model draws from {', '.join(facts.drawn_outside)}, and in parts its calls are "
-                          f"others; draw by torch, or in the dataset, or train without {asked}")
+            raise Refused(
+                f"job {facts.job}: the model draws from {', '.join(facts.drawn_outside)}, and in "
+                f"parts its calls are "
+                f"others; draw by torch, or in the dataset, or train without {asked}"
+            )
 
     def plans(self) -> tuple[Plan, ...]:
         """Of a full share first; a short last batch may have fewer micro-batches."""
         whole = self.pipelined
-        counts = sorted({whole.schedule.filled(micro, self.size) for micro in range(1, whole.micro + 1)}, reverse=True)
+        counts = sorted(
+            {whole.schedule.filled(micro, self.size) for micro in range(1, whole.micro + 1)},
+            reverse=True,
+        )
         return tuple(Plan("pipeline", replace(whole, micro=count), self.size) for count in counts)
 
 
 class Place(InParts):
     """Consecutive parts on consecutive ranks, one batch at a time (Dean et al. 2012)."""
+
     workers: int = option(Integer())
     cut: Asked | str = option(*CUT, default="auto")
 
@@ -68,9 +83,13 @@ class Place(InParts):
 
 
 class Pipeline(InParts):
-    """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al. 2019)."""
+    """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al.
+    2019).
+    """
+
     workers: int = option(Integer())
-    micro: int | str = option(Integer(), Word("auto"), default="auto")          # auto: 4 x workers
+    # auto: 4 x workers
+    micro: int | str = option(Integer(), Word("auto"), default="auto")
     schedule: PipelineSchedule = option(One(PipelineSchedule), default=OneFOneB())
     recompute: bool = option(Flag(), default=False)
     cut: Asked | str = option(*CUT, default="auto")
@@ -88,5 +107,8 @@ class Pipeline(InParts):
     def resolved(self, here: Here) -> Self:
         micro = 4 * self.workers if isinstance(self.micro, str) else self.micro
         if (filled := self.schedule.filled(micro, self.workers)) != micro:
-            raise Refused(f"{self}: {self.schedule.name} takes micro-batches in groups of {self.workers}; give micro={filled}")
+            raise Refused(
+                f"{self}: {self.schedule.name} takes micro-batches in groups of {self.workers}; "
+                f"give micro={filled}"
+            )
         return replace(self, micro=micro)

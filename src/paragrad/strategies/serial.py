@@ -14,8 +14,10 @@ from paragrad.world.axes import Axis
 
 class Serial(Strategy):
     """One worker, the reference of every other strategy."""
-    threads: int | str = option(Integer(), Word("auto"), default="auto")       # auto: all cores
-    micro: int = option(Integer(), default=1)                                  # micro-batches per step
+
+    threads: int | str = option(Integer(), Word("auto"), default="auto")  # auto: all cores
+    # micro-batches per step
+    micro: int = option(Integer(), default=1)
     workers: ClassVar[int] = 1
     reference = True
 

@@ -14,12 +14,18 @@ from paragrad.strategies.strategy import Here, Promise, Strategy
 
 
 class Bsp(Choice):
-    """Bulk synchronous: every step waits for all workers; with backup workers not for the slowest (Chen et al. 2016)."""
+    """Bulk synchronous: every step waits for all workers; with backup workers not for the
+    slowest (Chen et al. 2016).
+    """
+
     backup: int = option(Integer(0), default=0)
 
 
 class Ssp(Choice):
-    """Stale synchronous: no worker is more than `bound` steps ahead of the slowest (Ho et al. 2013)."""
+    """Stale synchronous: no worker is more than `bound` steps ahead of the slowest (Ho et al.
+    2013).
+    """
+
     bound: int = option(Integer(0))
 
 
@@ -28,11 +34,13 @@ class Asp(Choice):
 
 
 class Server(Strategy):
-    """Servers hold parameters and optimizer state in slices; workers push gradients and pull parameters (Li et al. 2014).
+    """Servers hold parameters and optimizer state in slices; workers push gradients and pull
+    parameters (Li et al. 2014).
 
-    sync: who waits for whom;  rate: of an update, divided by its staleness where that is above 1 (Zhang et al. 2015);
-    compress: what is pushed in the place of gradients.
+    sync: who waits for whom;  rate: of an update, divided by its staleness where that is above
+    1 (Zhang et al. 2015); compress: what is pushed in the place of gradients.
     """
+
     workers: int = option(Integer())
     servers: int = option(Integer(), default=1)
     sync: Choice = option(One(Bsp, Ssp, Asp), default=Bsp())
@@ -43,14 +51,23 @@ class Server(Strategy):
 
     def check(self) -> None:
         if self.rate == "by_staleness" and self.waits:
-            raise Refused(f"server(rate=by_staleness): under {self.sync} no gradient is stale; leave rate out, or give "
-                          "sync=asp or sync=ssp(4)")
+            raise Refused(
+                f"server(rate=by_staleness): under {self.sync} no gradient is stale; leave rate "
+                f"out, or give "
+                "sync=asp or sync=ssp(4)"
+            )
         if self.compress is not None and self.compress.feedback:
-            raise Refused(f"server: {self.compress} adds what it does not send to the next gradient, and a worker that is lost "
-                          "takes that with it; compress by int8 or bf16, or by that under data(n)")
+            raise Refused(
+                f"server: {self.compress} adds what it does not send to the next gradient, and a "
+                f"worker that is lost "
+                "takes that with it; compress by int8 or bf16, or by that under data(n)"
+            )
         if self.compress is not None and self.compress.agrees:
-            raise Refused(f"server: for {self.compress} all ranks agree on a scale first, and workers push by themselves; "
-                          "compress by bf16 or int8")
+            raise Refused(
+                f"server: for {self.compress} all ranks agree on a scale first, and workers push "
+                f"by themselves; "
+                "compress by bf16 or int8"
+            )
 
     @property
     def waits(self) -> bool:
@@ -86,15 +103,23 @@ class Server(Strategy):
         return self.workers - self.backup
 
     def rate_of(self, late: int, workers: float) -> float:
-        """What the rate of an update of one share is multiplied by. late: its staleness;  workers: that were there. Where more
-        are than the strategy has, theirs too move as far as one synchronous step, for staleness grows with their number, and
-        adds to momentum (Mitliagkas et al. 2016, arXiv 1605.09774)."""
-        return 1.0 / max(1, late) if self.rate == "by_staleness" else self.workers / max(self.workers, workers)
+        """What the rate of an update of one share is multiplied by. late: its staleness;
+        workers: that were there. Where more are than the strategy has, theirs too move as far
+        as one synchronous step, for staleness grows with their number, and adds to momentum
+        (Mitliagkas et al. 2016, arXiv 1605.09774).
+        """
+        return (
+            1.0 / max(1, late)
+            if self.rate == "by_staleness"
+            else self.workers / max(self.workers, workers)
+        )
 
     @property
     def promise(self) -> Promise:
         equal = self.sync == Bsp()
-        return Promise(exact=equal and self.compress is None, replicas_equal=equal, buffers_equal=equal)
+        return Promise(
+            exact=equal and self.compress is None, replicas_equal=equal, buffers_equal=equal
+        )
 
     @property
     def verified(self) -> Self:
@@ -103,26 +128,43 @@ class Server(Strategy):
 
     @property
     def batch_norm(self) -> str:
-        return "share" if self.hands_out else "whole"           # who waits for nobody has nobody to ask
+        # who waits for nobody has nobody to ask
+        return "share" if self.hands_out else "whole"
 
     def resolved(self, here: Here) -> Self:
         if self.backup >= self.workers:
-            raise Refused(f"{self}: {self.backup} of {self.workers} worker(s) for backup leave none; give fewer")
+            raise Refused(
+                f"{self}: {self.backup} of {self.workers} worker(s) for backup leave none; give "
+                f"fewer"
+            )
         if self.backup and self.servers > 1:
-            raise Refused(f"{self}: which pushes come first one server alone can say; give servers=1, or no backup")
+            raise Refused(
+                f"{self}: which pushes come first one server alone can say; give servers=1, or no "
+                f"backup"
+            )
         if self.backup and here.ranks is not None:
-            raise Refused(f"{self}: samples are queued again by paragrad's own launcher; start it without another one, or "
-                          "leave out backup")
+            raise Refused(
+                f"{self}: samples are queued again by paragrad's own launcher; start it without "
+                f"another one, or "
+                "leave out backup"
+            )
         return self
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
         super().refuse(facts, asked, unchecked)
         if facts.elements < self.servers:
-            raise Refused(f"{asked} has {self.servers} servers, and job {facts.job} {facts.elements} trained parameter(s); "
-                          "give fewer servers")
+            raise Refused(
+                f"{asked} has {self.servers} servers, and job {facts.job} {facts.elements} trained "
+                f"parameter(s); "
+                "give fewer servers"
+            )
         if self.servers > 1 and facts.updates_by != "element":
-            raise Refused(f"{asked} cuts the optimizer's state into slices, and {facts.optimizer} does not update element by "
-                          "element (as SGD, Adam, AdamW, RMSprop, Adagrad do); give servers=1, or another optimizer")
+            raise Refused(
+                f"{asked} cuts the optimizer's state into slices, and {facts.optimizer} does not "
+                f"update element by "
+                "element (as SGD, Adam, AdamW, RMSprop, Adagrad do); give servers=1, or another "
+                "optimizer"
+            )
 
     def unplanned(self) -> str:
         return "what servers are asked for is decided as they run; try data(4, reduce=ring)"
@@ -130,11 +172,26 @@ class Server(Strategy):
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         if self.hands_out:
             yield "batch norm", "of each share", "whose shares make a step is not known before"
-            yield "scheduler", "by samples", "it steps with every full batch of samples that was applied"
+            yield (
+                "scheduler",
+                "by samples",
+                "it steps with every full batch of samples that was applied",
+            )
         if not self.waits:
             yield "clipping", "by each worker", "of its own gradient: the others' are not known"
-            yield "optimizer", "an update for every share", (
-                f"of gradients divided by {self.workers}: plain SGD moves as far as in one step of all; Adam, which divides by "
-                f"their size, {self.workers} times as far, and momentum and decay act {self.workers} times as often")
+            yield (
+                "optimizer",
+                "an update for every share",
+                (
+                    f"of gradients divided by {self.workers}: plain SGD moves as far as in one "
+                    f"step of all; Adam, which divides by "
+                    f"their size, {self.workers} times as far, and momentum and decay act "
+                    f"{self.workers} times as often"
+                ),
+            )
         if not self.waits and self.rate == "constant":
-            yield "rate", "as the job's", f"where others join, times {self.workers} over how many workers are there"
+            yield (
+                "rate",
+                "as the job's",
+                f"where others join, times {self.workers} over how many workers are there",
+            )

@@ -1,9 +1,9 @@
 """Who computes what of a batch: shares of ranks, micro-batches of a share.
 
-A batch is positions start..stop of the epoch's order. Every rank gets a contiguous part of it, in rank order, by
-largest remainder; the part is cut into micro-batches. All ranks run the same number of micro-batches, so that
-collectives inside a model (batch norm) and hooks meet; where a rank has none left, its part is empty (it then runs one
-sample with weight 0).
+A batch is positions start..stop of the epoch's order. Every rank gets a contiguous part of it,
+in rank order, by largest remainder; the part is cut into micro-batches. All ranks run the same
+number of micro-batches, so that collectives inside a model (batch norm) and hooks meet; where a
+rank has none left, its part is empty (it then runs one sample with weight 0).
 """
 
 from __future__ import annotations
@@ -16,44 +16,68 @@ from paragrad.schedules.actions import evenly
 
 @dataclass(frozen=True)
 class Division:
-    """Who computes which samples of a global batch: relative shares, one for each replica, and micro-batches in each."""
+    """Who computes which samples of a global batch: relative shares, one for each replica, and
+    micro-batches in each.
+    """
+
     shares: tuple[int, ...] = (1,)
     micro: int = 1
 
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch of one rank. `places` is never empty: where `positions` is, one sample stands in with weight 0."""
-    positions: list[int]        # in the epoch's order
-    places: list[int]           # in the global batch
+    """A micro-batch of one rank. `places` is never empty: where `positions` is, one sample
+    stands in with weight 0.
+    """
+
+    positions: list[int]  # in the epoch's order
+    places: list[int]  # in the global batch
 
 
 def divide(samples: int, weights: Sequence[int]) -> list[int]:
-    """`samples` in proportion to `weights`: largest remainder, lowest rank first; sums to `samples`."""
+    """`samples` in proportion to `weights`: largest remainder, lowest rank first; sums to
+    `samples`.
+    """
     whole = sum(weights)
     counts = [samples * weight // whole for weight in weights]
-    by_remainder = sorted(range(len(weights)), key=lambda rank: (-(samples * weights[rank] % whole), rank))
+    by_remainder = sorted(
+        range(len(weights)), key=lambda rank: (-(samples * weights[rank] % whole), rank)
+    )
     for rank in by_remainder[: samples - sum(counts)]:
         counts[rank] += 1
     return counts
 
 
 def micro_batches(batch: range, division: Division) -> list[list[range]]:
-    """For every micro-batch, the part of every rank: `[micro][rank] -> range of positions`; parts may be empty."""
-    counts, micro = divide(len(batch), division.shares), division.micro
+    """For every micro-batch, the part of every rank: `[micro][rank] -> range of positions`;
+    parts may be empty.
+    """
+    counts = divide(len(batch), division.shares)
+    micro = division.micro
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     number = max(min(micro, count) for count in counts)
-    cut = [[batch[start + part.start: start + part.stop] for part in evenly(count, min(micro, count) or 1)]
-           for start, count in zip(starts, counts, strict=True)]
+    cut = [
+        [
+            batch[start + part.start : start + part.stop]
+            for part in evenly(count, min(micro, count) or 1)
+        ]
+        for start, count in zip(starts, counts, strict=True)
+    ]
     return [[parts[k] if k < len(parts) else parts[-1][:0] for parts in cut] for k in range(number)]
 
 
 def largest(samples: int, division: Division, share: int) -> int:
-    """Samples in the largest micro-batch that a share has of a batch; at least the one that stands in for none."""
+    """Samples in the largest micro-batch that a share has of a batch; at least the one that
+    stands in for none.
+    """
     return max(1, len(micro_batches(range(samples), division)[0][share]))
 
 
 def smallest(samples: int, division: Division, apart: bool = False) -> int:
-    """Samples in the smallest micro-batch of a batch, over all shares; apart: in the smallest part of one that is not empty."""
-    every = [[len(part) for part in parts if part] for parts in micro_batches(range(samples), division)]
+    """Samples in the smallest micro-batch of a batch, over all shares; apart: in the smallest
+    part of one that is not empty.
+    """
+    every = [
+        [len(part) for part in parts if part] for parts in micro_batches(range(samples), division)
+    ]
     return min(min(counts) if apart else sum(counts) for counts in every)

@@ -10,20 +10,25 @@ from paragrad.world.axes import Axis
 
 class Spatial(Strategy):
     """The image split, with halo exchange (Dryden et al. 2019)."""
+
     rows: int = option(Integer())
     columns: int = option(Integer(), default=1)
     dense: str = option(Word("same", "tensor"), default="same")
     batch_norm: str = option(Word("whole", "share"), default="whole")
     inside = True
-    lays_out = False                        # all ranks see every sample, and call what one worker calls
+    # all ranks see every sample, and call what one worker calls
+    lays_out = False
 
     def check(self) -> None:
         if self.dense == "tensor" and self.columns > 1:
-            raise Refused("spatial(dense=tensor) has the neurons of fully connected layers where it has rows, and columns are "
-                          f"ranks of their own; give spatial({self.rows * self.columns}, dense=tensor)")
+            raise Refused(
+                "spatial(dense=tensor) has the neurons of fully connected layers where it has "
+                "rows, and columns are "
+                f"ranks of their own; give spatial({self.rows * self.columns}, dense=tensor)"
+            )
 
     @property
-    def together(self) -> str:                                                      # type: ignore[override]
+    def together(self) -> str:  # type: ignore[override]
         return ELEMENT if self.dense == "tensor" else TENSOR
 
     @property
@@ -45,8 +50,16 @@ class Spatial(Strategy):
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         if others := [each.name for each in factors if each is not self and not each.replica]:
-            raise Refused(f"spatial gives a model pieces of images, and beside it {others[0]} cuts that model; multiply it "
-                          "with data(n) alone")
-        if other := [each for each in factors if each is not self and each.batch_norm != self.batch_norm]:
-            raise Refused(f"batch norm takes its statistics one way: {other[0].name} says batch_norm={other[0].batch_norm}, "
-                          f"and spatial {self.batch_norm}; give both the same")
+            raise Refused(
+                f"spatial gives a model pieces of images, and beside it {others[0]} cuts that "
+                f"model; multiply it "
+                "with data(n) alone"
+            )
+        if other := [
+            each for each in factors if each is not self and each.batch_norm != self.batch_norm
+        ]:
+            raise Refused(
+                f"batch norm takes its statistics one way: {other[0].name} says "
+                f"batch_norm={other[0].batch_norm}, "
+                f"and spatial {self.batch_norm}; give both the same"
+            )

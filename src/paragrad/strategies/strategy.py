@@ -1,9 +1,11 @@
-"""What a strategy is: a frozen value that answers for itself. Nobody asks for its class or its name.
+"""What a strategy is: a frozen value that answers for itself. Nobody asks for its class or its
+name.
 
     s = strategy("data(2, reduce=ring)")      # == Data(2, reduce=Ring())
     s.workers, s.exact, s * Tensor(2)
 
-What runs inside a rank for it is found in `techniques/table.py`; a strategy of a user's own brings it along (`exchange`).
+What runs inside a rank for it is found in `techniques/table.py`; a strategy of a user's own
+brings it along (`exchange`).
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from paragrad.world.axes import Axis
 class Promise:
     """What holds of a strategy, whatever the job.
 
-    exact: the same training as serial, which the first step has to show;  replicas_equal, buffers_equal: all have the same
-    parameters, buffers, after a step;  jobs_only: why it is nothing for a loop of the user's own.
+    exact: the same training as serial, which the first step has to show;  replicas_equal,
+    buffers_equal: all have the same parameters, buffers, after a step;  jobs_only: why it is
+    nothing for a loop of the user's own.
     """
+
     exact: bool = True
     replicas_equal: bool = True
     buffers_equal: bool = True
@@ -38,9 +42,11 @@ class Promise:
 class Here:
     """Where a strategy is to run, read once.
 
-    cores: of this host;  ranks: the world's size, where a launcher gave one;  group: how many of them are on this host;
-    unshared: why they cannot share memory, or None;  backend: what carries their messages;  own_loop: the user's.
+    cores: of this host;  ranks: the world's size, where a launcher gave one;  group: how many
+    of them are on this host; unshared: why they cannot share memory, or None;  backend: what
+    carries their messages;  own_loop: the user's.
     """
+
     cores: int = 1
     ranks: int | None = None
     group: int | None = None
@@ -51,33 +57,49 @@ class Here:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule that a strategy will play over `size` ranks: proved at the door, drawn, simulated, sabotaged. what: its goal,
-    by its name in `players.proof.GOALS`; unpriced: why what travels along it is not priced, with the repair."""
+    """A schedule that a strategy will play over `size` ranks: proved at the door, drawn,
+    simulated, sabotaged. what: its goal, by its name in `players.proof.GOALS`; unpriced: why
+    what travels along it is not priced, with the repair.
+    """
+
     what: str
     schedule: Schedule
     size: int
     unpriced: str | None = None
 
 
-KINDS = ELEMENT, TENSOR, ALL = "element", "tensor", "all"      # how an optimizer updates: the later, the more must be together
+# how an optimizer updates: the later, the more must be together
+ELEMENT = "element"
+TENSOR = "tensor"
+ALL = "all"
+KINDS = (ELEMENT, TENSOR, ALL)
 
 
 class Strategy(Family, abstract=True):
     """How the training is split. `*` nests: left to right is outer to inner.
 
-    One of your own says its `workers`, what it promises, and brings an `exchange`, or a `share` where its axes divide the
-    model; it may say more of the rest.
+    One of your own says its `workers`, what it promises, and brings an `exchange`, or a `share`
+    where its axes divide the model; it may say more of the rest.
     """
-    replica = False                                 # it holds replicas: at most one such factor in a product, leftmost
-    reference = False                               # it is what others are compared with
-    cuts_micro = False                              # it cuts micro-batches itself
-    lays_out = True                                 # a rank runs other calls, or sees other samples, than one worker
-    follows = False                                 # its shares are by what each rank takes, from the second epoch on
-    skips = False                                   # a rank does not run all calls that one worker runs
-    in_rounds = False                               # workers train clients, each over its own samples, and meet once a round
-    inside = False                                  # it splits the layers of whatever other cuts leave of the model
-    together = TENSOR                               # what an optimizer may want together, where it is inside
-    if TYPE_CHECKING:                               # options of some
+
+    # it holds replicas: at most one such factor in a product, leftmost
+    replica = False
+    reference = False  # it is what others are compared with
+    cuts_micro = False  # it cuts micro-batches itself
+    # a rank runs other calls, or sees other samples, than one worker
+    lays_out = True
+    # its shares are by what each rank takes, from the second epoch on
+    follows = False
+    # a rank does not run all calls that one worker runs
+    skips = False
+    # workers train clients, each over its own samples, and meet once a round
+    in_rounds = False
+    # it splits the layers of whatever other cuts leave of the model
+    inside = False
+    # what an optimizer may want together, where it is inside
+    together = TENSOR
+    if TYPE_CHECKING:  # options of some
+
         @property
         def hands_out(self) -> bool: ...
         @property
@@ -109,15 +131,21 @@ class Strategy(Family, abstract=True):
         def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> Any: ...
         def share(self, model: Any, example: Any, axis: Any) -> Any: ...
     else:
-        hands_out = False                           # samples are handed out, to workers that come and go
-        recovers = False                            # its servers keep all of a training: workers that die begin again
-        servers = 0                                 # ranks beside the workers, after them, that serve (`Exchange.serve`)
-        threads = None                              # of each rank: the cores are divided
-        sharded = False     # replicas hold the parameters together, each some: no rank can run the model alone
-        bucketed = False    # gradients travel in groups: all ranks know beforehand which parameters have none
-        batch_norm = "whole"                        # whose samples statistics are of: "whole" micro-batches, or each "share"
+        # samples are handed out, to workers that come and go
+        hands_out = False
+        # its servers keep all of a training: workers that die begin again
+        recovers = False
+        # ranks beside the workers, after them, that serve (`Exchange.serve`)
+        servers = 0
+        threads = None  # of each rank: the cores are divided
+        # replicas hold the parameters together, each some: no rank can run the model alone
+        sharded = False
+        # gradients travel in groups: all ranks know beforehand which parameters have none
+        bucketed = False
+        # whose samples statistics are of: "whole" micro-batches, or each "share"
+        batch_norm = "whole"
 
-    # ---- what it is --------------------------------------------------------------------------------------------------------
+    # ---- what it is --------------------------------------------------------------------------
     @property
     def technique(self) -> str:
         """By which name the technique that runs it is found."""
@@ -164,27 +192,39 @@ class Strategy(Family, abstract=True):
     def unplanned(self) -> str:
         """Why there are none, with the repair."""
         return "try data(4, reduce=ring)"
-    # ---- where and what it is for ------------------------------------------------------------------------------------------
+
+    # ---- where and what it is for ------------------------------------------------------------
     def resolved(self, here: Here) -> Self:
         """The same with every `auto` replaced. Raises Refused where it cannot be here."""
-        return replace(cast(Any, self), workers=here.ranks or here.cores) if self.workers == "auto" else self
+        return (
+            replace(cast(Any, self), workers=here.ranks or here.cores)
+            if self.workers == "auto"
+            else self
+        )
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         """What its `auto`s became, and why: (what, picked, because)."""
         yield from ()
 
     def alternatives(self, here: Here) -> tuple[Strategy, ...]:
-        """Other strategies, the same training, that may be faster here: worth a trial for a moment."""
+        """Other strategies, the same training, that may be faster here: worth a trial for a
+        moment.
+        """
         return ()
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
-        """Refuse a job that a resolved strategy cannot train, with the repair. asked: the strategy as the user wrote it;
-        unchecked: go on with what is known to be another training."""
+        """Refuse a job that a resolved strategy cannot train, with the repair. asked: the
+        strategy as the user wrote it; unchecked: go on with what is known to be another
+        training.
+        """
         division = self.division
         self.refuse_few(facts.full, asked)
         if division.micro > (most := max(divide(facts.full, division.shares))):
-            raise Refused(f"{asked} cuts shares into {division.micro} micro-batches, and the largest of a full batch has "
-                          f"{most} sample(s); give micro of at most {most}, or a larger batch")
+            raise Refused(
+                f"{asked} cuts shares into {division.micro} micro-batches, and the largest of a "
+                f"full batch has "
+                f"{most} sample(s); give micro of at most {most}, or a larger batch"
+            )
         if division.micro > 1 and facts.uncut:
             raise Refused(f"job {facts.job}: {facts.uncut}")
         self.refuse_alone(facts, asked)
@@ -197,25 +237,39 @@ class Strategy(Family, abstract=True):
     def refuse_few(self, full: int, asked: Strategy) -> None:
         """Refuse a full batch of fewer samples than shares."""
         if full < (shares := len(self.division.shares)):
-            raise Refused(f"{asked} has {shares} workers and the full batch {full} sample(s); give a batch of at least "
-                          f"{shares}, or fewer workers")
+            raise Refused(
+                f"{asked} has {shares} workers and the full batch {full} sample(s); give a batch "
+                f"of at least "
+                f"{shares}, or fewer workers"
+            )
 
     def refuse_alone(self, facts: Facts, asked: Strategy) -> None:
         """Refuse micro-batches of one sample where batch norm wants more."""
-        division, apart = self.division, self.batch_norm == "share"
+        division = self.division
+        apart = self.batch_norm == "share"
         for samples in facts.sizes:
             if smallest(samples, division, apart) == 1 and facts.alone:
-                fewer = [micro for micro in range(1, division.micro)
-                         if smallest(samples, replace(division, micro=micro), apart) > 1]
-                repair = f"give micro of at most {fewer[-1]}" if fewer else "give another batch size"
-                raise Refused(f"job {facts.job}: {facts.alone}, and {asked} makes a micro-batch of one out of a batch of "
-                              f"{samples}; {repair}")
+                fewer = [
+                    micro
+                    for micro in range(1, division.micro)
+                    if smallest(samples, replace(division, micro=micro), apart) > 1
+                ]
+                repair = (
+                    f"give micro of at most {fewer[-1]}" if fewer else "give another batch size"
+                )
+                raise Refused(
+                    f"job {facts.job}: {facts.alone}, and {asked} makes a micro-batch of one out "
+                    f"of a batch of "
+                    f"{samples}; {repair}"
+                )
 
     def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
         """Refuse an optimizer, of a job or of a loop of the user's own, with the repair."""
 
     def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
-        """What the user is told at the door of a job that can be trained, and comes to something else than its words say."""
+        """What the user is told at the door of a job that can be trained, and comes to
+        something else than its words say.
+        """
         yield from ()
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
@@ -227,17 +281,23 @@ class Strategy(Family, abstract=True):
 
 @dataclass(frozen=True, repr=False)
 class Product(Strategy, abstract=True):
-    """A hybrid: strategies multiplied along axes, left to right is outer to inner. It has no name of its own.
+    """A hybrid: strategies multiplied along axes, left to right is outer to inner. It has no
+    name of its own.
 
-    Its answers are its factors'. At most one of them divides samples; the others cut the model, the innermost first.
+    Its answers are its factors'. At most one of them divides samples; the others cut the model,
+    the innermost first.
     """
+
     factors: tuple[Strategy, ...] = option(Several(Strategy))
 
     def check(self) -> None:
         for factor in self.factors:
             factor.refuse_beside(self.factors)
         if inner := [factor for factor in self.factors[1:] if factor.replica]:
-            raise Refused(f"{inner[0].name} holds replicas: at most one such part in a product, leftmost; got {self}")
+            raise Refused(
+                f"{inner[0].name} holds replicas: at most one such part in a product, leftmost; "
+                f"got {self}"
+            )
 
     def __str__(self) -> str:
         return " * ".join(map(str, self.factors))
@@ -258,7 +318,9 @@ class Product(Strategy, abstract=True):
     def division(self) -> Division:
         """Shares by who divides samples; micro-batches by who cuts them."""
         every = [factor.division for factor in self.factors]
-        return Division(max((each.shares for each in every), key=len), prod(each.micro for each in every))
+        return Division(
+            max((each.shares for each in every), key=len), prod(each.micro for each in every)
+        )
 
     @property
     def threads(self) -> int | str | None:
@@ -266,7 +328,9 @@ class Product(Strategy, abstract=True):
 
     @property
     def batch_norm(self) -> str:
-        return next((factor.batch_norm for factor in self.factors if factor.batch_norm != "whole"), "whole")
+        return next(
+            (factor.batch_norm for factor in self.factors if factor.batch_norm != "whole"), "whole"
+        )
 
     @property
     def bucketed(self) -> bool:
@@ -275,12 +339,15 @@ class Product(Strategy, abstract=True):
     @property
     def promise(self) -> Promise:
         every = [factor.promise for factor in self.factors]
-        return Promise(all(each.exact for each in every), all(each.replicas_equal for each in every),
-                       all(each.buffers_equal for each in every),
-                       next((each.jobs_only for each in every if each.jobs_only), None))
+        return Promise(
+            all(each.exact for each in every),
+            all(each.replicas_equal for each in every),
+            all(each.buffers_equal for each in every),
+            next((each.jobs_only for each in every if each.jobs_only), None),
+        )
 
     @property
-    def lays_out(self) -> bool:                                                     # type: ignore[override]
+    def lays_out(self) -> bool:  # type: ignore[override]
         return any(factor.lays_out for factor in self.factors)
 
     def plans(self) -> tuple[Plan, ...]:
@@ -290,11 +357,17 @@ class Product(Strategy, abstract=True):
         return any(factor.picks_all_reduce() for factor in self.factors)
 
     def resolved(self, here: Here) -> Self:
-        """Every factor where there is room for it beside the others; parameters of a cut model are nobody's to share."""
+        """Every factor where there is room for it beside the others; parameters of a cut model
+        are nobody's to share.
+        """
         known = prod(factor.workers for factor in self.factors if isinstance(factor.workers, int))
-        beside = replace(here, cores=max(1, here.cores // known), ranks=here.ranks and max(1, here.ranks // known),
-                         group=here.group and max(1, here.group // known),
-                         unshared=f"{self} cuts the model, of which each rank holds a part of its own")
+        beside = replace(
+            here,
+            cores=max(1, here.cores // known),
+            ranks=here.ranks and max(1, here.ranks // known),
+            group=here.group and max(1, here.group // known),
+            unshared=f"{self} cuts the model, of which each rank holds a part of its own",
+        )
         return replace(self, factors=tuple(factor.resolved(beside) for factor in self.factors))
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:

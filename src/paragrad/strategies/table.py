@@ -18,44 +18,85 @@ from paragrad.strategies.strategy import Here, Plan, Product
 from paragrad.strategies.strategy import Strategy as Strategy
 from paragrad.strategies.tensor import Tensor
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
-    Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours
+STRATEGIES: dict[str, type[Strategy]] = {
+    cls.name: cls
+    for cls in (
+        # ours
+        Serial,
+        Data,
+        Tensor,
+        Spatial,
+        Branch,
+        Place,
+        Pipeline,
+        Server,
+        Local,
+        Federated,
+    )
+}
 
 
 # what people call things elsewhere, in lower case -> what they are here
 ELSEWHERE = {
-    **dict.fromkeys(("ddp", "distributeddataparallel", "distributed_data_parallel", "dp", "dataparallel", "horovod"),
-                    "here it is data(2), for 2 workers"),
-    **dict.fromkeys(("fsdp", "fsdp2", "fullyshardeddataparallel", "fully_shard", "zero", "zero1", "zero2", "zero3",
-                     "zeroredundancyoptimizer"),
-                    "here it is data(2, state=shared_memory), on one host; over several, data(2, state=fully_sharded)"),
+    **dict.fromkeys(
+        (
+            "ddp",
+            "distributeddataparallel",
+            "distributed_data_parallel",
+            "dp",
+            "dataparallel",
+            "horovod",
+        ),
+        "here it is data(2), for 2 workers",
+    ),
+    **dict.fromkeys(
+        (
+            "fsdp",
+            "fsdp2",
+            "fullyshardeddataparallel",
+            "fully_shard",
+            "zero",
+            "zero1",
+            "zero2",
+            "zero3",
+            "zeroredundancyoptimizer",
+        ),
+        "here it is data(2, state=shared_memory), on one host; over several, data(2, "
+        "state=fully_sharded)",
+    ),
     **dict.fromkeys(("tp", "megatron", "tensor_parallel"), "here it is tensor(2)"),
     **dict.fromkeys(("pp", "gpipe", "pipe"), "here it is pipeline(2)"),
     **dict.fromkeys(("diloco",), "here it is local(2, every=500, outer=nesterov)"),
     **dict.fromkeys(("easgd",), "here it is local(2, outer=elastic)"),
-    **dict.fromkeys(("local_sgd", "localsgd", "post_local_sgd"), "here it is local(2, every=8), for 2 workers"),
+    **dict.fromkeys(
+        ("local_sgd", "localsgd", "post_local_sgd"), "here it is local(2, every=8), for 2 workers"
+    ),
     **dict.fromkeys(("parallel_sgd", "parallelsgd"), "here it is local(2, every=end)"),
-    **dict.fromkeys(("fedavg",), "here it is federated(2, clients=100, fraction=0.1)")}
+    **dict.fromkeys(("fedavg",), "here it is federated(2, clients=100, fraction=0.1)"),
+}
 
 
 def known() -> dict[str, type[Strategy]]:
     """Ours and the user's own, by name."""
-    return Strategy.members                     # type: ignore[return-value]
+    return Strategy.members  # type: ignore[return-value]
 
 
 def algorithms() -> dict[str, type[Choice]]:
     """All-reduces, ours and the user's own, by name."""
-    return {Native.name: Native, **AllReduce.members}      # native first
+    return {Native.name: Native, **AllReduce.members}  # native first
 
 
 def strategies(text: str) -> tuple[Strategy, ...]:
     """Read `strategy; strategy; ...`."""
-    reduced = {name: f"did you mean data(2, reduce={name})?" for name in algorithms()}      # no strategies of their own
+    # no strategies of their own
+    reduced = {name: f"did you mean data(2, reduce={name})?" for name in algorithms()}
     elsewhere = {**ELSEWHERE, **reduced}
     read: list[Strategy] = []
     for product in parse_products(text):
-        factors = tuple(build(call, dict(known()), "strategy", elsewhere=elsewhere) for call in product)
-        read.append(factors[0] if len(factors) == 1 else Product(factors))                # type: ignore[arg-type]
+        factors = tuple(
+            build(call, dict(known()), "strategy", elsewhere=elsewhere) for call in product
+        )
+        read.append(factors[0] if len(factors) == 1 else Product(factors))  # type: ignore[arg-type]
     return tuple(read)
 
 
@@ -64,7 +105,10 @@ def strategy(text: str | Strategy) -> Strategy:
     if isinstance(text, Strategy):
         return text
     if not isinstance(text, str):
-        raise Refused(f"a strategy is a text such as 'data(2, reduce=ring)' or a value such as Data(2); got {text!r}")
+        raise Refused(
+            f"a strategy is a text such as 'data(2, reduce=ring)' or a value such as Data(2); got "
+            f"{text!r}"
+        )
     read = strategies(text)
     if len(read) > 1:
         raise Refused(f"one strategy is wanted here, got {len(read)}: {text}")
@@ -72,20 +116,31 @@ def strategy(text: str | Strategy) -> Strategy:
 
 
 def resolve(chosen: Strategy, here: Here) -> Strategy:
-    """The same strategy with every `auto` replaced. Raises Refused where the world has another size than it asks for, or where
-    what it says of itself does not fit together."""
+    """The same strategy with every `auto` replaced. Raises Refused where the world has another
+    size than it asks for, or where what it says of itself does not fit together.
+    """
     found = chosen.resolved(here)
     if here.ranks is not None and found.size != here.ranks:
-        wanted = f"{found.size} ranks, {found.servers} of them for servers," if found.servers else f"{found.size} worker(s)"
-        raise Refused(f"{chosen} wants {wanted} and the launcher started {here.ranks}; "
-                      f"start {found.size}, or write data(auto)")
+        wanted = (
+            f"{found.size} ranks, {found.servers} of them for servers,"
+            if found.servers
+            else f"{found.size} worker(s)"
+        )
+        raise Refused(
+            f"{chosen} wants {wanted} and the launcher started {here.ranks}; "
+            f"start {found.size}, or write data(auto)"
+        )
     return found
 
 
 def plan_of(chosen: Strategy, doing: str, group: int | None = None) -> tuple[Strategy, Plan]:
-    """(resolved, its schedule), of a strategy that names one, to be drawn or simulated (`doing`). Raises Refused."""
+    """(resolved, its schedule), of a strategy that names one, to be drawn or simulated
+    (`doing`). Raises Refused.
+    """
     if chosen.workers == "auto":
-        raise Refused(f"{chosen}: say how many workers and which all-reduce, for example data(4, reduce=ring)")
+        raise Refused(
+            f"{chosen}: say how many workers and which all-reduce, for example data(4, reduce=ring)"
+        )
     resolved = resolve(chosen, Here(group=group))
     if not (plans := resolved.plans()):
         raise Refused(f"{chosen} has no schedule to {doing}; {resolved.unplanned()}")

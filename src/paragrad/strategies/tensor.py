@@ -9,11 +9,14 @@ from paragrad.world.axes import Axis
 
 class Tensor(Strategy):
     """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
+
     workers: int | str = option(Integer(), Word("auto"))
-    pairs: bool = option(Flag(), default=True)          # a layer after a divided one by its inputs, not by its outputs again
+    # a layer after a divided one by its inputs, not by its outputs again
+    pairs: bool = option(Flag(), default=True)
     inside = True
     together = ELEMENT
-    lays_out = False                        # all ranks see the batch as it is, and call what one worker calls
+    # all ranks see the batch as it is, and call what one worker calls
+    lays_out = False
 
     @property
     def promise(self) -> Promise:
@@ -25,4 +28,7 @@ class Tensor(Strategy):
         return (Axis("tensor", self.workers, "model"),)
 
     def unplanned(self) -> str:
-        return "its ranks gather and sum by the backend's own collectives, where the layers of a job want it"
+        return (
+            "its ranks gather and sum by the backend's own collectives, where the layers of a "
+            "job want it"
+        )

@@ -1,1 +1,3 @@
-"""What strategies need inside a rank: exchanges, slices of state, batch norm and draws that do not see the split."""
+"""What strategies need inside a rank: exchanges, slices of state, batch norm and draws that do
+not see the split.
+"""

@@ -12,16 +12,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Alive:
-    """Counts storages while somebody holds them, each once: what autograd saves for a backward, messages, gradients that wait.
+    """Counts storages while somebody holds them, each once: what autograd saves for a backward,
+    messages, gradients that wait.
 
-    Parameters, buffers and the batch, which are there all along, are left out (`beside`). now: bytes;  most: at once, so far.
-    What an operation takes for itself while it runs is not seen, nor what a model that checkpoints makes again in a backward.
+    Parameters, buffers and the batch, which are there all along, are left out (`beside`). now:
+    bytes;  most: at once, so far. What an operation takes for itself while it runs is not seen,
+    nor what a model that checkpoints makes again in a backward.
     """
 
     def __init__(self, beside: Iterable[Tensor] = ()) -> None:
         self.apart: set[int] = set()
-        self.holders: dict[int, int] = {}           # address of a storage -> how many hold it
-        self.now = self.most = 0
+        self.holders: dict[int, int] = {}  # address of a storage -> how many hold it
+        self.now = 0
+        self.most = 0
         self.beside(beside)
 
     def beside(self, tensors: Iterable[Tensor]) -> None:
@@ -54,12 +57,18 @@ class Alive:
 
 
 class Hold:
-    """A tensor that is held. version: what it was then; with hooks, autograd itself does not look whether it was changed."""
+    """A tensor that is held. version: what it was then; with hooks, autograd itself does not
+    look whether it was changed.
+    """
+
     __slots__ = ("alive", "found", "tensor", "version")
 
     def __init__(self, alive: Alive, tensor: Tensor) -> None:
-        self.tensor, self.version, found = tensor, tensor._version, storage(tensor)
-        self.alive, self.found = alive, None if found is None or found[0] in alive.apart else found
+        self.tensor = tensor
+        self.version = tensor._version
+        found = storage(tensor)
+        self.alive = alive
+        self.found = None if found is None or found[0] in alive.apart else found
         if self.found:
             alive.take(*self.found)
 
@@ -72,15 +81,23 @@ class Hold:
 
 
 def unchanged_since(tensor: Tensor, version: int) -> Tensor:
-    """The tensor. Raises RuntimeError, as autograd does, where it was changed after it was saved for a backward."""
+    """The tensor. Raises RuntimeError, as autograd does, where it was changed after it was
+    saved for a backward.
+    """
     if tensor._version != version:
-        raise RuntimeError(f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                           f"tensor of the shape {list(tensor.shape)}, after a forward had saved it for the backward")
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a "
+            f"tensor of the shape {list(tensor.shape)}, after a forward had saved it for the "
+            f"backward"
+        )
     return tensor
 
 
 def storage(tensor: Tensor) -> tuple[int, int] | None:
-    """(address, bytes) of a tensor's storage; None where it has none: a sparse one, one without values."""
+    """(address, bytes) of a tensor's storage; None where it has none: a sparse one, one without
+    values.
+    """
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return None
     try:
@@ -88,4 +105,3 @@ def storage(tensor: Tensor) -> tuple[int, int] | None:
         return (found.data_ptr(), found.nbytes()) if found.nbytes() else None
     except RuntimeError:
         return None
-

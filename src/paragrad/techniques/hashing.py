@@ -1,6 +1,8 @@
-"""Random numbers as a hash of coordinates: (key, sample, block, element) -> a number, whoever asks.
+"""Random numbers as a hash of coordinates: (key, sample, block, element) -> a number, whoever
+asks.
 
-The hash is MurmurHash3's 32-bit finaliser (Appleby 2011, public domain), in wrapping int32 arithmetic.
+The hash is MurmurHash3's 32-bit finaliser (Appleby 2011, public domain), in wrapping int32
+arithmetic.
 """
 
 from __future__ import annotations
@@ -12,21 +14,26 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 16                 # numbers hashed at a time: they stay in the cache
-KEPT = 1 << 22                  # elements of a sample up to which their hashes are kept for the next call
-BITS = {torch.bfloat16: 8, torch.float16: 11}       # of a uniform number, so that rounding never makes it 1; otherwise 24
+CHUNK = 1 << 16  # numbers hashed at a time: they stay in the cache
+# elements of a sample up to which their hashes are kept for the next call
+KEPT = 1 << 22
+# of a uniform number, so that rounding never makes it 1; otherwise 24
+BITS = {torch.bfloat16: 8, torch.float16: 11}
 
-Distribution = Callable[[Tensor, torch.dtype], Tensor]          # hashes (int32), type of the result -> numbers
+# hashes (int32), type of the result -> numbers
+Distribution = Callable[[Tensor, torch.dtype], Tensor]
 
 
 def mixed(h: Tensor, whole: bool = True) -> Tensor:
-    """The finaliser, in place; not whole: without its last line, which would mix the upper half of a number into the lower."""
+    """The finaliser, in place; not whole: without its last line, which would mix the upper half
+    of a number into the lower.
+    """
     shifted = h >> 16
     h ^= shifted.bitwise_and_(0xFFFF)
-    h *= -2048144789            # 0x85ebca6b
+    h *= -2048144789  # 0x85ebca6b
     torch.bitwise_right_shift(h, 13, out=shifted)
     h ^= shifted.bitwise_and_(0x7FFFF)
-    h *= -1028477387            # 0xc2b2ae35
+    h *= -1028477387  # 0xc2b2ae35
     if not whole:
         return h
     torch.bitwise_right_shift(h, 16, out=shifted)
@@ -35,9 +42,13 @@ def mixed(h: Tensor, whole: bool = True) -> Tensor:
 
 
 def elements(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A hash of every place in a sample's part of a drawn tensor, by its coordinates: padding moves none."""
+    """A hash of every place in a sample's part of a drawn tensor, by its coordinates: padding
+    moves none.
+    """
     kept = math.prod(shape) <= KEPT
-    return (_elements if kept else _elements.__wrapped__)(tuple((range(length),) for length in shape), device)
+    return (_elements if kept else _elements.__wrapped__)(
+        tuple((range(length),) for length in shape), device
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -45,8 +56,14 @@ def _elements(places: tuple[tuple[range, ...], ...], device: torch.device) -> Te
     """places: of every dimension, which of its elements."""
     h = torch.zeros(1, dtype=torch.int32, device=device)
     for ranges in places:
-        place = torch.cat([torch.arange(each.start, each.stop, dtype=torch.int32, device=device) for each in ranges])
-        h = mixed((h.unsqueeze(-1) ^ place * -1640531527 + 0x5BD1E995).view(-1))        # 2^32 / golden ratio
+        place = torch.cat(
+            [
+                torch.arange(each.start, each.stop, dtype=torch.int32, device=device)
+                for each in ranges
+            ]
+        )
+        # 2^32 / golden ratio
+        h = mixed((h.unsqueeze(-1) ^ place * -1640531527 + 0x5BD1E995).view(-1))
     return h
 
 
@@ -60,13 +77,20 @@ def rows(key: int, positions: tuple[int, ...], blocks: int, device: torch.device
     h = mixed(_spaced(positions, device) + key)
     if blocks == 1:
         return h
-    return mixed((h.view(-1, 1) ^ (torch.arange(blocks, dtype=torch.int32, device=device) * -2048144789 + 1)).view(-1))
+    return mixed(
+        (
+            h.view(-1, 1)
+            ^ (torch.arange(blocks, dtype=torch.int32, device=device) * -2048144789 + 1)
+        ).view(-1)
+    )
 
 
 def uniform(h: Tensor, dtype: torch.dtype) -> Tensor:
     """[0, 1), the same numbers in float32 and float64."""
     bits = BITS.get(dtype, 24)
-    return (h >> (32 - bits)).bitwise_and_((1 << bits) - 1).to(dtype if dtype.is_floating_point else torch.float32) * 2.0**-bits
+    return (h >> (32 - bits)).bitwise_and_((1 << bits) - 1).to(
+        dtype if dtype.is_floating_point else torch.float32
+    ) * 2.0**-bits
 
 
 def inside(h: Tensor) -> Tensor:
@@ -86,28 +110,49 @@ def between(low: int, high: int) -> Distribution:
     width = high - low
     if width <= 2**31:
         return lambda h, dtype: ((h.long() + 2**31) * width >> 32) + low
-    return lambda h, dtype: ((h.long() + 2**31 << 31) + (mixed(h ^ 0x3C6EF372).long() + 2**31)) % width + low
+    return lambda h, dtype: (
+        ((h.long() + 2**31 << 31) + (mixed(h ^ 0x3C6EF372).long() + 2**31)) % width + low
+    )
 
 
-def filled(tensor: Tensor, dim: int | None, row: Tensor, distribution: Distribution,
-           places: Mapping[int, tuple[range, ...]] | None = None) -> None:
+def filled(
+    tensor: Tensor,
+    dim: int | None,
+    row: Tensor,
+    distribution: Distribution,
+    places: Mapping[int, tuple[range, ...]] | None = None,
+) -> None:
     """Numbers by the hashes of (row, element), chunk by chunk.
 
-    places: of a part of a tensor, by dimension, which elements of the whole one are here; the rows are those of this part.
+    places: of a part of a tensor, by dimension, which elements of the whole one are here; the
+    rows are those of this part.
     """
     shape = tuple(tensor.shape)
-    lines = tuple((places or {}).get(at, (range(size),)) for at, size in enumerate(shape) if at != dim)
-    element = elements(shape if dim is None else without(shape, dim), tensor.device) if not places else _elements.__wrapped__(
-        lines, tensor.device)
-    into = tensor if tensor.is_contiguous() and not dim else torch.empty(
-        len(row), *without(shape, dim or 0), dtype=tensor.dtype, device=tensor.device) if dim is not None else torch.empty(
-        shape, dtype=tensor.dtype, device=tensor.device)
+    lines = tuple(
+        (places or {}).get(at, (range(size),)) for at, size in enumerate(shape) if at != dim
+    )
+    element = (
+        elements(shape if dim is None else without(shape, dim), tensor.device)
+        if not places
+        else _elements.__wrapped__(lines, tensor.device)
+    )
+    into = (
+        tensor
+        if tensor.is_contiguous() and not dim
+        else torch.empty(
+            len(row), *without(shape, dim or 0), dtype=tensor.dtype, device=tensor.device
+        )
+        if dim is not None
+        else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    )
     at_once = max(1, CHUNK // element.numel())
-    for some, out in zip(row.view(-1, 1).split(at_once), into.view(len(row), -1).split(at_once), strict=True):
+    for some, out in zip(
+        row.view(-1, 1).split(at_once), into.view(len(row), -1).split(at_once), strict=True
+    ):
         out.copy_(distribution(mixed(some ^ element, whole=False), tensor.dtype))
     if into is not tensor:
         tensor.copy_(into.movedim(0, dim) if dim else into)
 
 
 def without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1:]
+    return shape[:dim] + shape[dim + 1 :]

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    return callable(getattr(optimizer, "train", None)) and callable(
+        getattr(optimizer, "eval", None)
+    )
 
 
 def set_mode(optimizer: torch.optim.Optimizer, mode: str) -> None:

@@ -1,4 +1,6 @@
-"""The passes: forward and backward of one rank's micro-batches, in an order of their own. A trainer has exactly one."""
+"""The passes: forward and backward of one rank's micro-batches, in an order of their own. A
+trainer has exactly one.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,26 @@ from paragrad.techniques.probe import first_not_finite
 from paragrad.techniques.width.divided import Divided, View, whole
 from paragrad.world.world import World
 
-COUNTED = 2             # steps of a training in which activations are counted: some microseconds for each that is kept
+# steps of a training in which activations are counted: some microseconds for each that is kept
+COUNTED = 2
 
 
 class Sums(NamedTuple):
-    """This rank's own sums over its micro-batches. scale: what gradients were multiplied by already."""
+    """This rank's own sums over its micro-batches. scale: what gradients were multiplied by
+    already.
+    """
+
     loss: float = 0.0
     weight: float = 0.0
     scale: float = 1.0
 
 
 class Within(Protocol):
-    """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a sample's place in the global batch
-    (first, calls: as draws.Keyed has them);  draws: all of them;  noise: over backwards;  rehearsing: the step is put back when
-    it was compared."""
+    """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a
+    sample's place in the global batch (first, calls: as draws.Keyed has them);  draws: all of
+    them;  noise: over backwards;  rehearsing: the step is put back when it was compared.
+    """
+
     world: World
     module: Summed
     batch_norm: BatchNorm
@@ -52,45 +60,61 @@ class Within(Protocol):
 
     def casting(self) -> AbstractContextManager[Any]: ...
 
-    def keyed(self, micro: Micro, first: int = 0, calls: Calls | None = None) -> AbstractContextManager[Any]: ...
+    def keyed(
+        self, micro: Micro, first: int = 0, calls: Calls | None = None
+    ) -> AbstractContextManager[Any]: ...
 
 
 class Passes(ABC):
-    """From a batch to gradients: all forwards and backwards of a step, between `begin` and `finish` of the exchange.
+    """From a batch to gradients: all forwards and backwards of a step, between `begin` and
+    `finish` of the exchange.
 
-    alive: counts what is kept for backwards, in the steps in which that is counted;  most: bytes at once, in those so far;
-    forward, on_core: seconds in whole forwards, by the clock without waits for others, and by the core; in all.
+    alive: counts what is kept for backwards, in the steps in which that is counted;  most:
+    bytes at once, in those so far; forward, on_core: seconds in whole forwards, by the clock
+    without waits for others, and by the core; in all.
     """
+
     alive: Alive | None = None
     most = 0
-    forward = on_core = 0.0
+    forward = 0.0
+    on_core = 0.0
 
     def __init__(self, within: Within, exchange: Exchange) -> None:
-        self.within, self.exchange = within, exchange
+        self.within = within
+        self.exchange = exchange
 
     @abstractmethod
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
-        """Of `count` micro-batches (micro, inputs, target); sums are of this rank's own losses, zeros where it has none. Raises
-        StepFailed with the tensor."""
+        """Of `count` micro-batches (micro, inputs, target); sums are of this rank's own losses,
+        zeros where it has none. Raises StepFailed with the tensor.
+        """
 
     def output(self, inputs: Any) -> Any:
-        """Of the model in eval mode; None where it is on other ranks. Collective of those that hold one replica."""
+        """Of the model in eval mode; None where it is on other ranks. Collective of those that
+        hold one replica.
+        """
         return tree_map_only((Divided, View), whole, called(self.within.module.model, inputs))
 
-    def close(self) -> None:        # noqa: B027         # most hold nothing
+    def close(self) -> None:  # noqa: B027         # most hold nothing
         """The training has ended: let go of what the passes hold of the model."""
 
-    def changed(self) -> None:      # noqa: B027         # most conclude nothing
-        """Python attributes of the model were set by its user: what was concluded from them is to be found out again."""
+    def changed(self) -> None:  # noqa: B027         # most conclude nothing
+        """Python attributes of the model were set by its user: what was concluded from them is
+        to be found out again.
+        """
 
     def numbers(self) -> dict[tuple[str, str], Any]:
-        """Numbers that the model's Python keeps alike on all ranks, by who has them and the attribute."""
+        """Numbers that the model's Python keeps alike on all ranks, by who has them and the
+        attribute.
+        """
         return {}
 
-    in_flight = 1                   # batches that `outputs` may be given at once
+    in_flight = 1  # batches that `outputs` may be given at once
 
     def outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
-        """The same of several batches of inputs. places: of each batch's samples, in the dataset."""
+        """The same of several batches of inputs. places: of each batch's samples, in the
+        dataset.
+        """
         found = []
         for inputs, own in zip(batches, places, strict=True):
             with in_test(self.within.draws, self.within.seed, own):
@@ -100,11 +124,14 @@ class Passes(ABC):
 
 @contextlib.contextmanager
 def counting(passes: Passes, model: nn.Module | None) -> Iterator[None]:
-    """Around a step in which what is kept is counted, the tensors of the model left out; None: in this one it is not."""
+    """Around a step in which what is kept is counted, the tensors of the model left out; None:
+    in this one it is not.
+    """
     if model is None:
         yield
         return
-    passes.alive = alive = Alive([*model.parameters(), *model.buffers()])
+    passes.alive = Alive([*model.parameters(), *model.buffers()])
+    alive = passes.alive
     try:
         yield
     finally:
@@ -115,11 +142,17 @@ def sums_of(passes: Passes, micros: Iterator[tuple[Micro, Any, Any]], count: int
     """What passes, anybody's, make of a step."""
     own = passes.gradients(micros, count)
     if not isinstance(own, Sums):
-        raise StepFailed(f"gradients() of {type(passes).__name__} gives a {type(own).__name__}; give paragrad.Sums(loss, "
-                         "weight)")
+        raise StepFailed(
+            f"gradients() of {type(passes).__name__} gives a {type(own).__name__}; give "
+            f"paragrad.Sums(loss, "
+            "weight)"
+        )
     if next(micros, None) is not None:
-        raise StepFailed(f"gradients() of {type(passes).__name__} leaves out some of the {count} micro-batches of this step; "
-                         "take all")
+        raise StepFailed(
+            f"gradients() of {type(passes).__name__} leaves out some of the {count} micro-batches "
+            f"of this step; "
+            "take all"
+        )
     if not math.isfinite(own.loss):
         raise StepFailed("the loss is not finite", tensor="loss")
     return own
@@ -135,25 +168,43 @@ class OneByOne(Passes):
             own = Sums(own.loss + more.loss, own.weight + more.weight, more.scale)
         return own
 
-    def _forward_backward(self, micro: Micro, inputs: Any, target: Any, number: int, count: int) -> Sums:
+    def _forward_backward(
+        self, micro: Micro, inputs: Any, target: Any, number: int, count: int
+    ) -> Sums:
         within, exchange, summed = self.within, self.exchange, self.within.module
-        samples = within.batch_norm.samples = len(micro.positions)
+        samples = len(micro.positions)
+        within.batch_norm.samples = samples
         last = number == count - 1
         with exchange.micro_batch(last), within.keyed(micro), within.batch_norm:
-            begun, on_core, waited = time.perf_counter(), time.thread_time(), within.batch_norm.waited
-            with within.log.span(f"F{number}", "compute"), within.casting(), self.noted(inputs, target):
+            begun = time.perf_counter()
+            on_core = time.thread_time()
+            waited = within.batch_norm.waited
+            with (
+                within.log.span(f"F{number}", "compute"),
+                within.casting(),
+                self.noted(inputs, target),
+            ):
                 total, weight = exchange.module(inputs, target, samples)
             value = float(total.detach())
             self.forward += time.perf_counter() - begun - (within.batch_norm.waited - waited)
             self.on_core += time.thread_time() - on_core
             if not math.isfinite(value):
                 with within.batch_norm.looking():
-                    raise StepFailed("the loss is not finite", tensor="loss" if exchange.shards is not None else
-                                     first_not_finite(summed.model, inputs, target))        # which is a forward of one rank
-            # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
+                    raise StepFailed(
+                        "the loss is not finite",
+                        tensor="loss"
+                        if exchange.shards is not None
+                        # which is a forward of one rank
+                        else first_not_finite(summed.model, inputs, target),
+                    )
+            # what is not linear in a gradient (a hook that clips) sees on one worker that of
+            # the mean, as without this library
             alone = count == 1 and (within.world.size == 1 or exchange.apart)
             scale = 1.0 / weight if alone and weight and not summed.linear else 1.0
-            with within.log.span(f"B{number}", "compute"), within.noise.over(number, weight * scale):
+            with (
+                within.log.span(f"B{number}", "compute"),
+                within.noise.over(number, weight * scale),
+            ):
                 total.backward(None if scale == 1.0 else total.new_tensor(scale))
         return Sums(value, weight, scale)
 

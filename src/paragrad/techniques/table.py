@@ -18,9 +18,10 @@ from paragrad.techniques.passes import OneByOne, Passes, Within
 from paragrad.world import waiting
 from paragrad.world.world import World
 
-# modules with a function exchange(strategy, replica, world, log, how), or share(strategy, model, example, axis) (with another
-# argument, what look(strategy, model, example) saw on the first rank, where there is one), and
-# passes(strategy, within, exchange) where forward and backward go another way than one worker's
+# modules with a function exchange(strategy, replica, world, log, how), or share(strategy,
+# model, example, axis) (with another argument, what look(strategy, model, example) saw on the
+# first rank, where there is one), and passes(strategy, within, exchange) where forward and
+# backward go another way than one worker's
 TECHNIQUES = {
     "serial": "paragrad.techniques.data_parallel",
     "data": "paragrad.techniques.data_parallel",
@@ -51,9 +52,14 @@ def cuts(strategy: Strategy) -> bool:
 
 
 def checks_of(strategy: Strategy) -> list[Callable[[nn.Module, Any, bool], None]]:
-    """Of the factors that say at the door whether they can cut a model, how: check(model, example, tested) raises
-    StepFailed."""
-    return [check for factor in factors_of(strategy) if (check := _part(factor, "check") if ours(factor) else None)]
+    """Of the factors that say at the door whether they can cut a model, how: check(model,
+    example, tested) raises StepFailed.
+    """
+    return [
+        check
+        for factor in factors_of(strategy)
+        if (check := _part(factor, "check") if ours(factor) else None)
+    ]
 
 
 def telling(strategy: Strategy) -> bool:
@@ -62,69 +68,110 @@ def telling(strategy: Strategy) -> bool:
 
 
 def told_of(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
-    """What the factors that say so do with a model's layers, in lines. inputs: of so many samples. Raises StepFailed."""
-    return [line for factor in factors_of(strategy) if (told := _part(factor, "told") if ours(factor) else None)
-            for line in told(model, inputs, samples)]
+    """What the factors that say so do with a model's layers, in lines. inputs: of so many
+    samples. Raises StepFailed.
+    """
+    return [
+        line
+        for factor in factors_of(strategy)
+        if (told := _part(factor, "told") if ours(factor) else None)
+        for line in told(model, inputs, samples)
+    ]
 
 
-def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World, looks: dict[str, Any]) -> Share:
-    """This rank's share of a model, which is changed: cut by the innermost factor first, along its axes, and last by those that
-    split layers, of what others leave. Collective. looks: by the names of factors what each saw of the whole model; kept there,
-    and taken from there.
+def share_of(
+    strategy: Strategy, model: nn.Module, example: Any, world: World, looks: dict[str, Any]
+) -> Share:
+    """This rank's share of a model, which is changed: cut by the innermost factor first, along
+    its axes, and last by those that split layers, of what others leave. Collective. looks: by
+    the names of factors what each saw of the whole model; kept there, and taken from there.
 
     One of a user's own has a method: share(model, example, axis).
     """
-    share, factors = Share.all_of(model), factors_of(strategy)[::-1]
-    cutting = [*(each for each in factors if not each.inside), *(each for each in factors if each.inside)]
+    share = Share.all_of(model)
+    factors = factors_of(strategy)[::-1]
+    cutting = [
+        *(each for each in factors if not each.inside),
+        *(each for each in factors if each.inside),
+    ]
     for factor in cutting:
-        looked = _part(factor, "look")                  # once, and told to all: replicas are cut alike
+        # once, and told to all: replicas are cut alike
+        looked = _part(factor, "look")
         if looked and factor.name not in looks:
             with waiting.meanwhile("rank 0 looks where to cut the model"):
-                looks[factor.name] = world.agreed(looked(model, example) if world.rank == 0 else None)
+                looks[factor.name] = world.agreed(
+                    looked(model, example) if world.rank == 0 else None
+                )
     for factor in cutting:
         if made := _part(factor, "share"):
             axes = [axis.name for axis in factor.axes if axis.divides != "samples"]
             try:
                 looked = factor.name in looks
-                found = made(share.model, example, world.along(axes), *([looks[factor.name]] if looked else []))
+                found = made(
+                    share.model,
+                    example,
+                    world.along(axes),
+                    *([looks[factor.name]] if looked else []),
+                )
             except Exception as error:
                 if ours(factor) or isinstance(error, StepFailed):
                     raise
-                raise StepFailed(f"share() of {factor} raised {type(error).__name__}: {error}") from error
+                raise StepFailed(
+                    f"share() of {factor} raised {type(error).__name__}: {error}"
+                ) from error
             if not isinstance(found, Share):
-                raise StepFailed(f"the share of {factor.name} is a {type(found).__name__}; return a paragrad.Share")
+                raise StepFailed(
+                    f"the share of {factor.name} is a {type(found).__name__}; return a "
+                    f"paragrad.Share"
+                )
             share = found.after(share)
     return share
 
 
 def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, how: How) -> Exchange:
-    """The exchange of a resolved strategy: of a product, that of the factor that has one, along its axes; one replica has none.
-    Collective. One of a user's own has a method: exchange(replica, world, log, how)."""
+    """The exchange of a resolved strategy: of a product, that of the factor that has one, along
+    its axes; one replica has none. Collective. One of a user's own has a method:
+    exchange(replica, world, log, how).
+    """
     found: Any = Alone(replica)
-    if bring := bringing(strategy, "exchange"):                 # one at most (admission)
+    if bring := bringing(strategy, "exchange"):  # one at most (admission)
         along = world if strategy in bring else world.along([axis.name for axis in bring[0].axes])
         found = _part(bring[0], "exchange")(replica, along, log, how)
     if not isinstance(found, Exchange):
-        raise StepFailed(f"the exchange of {bring[0].name} is a {type(found).__name__}; return a paragrad.Exchange")
+        raise StepFailed(
+            f"the exchange of {bring[0].name} is a {type(found).__name__}; return a "
+            f"paragrad.Exchange"
+        )
     lacks = "serve" if how.serves(strategy, world.rank) else "dismiss"
     if strategy.servers and getattr(type(found), lacks) is getattr(Exchange, lacks):
-        raise StepFailed(f"{strategy} has servers, and its {type(found).__name__} no {lacks}; give it a method {lacks}(self)")
+        raise StepFailed(
+            f"{strategy} has servers, and its {type(found).__name__} no {lacks}; give it a method "
+            f"{lacks}(self)"
+        )
     if left := {what for values in replica.restored.values() for what in values} - set(found.keeps):
-        log.choice("checkpoint", f"without {', '.join(sorted(left))}", f"{strategy} has no use for it")
+        log.choice(
+            "checkpoint", f"without {', '.join(sorted(left))}", f"{strategy} has no use for it"
+        )
     return found
 
 
 def passes_of(strategy: Strategy, within: Within, exchange: Exchange) -> Passes:
-    """Its passes; one worker's where it brings none. One of a user's own may have a method: passes(within, exchange)."""
+    """Its passes; one worker's where it brings none. One of a user's own may have a method:
+    passes(within, exchange).
+    """
     bring = bringing(strategy, "passes")
     found = _part(bring[0], "passes")(within, exchange) if bring else OneByOne(within, exchange)
     if not isinstance(found, Passes):
-        raise StepFailed(f"the passes of {strategy} are a {type(found).__name__}; return paragrad.Passes")
+        raise StepFailed(
+            f"the passes of {strategy} are a {type(found).__name__}; return paragrad.Passes"
+        )
     return found
 
 
 def _part(strategy: Strategy, name: str) -> Any:
-    """A function of the strategy's technique, given the strategy; a strategy of a user's own is its own technique."""
+    """A function of the strategy's technique, given the strategy; a strategy of a user's own is
+    its own technique.
+    """
     if not ours(strategy):
         return getattr(strategy, name, None)
     made = getattr(importlib.import_module(TECHNIQUES[strategy.technique]), name, None)

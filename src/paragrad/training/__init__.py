@@ -1,1 +1,3 @@
-"""One rank's training: settings, the door, the step and its proof, batches, evaluation, checkpoints, the loop."""
+"""One rank's training: settings, the door, the step and its proof, batches, evaluation,
+checkpoints, the loop.
+"""

@@ -38,7 +38,14 @@ from paragrad.training.door import Findings, examined
 from paragrad.training.evaluation import refuse_gradients
 from paragrad.training.holding import refuse_optimizer
 from paragrad.training.room import refuse_crowded
-from paragrad.training.rounds import labels_wanted, refuse_lone, refuse_many, refuse_schedule, refuse_wrapped, rounds_of
+from paragrad.training.rounds import (
+    labels_wanted,
+    refuse_lone,
+    refuse_many,
+    refuse_schedule,
+    refuse_wrapped,
+    rounds_of,
+)
 from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
@@ -52,17 +59,20 @@ from paragrad.world.launching import Ranks, files
 @dataclass(frozen=True)
 class Admitted:
     """A job, a strategy and settings that passed the door together."""
+
     job: Job
     asked: Strategy
     resolved: Strategy
     settings: Settings
     facts: Findings
     here: Here
-    backend: str                                    # what carries the ranks' messages
-    saved: Saved | None = None                      # what to go on from
-    tried: str | None = None                        # what a trial saw (`trial.py`)
-    fitted: str | None = None                       # why the batch is as large as it is, where it was found (`fit.py`)
-    labels: Any = None                              # of every sample its class, where clients are divided by it
+    backend: str  # what carries the ranks' messages
+    saved: Saved | None = None  # what to go on from
+    tried: str | None = None  # what a trial saw (`trial.py`)
+    # why the batch is as large as it is, where it was found (`fit.py`)
+    fitted: str | None = None
+    # of every sample its class, where clients are divided by it
+    labels: Any = None
 
     @functools.cached_property
     def rounds(self) -> Rounds | None:
@@ -84,24 +94,47 @@ class Admitted:
     def with_seed(self, seed: int) -> Admitted:
         """The same training under another seed."""
         job = self.job.replace(seed=seed)
-        return replace(self, job=job, facts=replace(self.facts, order=job.order(self.facts.samples)))
+        return replace(
+            self, job=job, facts=replace(self.facts, order=job.order(self.facts.samples))
+        )
 
-    def on(self, ranks: Ranks, function: Callable[..., Any], *arguments: Any,
-           on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
-        """function(world, *arguments) on as many ranks as the strategy wants: the answers of all. Raises RankFailed."""
-        return ranks.run(function, *arguments, size=self.size, threads=self.threads, backend=self.backend,
-                         device=self.settings.device, timeout=self.settings.timeout, on_report=on_report)
+    def on(
+        self,
+        ranks: Ranks,
+        function: Callable[..., Any],
+        *arguments: Any,
+        on_report: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """function(world, *arguments) on as many ranks as the strategy wants: the answers of
+        all. Raises RankFailed.
+        """
+        return ranks.run(
+            function,
+            *arguments,
+            size=self.size,
+            threads=self.threads,
+            backend=self.backend,
+            device=self.settings.device,
+            timeout=self.settings.timeout,
+            on_report=on_report,
+        )
 
 
 @generators_kept()
-def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Findings | None = None) -> Admitted:
-    """Check job, strategy and settings at the door, which leaves the generators of this process, a user's, as they are. Raises
-    Refused with the repair."""
+def admitted(
+    job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Findings | None = None
+) -> Admitted:
+    """Check job, strategy and settings at the door, which leaves the generators of this
+    process, a user's, as they are. Raises Refused with the repair.
+    """
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
     if files.running:
-        raise Refused(f"{files.running[-1]} trains at its top level, which every rank runs too; put the call under "
-                      'if __name__ == "__main__":')
+        raise Refused(
+            f"{files.running[-1]} trains at its top level, which every rank runs too; put the call "
+            f"under "
+            'if __name__ == "__main__":'
+        )
     settings = settings or Settings()
     asked = strategy(asked)
     settings.check(job)
@@ -117,18 +150,36 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
     if resolved.hands_out and settings.loaders:
-        raise Refused(f"{asked} hands out samples one share at a time, so nothing can be loaded ahead; leave out --loaders")
+        raise Refused(
+            f"{asked} hands out samples one share at a time, so nothing can be loaded ahead; leave "
+            f"out --loaders"
+        )
     if settings.listen is not None:
         if not resolved.hands_out or here.ranks is not None:
-            raise Refused("--listen: workers join where samples are handed out, under paragrad's own launcher, and "
-                          + (f"{asked} divides each batch among its own; give server(n, sync=asp), ssp or bsp(backup=1)"
-                             if here.ranks is None else "another one started this; start it without"))
+            raise Refused(
+                "--listen: workers join where samples are handed out, under paragrad's own "
+                "launcher, and "
+                + (
+                    f"{asked} divides each batch among its own; give server(n, sync=asp), ssp or "
+                    f"bsp(backup=1)"
+                    if here.ranks is None
+                    else "another one started this; start it without"
+                )
+            )
         refuse_place(read_place("--listen", settings.listen), 1 + resolved.servers)
     if settings.noise_scale and (why := unmeasured(resolved)):
         raise Refused(f"{asked}: the gradient noise scale {why}")
     backend = backend_of(settings, resolved.size)
-    checked = Admitted(job, asked, resolved, settings, facts, here, backend,
-                       labels=labels_wanted(job, asked, resolved, settings.folder))
+    checked = Admitted(
+        job,
+        asked,
+        resolved,
+        settings,
+        facts,
+        here,
+        backend,
+        labels=labels_wanted(job, asked, resolved, settings.folder),
+    )
     refuse_many(checked.rounds, asked)
     refuse_lone(checked.rounds, about, asked)
     refuse_schedule(checked.rounds, facts, asked, job.name)
@@ -138,24 +189,41 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
             warnings.warn(notice, stacklevel=2)
     if not settings.resume:
         return checked
-    return replace(checked, saved=checkpoint.found(Path(settings.resume), job, facts, checked.rounds))
+    return replace(
+        checked, saved=checkpoint.found(Path(settings.resume), job, facts, checked.rounds)
+    )
 
 
 def here_for(settings: Settings, own_loop: bool = False) -> Here:
     """Where a training with these settings is to run. own_loop: the user's."""
     ranks = launched_size()
-    return Here(cores(), ranks or 1 if own_loop else ranks, ranks_here(), not_sharing(settings),
-                backend_of(settings, ranks or (1 if own_loop else 2)), own_loop)
+    return Here(
+        cores(),
+        ranks or 1 if own_loop else ranks,
+        ranks_here(),
+        not_sharing(settings),
+        backend_of(settings, ranks or (1 if own_loop else 2)),
+        own_loop,
+    )
 
 
 def ready(asked: Strategy, here: Here) -> Strategy:
-    """A strategy resolved, its answers looked at: a user's own may leave some out, or contradict itself. Raises Refused."""
+    """A strategy resolved, its answers looked at: a user's own may leave some out, or
+    contradict itself. Raises Refused.
+    """
     for factor in _own(asked):
-        for name, repair in (("workers", "give it the field `workers: int = option(Integer())`"),
-                             ("promise", "give it a property `promise`, such as Promise(exact=False)"),
-                             ("exchange", "give it a method `exchange(self, replica, world, log, how)` that returns one, or "
-                                          "`share(self, model, example, axis)` where its axes divide the model")):
-            if inspect.getattr_static(factor, name, None) is None and not (name == "exchange" and cuts(factor)):
+        for name, repair in (
+            ("workers", "give it the field `workers: int = option(Integer())`"),
+            ("promise", "give it a property `promise`, such as Promise(exact=False)"),
+            (
+                "exchange",
+                "give it a method `exchange(self, replica, world, log, how)` that returns one, or "
+                "`share(self, model, example, axis)` where its axes divide the model",
+            ),
+        ):
+            if inspect.getattr_static(factor, name, None) is None and not (
+                name == "exchange" and cuts(factor)
+            ):
                 raise Refused(f"{_called(factor)} has no {name}; {repair}")
     with asking(asked):
         found = resolve(asked, here)
@@ -172,7 +240,9 @@ def asking(asked: Strategy) -> Iterator[None]:
         if isinstance(error, Refused) or not _own(asked):
             raise
         who = " * ".join(map(_called, _own(asked)))
-        raise Refused(f"{who}, asked about itself, raised {type(error).__name__}: {error}; mend it") from error
+        raise Refused(
+            f"{who}, asked about itself, raised {type(error).__name__}: {error}; mend it"
+        ) from error
 
 
 def _own(asked: Strategy) -> list[Strategy]:
@@ -187,43 +257,80 @@ def _called(own: Strategy) -> str:
 def _check_answers(asked: Strategy, found: Strategy) -> None:
     """What a strategy says of itself fits together. Raises Refused."""
     if not isinstance(found, type(asked)):
-        raise Refused(f"{asked}, resolved, is {found!r}; let resolved return one of its own kind, such as replace(self, ...)")
+        raise Refused(
+            f"{asked}, resolved, is {found!r}; let resolved return one of its own kind, such as "
+            f"replace(self, ...)"
+        )
     if not isinstance(found.promise, Promise):
-        raise Refused(f"{asked} promises {found.promise!r}; let it be a Promise, such as Promise(exact=False)")
+        raise Refused(
+            f"{asked} promises {found.promise!r}; let it be a Promise, such as Promise(exact=False)"
+        )
     if found.size - found.servers != found.workers:
-        raise Refused(f"{asked} has {found.workers} workers, and axes of {found.size - found.servers} ranks: " + " x ".join(
-            f"{axis.name} {axis.size}" for axis in found.axes) + "; their product is the number of workers")
+        raise Refused(
+            f"{asked} has {found.workers} workers, and axes of {found.size - found.servers} ranks: "
+            + " x ".join(f"{axis.name} {axis.size}" for axis in found.axes)
+            + "; their product is the number of workers"
+        )
     grid(found.axes, found.size - found.servers)
-    along = 1 if found.in_rounds else prod(axis.size for axis in found.axes if axis.divides == "samples")
+    along = (
+        1
+        if found.in_rounds
+        else prod(axis.size for axis in found.axes if axis.divides == "samples")
+    )
     if len(found.division.shares) != along:
-        raise Refused(f"{asked} divides a batch into {len(found.division.shares)} shares, and its axes have {along} replicas; "
-                      "give one share per replica")
+        raise Refused(
+            f"{asked} divides a batch into {len(found.division.shares)} shares, and its axes have "
+            f"{along} replicas; "
+            "give one share per replica"
+        )
     for axis in found.axes:
         if axis.divides not in ("samples", "domain", "model"):
-            raise Refused(f"{asked}: axis {axis.name} divides {axis.divides!r}; let it divide samples, domain or model")
-    for what, value in (("shares", found.division.shares), ("micro", found.division.micro), ("threads", found.threads or 1)):
+            raise Refused(
+                f"{asked}: axis {axis.name} divides {axis.divides!r}; let it divide samples, "
+                f"domain or model"
+            )
+    for what, value in (
+        ("shares", found.division.shares),
+        ("micro", found.division.micro),
+        ("threads", found.threads or 1),
+    ):
         if value not in (Integers() if isinstance(value, tuple) else Integer()):
             raise Refused(f"{asked} says {what} {value!r}; let it be of whole numbers from 1")
     if found.batch_norm not in ("whole", "share"):
         raise Refused(f"{asked} says batch_norm {found.batch_norm!r}; let it be whole or share")
     _check_factors(found)
     if strange := [plan.what for plan in found.plans() if plan.what not in GOALS]:
-        raise Refused(f"{asked} plans {strange[0]!r}, which nobody can prove; known: {', '.join(GOALS)}")
+        raise Refused(
+            f"{asked} plans {strange[0]!r}, which nobody can prove; known: {', '.join(GOALS)}"
+        )
 
 
 def _check_factors(found: Strategy) -> None:
-    """Of a product one factor at most divides samples, has an exchange, has passes. Raises Refused."""
+    """Of a product one factor at most divides samples, has an exchange, has passes. Raises
+    Refused.
+    """
     factors = factors_of(found)
     if len(factors) > 1 and (serving := [factor for factor in factors if factor.servers]):
-        raise Refused(f"{found}: {serving[0]} has servers, which know no other axes; leave the other factors out")
-    dividing = [factor for factor in factors if any(axis.divides == "samples" for axis in factor.axes)]
+        raise Refused(
+            f"{found}: {serving[0]} has servers, which know no other axes; leave the other factors "
+            f"out"
+        )
+    dividing = [
+        factor for factor in factors if any(axis.divides == "samples" for axis in factor.axes)
+    ]
     if len(dividing) > 1:
-        raise Refused(f"{found}: {' and '.join(map(str, dividing))} both divide the samples of a batch; at most one factor of "
-                      "a product can")
+        raise Refused(
+            f"{found}: {' and '.join(map(str, dividing))} both divide the samples of a batch; at "
+            f"most one factor of "
+            "a product can"
+        )
     for what in ("exchange", "passes"):
         if len(both := bringing(found, what)) > 1:
-            raise Refused(f"{found}: {' and '.join(map(str, both))} both bring {what} of their own; at most one factor of a "
-                          "product can")
+            raise Refused(
+                f"{found}: {' and '.join(map(str, both))} both bring {what} of their own; at most "
+                f"one factor of a "
+                "product can"
+            )
 
 
 def threads_of(resolved: Strategy) -> int:
@@ -234,13 +341,18 @@ def threads_of(resolved: Strategy) -> int:
 
 
 def backend_of(settings: Settings, size: int) -> str:
-    """What carries the ranks' messages: shm where all are on this host and on the CPU, NCCL where each has a GPU of its own,
-    otherwise gloo. Raises Refused where what is asked for cannot be.
+    """What carries the ranks' messages: shm where all are on this host and on the CPU, NCCL
+    where each has a GPU of its own, otherwise gloo. Raises Refused where what is asked for
+    cannot be.
     """
-    here, gpus = ranks_here() or size, torch.cuda.device_count()
+    here = ranks_here() or size
+    gpus = torch.cuda.device_count()
     if settings.backend == "nccl" and here > gpus:
-        raise Refused(f"backend nccl wants a GPU per rank; here are {gpus} for {here} ranks: leave out --backend, and they "
-                      "exchange through the host")
+        raise Refused(
+            f"backend nccl wants a GPU per rank; here are {gpus} for {here} ranks: leave out "
+            f"--backend, and they "
+            "exchange through the host"
+        )
     if settings.backend == "shm" and (why := not_shm(size)):
         raise Refused(f"{why}; leave out --backend")
     found = settings.backend
@@ -266,13 +378,19 @@ def not_sharing(settings: Settings) -> str | None:
     return not_shm(launched_size() or 1)
 
 
-def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None, known: bool) -> None:
-    """Refuse a model that cannot be cut as asked for, tried on two samples; and what would not follow parts or shards of it.
-    known: the weight of its loss is read off the graph."""
+def check_cut(
+    job: Job, asked: Strategy, resolved: Strategy, data: Path | None, known: bool
+) -> None:
+    """Refuse a model that cannot be cut as asked for, tried on two samples; and what would not
+    follow parts or shards of it. known: the weight of its loss is read off the graph.
+    """
     if not cuts(resolved) and not resolved.sharded:
         return
     if resolved.sharded and not hasattr(torch.distributed, "reduce_scatter_single"):
-        raise Refused(f"{asked} wants torch 2.13 or later, and this is {torch.__version__}; leave out state=fully_sharded")
+        raise Refused(
+            f"{asked} wants torch 2.13 or later, and this is {torch.__version__}; leave out "
+            f"state=fully_sharded"
+        )
     samples = job.samples(opened(job.train, data))
     places = list(range(min(len(samples), job.batch, 2)))
     inputs, target = brought(parted(samples[0, places]), CPU, job.parameter_dtype)
@@ -280,10 +398,14 @@ def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None, 
         module = Summed(job.built_model(), job.built_loss())
         if togethers := [factor.together for factor in factors_of(resolved) if factor.inside]:
             optimizer = job.optimizer(module.model.parameters())
-            refuse_optimizer(asked, optimizer, updates_by(optimizer, known=type(optimizer) in FOREACH),
-                             min(togethers, key=KINDS.index))
+            refuse_optimizer(
+                asked,
+                optimizer,
+                updates_by(optimizer, known=type(optimizer) in FOREACH),
+                min(togethers, key=KINDS.index),
+            )
         refuse_views(module.model)
-        hollow(module.model)                            # can it be copied?
+        hollow(module.model)  # can it be copied?
         refuse_reading(module, inputs, target)
         if cuts(resolved) and job.test is not None and job.metric is None and not known:
             refuse_gradients(module, inputs, target, len(places))
@@ -299,7 +421,9 @@ def check_plans(asked: Strategy, resolved: Strategy, settings: Settings) -> None
     """Prove the schedules of a strategy at the size of this world, before any rank starts."""
     plans = resolved.plans()
     if settings.sabotage and not plans:
-        raise Refused(f"{asked} has no schedule to sabotage; name an algorithm, such as data(2, reduce=ring)")
+        raise Refused(
+            f"{asked} has no schedule to sabotage; name an algorithm, such as data(2, reduce=ring)"
+        )
     for plan in () if settings.unproved else plans:
         try:
             check(sabotaged(plan.schedule, settings.sabotage), plan.size, plan.what)

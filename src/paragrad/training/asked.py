@@ -23,7 +23,8 @@ class Updates:
     """An optimizer, as a strategy may ask about it (`strategies.facts.Updating`)."""
 
     def __init__(self, optimizer: Optimizer, clip_norm: float | None = None) -> None:
-        self.held, self.clip_norm = optimizer, clip_norm
+        self.held = optimizer
+        self.clip_norm = clip_norm
 
     @property
     def optimizer(self) -> str:
@@ -43,12 +44,19 @@ class Updates:
 
     @property
     def groups_of_sgd(self) -> list[dict[str, Any]] | None:
-        return self.held.param_groups if isinstance(self.held, SGD) and type(self.held).step is SGD.step else None
+        return (
+            self.held.param_groups
+            if isinstance(self.held, SGD) and type(self.held).step is SGD.step
+            else None
+        )
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A job, as a strategy may ask about it (`strategies.facts.Facts`). limit: steps after which it stops before its end."""
+    """A job, as a strategy may ask about it (`strategies.facts.Facts`). limit: steps after
+    which it stops before its end.
+    """
+
     named: Job
     facts: Findings
     data: Path | None
@@ -121,7 +129,7 @@ class Asked:
     def _updating(self) -> Updates:
         optimizer = self.named.optimizer(self.named.built_model().parameters())
         if self.named.scheduler is not None:
-            self.named.scheduler(optimizer)             # OneCycleLR sets momentum, too
+            self.named.scheduler(optimizer)  # OneCycleLR sets momentum, too
         return Updates(optimizer)
 
     @property

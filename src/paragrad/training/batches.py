@@ -1,4 +1,6 @@
-"""What one rank runs of one global batch: its micro-batches, as places in the epoch's order and as samples."""
+"""What one rank runs of one global batch: its micro-batches, as places in the epoch's order and
+as samples.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from paragrad.strategies.shares import Division, Micro, micro_batches
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of the global batch that stands at `whole` in the order of `epoch`; indices: all its samples;  drawn: by
-    which epoch samples are, where that is another."""
+    """This rank's part of the global batch that stands at `whole` in the order of `epoch`;
+    indices: all its samples;  drawn: by which epoch samples are, where that is another.
+    """
+
     epoch: int
     whole: range
     indices: list[int]
@@ -37,7 +41,9 @@ class Batch:
         """The same of its first samples alone; None where a share would have none."""
         whole = self.whole[:count]
         micros = micro_batches(whole, division)
-        if not all(any(parts[replica] for parts in micros) for replica in range(len(division.shares))):
+        if not all(
+            any(parts[replica] for parts in micros) for replica in range(len(division.shares))
+        ):
             return None
         return Batch(self.epoch, whole, self.indices[:count], _micros(whole, division, replicas))
 
@@ -58,13 +64,25 @@ class Batch:
             yield micro, *cut((inputs, target), part, samples)
 
 
-def batch_of(order: Order, epoch: int, whole: range, division: Division, replicas: Sequence[int],
-             reverse: bool = False) -> Batch:
-    """The part of a global batch that these replicas' parts make together; reverse: each micro-batch back to front."""
-    return Batch(epoch, whole, order.indices(epoch, whole), _micros(whole, division, replicas, reverse))
+def batch_of(
+    order: Order,
+    epoch: int,
+    whole: range,
+    division: Division,
+    replicas: Sequence[int],
+    reverse: bool = False,
+) -> Batch:
+    """The part of a global batch that these replicas' parts make together; reverse: each
+    micro-batch back to front.
+    """
+    return Batch(
+        epoch, whole, order.indices(epoch, whole), _micros(whole, division, replicas, reverse)
+    )
 
 
-def _micros(whole: range, division: Division, replicas: Sequence[int], reverse: bool = False) -> list[Micro]:
+def _micros(
+    whole: range, division: Division, replicas: Sequence[int], reverse: bool = False
+) -> list[Micro]:
     micros = []
     for parts in micro_batches(whole, division):
         positions = list(chain.from_iterable(parts[replica] for replica in replicas))

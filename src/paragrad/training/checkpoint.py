@@ -1,13 +1,16 @@
-"""Checkpoints: a training under serial names and shapes, so that any strategy and any number of workers can go on.
+"""Checkpoints: a training under serial names and shapes, so that any strategy and any number of
+workers can go on.
 
     RUN/checkpoint-00000120/    model.safetensors       parameters and buffers
-                                optimizer.safetensors   the optimizer's tensors, "PARAMETER/what"
-                                strategy.safetensors    what the strategy keeps beside, alike, where it keeps something
-                                state.json              step, job, optimizer's groups, scheduler
-                                SHA256SUMS              of these; `sha256sum -c` reads it too
+                                optimizer.safetensors   the optimizer's tensors,
+                                "PARAMETER/what" strategy.safetensors    what the strategy keeps
+                                beside, alike, where it keeps something state.json
+                                step, job, optimizer's groups, scheduler SHA256SUMS
+                                of these; `sha256sum -c` reads it too
 
-Nothing is pickled. A checkpoint is written beside its place and renamed into it, whole or not at all; the one before it is
-kept. One that does not match its checksums is named and passed over.
+Nothing is pickled. A checkpoint is written beside its place and renamed into it, whole or not
+at all; the one before it is kept. One that does not match its checksums is named and passed
+over.
 """
 
 from __future__ import annotations
@@ -47,20 +50,28 @@ from paragrad.training.saved import (
     remove_partial,
     step_of,
 )
-from paragrad.training.tensor_files import contents, load_tensors, load_weights, save_tensors, save_weights
+from paragrad.training.tensor_files import (
+    contents,
+    load_tensors,
+    load_weights,
+    save_tensors,
+    save_weights,
+)
 from paragrad.world.joining import launched_size
 
-KEPT = 2                # the newest, and the one before it
+KEPT = 2  # the newest, and the one before it
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """A training as it stands after `step` steps, until the next one is made.
 
-    state: the optimizer's, in serial shapes, whole on rank 0 (empty where a checkpoint is to be loaded into it);  kept: alike,
-    what the strategy keeps beside;  identity: what must be equal where it is loaded again;  beside: what else state.json says:
-    "rounds" that were made, where it is trained in rounds.
+    state: the optimizer's, in serial shapes, whole on rank 0 (empty where a checkpoint is to be
+    loaded into it);  kept: alike, what the strategy keeps beside;  identity: what must be equal
+    where it is loaded again;  beside: what else state.json says: "rounds" that were made, where
+    it is trained in rounds.
     """
+
     step: int
     strategy: str
     model: nn.Module
@@ -75,14 +86,18 @@ class Snapshot:
     def names(self) -> list[list[str]]:
         """The serial names of the parameters of the optimizer's groups."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        return [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
+        return [
+            [names[parameter] for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
 
 
 def save(snapshot: Snapshot, parent: Path) -> Path:
-    """Write a snapshot below parent; the checkpoint's folder. Call on rank 0; replicas are equal.
+    """Write a snapshot below parent; the checkpoint's folder. Call on rank 0; replicas are
+    equal.
 
-    Raises StepFailed where the optimizer or scheduler holds what neither tensors nor JSON can, or where parent holds a later
-    step of another training, or another training is saving there.
+    Raises StepFailed where the optimizer or scheduler holds what neither tensors nor JSON can,
+    or where parent holds a later step of another training, or another training is saving there.
     """
     parent.mkdir(parents=True, exist_ok=True)
     with _alone(parent):
@@ -91,14 +106,18 @@ def save(snapshot: Snapshot, parent: Path) -> Path:
 
 @contextlib.contextmanager
 def _alone(parent: Path) -> Iterator[None]:
-    """Hold the lock of those who save below a folder: one would remove what another writes, as if left by a killed one."""
+    """Hold the lock of those who save below a folder: one would remove what another writes, as
+    if left by a killed one.
+    """
     held = os.open(parent, os.O_RDONLY)
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StepFailed(f"another training is saving in {parent}; give each a folder of its own") from None
-        except OSError:                                 # a file system without locks
+            raise StepFailed(
+                f"another training is saving in {parent}; give each a folder of its own"
+            ) from None
+        except OSError:  # a file system without locks
             pass
         yield
     finally:
@@ -109,18 +128,23 @@ def _saved(snapshot: Snapshot, parent: Path) -> Path:
     folder = parent / f"checkpoint-{snapshot.step:08}"
     for later in (path for path in folders(parent) if step_of(path) > snapshot.step):
         if damage(later) is None:
-            raise StepFailed(f"{later} is there, of a later step: another training was saved in {parent}; load it and go on "
-                             "from it, or save elsewhere")
+            raise StepFailed(
+                f"{later} is there, of a later step: another training was saved in {parent}; load "
+                f"it and go on "
+                "from it, or save elsewhere"
+            )
         shutil.rmtree(later)
-    remove_partial(parent)                              # by a training that was killed as it wrote it
+    # by a training that was killed as it wrote it
+    remove_partial(parent)
     partial = folder.with_suffix(".partial")
     partial.mkdir()
     try:
         _write(snapshot, partial)
-    except BaseException:                               # a full disk, say: what is half-written would keep it full
+    # a full disk, say: what is half-written would keep it full
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(folder, ignore_errors=True)           # of an earlier training, or damaged
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier training, or damaged
     partial.rename(folder)
     _to_disk(parent)
     for old in folders(parent)[KEPT:]:
@@ -131,30 +155,51 @@ def _saved(snapshot: Snapshot, parent: Path) -> Path:
 def _write(snapshot: Snapshot, folder: Path) -> None:
     """A checkpoint's files, forced to disk."""
     tensors, scalars = _divided(snapshot.state)
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in snapshot.optimizer.param_groups]
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in snapshot.optimizer.param_groups
+    ]
     save_weights(snapshot.model, folder / "model.safetensors")
     save_tensors(tensors, folder / "optimizer.safetensors")
     if snapshot.kept:
         save_tensors(_divided(snapshot.kept)[0], folder / BESIDE)
     files = [name for name in (*FILES, BESIDE) if name != "state.json" and (folder / name).exists()]
-    state = {**snapshot.beside, "schema": SCHEMA, "step": snapshot.step, "strategy": snapshot.strategy,
-             "identity": snapshot.identity,
-             "tensors": {name: contents(folder / name) for name in files},
-             "optimizer": {"class": type(snapshot.optimizer).__name__, "groups": groups, "scalars": scalars},
-             "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None}
+    state = {
+        **snapshot.beside,
+        "schema": SCHEMA,
+        "step": snapshot.step,
+        "strategy": snapshot.strategy,
+        "identity": snapshot.identity,
+        "tensors": {name: contents(folder / name) for name in files},
+        "optimizer": {
+            "class": type(snapshot.optimizer).__name__,
+            "groups": groups,
+            "scalars": scalars,
+        },
+        "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None,
+    }
     with naming(folder / "state.json"):
         (folder / "state.json").write_text(json.dumps(plain(state), indent=1))
     with naming(folder / SUMS):
-        (folder / SUMS).write_text("".join(f"{digest_of(folder / name)}  {name}\n" for name in (*files, "state.json")))
+        (folder / SUMS).write_text(
+            "".join(f"{digest_of(folder / name)}  {name}\n" for name in (*files, "state.json"))
+        )
     for path in [*folder.iterdir(), folder]:
         _to_disk(path)
 
 
 def identity_of(job: Job, facts: Findings) -> dict[str, Any]:
     """What a job must have in common with the one that was saved."""
-    return {"name": job.name, "seed": job.seed, "batch": job.batch, "samples": facts.samples,
-            "dtype": str(job.parameter_dtype).removeprefix("torch."), **facts.training, **shapes_of(facts.shapes),
-            LOSS_BEFORE: facts.first_loss}
+    return {
+        "name": job.name,
+        "seed": job.seed,
+        "batch": job.batch,
+        "samples": facts.samples,
+        "dtype": str(job.parameter_dtype).removeprefix("torch."),
+        **facts.training,
+        **shapes_of(facts.shapes),
+        LOSS_BEFORE: facts.first_loss,
+    }
 
 
 def shapes_of(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
@@ -163,22 +208,37 @@ def shapes_of(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
 
 
 def found(parent: Path, job: Job, facts: Findings, rounds: Rounds | None = None) -> Saved:
-    """The newest whole checkpoint of a run, if it is this job's. rounds: to be made. Raises Refused; a damaged one is warned of
-    by name."""
+    """The newest whole checkpoint of a run, if it is this job's. rounds: to be made. Raises
+    Refused; a damaged one is warned of by name.
+    """
     saved = newest(parent)
     ours = identity_of(job, facts)
     refuse_another(saved.folder, saved.state["identity"], ours, f"job {job.name} has")
-    made, wanted, what = saved.step, job.epochs * facts.order.steps, "steps"
+    made = saved.step
+    wanted = job.epochs * facts.order.steps
+    what = "steps"
     if rounds is not None:
         own = rounds.own(saved.step, saved.state.get("rounds"))
-        made, wanted, what = (made, rounds.passed(rounds.count), what) if own is None else (own, rounds.count, "rounds")
+        made, wanted, what = (
+            (made, rounds.passed(rounds.count), what)
+            if own is None
+            else (own, rounds.count, "rounds")
+        )
     more = "more --epochs" if rounds is None or rounds.asked is None else "more rounds="
     if made > wanted:
-        raise Refused(f"{saved.folder} has {made} {what} behind it, and job {job.name} wants {wanted}; give {more}")
+        raise Refused(
+            f"{saved.folder} has {made} {what} behind it, and job {job.name} wants {wanted}; give "
+            f"{more}"
+        )
     if made == wanted:
         of = f" of {job.epochs} epoch(s)" if what == "steps" else ""
-        warnings.warn(f"{saved.folder}: all {made} {what}{of} were made; nothing is left to train ({more} go on)", stacklevel=2)
-    if launched_size() is None:             # launched ranks have their own models by then, and their memory
+        warnings.warn(
+            f"{saved.folder}: all {made} {what}{of} were made; nothing is left to train ({more} go "
+            f"on)",
+            stacklevel=2,
+        )
+    # launched ranks have their own models by then, and their memory
+    if launched_size() is None:
         _try_to_load(saved, job)
     return saved
 
@@ -189,41 +249,65 @@ def _try_to_load(saved: Saved, job: Job) -> None:
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     try:
-        model, optimizer, scheduler = copy.deepcopy((model, optimizer, scheduler))      # model() may give one to everybody
-    except Exception:                                   # which cannot be copied: the ranks will tell
+        # model() may give one to everybody
+        model, optimizer, scheduler = copy.deepcopy((model, optimizer, scheduler))
+    # which cannot be copied: the ranks will tell
+    except Exception:
         return
     load(saved, Snapshot(0, "", model, optimizer, scheduler, {}, {}, {}))
 
 
 def load(saved: Saved, into: Snapshot, device: str = "cpu", weights: bool = True) -> None:
-    """Put a checkpoint into a training before its first step, whatever its strategy. weights: the model's too. Raises Refused
-    if it does not fit."""
+    """Put a checkpoint into a training before its first step, whatever its strategy. weights:
+    the model's too. Raises Refused if it does not fit.
+    """
     _check_fit(saved, into)
     try:
         _load(saved, into, device, weights)
     except Exception as error:
-        raise Refused(f"{saved.folder} does not fit what is trained here: {type(error).__name__}: {error}; resume it as it "
-                      "was, or from another checkpoint") from error
+        raise Refused(
+            f"{saved.folder} does not fit what is trained here: {type(error).__name__}: {error}; "
+            f"resume it as it "
+            "was, or from another checkpoint"
+        ) from error
 
 
 def _load(saved: Saved, into: Snapshot, device: str, weights: bool) -> None:
-    kept, names = saved.state["optimizer"], into.names
+    kept = saved.state["optimizer"]
+    names = into.names
     if weights:
         load_weights(into.model, saved.folder / "model.safetensors", device)
-    values: dict[str, dict[str, Any]] = {name: dict(scalars) for name, scalars in kept["scalars"].items()}
+    values: dict[str, dict[str, Any]] = {
+        name: dict(scalars) for name, scalars in kept["scalars"].items()
+    }
     for name, tensors in _by_parameter(saved.folder / "optimizer.safetensors").items():
         values.setdefault(name, {}).update(tensors)
     order = [name for group in names for name in group]
     places = iter(range(len(order)))
-    groups = [{**group, "params": [next(places) for _ in own]} for group, own in zip(kept["groups"], names, strict=True)]
-    into.optimizer.load_state_dict({"state": {place: values[name] for place, name in enumerate(order) if name in values},
-                                    "param_groups": groups})
+    groups = [
+        {**group, "params": [next(places) for _ in own]}
+        for group, own in zip(kept["groups"], names, strict=True)
+    ]
+    into.optimizer.load_state_dict(
+        {
+            "state": {place: values[name] for place, name in enumerate(order) if name in values},
+            "param_groups": groups,
+        }
+    )
     parameters = dict(into.model.named_parameters())
-    for name, each in values.items():           # torch gives floating state its parameter's type; keep what it was
+    # torch gives floating state its parameter's type; keep what it was
+    for name, each in values.items():
         own = into.optimizer.state[parameters[name]]
-        own.update({key: value.to(own[key].device) for key, value in each.items() if isinstance(value, Tensor)})
+        own.update(
+            {
+                key: value.to(own[key].device)
+                for key, value in each.items()
+                if isinstance(value, Tensor)
+            }
+        )
     if into.scheduler is not None:
-        into.scheduler.load_state_dict(copy.deepcopy(saved.state["scheduler"]))     # some take it apart
+        # some take it apart
+        into.scheduler.load_state_dict(copy.deepcopy(saved.state["scheduler"]))
 
 
 def _by_parameter(path: Path) -> State:
@@ -245,39 +329,60 @@ def _check_fit(saved: Saved, into: Snapshot) -> None:
     kept = saved.state["optimizer"]
     theirs = saved.state["identity"]
     both = theirs.keys() & into.identity.keys()
-    refuse_another(saved.folder, {name: theirs[name] for name in both}, {name: into.identity[name] for name in both},
-                   "here it is")
+    refuse_another(
+        saved.folder,
+        {name: theirs[name] for name in both},
+        {name: into.identity[name] for name in both},
+        "here it is",
+    )
     if kept["class"] != type(into.optimizer).__name__ or len(kept["groups"]) != len(into.names):
-        raise Refused(f"{saved.folder} was saved with a {kept['class']} of {len(kept['groups'])} group(s), and the optimizer "
-                      f"here is a {type(into.optimizer).__name__} of {len(into.names)}; resume it as it was")
+        raise Refused(
+            f"{saved.folder} was saved with a {kept['class']} of {len(kept['groups'])} group(s), "
+            f"and the optimizer "
+            f"here is a {type(into.optimizer).__name__} of {len(into.names)}; resume it as it was"
+        )
     if (saved.state["scheduler"] is None) != (into.scheduler is None):
-        raise Refused(f"{saved.folder} was saved {'without' if saved.state['scheduler'] is None else 'with'} a scheduler; "
-                      "resume it as it was")
-    for number, (group, own) in enumerate(zip(kept["groups"], into.optimizer.param_groups, strict=True)):
+        raise Refused(
+            f"{saved.folder} was saved {'without' if saved.state['scheduler'] is None else 'with'} "
+            f"a scheduler; "
+            "resume it as it was"
+        )
+    for number, (group, own) in enumerate(
+        zip(kept["groups"], into.optimizer.param_groups, strict=True)
+    ):
         _check_kinds(saved.folder, f"group {number} of the optimizer", group, own)
     if into.scheduler is not None:
-        _check_kinds(saved.folder, "the scheduler", saved.state["scheduler"], into.scheduler.state_dict())
+        _check_kinds(
+            saved.folder, "the scheduler", saved.state["scheduler"], into.scheduler.state_dict()
+        )
 
 
 def _check_kinds(folder: Path, of: str, kept: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """What is a number here is one in the checkpoint too. What is only here, a newer torch may have added."""
+    """What is a number here is one in the checkpoint too. What is only here, a newer torch may
+    have added.
+    """
     if "lr" in own and "lr" not in kept:
         raise Refused(f"{folder} has no lr of {of}; resume from another checkpoint")
     for name in own.keys() & kept.keys():
         if isinstance(own[name], int | float) and not isinstance(kept[name], int | float | Tensor):
-            raise Refused(f"{folder} has {kept[name]!r} as {name} of {of}, which is a number; resume from another checkpoint")
+            raise Refused(
+                f"{folder} has {kept[name]!r} as {name} of {of}, which is a number; resume from "
+                f"another checkpoint"
+            )
 
 
 def _divided(state: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """(tensors by "parameter/what", plain values by parameter)."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    places: set[int] = set()            # safetensors takes no two of one memory
+    places: set[int] = set()  # safetensors takes no two of one memory
     for name, values in state.items():
         for what, value in values.items():
             if isinstance(value, Tensor):
                 tensor = value.detach().contiguous()
-                tensors[f"{name}/{what}"] = tensor.clone() if tensor.untyped_storage()._cdata in places else tensor
+                tensors[f"{name}/{what}"] = (
+                    tensor.clone() if tensor.untyped_storage()._cdata in places else tensor
+                )
                 places.add(tensor.untyped_storage()._cdata)
             else:
                 scalars.setdefault(name, {})[what] = value

@@ -1,9 +1,10 @@
-"""What a worker, or a server, of a training does whose samples are handed out (`techniques.served.office`): each is in a world
-of its own, and may die, stall, or come late.
+"""What a worker, or a server, of a training does whose samples are handed out
+(`techniques.served.office`): each is in a world of its own, and may die, stall, or come late.
 
-A worker asks the office for a ticket, does what it says, and says so with its next question. The learning rate that it records
-is that of the ticket's step; the servers' scheduler counts the samples that were applied. One that joined from elsewhere has
-not the run's folder: it says the numbers of its steps with its questions, and the launching process records them.
+A worker asks the office for a ticket, does what it says, and says so with its next question.
+The learning rate that it records is that of the ticket's step; the servers' scheduler counts
+the samples that were applied. One that joined from elsewhere has not the run's folder: it says
+the numbers of its steps with its questions, and the launching process records them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from paragrad.training.trainer import Trainer
 from paragrad.world.generators import seed_everything
 from paragrad.world.world import CPU, World
 
-LONGEST = 2**16         # bytes of what the office says
-FAREWELL = 2.0          # seconds for the office to hear that a worker leaves
+LONGEST = 2**16  # bytes of what the office says
+FAREWELL = 2.0  # seconds for the office to hear that a worker leaves
 
 
 def rank_of(world: World, checked: Admitted, folder: Path, origin: float, meeting: Meeting) -> str:
-    """What every rank does, until the office has nothing more to do; or, of a server, until it is dismissed."""
+    """What every rank does, until the office has nothing more to do; or, of a server, until it
+    is dismissed.
+    """
     with Recorder(folder / f"rank-{meeting.number}.jsonl", origin) as record:
         cpu = Cpu()
         take_part(world, checked, folder, meeting, record)
@@ -52,14 +55,26 @@ def rank_of(world: World, checked: Admitted, folder: Path, origin: float, meetin
     return "finished"
 
 
-def take_part(world: World, checked: Admitted, folder: Path, meeting: Meeting, record: Recorder | None = None) -> Counter[str]:
+def take_part(
+    world: World, checked: Admitted, folder: Path, meeting: Meeting, record: Recorder | None = None
+) -> Counter[str]:
     """Until the office has nothing more to do; what was done, by kind of ticket."""
-    settings, done = checked.settings, Counter[str]()
-    here = world if meeting.server is None else replace(world, device=CPU)          # from where messages are sent
-    trainer = Trainer.of_job(here, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe,
-                             how=replace(settings.how, meeting=meeting),
-                             pace=Pace(settings.slowed, checked.job.seed, meeting.number, world.device.type != "cpu"))
-    seed_everything(checked.job.seed + 1 + meeting.number)          # its rank is the first, of a world of its own
+    settings = checked.settings
+    done = Counter[str]()
+    # from where messages are sent
+    here = world if meeting.server is None else replace(world, device=CPU)
+    trainer = Trainer.of_job(
+        here,
+        checked.job,
+        checked.resolved,
+        settings,
+        record=record,
+        seen=checked.facts.probe,
+        how=replace(settings.how, meeting=meeting),
+        pace=Pace(settings.slowed, checked.job.seed, meeting.number, world.device.type != "cpu"),
+    )
+    # its rank is the first, of a world of its own
+    seed_everything(checked.job.seed + 1 + meeting.number)
     trainer.log.always = settings.trace is not None
     trainer.batch_size = min(checked.job.batch, checked.facts.samples)
     try:
@@ -81,21 +96,36 @@ class Worker:
     """Does what it is told, ticket after ticket."""
 
     def __init__(self, trainer: Trainer, checked: Admitted, folder: Path, meeting: Meeting) -> None:
-        self.trainer, self.checked, self.folder, self.meeting = trainer, checked, folder, meeting
-        job, settings = checked.job, checked.settings
+        self.trainer = trainer
+        self.checked = checked
+        self.folder = folder
+        self.meeting = meeting
+        job = checked.job
+        settings = checked.settings
         self.train: Dataset = opened(job.train, settings.folder)
         self.test: Dataset | None = None if job.test is None else opened(job.test, settings.folder)
         self.samples = Samples(self.train, job.seed, job.collate, trainer.world.timeout)
-        self.scheduler, trainer.scheduler = trainer.scheduler, None
-        self.rate_of = trainer.steps                        # of which step the learning rate is
-        self.guest = bool(meeting.told)                     # it joined from elsewhere
+        self.scheduler = trainer.scheduler
+        trainer.scheduler = None
+        self.rate_of = trainer.steps  # of which step the learning rate is
+        self.guest = bool(meeting.told)  # it joined from elsewhere
         # the launching process ends its own ranks; of another's there is nobody who would
-        self.office = Calling([meeting.office], LONGEST, meeting.keys or Keys.made(),
-                              trainer.world.timeout if self.guest else math.inf, AGAIN, "the training's office")
+        self.office = Calling(
+            [meeting.office],
+            LONGEST,
+            meeting.keys or Keys.made(),
+            trainer.world.timeout if self.guest else math.inf,
+            AGAIN,
+            "the training's office",
+        )
 
     def run(self) -> Counter[str]:
         """Until the office says that it is over; what was done, by kind of ticket."""
-        does: dict[str, Callable[[Ticket], dict[str, Any]]] = {TRAIN: self.trains, TEST: self.tests, KEEP: self.keeps}
+        does: dict[str, Callable[[Ticket], dict[str, Any]]] = {
+            TRAIN: self.trains,
+            TEST: self.tests,
+            KEEP: self.keeps,
+        }
         done: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
         count = Counter[str]()
         try:
@@ -111,9 +141,13 @@ class Worker:
         return count
 
     def next(self, done: dict[str, Any] | None, said: dict[str, Any]) -> Ticket:
-        """The office takes as long as it wants: it has nothing to do while others still train."""
+        """The office takes as long as it wants: it has nothing to do while others still
+        train.
+        """
         text = json.dumps([self.meeting.number, done, said]).encode()
-        for _, header, rest in self.office.asked([(0, Header(Kind.NEXT, self.meeting.job), (text,))]):
+        for _, header, rest in self.office.asked(
+            [(0, Header(Kind.NEXT, self.meeting.job), (text,))]
+        ):
             if header.kind != Kind.GIVEN:
                 raise StepFailed("the office answered with something else than a ticket")
             return Ticket(**json.loads(bytes(rest[0])))
@@ -127,29 +161,46 @@ class Worker:
             list(self.office.asked([(0, Header(Kind.LEAVE, self.meeting.job), (text,))]))
 
     def trains(self, ticket: Ticket) -> dict[str, Any]:
-        trainer, order = self.trainer, self.checked.facts.order
+        trainer = self.trainer
+        order = self.checked.facts.order
         self.rate(ticket.step)
-        trainer.steps, trainer.replicas = ticket.step, [ticket.share]
+        trainer.steps = ticket.step
+        trainer.replicas = [ticket.share]
         if isinstance(trainer.exchange, Asking):
             trainer.exchange.ticket = ticket
         else:
             trainer.how = replace(trainer.how, meeting=replace(self.meeting, ticket=ticket))
-        batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), trainer.division, trainer.replicas)
+        batch = batch_of(
+            order,
+            ticket.epoch,
+            order.at(ticket.step % order.steps),
+            trainer.division,
+            trainer.replicas,
+        )
         said: dict[str, Any] = {}
-        begun, rate = time.monotonic(), trainer.optimizer.param_groups[0]["lr"]
+        begun = time.monotonic()
+        rate = trainer.optimizer.param_groups[0]["lr"]
         for fetched in trainer.feed.give(self.samples, [batch], 0):
             result = trainer.step(*parted(fetched))
             assert isinstance(trainer.exchange, Asking)
-            said = {"loss": result.loss, "weight": result.weight, "became": trainer.exchange.became,
-                    "version": trainer.exchange.version, "lr": float(rate)}
+            said = {
+                "loss": result.loss,
+                "weight": result.weight,
+                "became": trainer.exchange.became,
+                "version": trainer.exchange.version,
+                "lr": float(rate),
+            }
             if self.guest:
-                said |= {"seconds": time.monotonic() - begun,
-                         "sent": trainer.exchange.sent["gradients"]["bytes"]}
+                said |= {
+                    "seconds": time.monotonic() - begun,
+                    "sent": trainer.exchange.sent["gradients"]["bytes"],
+                }
         return said
 
     def rate(self, step: int) -> None:
         """The learning rate of a step."""
-        self.trainer.optimizer._opt_called = True       # type: ignore[attr-defined]    # schedulers want to know, and servers step
+        # schedulers want to know, and servers step
+        self.trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
         for number in range(self.rate_of, step if self.scheduler is not None else 0):
             self.trainer.alike("schedule", number, self.scheduler.step)
         self.rate_of = max(self.rate_of, step)
@@ -157,8 +208,13 @@ class Worker:
     def tests(self, ticket: Ticket) -> dict[str, Any]:
         assert self.test is not None
         self.wired()
-        found = self.trainer.evaluation(self.test, self.checked.job.metric, part=(ticket.part, ticket.parts))
-        return {"sum": found["value"] * found["weight"] if found["weight"] else 0.0, "weight": found["weight"]}
+        found = self.trainer.evaluation(
+            self.test, self.checked.job.metric, part=(ticket.part, ticket.parts)
+        )
+        return {
+            "sum": found["value"] * found["weight"] if found["weight"] else 0.0,
+            "weight": found["weight"],
+        }
 
     def wired(self) -> None:
         """Where nobody has trained yet (a run that goes on with a test)."""
@@ -169,7 +225,8 @@ class Worker:
         trainer = self.trainer
         self.wired()
         self.rate(ticket.step)
-        trainer.steps, trainer.scheduler = ticket.step, self.scheduler
+        trainer.steps = ticket.step
+        trainer.scheduler = self.scheduler
         if ticket.keep == "model":
             save_trained(trainer, self.folder / "model.safetensors")
         else:

@@ -31,9 +31,12 @@ from paragrad.world.world import CPU, World
 
 @dataclass(frozen=True)
 class Holding:
-    """module: this rank's part of the model, and the loss;  layout: where it stands in the whole;  hollow: the whole, without
-    values;  draws: with the number that each random call of the part has in the whole;  chose: as in Share;  groups: of the
-    optimizer, the serial names of its parameters;  around: as in Share."""
+    """module: this rank's part of the model, and the loss;  layout: where it stands in the
+    whole;  hollow: the whole, without values;  draws: with the number that each random call of
+    the part has in the whole;  chose: as in Share;  groups: of the optimizer, the serial names
+    of its parameters;  around: as in Share.
+    """
+
     module: Summed
     layout: Layout
     hollow: nn.Module
@@ -44,10 +47,13 @@ class Holding:
 
 
 def placed(strategy: Strategy, world: World) -> World:
-    """Where this rank stands: among the workers, in their axes, or among the servers, which are the last ranks. Collective."""
+    """Where this rank stands: among the workers, in their axes, or among the servers, which are
+    the last ranks. Collective.
+    """
     if not strategy.servers:
         return world.with_axes(*strategy.axes)
-    if world.size == 1:                                 # workers come and go, and are each in a world of their own
+    # workers come and go, and are each in a world of their own
+    if world.size == 1:
         return world
     if world.size == strategy.size - strategy.servers:  # servers are in none
         return world.with_axes(*strategy.axes)
@@ -63,8 +69,9 @@ def once_on_a_host(strategy: Strategy, world: World) -> bool:
 
 
 def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> dict[str, Any]:
-    """What a Trainer is made of where it trains a job: model, optimizer and all that the job says; what servers hold lies where
-    messages are sent from. Collective."""
+    """What a Trainer is made of where it trains a job: model, optimizer and all that the job
+    says; what servers hold lies where messages are sent from. Collective.
+    """
     if strategy.servers and world.size == strategy.size and strategy.serves(world.rank):
         world = replace(world, device=CPU)
     if once_on_a_host(strategy, world):
@@ -73,89 +80,180 @@ def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> 
     else:
         begun = one_copy.Start(job.model_to_train().to(world.device))
     optimizer = job.optimizer(begun.model.parameters())
-    return {"world": world, "model": begun.model, "loss": job.built_loss(world.device), "optimizer": optimizer,
-            "seed": job.seed, "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None,
-            "clip_norm": job.clip_norm, "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype,
-            "begun": begun, "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked,
-            "noise": settings.noise_scale or 0, "tests": job.test is not None,
-            "pace": Pace(settings.slowed, job.seed, world.rank, world.device.type != "cpu")}
+    return {
+        "world": world,
+        "model": begun.model,
+        "loss": job.built_loss(world.device),
+        "optimizer": optimizer,
+        "seed": job.seed,
+        "examined": True,
+        "scheduler": job.scheduler(optimizer) if job.scheduler else None,
+        "clip_norm": job.clip_norm,
+        "autocast": job.autocast,
+        "collate": job.collate,
+        "dtype": job.parameter_dtype,
+        "begun": begun,
+        "how": settings.how,
+        "reverse": settings.reverse,
+        "unchecked": settings.unchecked,
+        "noise": settings.noise_scale or 0,
+        "tests": job.test is not None,
+        "pace": Pace(settings.slowed, job.seed, world.rank, world.device.type != "cpu"),
+    }
 
 
-def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer, draws: Draws, world: World, example: Any,
-            looks: dict[str, Any], whole_too: bool) -> Holding:
-    """Cut a model, and let the optimizer hold this rank's part. Collective. example: inputs of some samples;
-    looks: as share_of has them;  whole_too: the whole model stays as it is beside it.
+def divided(
+    strategy: Strategy,
+    module: Summed,
+    optimizer: torch.optim.Optimizer,
+    draws: Draws,
+    world: World,
+    example: Any,
+    looks: dict[str, Any],
+    whole_too: bool,
+) -> Holding:
+    """Cut a model, and let the optimizer hold this rank's part. Collective. example: inputs of
+    some samples; looks: as share_of has them;  whole_too: the whole model stays as it is beside
+    it.
 
-    Raises StepFailed where the parts do not make up the model, or where the optimizer cannot update parts.
+    Raises StepFailed where the parts do not make up the model, or where the optimizer cannot
+    update parts.
     """
     kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
     refuse_views(module.model)
     parameters = dict(module.model.named_parameters())
-    if hooked := [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]:
-        raise StepFailed(f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the module",
-                         tensor=", ".join(hooked[:3]))
-    untouched = all(map(ours, bringing(strategy, "share")))         # by ours the values are; others' may write to them
+    if hooked := [
+        name
+        for name, each in parameters.items()
+        if each._backward_hooks or each._post_accumulate_grad_hooks
+    ]:
+        raise StepFailed(
+            f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the "
+            f"module",
+            tensor=", ".join(hooked[:3]),
+        )
+    # by ours the values are; others' may write to them
+    untouched = all(map(ours, bringing(strategy, "share")))
     twin = one_copy.beside if untouched else copy.deepcopy
-    hollow, model = layout.hollow(module.model), twin(module.model) if whole_too else module.model
-    serial = {**parameters, **{name: buffer.clone() for name, buffer in module.model.named_buffers()}}
+    hollow = layout.hollow(module.model)
+    model = twin(module.model) if whole_too else module.model
+    serial = {
+        **parameters,
+        **{name: buffer.clone() for name, buffer in module.model.named_buffers()},
+    }
     share = share_of(strategy, model, example, world, looks)
     one_copy.own(share.model)
     if draws.others and share.draws is not None:
-        raise StepFailed(f"the model draws from {', '.join(draws.others)}, and in parts its calls are others; draw by torch, "
-                         f"or in the dataset, or train without {strategy}")
+        raise StepFailed(
+            f"the model draws from {', '.join(draws.others)}, and in parts its calls are others; "
+            f"draw by torch, "
+            f"or in the dataset, or train without {strategy}"
+        )
     if share.draws is not None and not all(call in range(len(draws.calls)) for call in share.draws):
-        raise StepFailed(f"{strategy} gives the random calls of a part the numbers {list(share.draws)}, and the model's are "
-                         f"0 to {len(draws.calls) - 1}")
-    own = Layout(world.along([axis.name for axis in world.axes if axis.divides != "samples"]), share.held, list(serial),
-                 share.gives)
+        raise StepFailed(
+            f"{strategy} gives the random calls of a part the numbers {list(share.draws)}, and the "
+            f"model's are "
+            f"0 to {len(draws.calls) - 1}"
+        )
+    own = Layout(
+        world.along([axis.name for axis in world.axes if axis.divides != "samples"]),
+        share.held,
+        list(serial),
+        share.gives,
+    )
     _check(strategy, own, share, serial, optimizer, kind)
     names = {parameter: name for name, parameter in parameters.items()}
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    held: dict[Tensor, list[tuple[Held, Tensor]]] = {parameter: [] for parameter in parameters.values()}
+    groups = [
+        [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
+    ]
+    held: dict[Tensor, list[tuple[Held, Tensor]]] = {
+        parameter: [] for parameter in parameters.values()
+    }
     for name, parameter in share.model.named_parameters():
         held[parameters[share.held[name].name]].append((share.held[name], parameter))
     layout.hand_over(optimizer, held)
-    return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws), share.chose, groups,
-                   share.around)
+    return Holding(
+        module.around(share.model),
+        own,
+        hollow,
+        replace(draws, serial=share.draws),
+        share.chose,
+        groups,
+        share.around,
+    )
 
 
 def check_given(weights: list[float], givers: int) -> None:
-    """Of the ranks of a replica, givers first: those that say so have the loss, and no others. Raises StepFailed."""
+    """Of the ranks of a replica, givers first: those that say so have the loss, and no others.
+    Raises StepFailed.
+    """
     if any(weight != weights[0] for weight in weights[:givers]) or any(weights[givers:]):
-        raise StepFailed(f"of the ranks of one replica {givers} say that they give the loss, and they are not those that have "
-                         f"one (weights {weights}, those of givers first); mend Share(gives=)")
+        raise StepFailed(
+            f"of the ranks of one replica {givers} say that they give the loss, and they are not "
+            f"those that have "
+            f"one (weights {weights}, those of givers first); mend Share(gives=)"
+        )
 
 
-def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, Tensor], optimizer: torch.optim.Optimizer,
-           kind: str) -> None:
-    """Every local tensor is a part of a serial one, every element counts once, and the optimizer updates parts. Collective."""
+def _check(
+    strategy: Strategy,
+    own: Layout,
+    share: Share,
+    serial: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    kind: str,
+) -> None:
+    """Every local tensor is a part of a serial one, every element counts once, and the
+    optimizer updates parts. Collective.
+    """
     own.givers = int(own.world.all_reduced(torch.tensor(float(share.gives))))
-    every = own.world.collected((_wrong(share, serial), [replace(held, owners=()) for held in share.held.values()]))
+    every = own.world.collected(
+        (_wrong(share, serial), [replace(held, owners=()) for held in share.held.values()])
+    )
     told = next(filter(None, (wrong for wrong, *_ in every)), None)
     if every and not told:
         told = _uncounted([held for *_, helds in every for held in helds if held.counts], serial)
     if every and not told and not own.givers:
         told = "no rank gives the output and the loss"
     if told := own.world.agreed(told):
-        raise StepFailed(f"{strategy} cuts the model wrongly: {told}; every element of every parameter and buffer is to be "
-                         "held, and to count on one rank of a replica")
-    parts = own.world.all_reduced(torch.tensor(float(any(held.where is not None for held in share.held.values()))), "MAX")
+        raise StepFailed(
+            f"{strategy} cuts the model wrongly: {told}; every element of every parameter and "
+            f"buffer is to be "
+            "held, and to count on one rank of a replica"
+        )
+    parts = own.world.all_reduced(
+        torch.tensor(float(any(held.where is not None for held in share.held.values()))), "MAX"
+    )
     refuse_optimizer(strategy, optimizer, kind, ELEMENT if parts else TENSOR)
 
 
-def refuse_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer, kind: str, together: str) -> None:
-    """Raises StepFailed where an optimizer, which updates by that kind, wants more together than a rank has (ELEMENT or TENSOR:
-    one that has a hook, or a list of its own, knows the parameters of the model, and not those of a part)."""
+def refuse_optimizer(
+    strategy: Strategy, optimizer: torch.optim.Optimizer, kind: str, together: str
+) -> None:
+    """Raises StepFailed where an optimizer, which updates by that kind, wants more together
+    than a rank has (ELEMENT or TENSOR: one that has a hook, or a list of its own, knows the
+    parameters of the model, and not those of a part).
+    """
     if beside := hooked(optimizer):
-        raise StepFailed(f"{type(optimizer).__name__} has {beside}, which may look at parameters that are on another rank, for "
-                         f"{strategy} cuts the model; do what it does in the step() of an optimizer of your own, or train "
-                         f"without {strategy}")
+        raise StepFailed(
+            f"{type(optimizer).__name__} has {beside}, which may look at parameters that are on "
+            f"another rank, for "
+            f"{strategy} cuts the model; do what it does in the step() of an optimizer of your "
+            f"own, or train "
+            f"without {strategy}"
+        )
     if KINDS.index(kind) > KINDS.index(together):
         wants = "all parameters" if kind == ALL else "whole tensors"
-        has, by = ("cuts them", "element by element") if together == ELEMENT else ("has them on several ranks",
-                                                                                  "each tensor by itself")
-        raise StepFailed(f"{type(optimizer).__name__} wants {wants} together (tried on a small copy), and {strategy} {has}; "
-                         f"use one that updates {by}, such as Adam")
+        has, by = (
+            ("cuts them", "element by element")
+            if together == ELEMENT
+            else ("has them on several ranks", "each tensor by itself")
+        )
+        raise StepFailed(
+            f"{type(optimizer).__name__} wants {wants} together (tried on a small copy), and "
+            f"{strategy} {has}; "
+            f"use one that updates {by}, such as Adam"
+        )
 
 
 def _wrong(share: Share, serial: Mapping[str, Tensor]) -> str | None:
@@ -168,12 +266,18 @@ def _wrong(share: Share, serial: Mapping[str, Tensor]) -> str | None:
             return f"{name} is held, and of which tensor it is a part is not said"
         whole = serial[held.name]
         if whole.shape != held.shape or held.of(whole).shape != tensor.shape:
-            return (f"{name} has the shape {tuple(tensor.shape)}, and what it says to hold of {held.name}, whole "
-                    f"{tuple(whole.shape)}, has another")
+            return (
+                f"{name} has the shape {tuple(tensor.shape)}, and what it says to hold of "
+                f"{held.name}, whole "
+                f"{tuple(whole.shape)}, has another"
+            )
         if not same(held.of(whole), tensor.detach()):
             return f"{name} has other values than what it says to hold of {held.name}"
         if tensor.requires_grad != whole.requires_grad:
-            return f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, and {held.name} of the model is not"
+            return (
+                f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, and {held.name} "
+                f"of the model is not"
+            )
         if held.owners and not isinstance(tensor, nn.Parameter):
             return f"{name} has owners and is a buffer, which has no gradient"
     return None
@@ -186,6 +290,8 @@ def _uncounted(counting: list[Held], serial: Mapping[str, Tensor]) -> str | None
         found = sum(held.of(tensor).numel() for held in parts)
         if found != tensor.numel():
             return f"of the {tensor.numel()} elements of {name} {found} count"
-        if any(one.overlaps(other) for one, other in itertools.combinations(parts, 2) if tensor.numel()):
+        if any(
+            one.overlaps(other) for one, other in itertools.combinations(parts, 2) if tensor.numel()
+        ):
             return f"of {name} some elements count twice, and others not at all"
     return None

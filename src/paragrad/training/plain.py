@@ -11,26 +11,44 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 
-MARK, OF_TENSOR = "a Python", "tensor"
-MAPPINGS: dict[str, Any] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict, "defaultdict": dict}
+MARK = "a Python"
+OF_TENSOR = "tensor"
+MAPPINGS: dict[str, Any] = {
+    "dict": dict,
+    "Counter": Counter,
+    "OrderedDict": OrderedDict,
+    "defaultdict": dict,
+}
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: what is no list and no mapping of texts is marked, to come back as it was."""
+    """A value as JSON can hold it: what is no list and no mapping of texts is marked, to come
+    back as it was.
+    """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, Mapping) and type(value).__name__ in MAPPINGS:
-        return {MARK: type(value).__name__, "items": [[plain(key), plain(each)] for key, each in value.items()]}
+        return {
+            MARK: type(value).__name__,
+            "items": [[plain(key), plain(each)] for key, each in value.items()],
+        }
     if isinstance(value, tuple):
         return {MARK: "tuple", "items": [plain(each) for each in value]}
     if isinstance(value, list):
         return [plain(each) for each in value]
     if isinstance(value, Tensor):
-        return {MARK: OF_TENSOR, "dtype": str(value.dtype).removeprefix("torch."), "items": value.tolist()}
+        return {
+            MARK: OF_TENSOR,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "items": value.tolist(),
+        }
     if value is None or isinstance(value, str | int | float):
         return value
-    raise StepFailed(f"a checkpoint cannot hold a {type(value).__name__}, which the optimizer or scheduler keeps; "
-                     "only tensors, numbers, texts, and lists and mappings of them are saved")
+    raise StepFailed(
+        f"a checkpoint cannot hold a {type(value).__name__}, which the optimizer or scheduler "
+        f"keeps; "
+        "only tensors, numbers, texts, and lists and mappings of them are saved"
+    )
 
 
 def restored(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Checkpoints as they lie on disk: which there are, which is whole, and what one says of itself."""
+"""Checkpoints as they lie on disk: which there are, which is whole, and what one says of
+itself.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ from paragrad.world.world import World
 
 SCHEMA = 1
 NAME = re.compile(r"checkpoint-(\d{8,})")
-FILES, SUMS = ("model.safetensors", "optimizer.safetensors", "state.json"), "SHA256SUMS"
-BESIDE = "strategy.safetensors"                  # there where the strategy keeps something
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+SUMS = "SHA256SUMS"
+BESIDE = "strategy.safetensors"  # there where the strategy keeps something
 
 
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint that was found whole."""
+
     folder: Path
     state: dict[str, Any]
     because: str = "the newest"
@@ -40,22 +44,37 @@ class Saved:
         return (self.folder / SUMS).read_text()
 
     def tested(self, epoch: int, in_rounds: bool = False) -> dict[str, Any] | None:
-        """What the record of the run that was saved says of an epoch's end and test; None if it did not come to it. in_rounds:
-        an epoch is a round."""
+        """What the record of the run that was saved says of an epoch's end and test; None if it
+        did not come to it. in_rounds: an epoch is a round.
+        """
         return tested(self.folder.parent, epoch) if in_rounds == ("rounds" in self.state) else None
 
 
 def tested(run: Path, epoch: int) -> dict[str, Any] | None:
-    """What a run's record says of an epoch's end and test: its first rank, or who handed out its samples."""
-    return next((line for name in ("rank-0.jsonl", "run.jsonl") for line in lines_of(run / name, spans=False)
-                 if line["kind"] == "epoch" and line["epoch"] == epoch), None)
+    """What a run's record says of an epoch's end and test: its first rank, or who handed out
+    its samples.
+    """
+    return next(
+        (
+            line
+            for name in ("rank-0.jsonl", "run.jsonl")
+            for line in lines_of(run / name, spans=False)
+            if line["kind"] == "epoch" and line["epoch"] == epoch
+        ),
+        None,
+    )
 
 
 def newest(parent: Path) -> Saved:
-    """The newest checkpoint below a folder that is whole, or the folder's own if it is one. Raises Refused where is none."""
+    """The newest checkpoint below a folder that is whole, or the folder's own if it is one.
+    Raises Refused where is none.
+    """
     if parent.is_dir() and NAME.fullmatch(parent.resolve().name):
         if (wrong := damage(parent)) is not None:
-            raise Refused(f"{parent} is damaged ({wrong}); give the folder of its run, to take the newest that is whole")
+            raise Refused(
+                f"{parent} is damaged ({wrong}); give the folder of its run, to take the newest "
+                f"that is whole"
+            )
         return _saved(parent, "asked for")
     damaged: list[str] = []
     for folder in folders(parent):
@@ -66,7 +85,10 @@ def newest(parent: Path) -> Saved:
         warnings.warn(f"{folder} is damaged ({wrong}); taking the one before it", stacklevel=2)
     if damaged:
         raise Refused(f"{parent}: no checkpoint is whole: {'; '.join(damaged)}")
-    raise Refused(f"{parent} holds no checkpoint; give the folder of a run that was saved (train --save STEPS), or stopped")
+    raise Refused(
+        f"{parent} holds no checkpoint; give the folder of a run that was saved (train --save "
+        f"STEPS), or stopped"
+    )
 
 
 def _saved(folder: Path, because: str) -> Saved:
@@ -74,7 +96,9 @@ def _saved(folder: Path, because: str) -> Saved:
 
 
 def newest_of_all(world: World, parent: Path) -> Saved:
-    """The newest whole checkpoint below a folder, as rank 0 sees it. Collective. Raises Refused on every rank."""
+    """The newest whole checkpoint below a folder, as rank 0 sees it. Collective. Raises Refused
+    on every rank.
+    """
     chosen: Saved | Refused | None = None
     if world.rank == 0:
         try:
@@ -90,8 +114,15 @@ def newest_of_all(world: World, parent: Path) -> Saved:
 
 def folders(parent: Path) -> list[Path]:
     """The checkpoints below a folder, newest first."""
-    return sorted((path for path in parent.glob("checkpoint-*") if path.is_dir() and NAME.fullmatch(path.name)),
-                  key=step_of, reverse=True)
+    return sorted(
+        (
+            path
+            for path in parent.glob("checkpoint-*")
+            if path.is_dir() and NAME.fullmatch(path.name)
+        ),
+        key=step_of,
+        reverse=True,
+    )
 
 
 def remove_partial(parent: Path) -> None:
@@ -110,7 +141,7 @@ def step_of(folder: Path) -> int:
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     for name in (SUMS, *FILES):
-        if not (folder / name).is_file():               # a FIFO would be waited for
+        if not (folder / name).is_file():  # a FIFO would be waited for
             return f"{name} is missing"
     try:
         listed = [line.split("  ", 1) for line in (folder / SUMS).read_text().splitlines()]
@@ -125,7 +156,8 @@ def damage(folder: Path) -> str | None:
         for name, tensors in state.get("tensors", {}).items():
             if contents(folder / name) != tensors:
                 return f"{name} holds other tensors than were saved in it"
-    except Exception as error:                          # whoever edits a checkpoint can make its sums too
+    # whoever edits a checkpoint can make its sums too
+    except Exception as error:
         return f"{type(error).__name__}: {error}" if not isinstance(error, Refused) else str(error)
     return None
 
@@ -137,18 +169,25 @@ def _state(folder: Path) -> dict[str, Any]:
         raise Refused(f"state.json has schema {state['schema']}, this version reads {SCHEMA}")
     state = restored(state)
     optimizer = state["optimizer"]
-    for name, value, kind in (("step", state["step"], int), ("rounds", state.get("rounds", 0), int),
-                              ("strategy", state["strategy"], str),
-                              ("identity", state["identity"], dict), ("scheduler", state["scheduler"], dict | None),
-                              ("optimizer's class", optimizer["class"], str), ("optimizer's groups", optimizer["groups"], list),
-                              ("optimizer's scalars", optimizer["scalars"], dict)):
+    for name, value, kind in (
+        ("step", state["step"], int),
+        ("rounds", state.get("rounds", 0), int),
+        ("strategy", state["strategy"], str),
+        ("identity", state["identity"], dict),
+        ("scheduler", state["scheduler"], dict | None),
+        ("optimizer's class", optimizer["class"], str),
+        ("optimizer's groups", optimizer["groups"], list),
+        ("optimizer's scalars", optimizer["scalars"], dict),
+    ):
         if not isinstance(value, kind) or isinstance(value, bool):
             raise Refused(f"state.json has {value!r} as {name}")
-    if not all(isinstance(each, dict) for each in [*optimizer["groups"], *optimizer["scalars"].values()]):
+    if not all(
+        isinstance(each, dict) for each in [*optimizer["groups"], *optimizer["scalars"].values()]
+    ):
         raise Refused("state.json: groups and scalars of the optimizer are not mappings")
     if NAME.fullmatch(folder.name) and state["step"] != step_of(folder):
         raise Refused(f"state.json is of step {state['step']}")
-    return state                                    # type: ignore[no-any-return]
+    return state  # type: ignore[no-any-return]
 
 
 def digest_of(path: Path) -> str:

@@ -1,7 +1,8 @@
 """Files of tensors, by safetensors: of a trained model, and of a checkpoint.
 
-They know no complex128, which a complex model in float64 holds. Such a tensor is saved as pairs of float64
-(torch.view_as_real), its name is noted in the file's metadata, and it is loaded as it was.
+They know no complex128, which a complex model in float64 holds. Such a tensor is saved as pairs
+of float64 (torch.view_as_real), its name is noted in the file's metadata, and it is loaded as
+it was.
 """
 
 from __future__ import annotations
@@ -20,24 +21,28 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-PAIRS = "complex128 as pairs of float64"        # in the metadata: the names, as JSON
+PAIRS = "complex128 as pairs of float64"  # in the metadata: the names, as JSON
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """A model's parameters and buffers; what has several names is saved once."""
     state = model.state_dict()
     with _as_any_file(path):
-        save_model(_Saved(model), str(path), _noted(state))         # type: ignore[arg-type]
+        save_model(_Saved(model), str(path), _noted(state))  # type: ignore[arg-type]
 
 
 def load_weights(model: nn.Module, path: Path, device: str = "cpu") -> None:
     """Put saved weights into a model. Raises RuntimeError where the names are others."""
-    load_model(_Saved(model, _pairs_in(path)), str(path), device=device)        # type: ignore[arg-type]
+    load_model(_Saved(model, _pairs_in(path)), str(path), device=device)  # type: ignore[arg-type]
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     with _as_any_file(path):
-        save_file({name: _as_pairs(tensor) for name, tensor in tensors.items()}, str(path), _noted(tensors))
+        save_file(
+            {name: _as_pairs(tensor) for name, tensor in tensors.items()},
+            str(path),
+            _noted(tensors),
+        )
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -47,14 +52,16 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def contents(path: Path) -> dict[str, list[Any]]:
     """What a file holds: name -> [type, *shape]."""
     with safe_open(str(path), "pt") as file:
-        found = {name: file.get_slice(name) for name in file.keys()}            # noqa: SIM118
+        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: [part.get_dtype(), *part.get_shape()] for name, part in found.items()}
 
 
 @contextmanager
 def _as_any_file(path: Path) -> Iterator[None]:
-    """Around writing one: it gets the mode that any new file has here (umask); safetensors' own is for its owner alone. Raises
-    OSError with the file's name where the system says no: safetensors tells that in words."""
+    """Around writing one: it gets the mode that any new file has here (umask); safetensors' own
+    is for its owner alone. Raises OSError with the file's name where the system says no:
+    safetensors tells that in words.
+    """
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -70,7 +77,8 @@ class _Saved:
     """A model as safetensors takes it. pairs: names in the file of what was saved as pairs."""
 
     def __init__(self, model: nn.Module, pairs: frozenset[str] = frozenset()) -> None:
-        self.model, self.pairs = model, pairs
+        self.model = model
+        self.pairs = pairs
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: _as_pairs(tensor) for name, tensor in self.model.state_dict().items()}
@@ -81,11 +89,18 @@ class _Saved:
 
 def _as_pairs(tensor: Tensor) -> Tensor:
     """A view: what shares its storage is seen to do so."""
-    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.dtype == torch.complex128 else tensor
+    return (
+        torch.view_as_real(tensor.detach().resolve_conj())
+        if tensor.dtype == torch.complex128
+        else tensor
+    )
 
 
 def _as_saved(tensors: dict[str, Tensor], pairs: frozenset[str]) -> dict[str, Tensor]:
-    return {name: torch.view_as_complex(tensor) if name in pairs else tensor for name, tensor in tensors.items()}
+    return {
+        name: torch.view_as_complex(tensor) if name in pairs else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _noted(tensors: Mapping[str, Tensor]) -> dict[str, str] | None:

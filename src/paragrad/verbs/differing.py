@@ -1,8 +1,10 @@
-"""How far apart are two models' tensors: each by its own size, and all of a kind by the largest of the kind.
+"""How far apart are two models' tensors: each by its own size, and all of a kind by the largest
+of the kind.
 
-Difference of a tensor = max|a - b| / max(max|b|, floor). The floor of gradients and of parameters is 1e-6 x the largest of
-their kind, that of buffers 1e-6 x the largest parameter: a buffer may hold anything, such as a mask of -1e30, and is no
-measure of another. Places that are not finite must be the same; what is above 1e20 stands for infinity, and measures nothing.
+Difference of a tensor = max|a - b| / max(max|b|, floor). The floor of gradients and of
+parameters is 1e-6 x the largest of their kind, that of buffers 1e-6 x the largest parameter: a
+buffer may hold anything, such as a mask of -1e30, and is no measure of another. Places that are
+not finite must be the same; what is above 1e20 stands for infinity, and measures nothing.
 """
 
 from __future__ import annotations
@@ -14,24 +16,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FLOOR = 1e-6            # of the largest of a kind: below it a tensor is not its own measure
-INFINITE = 1e20         # what a mask is filled with to stand for infinity is above, what is computed below
+FLOOR = 1e-6  # of the largest of a kind: below it a tensor is not its own measure
+# what a mask is filled with to stand for infinity is above, what is computed below
+INFINITE = 1e20
 
 Tensors = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How far a tensor is from its reference: `own`, by its own size; `pooled`, by the largest of its kind.
+    """How far a tensor is from its reference: `own`, by its own size; `pooled`, by the largest
+    of its kind.
 
-    The own size of a tensor that is all rounding is rounding, so `own` has no upper end; `pooled` is a steady measure.
+    The own size of a tensor that is all rounding is rounding, so `own` has no upper end;
+    `pooled` is a steady measure.
     """
+
     own: float
     pooled: float
 
 
 def apart(ours: Tensors, theirs: Tensors, noise: float = 0.0) -> dict[str, Apart]:
-    """The difference of every tensor of a kind; infinite where one side has none, or where both are not finite alike.
+    """The difference of every tensor of a kind; infinite where one side has none, or where both
+    are not finite alike.
 
     noise: the share of the largest of the kind below which both sides count as zero.
     """
@@ -44,7 +51,9 @@ def apart(ours: Tensors, theirs: Tensors, noise: float = 0.0) -> dict[str, Apart
 
 
 def each_apart(ours: Tensors, theirs: Tensors, floor: float) -> dict[str, Apart]:
-    """The same of buffers, each a kind of its own; floor: the least size that one is measured by."""
+    """The same of buffers, each a kind of its own; floor: the least size that one is measured
+    by.
+    """
     found = {}
     for name, reference in theirs.items():
         value, size = _difference(ours[name], reference, 0.0)
@@ -59,7 +68,9 @@ def differences(ours: Tensors, theirs: Tensors, noise: float = 0.0) -> dict[str,
 
 def most(tensors: Tensors) -> float:
     """The largest finite number of a kind."""
-    return max((_size(_numeric(tensor)) for tensor in tensors.values() if tensor is not None), default=0.0)
+    return max(
+        (_size(_numeric(tensor)) for tensor in tensors.values() if tensor is not None), default=0.0
+    )
 
 
 def _difference(ours: Tensor | None, reference: Tensor | None, noise: float) -> tuple[float, float]:
@@ -70,12 +81,14 @@ def _difference(ours: Tensor | None, reference: Tensor | None, noise: float) -> 
         return 0.0, 0.0
     if ours.shape != reference.shape:
         return math.inf, 0.0
-    a, b = _numeric(ours), _numeric(reference)
+    a = _numeric(ours)
+    b = _numeric(reference)
     finite = torch.isfinite(a) & torch.isfinite(b)
     if not finite.all():
         if not ((a == b) | (a.isnan() & b.isnan()))[~finite].all():
             return math.inf, 0.0
-        a, b = a[finite], b[finite]
+        a = a[finite]
+        b = b[finite]
     if max(_size(a), _size(b)) < noise:
         return 0.0, 0.0
     value = float((a - b).abs().max()) if a.numel() else 0.0

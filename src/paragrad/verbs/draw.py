@@ -1,4 +1,6 @@
-"""draw: what the ranks of a strategy do and send each other, and the parts of a model that it cuts."""
+"""draw: what the ranks of a strategy do and send each other, and the parts of a model that it
+cuts.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,12 @@ from paragrad.world.generators import generators_kept
 Found = TypeVar("Found")
 
 
-def draw(text: str, job: Job | None = None, svg: Path | None = None, data: Path | None = None) -> str:
-    """Strategies, one below the other. job: with the parts of its model;  svg: a file for a space-time diagram of one. Raises
-    Refused."""
+def draw(
+    text: str, job: Job | None = None, svg: Path | None = None, data: Path | None = None
+) -> str:
+    """Strategies, one below the other. job: with the parts of its model;  svg: a file for a
+    space-time diagram of one. Raises Refused.
+    """
     asked = strategies(text)
     if svg and len(asked) > 1:
         raise Refused(f"--svg {svg} takes one picture; give one strategy")
@@ -38,21 +43,39 @@ def draw(text: str, job: Job | None = None, svg: Path | None = None, data: Path 
             found.append("\n".join(lines))
             continue
         resolved, plan = plan_of(each, "draw")
-        found.append("\n".join([*lines, *([""] if lines else []), drawn(plan, parts(job, resolved, data) if job else (), svg)]))
+        found.append(
+            "\n".join(
+                [
+                    *lines,
+                    *([""] if lines else []),
+                    drawn(plan, parts(job, resolved, data) if job else (), svg),
+                ]
+            )
+        )
     return "\n\n".join(found)
 
 
 def layers(job: Job, asked: Strategy, data: Path | None = None) -> list[str]:
-    """Layer by layer what a strategy does with a job's model, of a micro-batch of a full batch; nothing of others."""
+    """Layer by layer what a strategy does with a job's model, of a micro-batch of a full batch;
+    nothing of others.
+    """
     if not telling(asked):
         return []
     chosen = resolve(asked, Here())
-    return _of_model(job, chosen, data, lambda model, inputs, samples: [
-        f"{chosen}, {chosen.size} ranks", *told_of(chosen, model, inputs, samples)])
+    return _of_model(
+        job,
+        chosen,
+        data,
+        lambda model, inputs, samples: [
+            f"{chosen}, {chosen.size} ranks",
+            *told_of(chosen, model, inputs, samples),
+        ],
+    )
 
 
 def parts(job: Job, chosen: Strategy, data: Path | None = None) -> list[Piece]:
-    """The parts into which a resolved strategy cuts a job's model, for a micro-batch of a full batch; none where it cuts none.
+    """The parts into which a resolved strategy cuts a job's model, for a micro-batch of a full
+    batch; none where it cuts none.
 
     data: folder for jobs that read files. Raises Refused with the repair.
     """
@@ -61,7 +84,9 @@ def parts(job: Job, chosen: Strategy, data: Path | None = None) -> list[Piece]:
     return _of_model(job, chosen, data, lambda model, inputs, _: pieces(cutting[0], model, inputs))
 
 
-def _of_model(job: Job, chosen: Strategy, data: Path | None, function: Callable[[nn.Module, Any, int], Found]) -> Found:
+def _of_model(
+    job: Job, chosen: Strategy, data: Path | None, function: Callable[[nn.Module, Any, int], Found]
+) -> Found:
     """function(model, inputs of a micro-batch, its samples). Raises Refused with the repair."""
     with generators_kept():
         facts = examined(job, data)

@@ -1,8 +1,10 @@
-"""A training whose workers come and go, from this side: processes are started, and started anew; the office hands out samples.
+"""A training whose workers come and go, from this side: processes are started, and started
+anew; the office hands out samples.
 
-All of it is one loop in the launching process, which waits for whatever comes first: a question to the office, a word of a
-process, or its end. A worker that dies is replaced, and of one that is silent for too long the ticket is somebody else's; a
-server that dies is started again from its last snapshot. What any of them raises ends the run, as under every strategy.
+All of it is one loop in the launching process, which waits for whatever comes first: a question
+to the office, a word of a process, or its end. A worker that dies is replaced, and of one that
+is silent for too long the ticket is somebody else's; a server that dies is started again from
+its last snapshot. What any of them raises ends the run, as under every strategy.
 """
 
 from __future__ import annotations
@@ -37,54 +39,102 @@ from paragrad.world.launching import Ranks
 from paragrad.world.launching.crew import DIED, FAILED, Crew
 from paragrad.world.signals import Request
 
-LOOK = 0.2              # seconds after which somebody looks whether a worker is late
-FAREWELL = 30.0         # seconds at most for processes to end in, when all is saved
-ANEW = 5                # times as many processes as there are may be started anew while no batch more is done
+LOOK = 0.2  # seconds after which somebody looks whether a worker is late
+FAREWELL = 30.0  # seconds at most for processes to end in, when all is saved
+# times as many processes as there are may be started anew while no batch more is done
+ANEW = 5
 
 
-def run_handed_out(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
-                   progress: Progress | None) -> str:
+def run_handed_out(
+    ranks: Ranks,
+    checked: Admitted,
+    folder: Path,
+    record: Recorder,
+    asked: Request,
+    progress: Progress | None,
+) -> str:
     """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
-    with contextlib.ExitStack() as at_last, Crew(ranks, checked.threads, checked.settings.device,
-                                                 checked.settings.timeout) as crew:
+    with (
+        contextlib.ExitStack() as at_last,
+        Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew,
+    ):
         run = Run(checked, folder, record, crew, asked, progress)
-        at_last.callback(run.write_unrecorded)          # when nobody writes any more
+        at_last.callback(run.write_unrecorded)  # when nobody writes any more
         return run.run()
 
 
 class Run:
     """One training."""
 
-    def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, asked: Request,
-                 progress: Progress | None) -> None:
+    def __init__(
+        self,
+        checked: Admitted,
+        folder: Path,
+        record: Recorder,
+        crew: Crew,
+        asked: Request,
+        progress: Progress | None,
+    ) -> None:
         strategy: Any = checked.resolved
         self.strategy = strategy
-        self.checked, self.folder, self.record, self.crew = checked, folder, record, crew
-        self.asked, self.progress = asked, progress
-        listen, allow = checked.settings.listen, checked.settings.allow
-        self.meeting = Meeting(secrets.randbits(63), str(crew.folder), self.strategy.servers,
-                               place=read_place("--listen", listen) if listen else None)
-        self.order, self.shares = checked.facts.order, self.strategy.shares
-        self.office = Office(self.meeting.job, self.strategy.bound, self.strategy.wanted if self.strategy.waits else None,
-                             checked.settings.timeout, self.heard)
+        self.checked = checked
+        self.folder = folder
+        self.record = record
+        self.crew = crew
+        self.asked = asked
+        self.progress = progress
+        listen = checked.settings.listen
+        allow = checked.settings.allow
+        self.meeting = Meeting(
+            secrets.randbits(63),
+            str(crew.folder),
+            self.strategy.servers,
+            place=read_place("--listen", listen) if listen else None,
+        )
+        self.order = checked.facts.order
+        self.shares = self.strategy.shares
+        self.office = Office(
+            self.meeting.job,
+            self.strategy.bound,
+            self.strategy.wanted if self.strategy.waits else None,
+            checked.settings.timeout,
+            self.heard,
+        )
         self.office.made = checked.saved.step if checked.saved else 0
-        self.count = self.strategy.size                 # the next number of a process
+        self.count = self.strategy.size  # the next number of a process
         entrance = self.meeting.entrance(None, Path(allow)) if allow else None
         if entrance is not None:
-            self.office.guests = Guests(checked, folder, record, self.meeting, entrance.allowed, self.next_number, self.event)
+            self.office.guests = Guests(
+                checked,
+                folder,
+                record,
+                self.meeting,
+                entrance.allowed,
+                self.next_number,
+                self.event,
+            )
         self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office, entrance)
         self.address = entrance.address if entrance is not None else None
-        self.anew = self.in_vain = self.furthest = 0            # started anew: in all, and since so many shares were done
-        self.servers: dict[int, int] = {}               # number of a process -> which server it is
+        # started anew: in all, and since so many shares were done
+        self.anew = 0
+        self.in_vain = 0
+        self.furthest = 0
+        # number of a process -> which server it is
+        self.servers: dict[int, int] = {}
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
         self.tested = {"sum": 0.0, "weight": 0.0}
         self.seconds = min(checked.settings.timeout, FAREWELL)
-        self.loss, self.done, self.told, self.shown = 0.0, 0, -1.0, 0
-        self.doubtful: list[tuple[Ticket, dict[str, Any], list[int]]] = []      # of which servers had the share; who had it
-        self.step = self.office.made                    # of the training: steps that were given out, in all
+        self.loss = 0.0
+        self.done = 0
+        self.told = -1.0
+        self.shown = 0
+        # of which servers had the share; who had it
+        self.doubtful: list[tuple[Ticket, dict[str, Any], list[int]]] = []
+        # of the training: steps that were given out, in all
+        self.step = self.office.made
         self.kept = {("checkpoint", self.step)} if checked.saved else set[tuple[str, int]]()
         self.show: Callable[..., None] = lambda step, **values: None
-        self.overdue: dict[int, float] = {}             # since when workers are late
+        self.overdue: dict[int, float] = {}  # since when workers are late
 
     def run(self) -> str:
         try:
@@ -119,18 +169,29 @@ class Run:
     def start(self, number: int, server: int | None) -> None:
         if server is not None:
             self.servers[number] = server
-        self.crew.start(number, rank_of, self.checked, self.folder, self.record.origin, self.meeting.of(number, server))
+        self.crew.start(
+            number,
+            rank_of,
+            self.checked,
+            self.folder,
+            self.record.origin,
+            self.meeting.of(number, server),
+        )
 
-    # ---- what is to be done --------------------------------------------------------------------------------------------------
+    # ---- what is to be done ------------------------------------------------------------------
     def epochs(self) -> str:
-        """As `Training.run` has it: a test after each, checkpoints, and how the training ended."""
+        """As `Training.run` has it: a test after each, checkpoints, and how the training
+        ended.
+        """
         checked, save = self.checked, self.checked.settings.save
         first, start = divmod(self.step, self.order.steps)
         # a run that was stopped with an epoch's last step made no test of it
         over = self.enough or (first > 0 and not start and self.ended(first - 1))
         for epoch in range(first, checked.job.epochs) if not over else ():
             begun = self.record.now()
-            if not self.train(epoch, start if epoch == first else 0) or self.end_epoch(epoch, begun):
+            if not self.train(epoch, start if epoch == first else 0) or self.end_epoch(
+                epoch, begun
+            ):
                 break
         status = "stopped" if self.asked.is_set() else "finished"
         if save or status == "stopped":
@@ -145,20 +206,24 @@ class Run:
         return self.checked.settings.enough(self.step)
 
     def train(self, epoch: int, start: int) -> bool:
-        """The epoch's batches from there on, share by share. False where the run ends before the epoch's test, with a whole
-        batch."""
-        save, end = self.checked.settings.save, (epoch + 1) * self.order.steps
+        """The epoch's batches from there on, share by share. False where the run ends before
+        the epoch's test, with a whole batch.
+        """
+        save = self.checked.settings.save
+        end = (epoch + 1) * self.order.steps
         self.step = epoch * self.order.steps + start
         while self.step < end and not self.asked.is_set() and not self.enough:
             samples = len(self.order.at(self.step % self.order.steps))
-            for share in range(min(self.shares, samples)):          # numbers follow each other: servers remember where from
+            # numbers follow each other: servers remember where from
+            for share in range(min(self.shares, samples)):
                 self.office.give([Ticket(TRAIN, self.tickets, epoch, self.step, share)])
                 self.tickets += 1
             self.step += 1
-            while len(self.office.left) >= 3 * self.shares:         # somebody can always be given something
+            # somebody can always be given something
+            while len(self.office.left) >= 3 * self.shares:
                 self.look(epoch)
             if save and self.step % save == 0:
-                self.idle(epoch)                        # what is kept is of whole steps
+                self.idle(epoch)  # what is kept is of whole steps
                 self.keep("checkpoint")
         self.idle(epoch)
         return not self.asked.is_set() and not self.enough
@@ -166,14 +231,21 @@ class Run:
     def end_epoch(self, epoch: int, begun: float) -> bool:
         """The test after an epoch; True where the goal is reached."""
         test = self.test(epoch)
-        self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6))
+        self.record.write(
+            "epoch",
+            epoch=epoch,
+            test=test,
+            start=round(begun, 6),
+            seconds=round(self.record.now() - begun, 6),
+        )
         if test is not None:
             self.show(self.step, **{f"test {self.checked.job.metric_name}": test["value"]})
         return self.checked.settings.reached(test)
 
     def ended(self, epoch: int) -> bool:
-        """Going on from the last step of an epoch: its test, unless the run that was saved made it; True where the goal is
-        reached."""
+        """Going on from the last step of an epoch: its test, unless the run that was saved made
+        it; True where the goal is reached.
+        """
         line = self.checked.saved and self.checked.saved.tested(epoch)
         if not line:
             return self.end_epoch(epoch, self.record.now())
@@ -208,12 +280,16 @@ class Run:
             self.tested = {name: self.tested[name] + said.get(name, 0.0) for name in self.tested}
         elif ticket.what == TRAIN:
             self.done, self.loss = self.done + 1, said.get("loss", self.loss)
-            if ticket.share == 0:                       # one of those that make a batch
-                self.show(ticket.step + 1, **{name: said[name] for name in ("loss", "lr") if name in said})
+            if ticket.share == 0:  # one of those that make a batch
+                self.show(
+                    ticket.step + 1, **{name: said[name] for name in ("loss", "lr") if name in said}
+                )
             if said.get("became") == APPLIED_BEFORE:
-                self.doubtful.append((ticket, said, [*self.office.begun_again.get(ticket.number, ()), number]))
+                self.doubtful.append(
+                    (ticket, said, [*self.office.begun_again.get(ticket.number, ()), number])
+                )
 
-    # ---- what comes ----------------------------------------------------------------------------------------------------------
+    # ---- what comes --------------------------------------------------------------------------
     def look(self, epoch: int | None) -> None:
         """Wait for what comes first, and do what it asks for."""
         poller = zmq.Poller()
@@ -229,13 +305,22 @@ class Run:
         self.office.hand_out(self.listening)
         for number in filter(None, map(self.office.gone, self.listening.left())):
             if not self.office.ended:
-                self.event("gone", f"worker {number}, which joined, is not reached any more; others get what it was at",
-                           rank=number)
+                self.event(
+                    "gone",
+                    f"worker {number}, which joined, is not reached any more; others get what it "
+                    f"was at",
+                    rank=number,
+                )
         for number in {whose[each] for each in ready if each in whose}:
             self.word_of(number)
         for number in self.office.late():
-            self.event("late", f"worker {number} was at its samples for longer than {self.office.limit:g} s; others get "
-                       "them", rank=number)
+            self.event(
+                "late",
+                f"worker {number} was at its samples for longer than {self.office.limit:g} s; "
+                f"others get "
+                "them",
+                rank=number,
+            )
             self.overdue[number] = time.monotonic()
         self.end_overdue()
         self.tell(epoch)
@@ -247,9 +332,11 @@ class Run:
             raise value
         if what != DIED:
             return
-        self.anew, self.in_vain = self.anew + 1, self.in_vain + 1
+        self.anew = self.anew + 1
+        self.in_vain = self.in_vain + 1
         if self.done >= self.furthest + self.shares:
-            self.furthest, self.in_vain = self.done, 0
+            self.furthest = self.done
+            self.in_vain = 0
         if self.in_vain > ANEW * self.strategy.size:
             raise value
         server = self.servers.get(number)
@@ -260,28 +347,43 @@ class Run:
                 self.event("replaced", f"{value}; worker {another} is there for it", rank=number)
                 self.start(another, None)
         else:
-            self.event("again", f"{value}; server {server} is started again from its last snapshot", rank=number)
+            self.event(
+                "again",
+                f"{value}; server {server} is started again from its last snapshot",
+                rank=number,
+            )
             self.office.anew()
             self.start(number, server)
 
     def end_overdue(self) -> None:
-        """Where those who are left are too few to make a step, and nobody who is late came back within the limit once more,
-        others come for them."""
-        self.overdue = {number: since for number, since in self.overdue.items()
-                        if number in self.crew.members and number not in self.office.members}
+        """Where those who are left are too few to make a step, and nobody who is late came back
+        within the limit once more, others come for them.
+        """
+        self.overdue = {
+            number: since
+            for number, since in self.overdue.items()
+            if number in self.crew.members and number not in self.office.members
+        }
         if not self.strategy.waits or len(self.office.members) >= self.strategy.wanted:
             return
-        for number in [each for each, since in self.overdue.items() if time.monotonic() - since > self.office.limit]:
+        for number in [
+            each
+            for each, since in self.overdue.items()
+            if time.monotonic() - since > self.office.limit
+        ]:
             self.crew.members[number].signal(signal.SIGKILL)
             del self.overdue[number]
 
     def write_unrecorded(self) -> None:
-        """The lines of shares that servers had when who came with them asked: whoever had brought them first may have died, or
-        left, before it wrote one."""
+        """The lines of shares that servers had when who came with them asked: whoever had
+        brought them first may have died, or left, before it wrote one.
+        """
+
         @functools.cache
         def written(number: int) -> set[tuple[int, ...]]:
             lines = lines_of(self.folder / f"rank-{number}.jsonl", spans=False)
             return {(line["step"], *line["order"]) for line in lines if line["kind"] == "step"}
+
         for ticket, said, who in self.doubtful:
             place = (ticket.step, *place_of(self.checked, ticket))
             if not any(place in written(number) for number in who):
@@ -292,19 +394,22 @@ class Run:
 
     def tell(self, epoch: int | None) -> None:
         now = self.record.now()
-        step, steps = self.done // self.shares, self.checked.job.epochs * self.order.steps
+        step = self.done // self.shares
+        steps = self.checked.job.epochs * self.order.steps
         if self.progress is None or epoch is None or step in (0, self.shown):
             return
         if now - self.told > 0.1 or step == steps:
-            self.told, self.shown = now, step
+            self.told = now
+            self.shown = step
             self.progress({"epoch": epoch, "step": step, "steps": steps, "loss": self.loss})
 
-    # ---- its end -------------------------------------------------------------------------------------------------------------
+    # ---- its end -----------------------------------------------------------------------------
     def close(self) -> None:
         """Workers end, then servers; who does not in time is left to be killed."""
         workers = [number for number in self.crew.members if number not in self.servers]
         self.until(workers)
-        with contextlib.suppress(StepFailed):           # one that is gone by now has told all that it had to tell
+        # one that is gone by now has told all that it had to tell
+        with contextlib.suppress(StepFailed):
             dismissed(self.meeting, self.seconds)
         self.until(list(self.servers))
 

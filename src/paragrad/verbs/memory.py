@@ -21,13 +21,17 @@ from paragrad.training.settings import Settings
 from paragrad.world.joining import launched_size
 from paragrad.world.launching import Ranks
 
-RANKS = 16              # of which a step is made to count: more processes are not started for a drawing
+# of which a step is made to count: more processes are not started for a drawing
+RANKS = 16
 
 
 def draw_memory(text: str, job: Job, svg: Path | None = None, data: Path | None = None) -> str:
     """Strategies, one below the other. svg: a file for the picture of one. Raises Refused."""
     if launched_size() is not None:
-        raise Refused("draw --memory starts its own ranks and cannot run under a launcher; call it with plain python")
+        raise Refused(
+            "draw --memory starts its own ranks and cannot run under a launcher; call it with "
+            "plain python"
+        )
     asked = strategies(text)
     if svg and len(asked) > 1:
         raise Refused(f"--svg {svg} takes one picture; give one strategy")
@@ -42,18 +46,44 @@ def _drawn(job: Job, asked: Strategy, svg: Path | None, data: Path | None) -> st
         checked = admitted(job, found.strategy, Settings(data=data), checked.facts)
         with Ranks(checked.size) as ranks:
             counted = one_step(ranks, checked)
-    ranks_of = [Lifetimes(found.first + rank, found.moments(rank), found.in_test(rank),
-                          counted[found.first + rank] if counted else None) for rank in range(found.ranks)]
+    ranks_of = [
+        Lifetimes(
+            found.first + rank,
+            found.moments(rank),
+            found.in_test(rank),
+            counted[found.first + rank] if counted else None,
+        )
+        for rank in range(found.ranks)
+    ]
     sizes = sorted(set(found.sizes), reverse=True)
-    title = (f"{found.strategy}: bytes that a replica's ranks hold of activations and messages, task by task; a step of "
-             f"{len(found.sizes)} micro-batch{'es' if len(found.sizes) > 1 else ''} of {' or '.join(map(str, sizes))} samples")
+    title = (
+        f"{found.strategy}: bytes that a replica's ranks hold of activations and messages, task by "
+        f"task; a step of "
+        f"{len(found.sizes)} micro-batch{'es' if len(found.sizes) > 1 else ''} of "
+        f"{' or '.join(map(str, sizes))} samples"
+    )
     return as_text(title, ranks_of, svg)
 
 
 def one_step(ranks: Ranks, checked: Admitted) -> list[dict[str, int]]:
-    """What each rank held in a training of one step, by kind, as its record says. Raises RankFailed."""
-    limited = replace(checked, settings=replace(checked.settings, limit=1, unchecked=True, save=None, resume=None, trace=None,
-                                                until=None, tensorboard=False), saved=None, tried=None)
+    """What each rank held in a training of one step, by kind, as its record says. Raises
+    RankFailed.
+    """
+    limited = replace(
+        checked,
+        settings=replace(
+            checked.settings,
+            limit=1,
+            unchecked=True,
+            save=None,
+            resume=None,
+            trace=None,
+            until=None,
+            tensorboard=False,
+        ),
+        saved=None,
+        tried=None,
+    )
     with tempfile.TemporaryDirectory() as folder:
         limited.on(ranks, train_rank, limited, Path(folder), time.monotonic())
         record = Record(Path(folder))

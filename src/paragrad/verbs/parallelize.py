@@ -1,4 +1,6 @@
-"""parallelize: a Trainer for people who own their loop, under python (a world of one), torchrun, mpirun or srun."""
+"""parallelize: a Trainer for people who own their loop, under python (a world of one),
+torchrun, mpirun or srun.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +31,47 @@ from paragrad.world.world import TIMEOUT, World
 
 
 @contextmanager
-def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: str | Strategy = "data(auto)", *,
-                seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
-                collate: Collate | None = None, device: str = "cpu", backend: str = "auto",
-                timeout: float = TIMEOUT, unchecked: bool = False) -> Iterator[Trainer]:
+def parallelize(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    strategy: str | Strategy = "data(auto)",
+    *,
+    seed: int = 0,
+    scheduler: Any = None,
+    clip_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    collate: Collate | None = None,
+    device: str = "cpu",
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    unchecked: bool = False,
+) -> Iterator[Trainer]:
     """One rank of a strategy over the user's own model, loss and optimizer; a context manager.
 
-    Under plain python the world is one worker; torchrun, mpirun and srun make it larger, and a process group that is there
-    already is taken as it is. All ranks begin with rank 0's parameters and buffers. The loop takes its batches from
-    `trainer.batches(dataset, batch, epoch)` (the global batch size) and hands them to `trainer.step`; loss: the mean over
-    samples, or f(output, target) -> (sum, weight);  scheduler, which counts steps, and clip_norm are the trainer's to apply;
-    autocast: torch.bfloat16, or None;  timeout: seconds to wait for another rank. After `trainer.world.stop.set()` on any rank
-    (in a signal handler, say) `result.stop` is true on all ranks at the same step (of replicas that step alone, once they met).
-    At the end of the context the model is what the run stands for. unchecked: do not compare the first step with one worker's.
-    A strategy that cuts the model takes it: from the first step to the end of the context the user's own has
-    no values, `trainer.state()` has; then it is whole again, on every rank, with parameters that are new objects, and so is the
+    Under plain python the world is one worker; torchrun, mpirun and srun make it larger, and a
+    process group that is there already is taken as it is. All ranks begin with rank 0's
+    parameters and buffers. The loop takes its batches from `trainer.batches(dataset, batch,
+    epoch)` (the global batch size) and hands them to `trainer.step`; loss: the mean over
+    samples, or f(output, target) -> (sum, weight);  scheduler, which counts steps, and
+    clip_norm are the trainer's to apply; autocast: torch.bfloat16, or None;  timeout: seconds
+    to wait for another rank. After `trainer.world.stop.set()` on any rank (in a signal handler,
+    say) `result.stop` is true on all ranks at the same step (of replicas that step alone, once
+    they met). At the end of the context the model is what the run stands for. unchecked: do not
+    compare the first step with one worker's. A strategy that cuts the model takes it: from the
+    first step to the end of the context the user's own has no values, `trainer.state()` has;
+    then it is whole again, on every rank, with parameters that are new objects, and so is the
     optimizer, which holds them. Raises Refused before the first step.
     """
     settings = Settings(device=device, backend=backend)
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
-    chosen, size = read_strategy(strategy), launched_size()
+    chosen = read_strategy(strategy)
+    size = launched_size()
     here = here_for(settings, own_loop=True)
-    if because := chosen.promise.jobs_only or (chosen.servers and "its servers have no loop of your own; make it a Job"):
-        raise Refused(f"{chosen}: {because}")       # however many ranks were started
+    if because := chosen.promise.jobs_only or (
+        chosen.servers and "its servers have no loop of your own; make it a Job"
+    ):
+        raise Refused(f"{chosen}: {because}")  # however many ranks were started
     resolved = ready(chosen, here)
     with asking(chosen):
         resolved.refuse_updates(Updates(optimizer, clip_norm), chosen)
@@ -63,8 +83,20 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
         for tensor in [*model.parameters(), *model.buffers()]:
             world.copy_from_first(tensor.data)
         begun = one_copy.moved(world, model) if once_on_a_host(resolved, world) else None
-        trainer = Trainer(world, model, loss, optimizer, resolved, seed=seed, scheduler=scheduler, clip_norm=clip_norm,
-                          autocast=autocast, collate=collate, unchecked=unchecked, begun=begun)
+        trainer = Trainer(
+            world,
+            model,
+            loss,
+            optimizer,
+            resolved,
+            seed=seed,
+            scheduler=scheduler,
+            clip_norm=clip_norm,
+            autocast=autocast,
+            collate=collate,
+            unchecked=unchecked,
+            begun=begun,
+        )
         try:
             yield trainer
             if trainer.exchange is not None:
@@ -79,13 +111,18 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
 
 
 def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The user's model as the parts make it up, and the optimizer over it, with the state that serial's has. Collective."""
+    """The user's model as the parts make it up, and the optimizer over it, with the state that
+    serial's has. Collective.
+    """
     layout = trainer.layout
     assert trainer.exchange is not None
     assert trainer.given is not None
-    parameters = fill(model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())}))
+    parameters = fill(
+        model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())})
+    )
     state = layout.world.agreed(layout.state(trainer.exchange.state()))
-    for group, names in zip(optimizer.param_groups, trainer.groups, strict=False):      # more, where the user added one
+    # more, where the user added one
+    for group, names in zip(optimizer.param_groups, trainer.groups, strict=False):
         group["params"] = [parameters[name] for name in names if name in parameters]
     optimizer.state = type(optimizer.state)(dict, beside_parameters(optimizer))
     for name, values in state.items():
@@ -102,19 +139,31 @@ def _world(backend: str, device: str, timeout: float, alone: bool) -> Iterator[W
         yield world
 
 
-def _check(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, scheduler: Any, clip_norm: float | None,
-           autocast: torch.dtype | None, settings: Settings) -> None:
+def _check(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    clip_norm: float | None,
+    autocast: torch.dtype | None,
+    settings: Settings,
+) -> None:
     if not isinstance(model, nn.Module):
         raise Refused(f"parallelize wants a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss):
-        raise Refused("parallelize wants a loss: f(output, target) -> the mean over samples, or (sum, weight)")
+        raise Refused(
+            "parallelize wants a loss: f(output, target) -> the mean over samples, or (sum, weight)"
+        )
     if clip_norm is not None and not clip_norm > 0:
         raise Refused(f"clip_norm must be above 0 or None, got {clip_norm!r}")
     if autocast not in (None, torch.bfloat16):
         raise Refused(f"autocast must be torch.bfloat16 or None, got {autocast}")
     if lazy := lazy_names(model):
-        raise Refused(f"parallelize: {', '.join(lazy)} of the model have no shapes yet (lazy modules); run one batch through "
-                      "the model before, and build the optimizer then")
+        raise Refused(
+            f"parallelize: {', '.join(lazy)} of the model have no shapes yet (lazy modules); run "
+            f"one batch through "
+            "the model before, and build the optimizer then"
+        )
     if wrong := unfit(model, optimizer, scheduler):
         raise Refused(f"parallelize: {wrong}")
     settings.check()

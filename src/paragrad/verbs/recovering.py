@@ -1,8 +1,10 @@
-"""A synchronous training whose servers keep all there is to keep, so that any process of it may die, and none of it is lost.
+"""A synchronous training whose servers keep all there is to keep, so that any process of it may
+die, and none of it is lost.
 
-Workers are ranks of one world, as under `data`, and servers processes beside it. When a worker dies, or waits for another in
-vain, all workers are ended; the servers say where they stand, what one has made the others make too, and workers begin the
-next step in a new world. When a server dies, everything goes back to the last step of which all servers have a snapshot, the
+Workers are ranks of one world, as under `data`, and servers processes beside it. When a worker
+dies, or waits for another in vain, all workers are ended; the servers say where they stand,
+what one has made the others make too, and workers begin the next step in a new world. When a
+server dies, everything goes back to the last step of which all servers have a snapshot, the
 record too: the same steps are made again.
 """
 
@@ -35,13 +37,20 @@ from paragrad.world.launching.ranks import GRACE
 from paragrad.world.signals import Request
 from paragrad.world.waiting import in_vain
 
-LOOK = 0.2              # seconds after which somebody looks whether the run is to stop
-AGAIN = 10              # times that workers may begin again without a step more
-ANSWER = 30.0           # seconds for a server to say where it stands: it may be writing a snapshot
+LOOK = 0.2  # seconds after which somebody looks whether the run is to stop
+AGAIN = 10  # times that workers may begin again without a step more
+# seconds for a server to say where it stands: it may be writing a snapshot
+ANSWER = 30.0
 
 
-def run_recovering(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
-                   progress: Progress | None) -> str:
+def run_recovering(
+    ranks: Ranks,
+    checked: Admitted,
+    folder: Path,
+    record: Recorder,
+    asked: Request,
+    progress: Progress | None,
+) -> str:
     """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
     with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
         return Run(checked, folder, record, crew, asked, progress).run()
@@ -50,19 +59,38 @@ def run_recovering(ranks: Ranks, checked: Admitted, folder: Path, record: Record
 class Run:
     """One training."""
 
-    def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, asked: Request,
-                 progress: Progress | None) -> None:
-        self.checked, self.folder, self.record, self.crew = checked, folder, record, crew
-        self.asked, self.progress = asked, progress
-        size, servers = checked.size, checked.resolved.servers
-        self.workers, self.servers = range(size - servers), range(size - servers, size)         # by number
+    def __init__(
+        self,
+        checked: Admitted,
+        folder: Path,
+        record: Recorder,
+        crew: Crew,
+        asked: Request,
+        progress: Progress | None,
+    ) -> None:
+        self.checked = checked
+        self.folder = folder
+        self.record = record
+        self.crew = crew
+        self.asked = asked
+        self.progress = progress
+        size = checked.size
+        servers = checked.resolved.servers
+        # by number
+        self.workers = range(size - servers)
+        self.servers = range(size - servers, size)
         self.meeting = Meeting(secrets.randbits(63), str(crew.folder), servers)
         self.statuses: dict[int, str] = {}
-        self.troubles: list[tuple[str, RankFailed]] = []    # who died or failed, of late
-        self.until, self.stopping = 0.0, False
-        self.worlds = self.again = self.furthest = 0        # of workers; begun again since the furthest step was reached
-        self.raised: RankFailed | None = None               # by a rank of itself, since then
-        self.ending = 0.0                                   # when the first worker came to its end
+        self.troubles: list[tuple[str, RankFailed]] = []  # who died or failed, of late
+        self.until = 0.0
+        self.stopping = False
+        # of workers; begun again since the furthest step was reached
+        self.worlds = 0
+        self.again = 0
+        self.furthest = 0
+        self.raised: RankFailed | None = None  # by a rank of itself, since then
+        # when the first worker came to its end
+        self.ending = 0.0
         self.seconds = min(checked.settings.timeout, ANSWER)
 
     def run(self) -> str:
@@ -75,18 +103,38 @@ class Run:
 
     def serve(self) -> None:
         for number in self.servers:
-            self.crew.start(number, rank_of, self.checked, self.folder, self.record.origin,
-                            self.meeting.of(number, number - len(self.workers)))
+            self.crew.start(
+                number,
+                rank_of,
+                self.checked,
+                self.folder,
+                self.record.origin,
+                self.meeting.of(number, number - len(self.workers)),
+            )
 
     def work(self) -> None:
         store = self.crew.folder / f"workers-{self.worlds}"
-        self.worlds, self.statuses, self.stopping, self.ending = self.worlds + 1, {}, False, 0.0
+        self.worlds = self.worlds + 1
+        self.statuses = {}
+        self.stopping = False
+        self.ending = 0.0
         for number in self.workers:
-            self.crew.start(number, train_rank, self.checked, self.folder, self.record.origin, self.meeting.of(number),
-                            size=len(self.workers), store=store, backend=self.checked.backend)
+            self.crew.start(
+                number,
+                train_rank,
+                self.checked,
+                self.folder,
+                self.record.origin,
+                self.meeting.of(number),
+                size=len(self.workers),
+                store=store,
+                backend=self.checked.backend,
+            )
 
     def close(self) -> None:
-        """Servers end, which write into the record; who does not in time is left to be killed. All is saved by now."""
+        """Servers end, which write into the record; who does not in time is left to be killed.
+        All is saved by now.
+        """
         with contextlib.suppress(StepFailed):
             dismissed(self.meeting, self.seconds)
         until = time.monotonic() + self.seconds
@@ -94,7 +142,7 @@ class Run:
             for number in self.crew.ready(LOOK):
                 self.crew.heard(number)
 
-    # ---- what comes ----------------------------------------------------------------------------------------------------------
+    # ---- what comes --------------------------------------------------------------------------
     def look(self) -> None:
         """Wait for what comes first, and do what it asks for. Raises RankFailed."""
         if self.asked.is_set() and not self.stopping:
@@ -110,18 +158,29 @@ class Run:
             elif what in (DIED, FAILED):
                 self.until = self.until or time.monotonic() + GRACE
                 self.troubles.append((what, value))
-        if self.ending and time.monotonic() - self.ending > self.checked.settings.timeout and not self.troubles:
+        if (
+            self.ending
+            and time.monotonic() - self.ending > self.checked.settings.timeout
+            and not self.troubles
+        ):
             late = next(number for number in self.workers if number not in self.statuses)
-            self.troubles.append((DIED, RankFailed("it does not come to its end, as the others have", rank=late)))
-        if self.troubles and time.monotonic() > self.until:             # until then the cause may show
+            self.troubles.append(
+                (DIED, RankFailed("it does not come to its end, as the others have", rank=late))
+            )
+        # until then the cause may show
+        if self.troubles and time.monotonic() > self.until:
             self.begin_again(self.cause())
-            self.troubles, self.until = [], 0.0
+            self.troubles = []
+            self.until = 0.0
 
     def cause(self) -> RankFailed:
-        """For which workers are to begin again: a death, before what others say who met it; or that somebody waited in vain.
-        Raises what a rank has raised of itself."""
+        """For which workers are to begin again: a death, before what others say who met it; or
+        that somebody waited in vain. Raises what a rank has raised of itself.
+        """
         deaths = [value for what, value in self.troubles if what == DIED]
-        raised = [value for what, value in self.troubles if what == FAILED and not in_vain(value.message)]
+        raised = [
+            value for what, value in self.troubles if what == FAILED and not in_vain(value.message)
+        ]
         self.raised = raised[0] if raised else self.raised
         if raised and not deaths:
             raise raised[0]
@@ -135,14 +194,18 @@ class Run:
         remove_partial(self.folder)
         step, last = self.stand(trouble)
         if step > self.furthest:
-            self.furthest, self.again, self.raised = step, 0, None
+            self.furthest = step
+            self.again = 0
+            self.raised = None
         self.meeting = replace(self.meeting, step=step, last=last)
         self.work()
 
     def stand(self, trouble: RankFailed) -> tuple[int, tuple[tuple[float, float], ...]]:
-        """As `halted`; everything goes back where a server is gone, again where one that was started for it is. Raises
-        RankFailed."""
-        because, until = "", time.monotonic() + max(self.checked.settings.timeout, ANSWER)
+        """As `halted`; everything goes back where a server is gone, again where one that was
+        started for it is. Raises RankFailed.
+        """
+        because = ""
+        until = time.monotonic() + max(self.checked.settings.timeout, ANSWER)
         for _ in range(1 + AGAIN):
             try:
                 if because:
@@ -160,11 +223,15 @@ class Run:
         raise trouble.saying(f"{trouble.message}; and {because}")
 
     def there(self, until: float) -> None:
-        """Wait for servers that were started: they read a snapshot, and write one, for as long as it takes. Raises StepFailed
-        where one is gone by then, or does not come; RankFailed: what one raises."""
+        """Wait for servers that were started: they read a snapshot, and write one, for as long
+        as it takes. Raises StepFailed where one is gone by then, or does not come; RankFailed:
+        what one raises.
+        """
         while True:
             self.refuse_gone()
-            with contextlib.closing(Calling(self.meeting.addresses, LONGEST, Keys.made(), 5 * LOOK)) as calling:
+            with contextlib.closing(
+                Calling(self.meeting.addresses, LONGEST, Keys.made(), 5 * LOOK)
+            ) as calling:
                 try:
                     look = Header(Kind.LOOK, self.meeting.job)
                     list(calling.asked((server, look, ()) for server in range(len(self.servers))))
@@ -178,21 +245,41 @@ class Run:
             what, value = self.crew.heard(number)
             if what == FAILED:
                 raise value
-        if gone := [number - len(self.workers) for number in self.servers if number not in self.crew.members]:
+        if gone := [
+            number - len(self.workers) for number in self.servers if number not in self.crew.members
+        ]:
             raise StepFailed(f"server(s) {', '.join(map(str, gone))} are gone")
 
     def halted(self) -> tuple[int, tuple[tuple[float, float], ...]]:
-        """(the step, (weight, loss) of every share of the one before) where all servers stand, without workers. Raises
-        StepFailed where one is gone."""
+        """(the step, (weight, loss) of every share of the one before) where all servers stand,
+        without workers. Raises StepFailed where one is gone.
+        """
         self.refuse_gone()
-        before, self.meeting = self.meeting, replace(self.meeting, job=secrets.randbits(63))
-        with contextlib.closing(Calling(self.meeting.addresses, LONGEST, Keys.made(), self.seconds)) as calling:
+        before = self.meeting
+        self.meeting = replace(self.meeting, job=secrets.randbits(63))
+        with contextlib.closing(
+            Calling(self.meeting.addresses, LONGEST, Keys.made(), self.seconds)
+        ) as calling:
             halt = Header(Kind.HALT, before.job, version=self.meeting.job)
-            told = {server: json.loads(bytes(rest[0])) for server, _, rest in calling.asked(
-                (server, halt, ()) for server in range(before.servers))}
+            told = {
+                server: json.loads(bytes(rest[0]))
+                for server, _, rest in calling.asked(
+                    (server, halt, ()) for server in range(before.servers)
+                )
+            }
             first = max(told.values(), key=lambda each: each["updates"])
-            questions = ((server, Header(Kind.RESUME, self.meeting.job, numbers=(
-                float(each["updates"] < first["updates"]), *first["made"])), ()) for server, each in told.items())
+            questions = (
+                (
+                    server,
+                    Header(
+                        Kind.RESUME,
+                        self.meeting.job,
+                        numbers=(float(each["updates"] < first["updates"]), *first["made"]),
+                    ),
+                    (),
+                )
+                for server, each in told.items()
+            )
             stand = {header.version for _, header, _ in calling.asked(questions)}
         if stand != {first["updates"]}:
             raise StepFailed(f"servers stand at steps {sorted(stand)}")
@@ -202,7 +289,7 @@ class Run:
         """Servers begin with the last step of which all of them have a snapshot."""
         self.crew.kill(number for number in self.servers if number in self.crew.members)
         step = common(self.crew.folder, len(self.servers))
-        if step is None:                                # before the first one
+        if step is None:  # before the first one
             step = self.checked.saved.step if self.checked.saved else 0
         self.meeting = replace(self.meeting, job=secrets.randbits(63), step=step)
         self.event("back", f"{trouble}: {because}; everything goes back to step {step}", step)
@@ -215,10 +302,14 @@ class Run:
 def rewind(folder: Path, workers: int, step: int) -> None:
     """A run's record, and its checkpoints, are as they were before that step."""
     for number in range(workers):
-        path, kept = folder / f"rank-{number}.jsonl", 0
+        path = folder / f"rank-{number}.jsonl"
+        kept = 0
         cut_torn(path)
         for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-            if text.startswith((b'{"kind":"step"', b'{"kind":"spans"')) and json.loads(text)["step"] >= step:
+            if (
+                text.startswith((b'{"kind":"step"', b'{"kind":"spans"'))
+                and json.loads(text)["step"] >= step
+            ):
                 os.truncate(path, kept)
                 break
             kept += len(text)

@@ -1,11 +1,13 @@
 """What a strategy is compared with: serial, and beside it its rounding twin.
 
-Serial takes the whole global batch in one loss call, so that it shares no fault of weights with the strategy. Only where
-batch norm takes statistics of micro-batches it runs the same ones; then their weights are checked against one call.
+Serial takes the whole global batch in one loss call, so that it shares no fault of weights with
+the strategy. Only where batch norm takes statistics of micro-batches it runs the same ones;
+then their weights are checked against one call.
 
-The twin is serial with every parameter moved by about one unit in the last place before every step. How far it comes from
-serial is what rounding alone does to this model. It does not reverse its samples: in a model that draws noise or mixes
-samples that would be another training, and a wrong strategy would hide behind it.
+The twin is serial with every parameter moved by about one unit in the last place before every
+step. How far it comes from serial is what rounding alone does to this model. It does not
+reverse its samples: in a model that draws noise or mixes samples that would be another
+training, and a wrong strategy would hide behind it.
 """
 
 from __future__ import annotations
@@ -27,26 +29,42 @@ from paragrad.training.trainer import Trainer
 from paragrad.world.generators import generators_kept, seed_everything
 from paragrad.world.world import World
 
-WHOLE = "loss of the whole batch"       # beside the weighted mean of its micro-batches
+WHOLE = "loss of the whole batch"  # beside the weighted mean of its micro-batches
 
 
 class Reference:
     """Serial and, with twin=True, its rounding twin, over the same batches of a job.
 
-    micro: its micro-batches;  normed: the names of running statistics where a batch norm is computed in training, else None.
+    micro: its micro-batches;  normed: the names of running statistics where a batch norm is
+    computed in training, else None.
     """
 
-    def __init__(self, device: torch.device, job: Job, strategy: Strategy, train: Dataset, places: list[tuple[int, range]],
-                 twin: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        job: Job,
+        strategy: Strategy,
+        train: Dataset,
+        places: list[tuple[int, range]],
+        twin: bool,
+    ) -> None:
         tried = _tried(job, train, places[0], device)
-        self.normed = None if isinstance(tried, str) or not tried.batch_norm.computed else tried.batch_norm.normed
+        self.normed = (
+            None
+            if isinstance(tried, str) or not tried.batch_norm.computed
+            else tried.batch_norm.normed
+        )
         self.micro = 1 if self.normed is None else strategy.division.micro
         like = strategy if self.micro > 1 else None
         self.serial = Trainer.of_job(World(device=device), job, Serial(), like=like)
         self.twin = Trainer.of_job(World(device=device), job, Serial(), like=like) if twin else None
-        self.running = {trainer: trainer.batches_at(train, job.order(len(train)), places) for trainer in self.trainers}
+        self.running = {
+            trainer: trainer.batches_at(train, job.order(len(train)), places)
+            for trainer in self.trainers
+        }
         self.signs = torch.Generator().manual_seed(job.seed)
-        self.apart: float | None = None         # of the loss of micro-batches from that of the whole batch
+        # of the loss of micro-batches from that of the whole batch
+        self.apart: float | None = None
 
     @property
     def trainers(self) -> Iterator[Trainer]:
@@ -55,7 +73,9 @@ class Reference:
             yield self.twin
 
     def step(self) -> None:
-        """The next batch. Both draw the same random numbers, and the strategy's are as if there were no reference."""
+        """The next batch. Both draw the same random numbers, and the strategy's are as if there
+        were no reference.
+        """
         if self.twin is not None:
             move(self.twin.model, self.signs)
         for trainer in self.trainers:
@@ -69,27 +89,44 @@ class Reference:
     def __str__(self) -> str:
         if self.micro == 1:
             return "serial"
-        return f"serial(micro={self.micro})" + (" with weights that were not checked" if self.apart is None else "")
+        return f"serial(micro={self.micro})" + (
+            " with weights that were not checked" if self.apart is None else ""
+        )
 
 
 def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | None:
-    """How far the weighted mean over micro-batches is from the loss of one call over the whole batch; None where the model
-    in eval mode, which mixes no samples, gives the loss nothing to go by."""
+    """How far the weighted mean over micro-batches is from the loss of one call over the whole
+    batch; None where the model in eval mode, which mixes no samples, gives the loss nothing to
+    go by.
+    """
     batch = trainer.feed.batch
     assert batch is not None
     samples = len(batch.indices)
     try:
-        with evaluating(trainer.model), trainer.casting(), generators_kept(), statistics_apart(), torch.set_grad_enabled(
-                trainer.module.by_graph):
+        with (
+            evaluating(trainer.model),
+            trainer.casting(),
+            generators_kept(),
+            statistics_apart(),
+            torch.set_grad_enabled(trainer.module.by_graph),
+        ):
             whole = _loss(trainer, copied(inputs), target, samples)
-            parts = [_loss(trainer, cut(copied(inputs), part, samples), cut(target, part, samples), len(micro.positions))
-                     for micro, part in batch.cuts()]
+            parts = [
+                _loss(
+                    trainer,
+                    cut(copied(inputs), part, samples),
+                    cut(target, part, samples),
+                    len(micro.positions),
+                )
+                for micro, part in batch.cuts()
+            ]
     except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
         return None
     weight = sum(each[1] for each in parts)
     if not weight or not whole[1]:
         return 0.0 if weight == whole[1] else math.inf
-    mean, expected = sum(each[0] for each in parts) / weight, whole[0] / whole[1]
+    mean = sum(each[0] for each in parts) / weight
+    expected = whole[0] / whole[1]
     scale = max(abs(expected), sum(abs(each[0]) for each in parts) / weight)
     found = abs(mean - expected) / scale if scale else 0.0
     return math.inf if math.isnan(found) else found
@@ -100,15 +137,24 @@ def _loss(trainer: Trainer, inputs: Any, target: Any, samples: int) -> tuple[flo
     return float(total.detach()), weight
 
 
-def precision(job: Job, train: Dataset, place: tuple[int, range], device: torch.device) -> tuple[torch.dtype, str | None]:
-    """(float64, None); or, where a step of serial fails in float64 and none in float32 does, (float32, why)."""
+def precision(
+    job: Job, train: Dataset, place: tuple[int, range], device: torch.device
+) -> tuple[torch.dtype, str | None]:
+    """(float64, None); or, where a step of serial fails in float64 and none in float32 does,
+    (float32, why).
+    """
     why = _tried(job.replace(dtype=torch.float64), train, place, device)
-    if not isinstance(why, str) or isinstance(_tried(job.replace(dtype=torch.float32), train, place, device), str):
-        return torch.float64, None              # where it fails in both, the run itself will say so
+    if not isinstance(why, str) or isinstance(
+        _tried(job.replace(dtype=torch.float32), train, place, device), str
+    ):
+        # where it fails in both, the run itself will say so
+        return torch.float64, None
     return torch.float32, f"a step in float64 fails: {why}"
 
 
-def _tried(job: Job, train: Dataset, place: tuple[int, range], device: torch.device) -> Trainer | str:
+def _tried(
+    job: Job, train: Dataset, place: tuple[int, range], device: torch.device
+) -> Trainer | str:
     """A serial trainer after its first step, or the message of its failure."""
     try:
         trainer = Trainer.of_job(World(device=device), job, Serial())

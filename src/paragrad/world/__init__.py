@@ -1,1 +1,3 @@
-"""Ranks and how they reach each other: who started them, starting them here, the World, backends of torch.distributed."""
+"""Ranks and how they reach each other: who started them, starting them here, the World,
+backends of torch.distributed.
+"""

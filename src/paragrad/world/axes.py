@@ -15,6 +15,7 @@ class Axis(NamedTuple):
 
     divides: the samples of a batch, the domain of each sample (rows of an image), or the model.
     """
+
     name: str
     size: int
     divides: Literal["samples", "domain", "model"] = "samples"
@@ -26,24 +27,32 @@ class Axis(NamedTuple):
 def grid(pairs: Iterable[Axis | tuple[str, int]], ranks: int) -> tuple[Axis, ...]:
     """The axes, from outer to inner, of a grid of so many ranks. Raises Refused."""
     axes = tuple(Axis(*pair) for pair in pairs)
-    shown, names = " * ".join(map(str, axes)) or "no axes", [axis.name for axis in axes]
+    shown = " * ".join(map(str, axes)) or "no axes"
+    names = [axis.name for axis in axes]
     if twice := [name for name in names if names.count(name) > 1]:
         raise Refused(f"{shown} has two axes {twice[0]}; give each a name of its own")
     if small := [axis for axis in axes if axis.size < 1]:
         raise Refused(f"{shown} has an axis of {small[0].size} ranks; give every axis at least 1")
     if (wanted := prod(axis.size for axis in axes)) != ranks:
-        raise Refused(f"{shown} wants {wanted} ranks and the world has {ranks}; start {wanted}, or choose sizes whose product "
-                      f"is {ranks}")
+        raise Refused(
+            f"{shown} wants {wanted} ranks and the world has {ranks}; start {wanted}, or choose "
+            f"sizes whose product "
+            f"is {ranks}"
+        )
     return axes
 
 
 def lines(axes: Collection[Axis], names: Collection[str]) -> list[list[int]]:
-    """The sets of ranks that differ along the named axes alone, in the order of ranks; every rank is in one.
+    """The sets of ranks that differ along the named axes alone, in the order of ranks; every
+    rank is in one.
 
         lines((Axis("data", 2), Axis("tensor", 2)), ["data"]) == [[0, 2], [1, 3]]
     """
     if strange := set(names) - {axis.name for axis in axes}:
-        raise ValueError(f"no axis {', '.join(sorted(strange))}; the world's are {' * '.join(map(str, axes)) or 'none yet'}")
+        raise ValueError(
+            f"no axis {', '.join(sorted(strange))}; the world's are "
+            f"{' * '.join(map(str, axes)) or 'none yet'}"
+        )
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(itertools.product(*(range(axis.size) for axis in axes))):
         rest = tuple(at for axis, at in zip(axes, place, strict=True) if axis.name not in names)
@@ -52,7 +61,9 @@ def lines(axes: Collection[Axis], names: Collection[str]) -> list[list[int]]:
 
 
 def place(axes: Collection[Axis], rank: int) -> dict[str, int]:
-    """Where a rank stands on every axis: place((Axis("data", 2), Axis("tensor", 2)), 2) == {"data": 1, "tensor": 0}."""
+    """Where a rank stands on every axis: place((Axis("data", 2), Axis("tensor", 2)), 2) ==
+    {"data": 1, "tensor": 0}.
+    """
     found = {}
     for axis in reversed([*axes]):
         rank, found[axis.name] = divmod(rank, axis.size)
@@ -64,8 +75,13 @@ def check_apart(sets: Collection[Collection[int]], ranks: int) -> None:
     seen: set[int] = set()
     for rank in itertools.chain.from_iterable(sets):
         if not 0 <= rank < ranks:
-            raise ValueError(f"there is no rank {rank} in a world of {ranks}, among {list(map(list, sets))}")
+            raise ValueError(
+                f"there is no rank {rank} in a world of {ranks}, among {list(map(list, sets))}"
+            )
         if rank in seen:
-            raise ValueError(f"rank {rank} is named twice among {list(map(list, sets))}; ask for sets that share a rank one "
-                             "after the other")
+            raise ValueError(
+                f"rank {rank} is named twice among {list(map(list, sets))}; ask for sets that "
+                f"share a rank one "
+                "after the other"
+            )
         seen.add(rank)

@@ -1,4 +1,6 @@
-"""A bound on code of others in this process's main thread: data that never comes, a lock that somebody holds."""
+"""A bound on code of others in this process's main thread: data that never comes, a lock that
+somebody holds.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,15 @@ from paragrad.errors import StepFailed
 
 @contextmanager
 def bounded(seconds: float, what: str) -> Iterator[None]:
-    """Raise StepFailed in what runs longer, with the line where it stands. By SIGALRM, which ends most waits: no bound on other
-    threads, under a debugger, nor where somebody else uses that signal or its timer."""
-    if (threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL
-            or signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)):
+    """Raise StepFailed in what runs longer, with the line where it stands. By SIGALRM, which
+    ends most waits: no bound on other threads, under a debugger, nor where somebody else uses
+    that signal or its timer.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL
+        or signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)
+    ):
         yield
         return
 
@@ -27,7 +34,8 @@ def bounded(seconds: float, what: str) -> Iterator[None]:
             raise StepFailed(f"{what} within {seconds:g} s{where} (a longer timeout waits longer)")
 
     signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)          # and again, where it is caught and tried anew
+    # and again, where it is caught and tried anew
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:

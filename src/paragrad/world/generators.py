@@ -1,4 +1,6 @@
-"""The random generators of this process, of torch, numpy and random: seeding them, and leaving them as they were."""
+"""The random generators of this process, of torch, numpy and random: seeding them, and leaving
+them as they were.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 
 def seed_everything(seed: int) -> None:
     """Seed torch, numpy and random."""
-    torch.default_generator.manual_seed(seed)           # torch.manual_seed notes a traceback for absent devices
+    # torch.manual_seed notes a traceback for absent devices
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
     numpy.random.seed(seed % 2**32)
@@ -31,13 +34,18 @@ def seed_generators(text: str) -> None:
 def generator_states() -> dict[str, Any]:
     """The states of torch's, numpy's and random's generators, which can be compared."""
     kind, keys, *place = numpy.random.get_state()
-    return {"torch": torch.default_generator.get_state().numpy().tobytes(),
-            "numpy": (kind, numpy.asarray(keys).tobytes(), *place), "random": random.getstate()}
+    return {
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
+        "numpy": (kind, numpy.asarray(keys).tobytes(), *place),
+        "random": random.getstate(),
+    }
 
 
 @contextlib.contextmanager
 def generators_seeded(text: str) -> Iterator[None]:
-    """The generators of torch, numpy and random begin as the text says; afterwards they are as they were."""
+    """The generators of torch, numpy and random begin as the text says; afterwards they are as
+    they were.
+    """
     with generators_kept():
         seed_generators(text)
         yield

@@ -1,4 +1,6 @@
-"""Memory of this process that was freed: kept for the next step, or given back to the system."""
+"""Memory of this process that was freed: kept for the next step, or given back to the
+system.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,22 @@ import ctypes
 import os
 from typing import Any
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3     # of mallopt (glibc, malloc.h)
-BLOCK, END = 2**25, 2**28               # bytes: from which on a block goes back when it is freed (as many as glibc takes), and
-                                        # of the heap's end, how many may stay
+# of mallopt (glibc, malloc.h)
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
+# bytes: from which on a block goes back when it is freed (as many as glibc takes), and
+BLOCK = 2**25
+END = 2**28
+# of the heap's end, how many may stay
 
 
 def keep() -> None:
-    """From here on what is freed stays here, within these bounds. Left to itself glibc gives the end of the heap back at once
-    and asks for it again in the next step: the system fills every page with zeros first (10,000 pages, 40 ms of a step of 250
-    that convolves images, and of two like processes now one and now the other). Not where the user tells glibc otherwise."""
+    """From here on what is freed stays here, within these bounds. Left to itself glibc gives
+    the end of the heap back at once and asks for it again in the next step: the system fills
+    every page with zeros first (10,000 pages, 40 ms of a step of 250 that convolves images, and
+    of two like processes now one and now the other). Not where the user tells glibc
+    otherwise.
+    """
     told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if not told and (option := _of_libc("mallopt")):
         option(MMAP_THRESHOLD, BLOCK)

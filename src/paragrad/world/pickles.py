@@ -15,9 +15,12 @@ from torch.storage import TypedStorage, UntypedStorage
 from paragrad.world.launching.files import Pickler
 
 
-def pickled(value: Any, storages: list[UntypedStorage], cut_out: bool = False) -> tuple[bytes, list[UntypedStorage]]:
-    """(a value pickled, in which storages are their numbers, all storages: those known before first). cut_out: of a tensor that
-    is a part of a larger storage, that part alone."""
+def pickled(
+    value: Any, storages: list[UntypedStorage], cut_out: bool = False
+) -> tuple[bytes, list[UntypedStorage]]:
+    """(a value pickled, in which storages are their numbers, all storages: those known before
+    first). cut_out: of a tensor that is a part of a larger storage, that part alone.
+    """
     with io.BytesIO() as out:
         pickler = _Pickler(out, storages, cut_out)
         pickler.dump(value)
@@ -27,24 +30,31 @@ def pickled(value: Any, storages: list[UntypedStorage], cut_out: bool = False) -
 class _Pickler(Pickler):
     def __init__(self, out: io.BytesIO, storages: list[UntypedStorage], cut_out: bool) -> None:
         super().__init__(out)
-        self.storages, self.cut_out = list(storages), cut_out
+        self.storages = list(storages)
+        self.cut_out = cut_out
         self.numbers = {storage._cdata: number for number, storage in enumerate(storages)}
 
     def persistent_id(self, value: Any) -> tuple[int, torch.dtype] | None:
         if not isinstance(value, TypedStorage) or value._untyped_storage.device.type != "cpu":
             return None
         storage = value._untyped_storage
-        if storage._cdata not in self.numbers:          # of a tensor that is no parameter and no buffer
+        # of a tensor that is no parameter and no buffer
+        if storage._cdata not in self.numbers:
             self.numbers[storage._cdata] = len(self.storages)
             self.storages.append(storage)
         return self.numbers[storage._cdata], value.dtype
 
     def reducer_override(self, value: Any) -> Any:
-        # what a launched script defines is there on every rank, under its name; cloudpickle would make another class of it
+        # what a launched script defines is there on every rank, under its name; cloudpickle
+        # would make another class of it
         if isinstance(value, type | FunctionType) and _of_script(value):
             return NotImplemented
-        if self.cut_out and type(value) is torch.Tensor and value.layout == torch.strided and (
-                value.untyped_storage().nbytes() > value.nbytes):
+        if (
+            self.cut_out
+            and type(value) is torch.Tensor
+            and value.layout == torch.strided
+            and (value.untyped_storage().nbytes() > value.nbytes)
+        ):
             return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
 

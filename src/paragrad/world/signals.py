@@ -1,5 +1,6 @@
-"""SIGTERM, and SIGHUP of a terminal that closes, as a request: finish the step, save, end. Ctrl-C before there is anything to
-end. The end of a parent."""
+"""SIGTERM, and SIGHUP of a terminal that closes, as a request: finish the step, save, end.
+Ctrl-C before there is anything to end. The end of a parent.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ PR_SET_PDEATHSIG = 1
 
 
 class Request:
-    """A wish that one part of a program sets and another sees. Without a lock, which a signal handler could find taken."""
+    """A wish that one part of a program sets and another sees. Without a lock, which a signal
+    handler could find taken.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -33,13 +36,17 @@ class Request:
 
 @contextmanager
 def asking_to_stop(ask: Callable[[], None]) -> Iterator[None]:
-    """While active, SIGTERM calls `ask`, and SIGHUP too, unless it is ignored (nohup). Only a main thread can listen to
-    signals; on others this does nothing."""
+    """While active, SIGTERM calls `ask`, and SIGHUP too, unless it is ignored (nohup). Only a
+    main thread can listen to signals; on others this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {kind: signal.signal(kind, lambda *_: ask()) for kind in (signal.SIGTERM, signal.SIGHUP)
-              if kind != signal.SIGHUP or signal.getsignal(kind) != signal.SIG_IGN}
+    before = {
+        kind: signal.signal(kind, lambda *_: ask())
+        for kind in (signal.SIGTERM, signal.SIGHUP)
+        if kind != signal.SIGHUP or signal.getsignal(kind) != signal.SIG_IGN
+    }
     try:
         yield
     finally:
@@ -49,19 +56,27 @@ def asking_to_stop(ask: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def ending_as_interrupted() -> Iterator[None]:
-    """While active, and where nobody asks to be told, SIGTERM and SIGHUP are KeyboardInterrupt: what was begun is closed."""
+    """While active, and where nobody asks to be told, SIGTERM and SIGHUP are KeyboardInterrupt:
+    what was begun is closed.
+    """
+
     def interrupt() -> None:
         raise KeyboardInterrupt
+
     with asking_to_stop(interrupt):
         yield
 
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """While active, Ctrl-C ends this process with 130 and one line: an import that is under way would give a traceback."""
+    """While active, Ctrl-C ends this process with 130 and one line: an import that is under way
+    would give a traceback.
+    """
+
     def leave(*_: object) -> None:
         print("paragrad: stopped", file=sys.stderr, flush=True)
         os._exit(130)
+
     before = signal.signal(signal.SIGINT, leave)
     try:
         yield
@@ -70,8 +85,9 @@ def leaving_at_once() -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when this process's parent ends, at once where it has. On Linux alone; and it is the end of the thread of the
-    parent that forked this one."""
+    """Be killed when this process's parent ends, at once where it has. On Linux alone; and it
+    is the end of the thread of the parent that forked this one.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -79,8 +95,9 @@ def die_with(parent: int) -> None:
 
 
 def ending_with_this() -> Callable[[int], None] | None:
-    """What loaders (DataLoader's worker_init_fn) begin with, to end with this process: they look at it every 5 s only. None in
-    a thread of it, which may end before."""
+    """What loaders (DataLoader's worker_init_fn) begin with, to end with this process: they
+    look at it every 5 s only. None in a thread of it, which may end before.
+    """
     this = threading.current_thread() is threading.main_thread()
     return functools.partial(_ends_with, os.getpid()) if this else None
 

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 
 class Layered(Optimizer):
-    """An update of each parameter that has a gradient. numbers: of the defaults, those that are to be from 0. Raises
-    ValueError."""
+    """An update of each parameter that has a gradient. numbers: of the defaults, those that are
+    to be from 0. Raises ValueError.
+    """
 
     def __init__(self, params: Any, numbers: dict[str, float], **more: Any) -> None:
         for name, value in numbers.items():
@@ -21,7 +22,7 @@ class Layered(Optimizer):
         super().__init__(params, {**numbers, **more})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:         # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """One update. closure: makes the loss anew, as torch's optimizers take it."""
         loss = None
         if closure is not None:

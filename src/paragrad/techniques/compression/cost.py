@@ -15,19 +15,27 @@ from paragrad.strategies.compressors import Compressor, Dgc
 from paragrad.techniques.compression.codec import codec_of
 from paragrad.techniques.compression.feedback import Corrected, Feedback, Nothing
 
-FEW = 4                 # gradients that are compressed in turn
+FEW = 4  # gradients that are compressed in turn
 
 
-def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    """(a gradient is added to what waits, compressed, and what was sent taken out; what the payload stands for is added to a
-    sum, or another flat vector), of random numbers of a shape, a few in turn: what waits of one alone would be of no training.
-    The second needs the first once."""
+def steps_of(
+    compressor: Compressor, shape: Sequence[int]
+) -> tuple[Callable[[], Any], Callable[..., Any]]:
+    """(a gradient is added to what waits, compressed, and what was sent taken out; what the
+    payload stands for is added to a sum, or another flat vector), of random numbers of a shape,
+    a few in turn: what waits of one alone would be of no training. The second needs the first
+    once.
+    """
     generator = torch.Generator().manual_seed(0)
     gradients = itertools.cycle([torch.randn(*shape, generator=generator) for _ in range(FEW)])
     codec = codec_of(compressor, shape)
-    feedback = Corrected(lambda name: (0.9, False), compressor.masking) if isinstance(compressor, Dgc) else (
-        Feedback() if compressor.feedback else Nothing())
-    total, last = torch.zeros(codec.elements), list[Any]()
+    feedback = (
+        Corrected(lambda name: (0.9, False), compressor.masking)
+        if isinstance(compressor, Dgc)
+        else (Feedback() if compressor.feedback else Nothing())
+    )
+    total = torch.zeros(codec.elements)
+    last = list[Any]()
 
     def compress() -> None:
         vector = feedback.compensated("w", next(gradients), 0.5)
@@ -38,15 +46,18 @@ def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[],
 
     def extract(into: Tensor = total) -> None:
         codec.add(last[0], into, last[1])
+
     return compress, extract
 
 
 def cost_of(compressor: Compressor, shape: Sequence[int], times: int = 9) -> tuple[float, float]:
     """Seconds of the two, on one thread: medians of some."""
-    before, steps = torch.get_num_threads(), steps_of(compressor, shape)
+    before = torch.get_num_threads()
+    steps = steps_of(compressor, shape)
     torch.set_num_threads(1)
     try:
-        return tuple(median(_timed(step) for _ in range(times)) for step in steps)     # type: ignore[return-value]
+        compress, extract = (median(_timed(step) for _ in range(times)) for step in steps)
+        return compress, extract
     finally:
         torch.set_num_threads(before)
 

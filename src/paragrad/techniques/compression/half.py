@@ -11,8 +11,9 @@ from torch import Tensor
 from paragrad.strategies.compressors import Bf16, Fp16
 from paragrad.techniques.compression.codec import Codec, Payload, finite
 
-EXPONENT = 126                  # the largest of a scale, and the least, of float32's exponents
-ROOM = 2.0**15                  # of float16's 65,504: the sum of all ranks is at most this, after scaling
+EXPONENT = 126  # the largest of a scale, and the least, of float32's exponents
+# of float16's 65,504: the sum of all ranks is at most this, after scaling
+ROOM = 2.0**15
 
 
 class BFloat16(Codec):
@@ -28,7 +29,9 @@ class BFloat16(Codec):
 
 
 class Float16(Codec):
-    """A payload is the numbers in float16, times a power of two by which the sum of all ranks' largest fits."""
+    """A payload is the numbers in float16, times a power of two by which the sum of all ranks'
+    largest fits.
+    """
 
     def asks(self, vector: Tensor) -> Tensor:
         """In float64: the sum of two numbers that float32 holds it may not."""
@@ -39,9 +42,13 @@ class Float16(Codec):
         return largest.double()
 
     def settled(self, summed: Tensor) -> Tensor:
-        """The scale: the largest power of two that leaves room for the sum; of nothing but zeros, 1."""
+        """The scale: the largest power of two that leaves room for the sum; of nothing but
+        zeros, 1.
+        """
         most = float(summed)
-        return summed.new_tensor(2.0 ** min(EXPONENT, math.floor(math.log2(ROOM) - math.log2(most))) if most else 1.0)
+        return summed.new_tensor(
+            2.0 ** min(EXPONENT, math.floor(math.log2(ROOM) - math.log2(most))) if most else 1.0
+        )
 
     def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
         assert agreed is not None
@@ -49,7 +56,8 @@ class Float16(Codec):
 
     def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
         assert agreed is not None
-        scale = float(agreed)                           # which float32 has not for what float64 alone holds
+        # which float32 has not for what float64 alone holds
+        scale = float(agreed)
         return (payload[0].float() if scale >= 2.0**-EXPONENT else payload[0].double()) / scale
 
 

@@ -1,5 +1,6 @@
-"""A matrix as the product of two narrow ones: one step of the power method, which goes on from the last (Vogels et al. 2019,
-arXiv 1905.13727, algorithm 1)."""
+"""A matrix as the product of two narrow ones: one step of the power method, which goes on from
+the last (Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
+"""
 
 from __future__ import annotations
 
@@ -13,19 +14,24 @@ from paragrad.techniques.compression.codec import Codec, Payload, finite
 
 
 class Factors(Codec):
-    """All ranks agree on P: the sum of M Q over ranks, by the Q of the last step, which is its memory, its columns made
-    orthonormal. A payload is M' P, of which the sum is the next Q; P Q' is what it stands for."""
+    """All ranks agree on P: the sum of M Q over ranks, by the Q of the last step, which is its
+    memory, its columns made orthonormal. A payload is M' P, of which the sum is the next Q; P
+    Q' is what it stands for.
+    """
 
     def __init__(self, shape: Sequence[int], columns: int, key: int) -> None:
         super().__init__(shape)
         self.rows, self.others = matrix_of(shape)
-        self.columns, self.key = min(columns, self.rows, self.others), key
+        self.columns = min(columns, self.rows, self.others)
+        self.key = key
 
     def asks(self, vector: Tensor) -> Tensor:
-        if self.memory is None or self.memory.shape != (self.others, self.columns):        # of other columns, or another cut
+        # of other columns, or another cut
+        if self.memory is None or self.memory.shape != (self.others, self.columns):
             self.memory = self._anew()
         self.memory = self.memory.to(vector)
-        if not (there := self.memory.any(0)).all():         # a column of zeros, once of a gradient of zeros, would stay so
+        # a column of zeros, once of a gradient of zeros, would stay so
+        if not (there := self.memory.any(0)).all():
             self.memory = self.memory.where(there, self._anew().to(vector))
         product = self._matrix(vector) @ self.memory
         finite(product)
@@ -42,9 +48,12 @@ class Factors(Codec):
         assert agreed is not None
         return (agreed @ payload[0].T).view(-1)
 
-    def add(self, payload: Payload, into: Tensor, agreed: Tensor | None = None, times: int = 1) -> None:
+    def add(
+        self, payload: Payload, into: Tensor, agreed: Tensor | None = None, times: int = 1
+    ) -> None:
         assert agreed is not None
-        self._matrix(into).addmm_(agreed, payload[0].T, alpha=times)            # without the product, which is as large
+        # without the product, which is as large
+        self._matrix(into).addmm_(agreed, payload[0].T, alpha=times)
 
     def take(self, payload: Payload, vector: Tensor, agreed: Tensor | None = None) -> None:
         self.add(payload, vector, agreed, times=-1)

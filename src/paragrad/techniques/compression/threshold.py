@@ -13,6 +13,7 @@ from paragrad.techniques.compression.sparse import Sparse, beyond
 
 class Above(Sparse):
     """How many there are depends on the values."""
+
     varies = True
 
     def __init__(self, shape: Sequence[int], at: float) -> None:

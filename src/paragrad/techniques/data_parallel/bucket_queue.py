@@ -1,4 +1,6 @@
-"""The queue of buckets: a thread sums them along an all-reduce, in the order in which they come."""
+"""The queue of buckets: a thread sums them along an all-reduce, in the order in which they
+come.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ from paragrad.world.world import World
 
 @dataclass
 class Bucket:
-    """Gradients sent together, waiting for their exchange. pairs: each parameter with its gradient, a view of the vector."""
+    """Gradients sent together, waiting for their exchange. pairs: each parameter with its
+    gradient, a view of the vector.
+    """
+
     number: int
     vector: Tensor
     future: torch.futures.Future[Tensor]
-    computed: torch.cuda.Event | None = None            # on a GPU: when the gradients are really there
+    # on a GPU: when the gradients are really there
+    computed: torch.cuda.Event | None = None
     pairs: Sequence[tuple[Tensor, Tensor]] = ()
     step: int = 0
 
@@ -37,39 +43,62 @@ class Bucket:
 class BucketQueue:
     """Sums buckets over all ranks, over a process group of its own. Collective.
 
-    played(bucket, start, traffic) is told of each, with clock()'s time at its start. A schedule's messages go through the host.
-    algorithm "auto" (over gloo): picks one for every size of buckets, by a machine file or what it measures; picked is told.
+    played(bucket, start, traffic) is told of each, with clock()'s time at its start. A
+    schedule's messages go through the host. algorithm "auto" (over gloo): picks one for every
+    size of buckets, by a machine file or what it measures; picked is told.
     """
 
-    def __init__(self, algorithm: Any, world: World, clock: Callable[[], float] = lambda: 0.0,
-                 played: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None,
-                 picked: Callable[[int, Pick], None] = lambda bytes_, pick: None, machine: Machine | None = None) -> None:
-        self.algorithm, self.clock, self.played = algorithm, clock, played
-        self.sum = reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
+    def __init__(
+        self,
+        algorithm: Any,
+        world: World,
+        clock: Callable[[], float] = lambda: 0.0,
+        played: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None,
+        picked: Callable[[int, Pick], None] = lambda bytes_, pick: None,
+        machine: Machine | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.clock = clock
+        self.played = played
+        self.sum = (
+            reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
+        )
         self.compute = planted(algorithm, world.size)
         self.world = world.twin(through_host=not isinstance(algorithm, Native))
-        self.chooser = Chooser(self.world, Native(), self._sum, machine, told=picked) if algorithm == "auto" else None
-        self.failure: Exception | None = None           # of the first bucket that could not be summed
+        self.chooser = (
+            Chooser(self.world, Native(), self._sum, machine, told=picked)
+            if algorithm == "auto"
+            else None
+        )
+        # of the first bucket that could not be summed
+        self.failure: Exception | None = None
         self.queue: Waiting = queue.SimpleQueue()
-        thread = threading.Thread(target=_run, args=[self.queue], name="paragrad-buckets", daemon=True)
-        self.end = weakref.finalize(self, _ended, self.queue, thread)       # by `close`, or when nobody has it, or at exit
+        thread = threading.Thread(
+            target=_run, args=[self.queue], name="paragrad-buckets", daemon=True
+        )
+        # by `close`, or when nobody has it, or at exit
+        self.end = weakref.finalize(self, _ended, self.queue, thread)
         thread.start()
 
     def put(self, bucket: Bucket) -> None:
         """Its future completes when it is summed. Raises StepFailed after `close`."""
         if not self.end.alive:
-            raise StepFailed("its thread was ended by close(), and nobody would sum this gradient; make a new hook")
+            raise StepFailed(
+                "its thread was ended by close(), and nobody would sum this gradient; make a new "
+                "hook"
+            )
         self.queue.put((self, bucket))
 
     def serve(self, bucket: Bucket) -> None:
         """Sum a bucket, or say why not; in the queue's thread."""
         start = self.clock()
-        if self.failure is not None:                    # nor could this one be, and each would take its time to say so
+        # nor could this one be, and each would take its time to say so
+        if self.failure is not None:
             bucket.future.set_exception(self.failure)
             return
         try:
             if bucket.computed is not None:
-                torch.cuda.set_device(bucket.vector.device)         # of this thread
+                torch.cuda.set_device(bucket.vector.device)  # of this thread
                 bucket.computed.synchronize()
             traffic = self._exchange(bucket)
             if bucket.computed is not None:
@@ -96,7 +125,9 @@ class BucketQueue:
         return traffic
 
     def _sum(self, algorithm: Any, vector: Tensor) -> Traffic:
-        """Sum a vector in place by one algorithm. A backend's own all-reduce tells neither times nor bytes."""
+        """Sum a vector in place by one algorithm. A backend's own all-reduce tells neither
+        times nor bytes.
+        """
         if not isinstance(algorithm, Native):
             return self.sum(algorithm, vector, self.world, self.compute)
         vector.copy_(self.world.all_reduced(vector))
@@ -111,7 +142,9 @@ Waiting = queue.SimpleQueue[tuple[BucketQueue, Bucket] | None]
 
 
 def _run(waiting: Waiting) -> None:
-    """The thread. Between buckets it holds no queue, so that one which nobody has is freed, and ends it."""
+    """The thread. Between buckets it holds no queue, so that one which nobody has is freed, and
+    ends it.
+    """
     while (item := waiting.get()) is not None:
         owner, bucket = item
         owner.serve(bucket)
@@ -121,7 +154,8 @@ def _run(waiting: Waiting) -> None:
 def _ended(waiting: Waiting, thread: threading.Thread) -> None:
     waiting.put(None)
     if thread is not threading.current_thread():
-        thread.join(timeout=1)              # it may wait for a rank that failed; the launcher ends both
+        # it may wait for a rank that failed; the launcher ends both
+        thread.join(timeout=1)
 
 
 def waiting_bucket(number: int, vector: Tensor) -> Bucket:

@@ -1,5 +1,7 @@
-"""Which modules of a model are groups of their own under fully sharded states: those whose parameters are used inside of one
-call of theirs alone, as one forward shows. A group's parameters are whole from its call on until it returns."""
+"""Which modules of a model are groups of their own under fully sharded states: those whose
+parameters are used inside of one call of theirs alone, as one forward shows. A group's
+parameters are whole from its call on until it returns.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SHARE = 8               # a module with at most an eighth of all parameters is one group; a larger one is looked into
-LEAST = 64              # of one with less than a 64th messages cost more than its memory: it is in the rest, up to an eighth
+# a module with at most an eighth of all parameters is one group; a larger one is looked into
+SHARE = 8
+# of one with less than a 64th messages cost more than its memory: it is in the rest, up to an
+# eighth
+LEAST = 64
 PLAIN = (Tensor, int, float, bool, str, type(None))
 
 
 class Uses(TorchDispatchMode):
     """A forward that notes inside of which calls each parameter is used.
 
-    calls: the modules that are called, in order;  unfit: a parameter of it was used while it was not being called, or FSDP2's
-    hooks around its call would go wrong: its output is a view (whose hook an in-place operation loses), no tree of tensors, or
-    without a gradient; it changes what comes in, which is a view there; it is called without a graph, to be called again.
+    calls: the modules that are called, in order;  unfit: a parameter of it was used while it
+    was not being called, or FSDP2's hooks around its call would go wrong: its output is a view
+    (whose hook an in-place operation loses), no tree of tensors, or without a gradient; it
+    changes what comes in, which is a view there; it is called without a graph, to be called
+    again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,17 +38,23 @@ class Uses(TorchDispatchMode):
         self.stack: list[nn.Module] = []
         self.calls: list[nn.Module] = []
         self.unfit: set[nn.Module] = set()
-        self.owners: dict[int, list[nn.Module]] = {}            # by storage
+        self.owners: dict[int, list[nn.Module]] = {}  # by storage
         for module in model.modules():
             for parameter in module.parameters():
                 self.owners.setdefault(_storage(parameter), []).append(module)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
-            return args[0]                      # autograd keeps numbers as tensors, and a mode is given the number
-        for tensor in tree_leaves((args, kwargs or {})) if self.stack else ():          # else somebody keeps values beside
+            # autograd keeps numbers as tensors, and a mode is given the number
+            return args[0]
+        # else somebody keeps values beside
+        for tensor in tree_leaves((args, kwargs or {})) if self.stack else ():
             if isinstance(tensor, Tensor):
-                self.unfit.update(owner for owner in self.owners.get(_storage(tensor), ()) if owner not in self.stack)
+                self.unfit.update(
+                    owner
+                    for owner in self.owners.get(_storage(tensor), ())
+                    if owner not in self.stack
+                )
         return func(*args, **(kwargs or {}))
 
     @contextmanager
@@ -51,33 +64,45 @@ class Uses(TorchDispatchMode):
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self.calls.append(module)
             self.stack.append(module)
-            given = [(each, each._version) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            given = [
+                (each, each._version)
+                for each in tree_leaves((args, kwargs))
+                if isinstance(each, Tensor)
+            ]
             try:
                 found = plain(module, *args, **kwargs)
             finally:
                 self.stack.pop()
             trained = any(parameter.requires_grad for parameter in module.parameters())
-            if any(each._version != version for each, version in given) or (trained and not _fits(tree_leaves(found))):
+            if any(each._version != version for each, version in given) or (
+                trained and not _fits(tree_leaves(found))
+            ):
                 self.unfit.add(module)
             return found
-        nn.Module.__call__ = call               # type: ignore[method-assign]
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
             with self:
                 yield
         finally:
-            nn.Module.__call__ = plain          # type: ignore[method-assign]
+            nn.Module.__call__ = plain  # type: ignore[method-assign]
 
 
 def _fits(output: list[Any]) -> bool:
     tensors = [each for each in output if isinstance(each, Tensor)]
-    return (all(isinstance(each, PLAIN) for each in output) and any(each.requires_grad for each in tensors)
-            and not any(each._base is not None for each in tensors))
+    return (
+        all(isinstance(each, PLAIN) for each in output)
+        and any(each.requires_grad for each in tensors)
+        and not any(each._base is not None for each in tensors)
+    )
 
 
 def groups(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
-    """The names of modules that can be groups, in the order in which one forward calls them; none holds another.
+    """The names of modules that can be groups, in the order in which one forward calls them;
+    none holds another.
 
-    forward(rehearsed=True): as the first step is rehearsed, without autocast, which uses a parameter in a copy.
+    forward(rehearsed=True): as the first step is rehearsed, without autocast, which uses a
+    parameter in a copy.
     """
     uses = Uses(model)
     with uses.watched():
@@ -90,13 +115,23 @@ def groups(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
 
     def look(name: str, module: nn.Module) -> None:
         count = sum(each.numel() for each in module.parameters())
-        children = [(f"{name}.{each}" if name else each, child) for each, child in module.named_children()
-                    if any(True for _ in child.parameters())]
-        if count and name and times[module] == 1 and module not in uses.unfit and (count * SHARE <= total or not children):
+        children = [
+            (f"{name}.{each}" if name else each, child)
+            for each, child in module.named_children()
+            if any(True for _ in child.parameters())
+        ]
+        if (
+            count
+            and name
+            and times[module] == 1
+            and module not in uses.unfit
+            and (count * SHARE <= total or not children)
+        ):
             found.setdefault(module, name)
             return
         for each in children:
             look(*each)
+
     look("", model)
     sizes = {module: sum(each.numel() for each in module.parameters()) for module in found}
     rest = total - sum(sizes.values())
@@ -108,19 +143,30 @@ def groups(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
 
 
 def common(told: list[list[str]]) -> list[str]:
-    """Of what each rank found, the groups of all; none where they are called in another order on some rank."""
+    """Of what each rank found, the groups of all; none where they are called in another order
+    on some rank.
+    """
     names = [name for name in told[0] if all(name in each for each in told)]
     return names if all([name for name in each if name in names] == names for each in told) else []
 
 
 def shardable(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Can it be divided? FSDP2 divides no scalars, and its groups are of one real type; what it gathers lies in rows."""
-    return (parameter.dim() > 0 and parameter.numel() > 0 and parameter.dtype == dtype and parameter.is_floating_point()
-            and parameter.is_contiguous() and type(parameter) is nn.Parameter)
+    """Can it be divided? FSDP2 divides no scalars, and its groups are of one real type; what it
+    gathers lies in rows.
+    """
+    return (
+        parameter.dim() > 0
+        and parameter.numel() > 0
+        and parameter.dtype == dtype
+        and parameter.is_floating_point()
+        and parameter.is_contiguous()
+        and type(parameter) is nn.Parameter
+    )
 
 
 def _storage(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):             # torch's, of sparse tensors and those of torch.func: there is none
+    # torch's, of sparse tensors and those of torch.func: there is none
+    except (RuntimeError, NotImplementedError):
         return 0

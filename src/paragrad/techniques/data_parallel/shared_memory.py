@@ -1,16 +1,22 @@
-"""Data parallelism of ranks that share memory: parameters, and the optimizer's state, are on the host once.
+"""Data parallelism of ranks that share memory: parameters, and the optimizer's state, are on
+the host once.
 
-In a step every rank puts its gradients into a row of its own; a barrier; every rank adds up *its slice* of all rows, divides it
-by the global weight and updates that slice of the parameters with that slice of the optimizer's state; another barrier, and the
-parameters are new for everybody. With clipping there is a third, for the norm. So the exchange is one reading of every
-gradient, and the update, which data parallelism usually repeats on every rank, is done once, in parallel (as ZeRO does it
-between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
+In a step every rank puts its gradients into a row of its own; a barrier; every rank adds up
+*its slice* of all rows, divides it by the global weight and updates that slice of the
+parameters with that slice of the optimizer's state; another barrier, and the parameters are new
+for everybody. With clipping there is a third, for the norm. So the exchange is one reading of
+every gradient, and the update, which data parallelism usually repeats on every rank, is done
+once, in parallel (as ZeRO does it between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
 
-* A large gradient moves into the row as soon as backward has it, and is freed; small ones in one operation at the end.
-* The sum, and then the mean, lies in row 0 (each rank writes its own slice there), until the next step begins.
-* The optimizer is the user's own object: its parameter groups hold the slice's stretches instead of the parameters, so
+* A large gradient moves into the row as soon as backward has it, and is freed; small ones in
+one operation at the end.
+* The sum, and then the mean, lies in row 0 (each rank writes its own slice there), until the
+next step begins.
+* The optimizer is the user's own object: its parameter groups hold the slice's stretches
+instead of the parameters, so
   schedulers and settings by group go on working. `updating.py` tries how it may be cut.
-* Parameters of which no rank had a gradient in a step have none, as in serial: every rank says which it used.
+* Parameters of which no rank had a gradient in a step have none, as in serial: every rank says
+which it used.
 """
 
 from __future__ import annotations
@@ -33,82 +39,127 @@ from paragrad.techniques.updating import clip_factor, updates_by
 from paragrad.world.backends.shm.region import aligned
 from paragrad.world.world import World
 
-LARGE = 2**16           # bytes from which a gradient moves in backward
-BLOCK = 2**18           # bytes that are added up at once
+LARGE = 2**16  # bytes from which a gradient moves in backward
+BLOCK = 2**18  # bytes that are added up at once
 
 
 class SharedMemory(Exchange):
-    """The exchange of `data(n, state=shared_memory)`. Collective: all ranks make it together."""
+    """The exchange of `data(n, state=shared_memory)`. Collective: all ranks make it
+    together.
+    """
 
     def __init__(self, replica: Replica, world: World, log: Log) -> None:
         super().__init__(replica)
-        module, optimizer = replica.module, replica.optimizer
-        self.world, self.log, self.sharing = world, log, world.size
+        module = replica.module
+        optimizer = replica.optimizer
+        self.world = world
+        self.log = log
+        self.sharing = world.size
         self.step, self.stepping = 0, False
-        trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
-        self.names, self.parameters = list(trained), list(trained.values())
-        set_mode(optimizer, "train")            # here, where every rank has parameters of its own, once for all steps
+        trained = {
+            name: parameter
+            for name, parameter in module.model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.names = list(trained)
+        self.parameters = list(trained.values())
+        # here, where every rank has parameters of its own, once for all steps
+        set_mode(optimizer, "train")
         kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
         kind = KINDS[int(world.all_reduced(torch.tensor(float(KINDS.index(kind))), "MAX"))]
-        self.stretches, because = slices(optimizer, kind, [each.numel() for each in self.parameters], world.size)
+        self.stretches, because = slices(
+            optimizer, kind, [each.numel() for each in self.parameters], world.size
+        )
         log.choice("slices", type(optimizer).__name__, because)
         self.memory = HostMemory(world, list(module.model.parameters()), self.parameters)
         self._share()
-        self.row = [self.memory.gradient(world.rank, index) for index in range(len(self.parameters))]
+        self.row = [
+            self.memory.gradient(world.rank, index) for index in range(len(self.parameters))
+        ]
         self.mean = [self.memory.gradient(0, index) for index in range(len(self.parameters))]
-        self.sums = [[self.memory.stretch(rank, *block) for rank in range(world.size)] for block in self._blocks()]
-        self.read = sum(rows[0].numel() * rows[0].element_size() for rows in self.sums) * (world.size - 1)
-        self.largest = 0                # gradients move into this rank's row of the region, and are nowhere else
-        self.cut, self.updates = kind == ELEMENT, kind != ALL or world.rank == 0
-        self.own = [(stretch, self._stretch(self.parameters, stretch), self._stretch(self.mean, stretch))
-                    for stretch in self.stretches[world.rank]]
+        self.sums = [
+            [self.memory.stretch(rank, *block) for rank in range(world.size)]
+            for block in self._blocks()
+        ]
+        self.read = sum(rows[0].numel() * rows[0].element_size() for rows in self.sums) * (
+            world.size - 1
+        )
+        # gradients move into this rank's row of the region, and are nowhere else
+        self.largest = 0
+        self.cut = kind == ELEMENT
+        self.updates = kind != ALL or world.rank == 0
+        self.own = [
+            (stretch, self._stretch(self.parameters, stretch), self._stretch(self.mean, stretch))
+            for stretch in self.stretches[world.rank]
+        ]
         if self.cut:
-            hand_over(optimizer, {self.parameters[stretch.index]: [(self._held(stretch), place)]
-                                  for stretch, place, _ in self.own})
-        self.used = [False] * len(self.parameters)          # in this step, by this rank
-        self.anyone = bytes(len(self.parameters))           # in the last step, by any rank
-        self.hooks = [parameter.register_post_accumulate_grad_hook(self._mover(index))
-                      for index, parameter in enumerate(self.parameters)
-                      if parameter.numel() * parameter.element_size() >= LARGE]
+            hand_over(
+                optimizer,
+                {
+                    self.parameters[stretch.index]: [(self._held(stretch), place)]
+                    for stretch, place, _ in self.own
+                },
+            )
+        self.used = [False] * len(self.parameters)  # in this step, by this rank
+        self.anyone = bytes(len(self.parameters))  # in the last step, by any rank
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._mover(index))
+            for index, parameter in enumerate(self.parameters)
+            if parameter.numel() * parameter.element_size() >= LARGE
+        ]
 
     def _share(self) -> None:
         """Rank 0's values become everybody's, in one place."""
         parameters = list(self.summed.model.parameters())
         if self.world.rank == 0:
-            torch._foreach_copy_(self.memory.shared, [parameter.detach() for parameter in parameters])
+            torch._foreach_copy_(
+                self.memory.shared, [parameter.detach() for parameter in parameters]
+            )
         self._barrier("sharing the parameters")
         for parameter, place in zip(parameters, self.memory.shared, strict=True):
             parameter.data = place
 
     def _stretch(self, tensors: list[Any], stretch: Stretch) -> Tensor:
-        """A flat stretch where the optimizer updates by element, otherwise the tensor itself."""
+        """A flat stretch where the optimizer updates by element, otherwise the tensor
+        itself.
+        """
         tensor: Tensor = tensors[stretch.index]
-        return tensor.detach().view(-1)[stretch.start:stretch.stop] if self.cut else tensor
+        return tensor.detach().view(-1)[stretch.start : stretch.stop] if self.cut else tensor
 
     def _held(self, stretch: Stretch) -> Held:
-        return Held(self.names[stretch.index], tuple(self.parameters[stretch.index].shape),
-                    range(stretch.start, stretch.stop) if self.cut else None)
+        return Held(
+            self.names[stretch.index],
+            tuple(self.parameters[stretch.index].shape),
+            range(stretch.start, stretch.stop) if self.cut else None,
+        )
 
     def _blocks(self) -> Iterator[tuple[torch.dtype, int, int]]:
-        """(type, start, stop in bytes of the row): this rank's slice, in stretches that stay in the cache until divided."""
+        """(type, start, stop in bytes of the row): this rank's slice, in stretches that stay in
+        the cache until divided.
+        """
         for dtype, first, last in self._runs():
             for start in range(first, last, BLOCK):
                 yield dtype, start, min(start + BLOCK, last)
 
     def _runs(self) -> list[tuple[torch.dtype, int, int]]:
-        """The stretches of a row that make up this rank's slice, over the bounds of parameters."""
+        """The stretches of a row that make up this rank's slice, over the bounds of
+        parameters.
+        """
         runs: list[tuple[torch.dtype, int, int]] = []
         for stretch in self.stretches[self.world.rank]:
             parameter = self.parameters[stretch.index]
-            place, size = self.memory.places[stretch.index], parameter.element_size()
-            start, stop = place + stretch.start * size, place + stretch.stop * size
+            place = self.memory.places[stretch.index]
+            size = parameter.element_size()
+            start = place + stretch.start * size
+            stop = place + stretch.stop * size
             if runs and runs[-1][0] == parameter.dtype and aligned(runs[-1][2]) == start:
-                runs[-1] = (parameter.dtype, runs[-1][1], stop)         # what lies between is zero in every row
+                # what lies between is zero in every row
+                runs[-1] = (parameter.dtype, runs[-1][1], stop)
             else:
                 runs.append((parameter.dtype, start, stop))
         return runs
 
-    # ---- in a step -----------------------------------------------------------------------------------------------------
+    # ---- in a step ---------------------------------------------------------------------------
     def begin(self) -> None:
         self.sent = {}
         self.used = [False] * len(self.parameters)
@@ -126,19 +177,21 @@ class SharedMemory(Exchange):
         row = self.row[index]
 
         def move(parameter: Tensor) -> None:
-            if not self.stepping:                           # one worker's step, beside
+            if not self.stepping:  # one worker's step, beside
                 return
             assert parameter.grad is not None
-            if self.used[index]:                            # a later micro-batch
+            if self.used[index]:  # a later micro-batch
                 row.add_(parameter.grad)
             else:
                 row.copy_(parameter.grad)
                 self.used[index] = True
             parameter.grad = None
+
         return move
 
     def finish(self, weight: float, loss: float) -> None:
-        rows, gradients = [], []
+        rows = []
+        gradients = []
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 rows.append(self.row[index])
@@ -146,7 +199,8 @@ class SharedMemory(Exchange):
                 parameter.grad = None
                 self.used[index] = True
             elif not self.used[index] and self.anyone[index]:
-                self.row[index].zero_()                     # of the last gradient, or in row 0 of the mean
+                # of the last gradient, or in row 0 of the mean
+                self.row[index].zero_()
         if rows:
             torch._foreach_copy_(rows, gradients)
         self.memory.used(self.world.rank)[:] = bytes(self.used)
@@ -154,7 +208,10 @@ class SharedMemory(Exchange):
         self._meet("adding up gradients")
 
     def counted(self) -> list[float]:
-        return [sum(numbers) for numbers in zip(*map(self.memory.counts, range(self.world.size)), strict=True)]
+        return [
+            sum(numbers)
+            for numbers in zip(*map(self.memory.counts, range(self.world.size)), strict=True)
+        ]
 
     def average(self, weight: float) -> None:
         start = self.log.now()
@@ -180,7 +237,8 @@ class SharedMemory(Exchange):
         if self.updates:
             updated(self.optimizer)
         else:
-            self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
+            # schedulers want to know
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._meet("updating parameters")
         self.step += 1
 
@@ -190,7 +248,11 @@ class SharedMemory(Exchange):
             yield
             return
         self._barrier("going to eval mode")
-        with in_eval_mode(self.optimizer, [place for _, place, _ in self.own]) if self.updates else nullcontext():
+        with (
+            in_eval_mode(self.optimizer, [place for _, place, _ in self.own])
+            if self.updates
+            else nullcontext()
+        ):
             self._barrier("reading parameters in eval mode")
             yield
             self._barrier("going back from eval mode")
@@ -199,8 +261,12 @@ class SharedMemory(Exchange):
     def _clip(self, most: float) -> None:
         """As torch.nn.utils.clip_grad_norm_, over all slices."""
         self.memory.norms[self.world.rank] = sum(
-            float(torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))) ** 2
-            for mean, *_ in self.sums)
+            float(
+                torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))
+            )
+            ** 2
+            for mean, *_ in self.sums
+        )
         self._meet("taking the norm of gradients")
         norm = float(self.memory.norms.sum().sqrt())
         for mean, *_ in self.sums:
@@ -214,16 +280,27 @@ class SharedMemory(Exchange):
         with self.log.detail(doing, "wait"):
             self._barrier(doing)
 
-    # ---- what others look at -------------------------------------------------------------------------------------------
+    # ---- what others look at -----------------------------------------------------------------
     def gradients(self) -> dict[str, Tensor | None]:
         """Until any rank begins the next step."""
-        found: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in self.summed.model.named_parameters())
-        found.update({name: self.mean[index].clone() for index, name in enumerate(self.names) if self.anyone[index]})
+        found: dict[str, Tensor | None] = dict.fromkeys(
+            name for name, _ in self.summed.model.named_parameters()
+        )
+        found.update(
+            {
+                name: self.mean[index].clone()
+                for index, name in enumerate(self.names)
+                if self.anyone[index]
+            }
+        )
         return found
 
     def state(self) -> State:
         """Empty on the other ranks."""
-        mine = [(self._held(stretch), self.optimizer.state.get(place, {})) for stretch, place, _ in self.own]
+        mine = [
+            (self._held(stretch), self.optimizer.state.get(place, {}))
+            for stretch, place, _ in self.own
+        ]
         return state_together(each for parts in self.world.collected(mine) for each in parts)
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
-"""Messages between the parts of a model: all tensors that cross from one to the next, in one vector of bytes; after gradients
-stands which of them are there: what has none in serial has none here, which to an optimizer is not the same as zeros."""
+"""Messages between the parts of a model: all tensors that cross from one to the next, in one
+vector of bytes; after gradients stands which of them are there: what has none in serial has
+none here, which to an optimizer is not the same as zeros.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,27 @@ from paragrad.techniques.alive import Alive, Hold
 from paragrad.techniques.model_parallel.plan import Crossing, Plan
 from paragrad.world.world import World
 
-ALIGNED = 16            # bytes at which each tensor of a message begins
+ALIGNED = 16  # bytes at which each tensor of a message begins
 
 
 class Messages(Mapping[Slot, Tensor]):
-    """What travels, as bytes where the backend takes them from: all tensors that cross between two parts in one message, from
-    when it is put together or awaited until it is forgotten. alive: counts them."""
+    """What travels, as bytes where the backend takes them from: all tensors that cross between
+    two parts in one message, from when it is put together or awaited until it is forgotten.
+    alive: counts them.
+    """
 
     def __init__(self, plans: list[Plan], line: World, alive: Alive | None = None) -> None:
-        self.plans, self.line, self.alive = plans, line, alive
+        self.plans = plans
+        self.line = line
+        self.alive = alive
         self.made: dict[Slot, Tensor] = {}
         self.held: dict[Slot, Hold] = {}
 
     def crossing(self, slot: Slot) -> list[Crossing]:
         stage, micro = map(int, str(slot)[1:].split("."))
-        return [each for each in self.plans[micro].crossing[stage - 1] if each.grad or not back(slot)]
+        return [
+            each for each in self.plans[micro].crossing[stage - 1] if each.grad or not back(slot)
+        ]
 
     def __getitem__(self, slot: Slot) -> Tensor:
         if slot not in self.made:
@@ -53,22 +61,28 @@ class Messages(Mapping[Slot, Tensor]):
 
     def gradients(self, slot: Slot) -> list[Tensor | None]:
         """Those of a message that goes back; None where there is none."""
-        return [tensor if there else None for tensor, there in zip(self.read(slot), self._there(slot).tolist(), strict=True)]
+        return [
+            tensor if there else None
+            for tensor, there in zip(self.read(slot), self._there(slot).tolist(), strict=True)
+        ]
 
     def _there(self, slot: Slot) -> Tensor:
         """Of each tensor, is it there? At the end of the message."""
         count = len(self.crossing(slot))
-        return self[slot][self[slot].numel() - _aligned(count):][:count]
+        return self[slot][self[slot].numel() - _aligned(count) :][:count]
 
     def forget(self, slot: Slot) -> None:
         self.made.pop(slot, None)
         self.held.pop(slot, None)
 
     def _views(self, slot: Slot) -> Iterator[Tensor]:
-        message, start = self[slot], 0
+        message = self[slot]
+        start = 0
         for each in self.crossing(slot):
             size = math.prod(each.shape) * each.dtype.itemsize
-            yield message[start:start + size].view(each.dtype).as_strided(each.shape, each.strides)
+            yield (
+                message[start : start + size].view(each.dtype).as_strided(each.shape, each.strides)
+            )
             start += _room(each)
 
     def __iter__(self) -> Iterator[Slot]:
@@ -79,7 +93,9 @@ class Messages(Mapping[Slot, Tensor]):
 
 
 def back(slot: Slot) -> bool:
-    """Is it a message of gradients, g{stage}.{micro}, and not of activations, x{stage}.{micro}?"""
+    """Is it a message of gradients, g{stage}.{micro}, and not of activations,
+    x{stage}.{micro}?
+    """
     return str(slot)[0] == "g"
 
 

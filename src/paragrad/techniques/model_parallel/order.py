@@ -11,9 +11,12 @@ from paragrad.schedules.pipeline import Pipelined
 
 @dataclass(frozen=True)
 class Order:
-    """What one rank does of a schedule, and what follows from it. over, again: as Pipelined says."""
+    """What one rank does of a schedule, and what follows from it. over, again: as Pipelined
+    says.
+    """
+
     program: list[Action]
-    backwards: int                              # and halves of them
+    backwards: int  # and halves of them
     in_halves: bool
     over: Mapping[Slot, list[Slot]]
     again: set[tuple[int, int]]
@@ -21,5 +24,10 @@ class Order:
     @classmethod
     def of(cls, pipelined: Pipelined, rank: int, size: int) -> Order:
         tasks = [what for what, *_ in pipelined.tasks(rank, size)]
-        return cls(list(pipelined.program(rank, size)), sum(what != "F" for what in tasks), "W" in tasks,
-                   pipelined.over(rank, size), pipelined.again(rank, size))
+        return cls(
+            list(pipelined.program(rank, size)),
+            sum(what != "F" for what in tasks),
+            "W" in tasks,
+            pipelined.over(rank, size),
+            pipelined.again(rank, size),
+        )

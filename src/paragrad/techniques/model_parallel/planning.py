@@ -1,4 +1,6 @@
-"""The forward by which a plan is made: nothing in it has a value, and it is noted what each part makes and uses."""
+"""The forward by which a plan is made: nothing in it has a value, and it is noted what each
+part makes and uses.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paragrad.errors import StepFailed
 from paragrad.techniques.model_parallel.plan import HIDDEN, NESTED, Crossing, Plan, StandIn
 from paragrad.techniques.model_parallel.tape import Tape, bounds
-from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, noted, tensors_in
+from paragrad.techniques.model_parallel.watch import (
+    InUnits,
+    Place,
+    Running,
+    Unit,
+    noted,
+    tensors_in,
+)
 from paragrad.techniques.untouched import kept_by
 from paragrad.techniques.values import differentiable, same
 from paragrad.techniques.width.divided import Divided, divided, whole
@@ -24,22 +33,30 @@ from paragrad.techniques.width.divided import Divided, divided, whole
 
 @dataclass(frozen=True)
 class Like:
-    """Stands for a tensor of the shape and type of one that a module is called with: of that number."""
+    """Stands for a tensor of the shape and type of one that a module is called with: of that
+    number.
+    """
+
     number: int
 
 
-Standing = Mapping[str, Any]            # what modules give, by name, tensors as Like
+Standing = Mapping[str, Any]  # what modules give, by name, tensors as Like
 
 
 class Hollow(InUnits):
-    """A model that is run without values. standing: what those units give of which nobody knows it so."""
+    """A model that is run without values. standing: what those units give of which nobody knows
+    it so.
+    """
 
-    def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]], standing: Standing | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, parts: Sequence[Sequence[Unit]], standing: Standing | None = None
+    ) -> None:
         super().__init__(model, parts)
         self.standing = standing or {}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.whole = True                   # the model has all its values
-        self.changing: dict[str, set[tuple[nn.Module, str]]] = {}       # Python attributes that calls of a unit set
+        self.whole = True  # the model has all its values
+        # Python attributes that calls of a unit set
+        self.changing: dict[str, set[tuple[nn.Module, str]]] = {}
 
 
 class Planning(Running):
@@ -51,15 +68,20 @@ class Planning(Running):
         super().__init__(flow)
         self.crossing: list[dict[Place, Crossing]] = [{} for _ in range(flow.last)]
         self.stand_ins: list[StandIn] = []
-        self.hollow: Any = WeakIdKeyDictionary()        # of a tensor with values, what stands for it without
-        self.copies: Any = WeakIdKeyDictionary()        # of what units gave
+        # of a tensor with values, what stands for it without
+        self.hollow: Any = WeakIdKeyDictionary()
+        self.copies: Any = WeakIdKeyDictionary()  # of what units gave
         self.writes = False
         self.tape = Tape(inputs)
-        self.failed: nn.Module | None = None            # the first module that raised
+        self.failed: nn.Module | None = None  # the first module that raised
 
     def plan(self) -> Plan:
-        return Plan([sorted(each.values(), key=lambda crossing: crossing.place) for each in self.crossing], self.stand_ins,
-                    self.tape.cut(), self.writes)
+        return Plan(
+            [sorted(each.values(), key=lambda crossing: crossing.place) for each in self.crossing],
+            self.stand_ins,
+            self.tape.cut(),
+            self.writes,
+        )
 
     def operated(self, func: Any, args: Any, kwargs: Any) -> Any:
         for bound in bounds(func, args, kwargs):
@@ -80,8 +102,12 @@ class Planning(Running):
                     self.crossing[cut][place] = crossing
 
     def faked(self, tree: Any) -> Any:
-        """The same without values. Raises StepFailed, while the model is whole, of what nobody was seen to make."""
-        if self.flow.whole and any(isinstance(each, FakeTensor) and each not in self.made for each in tensors_in(tree)):
+        """The same without values. Raises StepFailed, while the model is whole, of what nobody
+        was seen to make.
+        """
+        if self.flow.whole and any(
+            isinstance(each, FakeTensor) and each not in self.made for each in tensors_in(tree)
+        ):
             raise StepFailed(HIDDEN)
         return tree_map_only(Tensor, self.emptied, tree)
 
@@ -93,7 +119,7 @@ class Planning(Running):
             return divided(self.emptied(tensor.local), tensor.cuts)
         if tensor not in self.hollow:
             self.hollow[tensor] = self.flow.fake.from_tensor(tensor)
-        return self.hollow[tensor]              # type: ignore[no-any-return]
+        return self.hollow[tensor]  # type: ignore[no-any-return]
 
     def operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         out = func(*self.faked(args), **self.faked(kwargs))
@@ -102,7 +128,8 @@ class Planning(Running):
                 self.use(tensor, self.part)
         if written or getattr(func, "__name__", "") == "register_hook":
             self.writes = True
-        for tensor in written:                  # a view into something else has made that, too, to have a gradient
+        # a view into something else has made that, too, to have a gradient
+        for tensor in written:
             hollow = self.emptied(tensor)
             if hollow._base is not None and tensor._base is not None:
                 self.hollow[tensor._base] = hollow._base
@@ -128,18 +155,30 @@ class Planning(Running):
         module = self.flow.model.get_submodule(name)
         with self.unwatched():
             before = kept_by(module)
-            hollow, named = self.faked(args), self.faked(kwargs)
+            hollow = self.faked(args)
+            named = self.faked(kwargs)
             if (gives := self.flow.standing.get(name)) is None:
                 with self.noting(module):
                     out = call(*hollow, **named)
             else:
-                given, trained = tensors_in((hollow, named)), torch.is_grad_enabled()
-                out = tree_map_only(Like, lambda each: torch.empty_like(given[each.number]).requires_grad_(
-                    trained and differentiable(given[each.number])).clone(), gives)
+                given = tensors_in((hollow, named))
+                trained = torch.is_grad_enabled()
+                out = tree_map_only(
+                    Like,
+                    lambda each: (
+                        torch.empty_like(given[each.number])
+                        .requires_grad_(trained and differentiable(given[each.number]))
+                        .clone()
+                    ),
+                    gives,
+                )
                 noted(module, hollow, named, out)
             kept = kept_by(module)
             self.flow.changing.setdefault(name, set()).update(
-                each for each, value in kept.items() if each not in before or not same(before[each], value))
+                each
+                for each, value in kept.items()
+                if each not in before or not same(before[each], value)
+            )
         for tensor in tensors_in((args, kwargs)):
             self.use(tensor, self.part)
         place = next(self.places)
@@ -147,31 +186,52 @@ class Planning(Running):
         for tensor, each in found:
             self.make(tensor, each)
         with self.unwatched():
-            gave = self.fresh(out)          # which what follows does not change
-            self.writes = self.writes or any(each._forward_hooks for each in module.modules())      # a hook may write
-        self.stand_ins.append(StandIn(name, gave, list(zip(tensors_in(gave), (each for _, each in found), strict=True)), kept))
+            gave = self.fresh(out)  # which what follows does not change
+            # a hook may write
+            self.writes = self.writes or any(each._forward_hooks for each in module.modules())
+        self.stand_ins.append(
+            StandIn(
+                name,
+                gave,
+                list(zip(tensors_in(gave), (each for _, each in found), strict=True)),
+                kept,
+            )
+        )
         return out
 
     def fresh(self, tree: Any) -> Any:
-        """The same tensors without values, of no graph; of one tensor one, whoever gives it (a dropout that does nothing)."""
+        """The same tensors without values, of no graph; of one tensor one, whoever gives it (a
+        dropout that does nothing).
+        """
+
         def copy(tensor: Tensor) -> Tensor:
             if tensor not in self.copies or self.copies[tensor].shape != tensor.shape:
                 self.copies[tensor] = tensor.detach().requires_grad_(tensor.requires_grad)
-            return self.copies[tensor]              # type: ignore[no-any-return]
+            return self.copies[tensor]  # type: ignore[no-any-return]
+
         return anew(tree, copy)
 
 
 def nested(module: nn.Module, call: Any) -> bool:
-    """Is it an encoder of torch's that would make nested tensors of what is padded, but while its layers are watched?"""
+    """Is it an encoder of torch's that would make nested tensors of what is padded, but while
+    its layers are watched?
+    """
     if not isinstance(module, nn.TransformerEncoder) or module.training or torch.is_grad_enabled():
         return False
     given = dict(zip(("mask", "src_key_padding_mask"), call.args[2:], strict=False)) | call.keywords
     padded = given.get("src_key_padding_mask")
-    if not module.use_nested_tensor or given.get("mask") is not None or not isinstance(padded, Tensor) or isinstance(
-            padded, FakeTensor) or padded.dim() != 2 or not torch.backends.mha.get_fastpath_enabled():
+    if (
+        not module.use_nested_tensor
+        or given.get("mask") is not None
+        or not isinstance(padded, Tensor)
+        or isinstance(padded, FakeTensor)
+        or padded.dim() != 2
+        or not torch.backends.mha.get_fastpath_enabled()
+    ):
         return False
-    padded = padded != 0                        # of floats -inf
-    return bool(padded.any()) and not bool((padded[:, :-1] & ~padded[:, 1:]).any())         # at the end of every sample
+    padded = padded != 0  # of floats -inf
+    # at the end of every sample
+    return bool(padded.any()) and not bool((padded[:, :-1] & ~padded[:, 1:]).any())
 
 
 def anew(tree: Any, copy: Callable[[Tensor], Tensor]) -> Any:
@@ -180,5 +240,6 @@ def anew(tree: Any, copy: Callable[[Tensor], Tensor]) -> Any:
         return copy(tree)
     try:
         return tree_map_only(Tensor, copy, tree)
-    except Exception:                           # a tuple that looks at what it holds, such as a PackedSequence
+    # a tuple that looks at what it holds, such as a PackedSequence
+    except Exception:
         return tree

@@ -1,4 +1,6 @@
-"""Modules one after another: the Python of a Sequential is known, and a part of one is its modules in turn, unwatched."""
+"""Modules one after another: the Python of a Sequential is known, and a part of one is its
+modules in turn, unwatched.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,27 @@ from paragrad.errors import StepFailed
 from paragrad.techniques.model_parallel.watch import Unit
 from paragrad.techniques.width.divided import Divided, whole
 
-Straight = list[list[nn.Module]]            # the modules of each part
+Straight = list[list[nn.Module]]  # the modules of each part
 
 
-def straight(model: nn.Module, parts: Sequence[Sequence[Unit]], outputs: Sequence[Any]) -> Straight | None:
-    """Where a Sequential, nested ones too, calls nothing but the units of the parts, each giving one tensor, and no hook looks
-    on; otherwise None. outputs: of each unit."""
+def straight(
+    model: nn.Module, parts: Sequence[Sequence[Unit]], outputs: Sequence[Any]
+) -> Straight | None:
+    """Where a Sequential, nested ones too, calls nothing but the units of the parts, each
+    giving one tensor, and no hook looks on; otherwise None. outputs: of each unit.
+    """
     units = [unit for part in parts for unit in part]
-    if list(_called(model, "")) != units or not all(isinstance(each, FakeTensor | Divided) for each in outputs):
+    if list(_called(model, "")) != units or not all(
+        isinstance(each, FakeTensor | Divided) for each in outputs
+    ):
         return None
-    if any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
-           for each in model.modules()):
+    if any(
+        each._forward_hooks
+        or each._forward_pre_hooks
+        or each._backward_hooks
+        or each._backward_pre_hooks
+        for each in model.modules()
+    ):
         return None
     return [[model.get_submodule(name) for name, _ in part] for part in parts]
 
@@ -38,12 +50,20 @@ def _called(module: nn.Module, name: str) -> Iterator[Unit]:
         yield from _called(each, f"{name}.{child}" if name else child)
 
 
-def through(modules: Sequence[nn.Module], given: Tensor, like: tuple[tuple[int, ...], torch.dtype] | None) -> Tensor:
-    """What modules make of a tensor, one after another. like: what it must be then, where it goes on to another part."""
+def through(
+    modules: Sequence[nn.Module], given: Tensor, like: tuple[tuple[int, ...], torch.dtype] | None
+) -> Tensor:
+    """What modules make of a tensor, one after another. like: what it must be then, where it
+    goes on to another part.
+    """
     for module in modules:
         given = module(given)
     given = given if like is None else whole(given)
     if like is not None and (tuple(given.shape), given.dtype) != like:
-        raise StepFailed(f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and without values of "
-                         f"{like[0]}, {like[1]}; let modules look at no values that decide these, or train it with data(n)")
+        raise StepFailed(
+            f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and "
+            f"without values of "
+            f"{like[0]}, {like[1]}; let modules look at no values that decide these, or train it "
+            f"with data(n)"
+        )
     return given

@@ -24,14 +24,18 @@ from paragrad.techniques.model_parallel.watch import Unit, calls_watched, tensor
 from paragrad.techniques.untouched import untouched
 from paragrad.techniques.values import UNCHANGING
 
-FINE = 8                # units are split further while one is more than an eighth of a part's work
-NO_LOSS = nn.functional.mse_loss        # of models that are looked at without one
+# units are split further while one is more than an eighth of a part's work
+FINE = 8
+NO_LOSS = nn.functional.mse_loss  # of models that are looked at without one
 
 
 @dataclass
 class Call:
-    """A call of a module in a forward. work: operations in matrix products, of everything in it;  gives: what it returned, each
-    tensor as an input of its shape; None where one is like no input."""
+    """A call of a module in a forward. work: operations in matrix products, of everything in
+    it;  gives: what it returned, each tensor as an input of its shape; None where one is like
+    no input.
+    """
+
     name: str
     work: int = 0
     gives: Any = None
@@ -40,9 +44,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Units:
-    """work: of the calls of a forward between which it can be cut, in order;  standing: what those modules give that decide
-    shapes by values, such as experts of which each takes what comes to it: they are units as they are;  tree: all calls;
-    hooked: modules with forward hooks, also those that the first forward registered;  straight: nothing is to be watched."""
+    """work: of the calls of a forward between which it can be cut, in order;  standing: what
+    those modules give that decide shapes by values, such as experts of which each takes what
+    comes to it: they are units as they are;  tree: all calls; hooked: modules with forward
+    hooks, also those that the first forward registered;  straight: nothing is to be watched.
+    """
+
     work: dict[Unit, int]
     standing: Standing
     tree: Call
@@ -56,19 +63,25 @@ def units_of(model: nn.Module, example: Any, parts: int, asked: Asked | None = N
     Raises StepFailed where there are too few of them, or nobody knows what one gives.
     """
     if compiled(model):
-        raise StepFailed("torch.compile made the model one graph, which is not cut; give the model as it was before")
+        raise StepFailed(
+            "torch.compile made the model one graph, which is not cut; give the model as it was "
+            "before"
+        )
     graphs = {name for name, module in model.named_modules() if compiled(module)}
     closed: set[type] = set()
     with untouched(Summed(model, NO_LOSS)):
         tree = calls(model, example)
         while True:
             names = {name for name, module in model.named_modules() if type(module) in closed}
-            units, standing = _chosen(model, tree, parts, asked, names | graphs), {
-                each.name: each.gives for each in _all(tree) if each.name in names}
+            units = _chosen(model, tree, parts, asked, names | graphs)
+            standing = {each.name: each.gives for each in _all(tree) if each.name in names}
             try:
                 plan = Flow(model, [list(units)], standing).planned(example)
             except Unplanned as error:
-                module = next((each for each in _all(tree) if model.get_submodule(each.name) is error.module), tree)
+                module = next(
+                    (each for each in _all(tree) if model.get_submodule(each.name) is error.module),
+                    tree,
+                )
                 if module is tree or module.gives is None or module.name in names:
                     raise
                 closed.add(type(error.module))
@@ -95,11 +108,15 @@ def opened(units: Units) -> list[int]:
 
 
 def joined(units: Units, parts: Sequence[Sequence[Unit]]) -> list[list[Unit]]:
-    """The same parts in calls as large as can be, which cost less to watch: a module of which every call lies in one part is a
-    unit itself. Not where something inside is to be seen on every rank: what has a hook, or stands for itself."""
+    """The same parts in calls as large as can be, which cost less to watch: a module of which
+    every call lies in one part is a unit itself. Not where something inside is to be seen on
+    every rank: what has a hook, or stands for itself.
+    """
     part_of = {unit: part for part, calls in enumerate(parts) for unit in calls}
-    names, counted = {name for name, _ in part_of}, Counter[str]()
-    within: dict[int, set[int]] = {}                    # of each call, the parts in which it lies
+    names = {name for name, _ in part_of}
+    counted = Counter[str]()
+    # of each call, the parts in which it lies
+    within: dict[int, set[int]] = {}
 
     def look(call: Call) -> set[int]:
         if call.name in names:
@@ -111,8 +128,12 @@ def joined(units: Units, parts: Sequence[Sequence[Unit]]) -> list[list[Unit]]:
 
     look(units.tree)
     seen = [*units.standing, *units.hooked]
-    opened = {call.name for call in _all(units.tree) if len(within.get(id(call), ())) > 1
-              or any(name.startswith(f"{call.name}.") for name in seen)}
+    opened = {
+        call.name
+        for call in _all(units.tree)
+        if len(within.get(id(call), ())) > 1
+        or any(name.startswith(f"{call.name}.") for name in seen)
+    }
     calls = list(_units(units.tree, lambda call: call.name in names or call.name not in opened))
     found: list[list[Unit]] = [[] for _ in parts]
     for call, unit in zip(calls, _numbered(calls), strict=True):
@@ -131,39 +152,68 @@ def _all(call: Call) -> Iterator[Call]:
         yield from _all(inner)
 
 
-def _chosen(model: nn.Module, tree: Call, parts: int, asked: Asked | None, closed: set[str]) -> dict[Unit, int]:
+def _chosen(
+    model: nn.Module, tree: Call, parts: int, asked: Asked | None, closed: set[str]
+) -> dict[Unit, int]:
     """closed: modules that are not split."""
     begins = [named(model, each) for each in asked or () if isinstance(each, str)]
-    # what keeps for later what a module gives (auxiliary losses, hidden states) is to see it on every rank
+    # what keeps for later what a module gives (auxiliary losses, hidden states) is to see it on
+    # every rank
     seen = begins + [name for name, module in model.named_modules() if module._forward_hooks]
     # torch calls it where both the module's outputs and its inputs have come by
-    hooked = {name for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks}
-    if "" in hooked or every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
-        raise StepFailed("a backward hook is registered on the whole model, or on all modules, of which no rank has all; "
-                         "register it on modules that lie in one part, or train the model with data(n)")
-    if inside := [(name, each) for name in begins for each in hooked if name.startswith(f"{each}.")]:
-        raise StepFailed(f"cut={inside[0][0]} goes through {inside[0][1]}, which has a backward hook and is to be whole on one "
-                         "rank; cut before or after it")
+    hooked = {
+        name
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    }
+    if (
+        "" in hooked
+        or every_module._global_backward_hooks
+        or every_module._global_backward_pre_hooks
+    ):
+        raise StepFailed(
+            "a backward hook is registered on the whole model, or on all modules, of which no rank "
+            "has all; "
+            "register it on modules that lie in one part, or train the model with data(n)"
+        )
+    if inside := [
+        (name, each) for name in begins for each in hooked if name.startswith(f"{each}.")
+    ]:
+        raise StepFailed(
+            f"cut={inside[0][0]} goes through {inside[0][1]}, which has a backward hook and is to "
+            f"be whole on one "
+            "rank; cut before or after it"
+        )
     closed = closed | hooked
 
-    largest: dict[str, int] = {}                # a module is watched in all its calls or in none
+    # a module is watched in all its calls or in none
+    largest: dict[str, int] = {}
     for call in _all(tree):
         largest[call.name] = max(call.work, largest.get(call.name, 0))
 
     def small(call: Call) -> bool:
         return largest[call.name] <= tree.work / (FINE * parts) and not any(
-            name.startswith(f"{call.name}.") for name in seen)
+            name.startswith(f"{call.name}.") for name in seen
+        )
 
     units = _numbered(_units(tree, lambda each: each.name in closed or small(each)))
-    if len(units) < parts:                                  # split as far as can be
+    if len(units) < parts:  # split as far as can be
         units = _numbered(_units(tree, lambda each: each.name in closed))
     if len(units) < parts:
         inner = any(name for name, _ in units)
-        called = "the model calls none of its modules (where it calls their forward() instead, nobody sees it)"
+        called = (
+            "the model calls none of its modules (where it calls their forward() instead, "
+            "nobody sees it)"
+        )
         if inner or not any(model.children()):
-            called = (f"the model calls {len(units)} module(s) one after another "
-                      f"({listed(units) if inner else type(model).__name__})")
-        raise StepFailed(f"{called}, and {parts} parts are wanted; give fewer workers or chunks, or a model that calls more")
+            called = (
+                f"the model calls {len(units)} module(s) one after another "
+                f"({listed(units) if inner else type(model).__name__})"
+            )
+        raise StepFailed(
+            f"{called}, and {parts} parts are wanted; give fewer workers or chunks, or a model "
+            f"that calls more"
+        )
     return units
 
 
@@ -182,12 +232,19 @@ def listed(units: Iterable[Unit]) -> str:
 
 
 def named(model: nn.Module, name: str) -> str:
-    """The name of a module by which it is cut: it may be given by its end. Raises StepFailed where there is none."""
+    """The name of a module by which it is cut: it may be given by its end. Raises StepFailed
+    where there is none.
+    """
     first = {module: own for own, module in reversed(list(model.named_modules()))}
-    found = {first[module] for each, module in model.named_modules(remove_duplicate=False)
-             if each == name or each.endswith(f".{name}")}
+    found = {
+        first[module]
+        for each, module in model.named_modules(remove_duplicate=False)
+        if each == name or each.endswith(f".{name}")
+    }
     if len(found) > 1 and name not in found:
-        raise StepFailed(f"cut names {name}, which may be {' or '.join(sorted(found))}; give the whole name")
+        raise StepFailed(
+            f"cut names {name}, which may be {' or '.join(sorted(found))}; give the whole name"
+        )
     if not found:
         raise StepFailed(f"cut: {unknown('module', name, filter(None, first.values()))}")
     return name if name in found else found.pop()
@@ -216,21 +273,37 @@ def calls(model: nn.Module, example: Any) -> Call:
         try:
             called(model, copied(example))
         except RuntimeError as error:
-            raise StepFailed(f"a forward without gradients raised {told(error)}; a model that takes gradients itself is not "
-                             "cut, for none come to it from parts on other ranks: train it with data(n)") from error
+            raise StepFailed(
+                f"a forward without gradients raised {told(error)}; a model that takes gradients "
+                f"itself is not "
+                "cut, for none come to it from parts on other ranks: train it with data(n)"
+            ) from error
     return stack[0].inside[0]
 
 
 def _alike(out: Any, inputs: list[Tensor]) -> Any:
-    """A module's output, each tensor as the first input of its shape and type; None where one has none, or there is more."""
+    """A module's output, each tensor as the first input of its shape and type; None where one
+    has none, or there is more.
+    """
+
     def like(tensor: Tensor) -> Like | object:
-        alike = (number for number, each in enumerate(inputs) if each.shape == tensor.shape and each.dtype == tensor.dtype)
+        alike = (
+            number
+            for number, each in enumerate(inputs)
+            if each.shape == tensor.shape and each.dtype == tensor.dtype
+        )
         return next(map(Like, alike), out)
+
     try:
         found = tree_map_only(Tensor, like, out)
-    except Exception:                   # a tuple that looks at what it holds, such as a PackedSequence
+    # a tuple that looks at what it holds, such as a PackedSequence
+    except Exception:
         return None
-    return found if all(isinstance(leaf, (Like, *UNCHANGING)) for leaf in tree_flatten(found)[0]) else None
+    return (
+        found
+        if all(isinstance(leaf, (Like, *UNCHANGING)) for leaf in tree_flatten(found)[0])
+        else None
+    )
 
 
 def _units(call: Call, whole: Callable[[Call], bool], root: bool = True) -> Iterator[Call]:

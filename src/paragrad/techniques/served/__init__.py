@@ -12,4 +12,6 @@ from paragrad.world.world import World
 
 def exchange(strategy: Server, replica: Replica, world: World, log: Log, how: How) -> Exchange:
     """The exchange of `server`, of a worker or of a server. Collective over all of them."""
-    return (Serving if how.serves(strategy, world.rank) else Asking)(strategy, replica, world, log, how.meeting)
+    return (Serving if how.serves(strategy, world.rank) else Asking)(
+        strategy, replica, world, log, how.meeting
+    )

@@ -1,7 +1,9 @@
-"""What a training has beside its parameters: buffers, and frozen parameters, that forwards change.
+"""What a training has beside its parameters: buffers, and frozen parameters, that forwards
+change.
 
-Under bsp it is exact, and so the same on all workers: it stays with them, and the first one tells a server what changed, for
-whoever may have to go on. It travels as torch saves tensors, and is read as tensors alone.
+Under bsp it is exact, and so the same on all workers: it stays with them, and the first one
+tells a server what changed, for whoever may have to go on. It travels as torch saves tensors,
+and is read as tensors alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     """What of a model is not trained, and a forward may change."""
-    frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
+    frozen = {
+        name: each.detach() for name, each in model.named_parameters() if not each.requires_grad
+    }
     return {**frozen, **dict(model.named_buffers())}
 
 

@@ -1,4 +1,6 @@
-"""Where those come in who join a running training from other hosts: an address of this one, and a folder of their keys."""
+"""Where those come in who join a running training from other hosts: an address of this one, and
+a folder of their keys.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ from paragrad.errors import Refused
 from paragrad.techniques.served.keys import Address, Keys
 
 HIGHEST = 2**16 - 1
-REFUSING = 0.2          # seconds for a host to say that nobody listens
+REFUSING = 0.2  # seconds for a host to say that nobody listens
 
 
 @dataclass(frozen=True)
 class Place:
     """host: a name or an address;  port: 0 for any that is free."""
+
     host: str
     port: int = 0
 
@@ -30,13 +33,19 @@ class Place:
     @property
     def resolved(self) -> Place:
         """By its number. Raises OSError."""
-        return Place(str(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0]), self.port)
+        return Place(
+            str(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0]),
+            self.port,
+        )
 
 
 @dataclass(frozen=True)
 class Entrance:
-    """Of one process. place: where it is;  allowed: folder of the public keys of those who are let in;  kept: the file in
-    which it keeps its own pair and its port, once there are some: who is started again is where, and who, it was."""
+    """Of one process. place: where it is;  allowed: folder of the public keys of those who are
+    let in;  kept: the file in which it keeps its own pair and its port, once there are some:
+    who is started again is where, and who, it was.
+    """
+
     place: Place
     allowed: Path
     kept: Path
@@ -63,43 +72,73 @@ class Entrance:
 
 
 def read_place(option: str, text: str) -> Place:
-    """HOST or HOST:PORT, with or without tcp://. option: by which it was given. Raises Refused."""
+    """HOST or HOST:PORT, with or without tcp://. option: by which it was given. Raises
+    Refused.
+    """
     with suppress(ValueError):
         parts = urlsplit(text if "://" in text else f"tcp://{text}")
-        if parts.hostname and parts.netloc == parts.geturl().removeprefix("tcp://") and parts.username is None:
+        if (
+            parts.hostname
+            and parts.netloc == parts.geturl().removeprefix("tcp://")
+            and parts.username is None
+        ):
             return Place(parts.hostname, parts.port or 0)
-    raise Refused(f"{option} {text}: write HOST or HOST:PORT, such as 10.0.0.1:4000, or [fd00::1]:4000")
+    raise Refused(
+        f"{option} {text}: write HOST or HOST:PORT, such as 10.0.0.1:4000, or [fd00::1]:4000"
+    )
 
 
 def refuse_place(place: Place, count: int) -> None:
-    """Refuse one at which this host cannot listen, or others not reach it. count: ports that are wanted, one after another
-    where one is given."""
+    """Refuse one at which this host cannot listen, or others not reach it. count: ports that
+    are wanted, one after another where one is given.
+    """
     if place.host in ("0.0.0.0", "::", "*"):
-        raise Refused(f"--listen {place.host} is where nobody can reach it by that name; give the address by which the other "
-                      "hosts reach this one (`ip address` shows them)")
+        raise Refused(
+            f"--listen {place.host} is where nobody can reach it by that name; give the address by "
+            f"which the other "
+            "hosts reach this one (`ip address` shows them)"
+        )
     if place.port and place.port + count - 1 > HIGHEST:
-        raise Refused(f"--listen wants {count} ports from {place.port} on, and {HIGHEST} is the last one; give a lower one")
+        raise Refused(
+            f"--listen wants {count} ports from {place.port} on, and {HIGHEST} is the last one; "
+            f"give a lower one"
+        )
     for port in range(place.port, place.port + count) if place.port else (0,):
         try:
-            family, kind, _, _, at = socket.getaddrinfo(place.host, port, type=socket.SOCK_STREAM)[0]
+            family, kind, _, _, at = socket.getaddrinfo(place.host, port, type=socket.SOCK_STREAM)[
+                0
+            ]
             with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)         # as ZeroMQ does
+                # as ZeroMQ does
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(at)
                 probe.listen()
         except socket.gaierror as error:
-            raise Refused(f"--listen {place.host}: {error.strerror}; give an address of this host") from None
+            raise Refused(
+                f"--listen {place.host}: {error.strerror}; give an address of this host"
+            ) from None
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise Refused(f"--listen: port {port} of {place.host} is in use; give another one, or none, for any that is "
-                              "free") from None
+                raise Refused(
+                    f"--listen: port {port} of {place.host} is in use; give another one, or none, "
+                    f"for any that is "
+                    "free"
+                ) from None
             if error.errno == errno.EADDRNOTAVAIL:
-                raise Refused(f"--listen {place.host} is no address of this host; give one by which the other hosts reach it "
-                              "(`ip address` shows them)") from None
-            raise Refused(f"--listen: port {port} of {place.host}: {error.strerror}; give another one") from None
+                raise Refused(
+                    f"--listen {place.host} is no address of this host; give one by which the "
+                    f"other hosts reach it "
+                    "(`ip address` shows them)"
+                ) from None
+            raise Refused(
+                f"--listen: port {port} of {place.host}: {error.strerror}; give another one"
+            ) from None
 
 
 def refuses(place: Place) -> bool:
-    """Does its host say that nobody listens there? One that says nothing may only be out of reach."""
+    """Does its host say that nobody listens there? One that says nothing may only be out of
+    reach.
+    """
     try:
         socket.create_connection((place.host, place.port), REFUSING).close()
     except OSError as error:
@@ -114,5 +153,8 @@ def refuse_unreachable(place: Place, seconds: float) -> None:
     try:
         socket.create_connection((place.host, place.port), seconds).close()
     except OSError as error:
-        raise Refused(f"nobody is reached at {place} ({error.strerror or error}); give the address as the training printed it, "
-                      "and see that it still runs") from None
+        raise Refused(
+            f"nobody is reached at {place} ({error.strerror or error}); give the address as the "
+            f"training printed it, "
+            "and see that it still runs"
+        ) from None

@@ -1,7 +1,8 @@
-"""Keys of those who talk over TCP (CurveZMQ), and the files that hold them: certificates, as `zmq.auth` has them.
+"""Keys of those who talk over TCP (CurveZMQ), and the files that hold them: certificates, as
+`zmq.auth` has them.
 
-    NAME.key_secret     a pair, for its owner's eyes alone
-    NAME.key            its public half, which may travel any way on which nobody can put another in its place
+    NAME.key_secret     a pair, for its owner's eyes alone NAME.key            its public half,
+    which may travel any way on which nobody can put another in its place
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import zmq.auth
 
 from paragrad.errors import Refused
 
-SECRET, PUBLIC = ".key_secret", ".key"
+SECRET = ".key_secret"
+PUBLIC = ".key"
 
 
 @dataclass(frozen=True)
 class Keys:
     """A process's own pair, made anew for every training, or its host's."""
+
     public: bytes
     secret: bytes
 
@@ -35,6 +38,7 @@ class Keys:
 @dataclass(frozen=True)
 class Address:
     """Where somebody listens; key: the public one, where messages are encrypted."""
+
     at: str
     key: bytes | None = None
 
@@ -45,17 +49,26 @@ class Address:
 
 
 def make_keys(path: Path) -> Path:
-    """A pair into a file that is not there yet, and its public half beside it, of which this is the path. Raises Refused."""
+    """A pair into a file that is not there yet, and its public half beside it, of which this is
+    the path. Raises Refused.
+    """
     if path.suffix != SECRET:
-        raise Refused(f"--key {path}: it is to hold a secret key, by the name of such files; give {path.with_suffix(SECRET)}")
+        raise Refused(
+            f"--key {path}: it is to hold a secret key, by the name of such files; give "
+            f"{path.with_suffix(SECRET)}"
+        )
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".keys-") as folder:
             public, secret = map(Path, zmq.auth.create_certificates(folder, "made"))
             secret.chmod(0o600)
-            os.link(secret, path)                       # never over one that another process made meanwhile
+            # never over one that another process made meanwhile
+            os.link(secret, path)
             public.replace(path.with_suffix(PUBLIC))
     except OSError as error:
-        raise Refused(f"--key {path} cannot be made: {error.strerror or error}; give a place in a folder of your own") from None
+        raise Refused(
+            f"--key {path} cannot be made: {error.strerror or error}; give a place in a folder of "
+            f"your own"
+        ) from None
     return path.with_suffix(PUBLIC)
 
 
@@ -63,12 +76,20 @@ def own_keys(path: Path) -> Keys:
     """The pair in a file. Raises Refused."""
     public, secret = _read("--key", path)
     if not secret:
-        raise Refused(f"--key {path} holds a public key alone; give the file that holds the secret one too (*{SECRET})")
+        raise Refused(
+            f"--key {path} holds a public key alone; give the file that holds the secret one too "
+            f"(*{SECRET})"
+        )
     if path.stat().st_mode & 0o077:
-        raise Refused(f"--key {path} may be read by others than its owner; chmod 600 {path}, or make another pair, where "
-                      "somebody may have read it")
+        raise Refused(
+            f"--key {path} may be read by others than its owner; chmod 600 {path}, or make another "
+            f"pair, where "
+            "somebody may have read it"
+        )
     if zmq.curve_public(secret) != public:
-        raise Refused(f"--key {path}: its public key is not that of its secret one; make another pair")
+        raise Refused(
+            f"--key {path}: its public key is not that of its secret one; make another pair"
+        )
     return Keys(public, secret)
 
 
@@ -87,20 +108,32 @@ def write_public(key: bytes, path: Path) -> None:
 def refuse_folder(folder: Path) -> None:
     """Refuse a folder that lets nobody in, or that holds what does not belong there."""
     if not folder.is_dir():
-        raise Refused(f"--allow {folder}: there is no such folder; make it, and put the public keys (*{PUBLIC}) of those who "
-                      "may join into it")
+        raise Refused(
+            f"--allow {folder}: there is no such folder; make it, and put the public keys "
+            f"(*{PUBLIC}) of those who "
+            "may join into it"
+        )
     files = sorted(folder.glob(f"*{PUBLIC}"))
     if not files:
-        raise Refused(f"--allow {folder} holds no public key (*{PUBLIC}); put those of the hosts that may join into it: "
-                      "`paragrad join` makes a pair where its --key names none")
+        raise Refused(
+            f"--allow {folder} holds no public key (*{PUBLIC}); put those of the hosts that may "
+            f"join into it: "
+            "`paragrad join` makes a pair where its --key names none"
+        )
     for path in files:
         if _read("--allow", path)[1]:
-            raise Refused(f"--allow: {path} holds a secret key; put its public half there, and the secret one back to its host")
+            raise Refused(
+                f"--allow: {path} holds a secret key; put its public half there, and the secret "
+                f"one back to its host"
+            )
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Who may come in: whose public key is in a folder, as it is when somebody knocks. For `configure_curve_callback`."""
+    """Who may come in: whose public key is in a folder, as it is when somebody knocks. For
+    `configure_curve_callback`.
+    """
+
     folder: Path
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -112,7 +145,8 @@ class Allowed:
 
     def _keys(self) -> Iterator[tuple[Path, bytes]]:
         for path in sorted(self.folder.glob(f"*{PUBLIC}")):
-            with contextlib.suppress(OSError, ValueError):      # one that is being written is no key yet
+            # one that is being written is no key yet
+            with contextlib.suppress(OSError, ValueError):
                 yield path, zmq.auth.load_certificate(path)[0]
 
 
@@ -120,11 +154,17 @@ def _read(option: str, path: Path) -> tuple[bytes, bytes | None]:
     """(public key, secret one or None) of a certificate. Raises Refused."""
     try:
         public, secret = zmq.auth.load_certificate(path)
-        if all(len(key) == 40 and len(zmq.utils.z85.decode(key)) == 32 for key in (public, *filter(None, [secret]))):
+        if all(
+            len(key) == 40 and len(zmq.utils.z85.decode(key)) == 32
+            for key in (public, *filter(None, [secret]))
+        ):
             return public, secret
     except (OSError, ValueError, KeyError) as error:
         if not path.is_file():
             raise Refused(f"{option} {path}: there is no such file") from None
         if isinstance(error, OSError):
             raise Refused(f"{option} {path} cannot be read: {error.strerror or error}") from None
-    raise Refused(f"{option} {path} holds no key of CurveZMQ; give a file as `paragrad join` or zmq.auth makes it")
+    raise Refused(
+        f"{option} {path} holds no key of CurveZMQ; give a file as `paragrad join` or zmq.auth "
+        f"makes it"
+    )

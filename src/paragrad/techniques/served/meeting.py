@@ -1,4 +1,6 @@
-"""Where workers and servers meet: as ranks of one world, or where the launching process says, whose processes come and go."""
+"""Where workers and servers meet: as ranks of one world, or where the launching process says,
+whose processes come and go.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from paragrad.world.world import World
 
 
 def met(world: World, own: Any) -> tuple[int, list[Any]]:
-    """The training's number, and what every rank says of itself. Collective: by what made the world, which is trusted."""
+    """The training's number, and what every rank says of itself. Collective: by what made the
+    world, which is trusted.
+    """
     every = world.agreed(world.collected((secrets.randbits(63), own)))
     return every[0][0], [each for _, each in every]
 
@@ -27,13 +31,16 @@ def workers_of(strategy: Server, world: World) -> World | None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a rank is told when it is started. job: the training's number;  folder: which only its owner may enter;  servers:
-    how many;  number: of this rank;  server: which one it is, or None;  ticket: what a worker is at, as its exchange is made;
-    place: where workers may join from elsewhere, or None;  step: with which it goes on, where others began;  last: of every
+    """What a rank is told when it is started. job: the training's number;  folder: which only
+    its owner may enter;  servers: how many;  number: of this rank;  server: which one it is, or
+    None;  ticket: what a worker is at, as its exchange is made; place: where workers may join
+    from elsewhere, or None;  step: with which it goes on, where others began;  last: of every
     share (weight, loss) in the step before, which whoever was there may not have recorded.
 
-    Of a worker that joined: keys: its own;  told: where the office and the servers are, for it has no folder.
+    Of a worker that joined: keys: its own;  told: where the office and the servers are, for it
+    has no folder.
     """
+
     job: int
     folder: str
     servers: int
@@ -55,17 +62,22 @@ class Meeting:
 
     @property
     def addresses(self) -> list[Address]:
-        return list(self.told[1:]) or [Address(f"ipc://{Path(self.folder) / f'server-{number}'}")
-                                       for number in range(self.servers)]
+        return list(self.told[1:]) or [
+            Address(f"ipc://{Path(self.folder) / f'server-{number}'}")
+            for number in range(self.servers)
+        ]
 
     @property
     def joined(self) -> Path:
-        """The public keys of those whom the office let in, by their numbers: servers let in no other."""
+        """The public keys of those whom the office let in, by their numbers: servers let in no
+        other.
+        """
         return Path(self.folder) / "joined"
 
     def entrance(self, server: int | None, allowed: Path | None = None) -> Entrance | None:
-        """Of a server, or (None) of the office, which lets in those whose keys are in a folder of the user's. Their ports
-        follow each other where one is given."""
+        """Of a server, or (None) of the office, which lets in those whose keys are in a folder
+        of the user's. Their ports follow each other where one is given.
+        """
         if self.place is None:
             return None
         number = 0 if server is None else 1 + server

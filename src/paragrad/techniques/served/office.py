@@ -1,14 +1,17 @@
-"""The office of a training whose workers wait for nobody: it hands out the samples, and knows who is there.
+"""The office of a training whose workers wait for nobody: it hands out the samples, and knows
+who is there.
 
-A ticket is a share of a global batch in the exact order, or a part of a test, or what one worker does for all at the end of an
-epoch. Every ticket is done once: of a worker that died, or is silent for longer than the limit, another gets it. What a worker
-does late is refused by the servers, who know which tickets they applied. An epoch ends when all its tickets are done, so a test
-is of one model.
+A ticket is a share of a global batch in the exact order, or a part of a test, or what one
+worker does for all at the end of an epoch. Every ticket is done once: of a worker that died, or
+is silent for longer than the limit, another gets it. What a worker does late is refused by the
+servers, who know which tickets they applied. An epoch ends when all its tickets are done, so a
+test is of one model.
 
-Under ssp(s) nobody gets a ticket who has done more than s more than the one who has done fewest.
+Under ssp(s) nobody gets a ticket who has done more than s more than the one who has done
+fewest.
 
-Who joins from elsewhere (`Guests`) is a member as any, under a number that is its key's alone; but it has not the run's folder,
-so it keeps nothing there.
+Who joins from elsewhere (`Guests`) is a member as any, under a number that is its key's alone;
+but it has not the run's folder, so it keeps nothing there.
 """
 
 from __future__ import annotations
@@ -24,16 +27,22 @@ from typing import Any, Protocol
 from paragrad.techniques.served.header import Header, Kind, Unfit
 from paragrad.techniques.served.sockets import Listening, heard, key_of
 
-TRAIN, TEST, KEEP, END = "train", "test", "keep", "end"
-LATE = 2                # of a ticket: its gradient was of older parameters, and was not used
+TRAIN = "train"
+TEST = "test"
+KEEP = "keep"
+END = "end"
+LATE = 2  # of a ticket: its gradient was of older parameters, and was not used
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What one worker is to do. number: of all that are trained;  step, share: which part of which batch;  part of parts: of a
-    test;  wanted: of how many shares the step after `after` updates is made (-1: nobody knows);  keep: a checkpoint
-    ("checkpoint") or the model ("model") is to be kept, of `step` steps;  workers: that were there when it was given,
-    by which tickets do not differ."""
+    """What one worker is to do. number: of all that are trained;  step, share: which part of
+    which batch;  part of parts: of a test;  wanted: of how many shares the step after `after`
+    updates is made (-1: nobody knows);  keep: a checkpoint ("checkpoint") or the model
+    ("model") is to be kept, of `step` steps;  workers: that were there when it was given, by
+    which tickets do not differ.
+    """
+
     what: str
     number: int = 0
     epoch: int = 0
@@ -49,9 +58,12 @@ class Ticket:
 
 @dataclass
 class Member:
-    """A worker. done: tickets, counted from the fewest that anybody had done when it came;  holds: what it is at;  since: when
-    it got that, or asked;  trained: it has done so once;  whose: the connection it asked over;  asking: whom
-    to answer, while it waits;  answered: the number of its last question that was, and the answer."""
+    """A worker. done: tickets, counted from the fewest that anybody had done when it came;
+    holds: what it is at;  since: when it got that, or asked;  trained: it has done so once;
+    whose: the connection it asked over;  asking: whom to answer, while it waits;  answered: the
+    number of its last question that was, and the answer.
+    """
+
     number: int
     done: int
     since: float
@@ -63,10 +75,13 @@ class Member:
 
 
 class Guests(Protocol):
-    """Those who join from elsewhere. keys: whose each number is;  admit: what one is told that asks to take part, of what it
-    would train as text, or None while nothing can be said (it is reminded of it, and asked again); raises Unfit;  check: may
-    this be said of a ticket? Raises Unfit;  did: it has done a ticket that it was given, and says this of it;  left: it has
-    said so."""
+    """Those who join from elsewhere. keys: whose each number is;  admit: what one is told that
+    asks to take part, of what it would train as text, or None while nothing can be said (it is
+    reminded of it, and asked again); raises Unfit;  check: may this be said of a ticket? Raises
+    Unfit;  did: it has done a ticket that it was given, and says this of it;  left: it has said
+    so.
+    """
+
     keys: dict[int, bytes]
 
     def admit(self, key: bytes, sender: int, text: bytes) -> bytes | None: ...
@@ -80,8 +95,11 @@ class Guests(Protocol):
 
 @dataclass
 class Office:
-    """bound: of ssp, or None;  wanted: shares that a step waits for, or None;  limit: seconds for a ticket;  told_of(member,
-    ticket, said): called when one was done for the first time."""
+    """bound: of ssp, or None;  wanted: shares that a step waits for, or None;  limit: seconds
+    for a ticket;  told_of(member, ticket, said): called when one was done for the first
+    time.
+    """
+
     job: int
     bound: int | None
     wanted: int | None
@@ -89,11 +107,14 @@ class Office:
     told_of: Callable[[int, Ticket, dict[str, Any]], None]
     members: dict[int, Member] = field(default_factory=dict)
     left: deque[Ticket] = field(default_factory=deque)
-    open: dict[Ticket, int] = field(default_factory=dict)          # who is at it
-    begun_again: dict[int, list[int]] = field(default_factory=dict)     # by number of a share: who was at it beside the last
-    made: int | None = None         # updates of which all shares have been told of; of later ones somebody has
-    told: dict[int, int] = field(default_factory=dict)             # of how many, by the number of the update
-    gave: dict[int, Ticket] = field(default_factory=dict)          # to whom last
+    open: dict[Ticket, int] = field(default_factory=dict)  # who is at it
+    # by number of a share: who was at it beside the last
+    begun_again: dict[int, list[int]] = field(default_factory=dict)
+    # updates of which all shares have been told of; of later ones somebody has
+    made: int | None = None
+    # of how many, by the number of the update
+    told: dict[int, int] = field(default_factory=dict)
+    gave: dict[int, Ticket] = field(default_factory=dict)  # to whom last
     ended: bool = False
     refused: Counter[str] = field(default_factory=Counter)
     guests: Guests | None = None
@@ -107,14 +128,20 @@ class Office:
         """Is everything done that was given?"""
         return not self.left and not self.open
 
-    # ---- messages ----------------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------
     def taken(self, listening: Listening, frames: list[Any]) -> None:
         """A worker says what it has done, and asks for more."""
-        heard(listening, frames, self.job, functools.partial(self._question, listening), self.refused)
+        heard(
+            listening, frames, self.job, functools.partial(self._question, listening), self.refused
+        )
 
-    def _question(self, listening: Listening, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _question(
+        self, listening: Listening, whose: bytes, header: Header, rest: Sequence[Any]
+    ) -> None:
         if header.kind == Kind.REMIND:
-            there = (whose, header.call) in ((each.whose, each.asking[1].call) for each in self.members.values() if each.asking)
+            there = (whose, header.call) in (
+                (each.whose, each.asking[1].call) for each in self.members.values() if each.asking
+            )
             listening.answer(whose, header.answer(Kind.WAIT if there else Kind.MISSED))
             return
         if header.kind not in (Kind.NEXT, Kind.JOIN, Kind.LEAVE) or len(rest) != 1:
@@ -139,9 +166,15 @@ class Office:
                 self.guests.check(ticket, said)
         member = self.members.get(number)
         if member is not None and member.answered is not None and member.answered[0] == header.call:
-            listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])          # it asked twice
-        elif member is not None and member.asking is not None and member.asking[1].call == header.call:
-            member.whose, member.asking = whose, (whose, header)
+            # it asked twice
+            listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])
+        elif (
+            member is not None
+            and member.asking is not None
+            and member.asking[1].call == header.call
+        ):
+            member.whose = whose
+            member.asking = (whose, header)
             listening.answer(whose, header.answer(Kind.WAIT))
         else:
             self._asked(number, ticket, said, (whose, header))
@@ -157,33 +190,46 @@ class Office:
         try:
             number, done, said = json.loads(text)
             ticket = Ticket(**done) if done else None
-            return int(number), ticket, {str(name): float(value) for name, value in dict(said).items()}
+            return (
+                int(number),
+                ticket,
+                {str(name): float(value) for name, value in dict(said).items()},
+            )
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise Unfit("a question that cannot be read") from error
 
-    def _asked(self, number: int, ticket: Ticket | None, said: dict[str, Any], asking: tuple[bytes, Header]) -> None:
+    def _asked(
+        self, number: int, ticket: Ticket | None, said: dict[str, Any], asking: tuple[bytes, Header]
+    ) -> None:
         now = time.monotonic()
         member = self.members.get(number)
-        if member is not None and member.holds not in (None, ticket):           # it does not say what became of that
+        # it does not say what became of that
+        if member is not None and member.holds not in (None, ticket):
             self.lost(number)
             member = None
         if member is None:
             fewest = min((each.done for each in self.members.values()), default=0)
-            member = self.members[number] = Member(number, fewest, now)
+            member = Member(number, fewest, now)
+            self.members[number] = member
         holder = self.open.pop(ticket, None) if ticket is not None else None
         if ticket is not None and holder is not None:
-            if holder != number:                        # it may have brought it, and not said so yet
+            # it may have brought it, and not said so yet
+            if holder != number:
                 self.begun_again.setdefault(ticket.number, []).append(holder)
             self._done(member, ticket, said)
-        elif ticket is not None and ticket in self.left:        # it was late, and nobody else has begun
+        # it was late, and nobody else has begun
+        elif ticket is not None and ticket in self.left:
             self.left.remove(ticket)
             self._done(member, ticket, said)
-        member.whose, member.asking, member.since, member.holds = asking[0], asking, now, None
+        member.whose = asking[0]
+        member.asking = asking
+        member.since = now
+        member.holds = None
 
     def _done(self, member: Member, ticket: Ticket, said: dict[str, Any]) -> None:
         if ticket.what == TRAIN:
             member.trained = True
-            late = said.get("became") == LATE           # it is to be done again
+            late = said.get("became") == LATE  # it is to be done again
             if self.wanted is not None:
                 self._made(int(said.get("version", -1)), 0 if late else 1, ticket)
             if late:
@@ -193,10 +239,14 @@ class Office:
         self.told_of(member.number, ticket, said)
 
     def _made(self, version: int, shares: int, ticket: Ticket) -> None:
-        """Somebody says that so many updates were made; of the last one a share was, or was not, its own."""
+        """Somebody says that so many updates were made; of the last one a share was, or was
+        not, its own.
+        """
         if self.made is None:
-            self.made = version                         # who came first was late: nothing was made since
-        if not shares and ticket.after == self.made and version < self.made:        # the server is behind: it was started again
+            # who came first was late: nothing was made since
+            self.made = version
+        # the server is behind: it was started again
+        if not shares and ticket.after == self.made and version < self.made:
             self.made = version
             self.told.clear()
         if version == self.made + 1:
@@ -213,7 +263,11 @@ class Office:
     def lost(self, number: int) -> None:
         """A worker is gone: what it was at is somebody else's."""
         member = self.members.pop(number, None)
-        if member is not None and member.holds is not None and self.open.get(member.holds) == number:
+        if (
+            member is not None
+            and member.holds is not None
+            and self.open.get(member.holds) == number
+        ):
             del self.open[member.holds]
             self.left.appendleft(member.holds)
             if member.holds.what == TRAIN:
@@ -227,22 +281,33 @@ class Office:
         return number
 
     def late(self) -> list[int]:
-        """Who has been at a ticket for longer than the limit; they are lost until they ask again."""
+        """Who has been at a ticket for longer than the limit; they are lost until they ask
+        again.
+        """
         now = time.monotonic()
-        found = [each.number for each in self.members.values() if each.holds is not None and now - each.since > self.limit]
+        found = [
+            each.number
+            for each in self.members.values()
+            if each.holds is not None and now - each.since > self.limit
+        ]
         for number in found:
             self.lost(number)
         return found
 
     def _may(self, member: Member, ticket: Ticket, fewest: int) -> bool:
-        """A worker that has not trained yet knows less of the model; it tests where nobody has."""
+        """A worker that has not trained yet knows less of the model; it tests where nobody
+        has.
+        """
         if ticket.what == TRAIN and self.told and ticket.number not in self.begun_again:
-            return False                                # until all of a step have said so: then it is known how many are left
+            # until all of a step have said so: then it is known how many are left
+            return False
         if ticket.what == TRAIN:
             return self.bound is None or member.done - fewest <= self.bound
         joined = self.guests.keys if self.guests is not None and ticket.what == KEEP else {}
         able = [each for each in self.members.values() if each.number not in joined]
-        return member.number not in joined and (member.trained or not any(each.trained for each in able))
+        return member.number not in joined and (
+            member.trained or not any(each.trained for each in able)
+        )
 
     def hand_out(self, listening: Listening) -> None:
         """Answer those who wait, as far as there is something for them."""
@@ -258,12 +323,17 @@ class Office:
                 ticket = self.left.popleft()
                 if self.wanted is not None and ticket.what == TRAIN:
                     remaining = 1 + sum(each.what == TRAIN for each in (*self.left, *self.open))
-                    ticket = replace(ticket, wanted=min(self.wanted, remaining),
-                                     after=-1 if self.made is None else self.made)
-                member.holds = ticket = replace(ticket, workers=len(self.members))
+                    ticket = replace(
+                        ticket,
+                        wanted=min(self.wanted, remaining),
+                        after=-1 if self.made is None else self.made,
+                    )
+                member.holds = replace(ticket, workers=len(self.members))
+                ticket = member.holds
                 self.open[ticket] = member.number
             self.gave[member.number] = ticket
             whose, header = member.asking
-            member.asking, member.since = None, time.monotonic()
+            member.asking = None
+            member.since = time.monotonic()
             member.answered = header.call, json.dumps(asdict(ticket)).encode()
             listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])

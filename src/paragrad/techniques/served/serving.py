@@ -21,27 +21,53 @@ from paragrad.world.world import World
 class Serving(Alone):
     """A server's, which has no steps."""
 
-    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
+    def __init__(
+        self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None
+    ) -> None:
         super().__init__(replica)
-        self.log, keys, model = log, Keys.made(), replica.module.model
+        self.log = log
+        keys = Keys.made()
+        model = replica.module.model
         self.seconds = None if meeting else world.timeout
         cut = cut_of(strategy, replica.optimizer, model, replica.follows)
         if meeting:
             assert meeting.server is not None
-            self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's
+            # the office's
+            self.number = meeting.server
+            self.dismissals = 1
+            job = meeting.job
             longest = cut.longest if strategy.hands_out else max(cut.longest, room_for(model))
-            self.listening = Listening(longest, None, keys, meeting.addresses[meeting.server],
-                                       meeting.entrance(meeting.server))
+            self.listening = Listening(
+                longest,
+                None,
+                keys,
+                meeting.addresses[meeting.server],
+                meeting.entrance(meeting.server),
+            )
         else:
-            self.number, self.dismissals = world.rank - strategy.workers, strategy.workers
+            self.number = world.rank - strategy.workers
+            self.dismissals = strategy.workers
             self.listening = Listening(cut.longest, own_host(world), keys, seconds=world.timeout)
             workers_of(strategy, world)
             job, told = met(world, self.listening.address)
-            self.listening.allow(told[:strategy.workers])
+            self.listening.allow(told[: strategy.workers])
             world.barrier()
-        against = "an update may come while they are read" if strategy.hands_out else (
-            "" if self.listening.address.on_host else "servers and workers are on several hosts")
-        self.shard = Shard(strategy, replica, cut.slots[self.number], cut.names, cut.tensors(model), replica.full, against)
+        against = (
+            "an update may come while they are read"
+            if strategy.hands_out
+            else (
+                "" if self.listening.address.on_host else "servers and workers are on several hosts"
+            )
+        )
+        self.shard = Shard(
+            strategy,
+            replica,
+            cut.slots[self.number],
+            cut.names,
+            cut.tensors(model),
+            replica.full,
+            against,
+        )
         self.reception = Reception(self.shard, self.listening, job)
         self.largest = 2 * self.shard.nbytes
         if meeting:

@@ -1,4 +1,6 @@
-"""Which server has what: a slice of the parameters, and of each slice the vectors in which it travels."""
+"""Which server has what: a slice of the parameters, and of each slice the vectors in which it
+travels.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from paragrad.techniques.values import saved_buffers
 
 @dataclass(frozen=True)
 class Slot:
-    """One vector of a slice: the stretches of one type, one after another. added: of values that forwards change, not of
-    parameters: what comes is added to them;  flags: they are true or false, and travel as 1 or 0."""
+    """One vector of a slice: the stretches of one type, one after another. added: of values
+    that forwards change, not of parameters: what comes is added to them;  flags: they are true
+    or false, and travel as 1 or 0.
+    """
+
     dtype: torch.dtype
     stretches: tuple[Stretch, ...]
     added: bool = False
@@ -41,22 +46,33 @@ class Slot:
         return list(vector.split([each.stop - each.start for each in self.stretches]))
 
 
-def slots_of(stretches: Sequence[Stretch], tensors: Sequence[Tensor], added: bool = False) -> list[Slot]:
+def slots_of(
+    stretches: Sequence[Stretch], tensors: Sequence[Tensor], added: bool = False
+) -> list[Slot]:
     """A slice's vectors, by the types of what it has a part of."""
     types = dict.fromkeys(tensors[each.index].dtype for each in stretches)
-    return [Slot(torch.int8 if dtype == torch.bool else dtype,
-                 tuple(each for each in stretches if tensors[each.index].dtype == dtype), added, dtype == torch.bool)
-            for dtype in types]
+    return [
+        Slot(
+            torch.int8 if dtype == torch.bool else dtype,
+            tuple(each for each in stretches if tensors[each.index].dtype == dtype),
+            added,
+            dtype == torch.bool,
+        )
+        for dtype in types
+    ]
 
 
 def places(slot: Slot, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Where the stretches lie in contiguous tensors of the parameters' shapes."""
-    return [tensors[each.index].detach().view(-1)[each.start:each.stop] for each in slot.stretches]
+    return [
+        tensors[each.index].detach().view(-1)[each.start : each.stop] for each in slot.stretches
+    ]
 
 
 def spread(vector: Tensor, slot: Slot, tensors: Sequence[Tensor]) -> None:
     """A vector's values into tensors; what is added is whole, and may lie in another order."""
-    into, values = [tensors[each.index].detach() for each in slot.stretches], slot.views(vector)
+    into = [tensors[each.index].detach() for each in slot.stretches]
+    values = slot.views(vector)
     if slot.added:
         values = [each.view(whole.shape) for each, whole in zip(values, into, strict=True)]
     torch._foreach_copy_(into if slot.added else places(slot, tensors), values)
@@ -66,7 +82,11 @@ def held(stretch: Stretch, names: Sequence[str], parameters: Sequence[Tensor]) -
     """The part of a serial tensor that a stretch is."""
     parameter = parameters[stretch.index]
     whole = stretch.stop - stretch.start == parameter.numel()
-    return Held(names[stretch.index], tuple(parameter.shape), None if whole else range(stretch.start, stretch.stop))
+    return Held(
+        names[stretch.index],
+        tuple(parameter.shape),
+        None if whole else range(stretch.start, stretch.stop),
+    )
 
 
 def marks(slot: Slot, gradients: Sequence[Tensor | None]) -> bytes:
@@ -84,15 +104,18 @@ def fill(slot: Slot, gradients: Sequence[Tensor | None], vector: Tensor) -> None
             place.zero_()
         else:
             there.append(place)
-            values.append(gradient.detach().reshape(-1)[each.start:each.stop])
+            values.append(gradient.detach().reshape(-1)[each.start : each.stop])
     if there:
         torch._foreach_copy_(there, values)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is divided over servers. names, parameters: of what is trained;  slots: of every server;  added: what
-    forwards change goes to the first one;  follows: names of parameters among that."""
+    """How a model is divided over servers. names, parameters: of what is trained;  slots: of
+    every server;  added: what forwards change goes to the first one;  follows: names of
+    parameters among that.
+    """
+
     names: list[str]
     parameters: list[Tensor]
     slots: list[list[Slot]]
@@ -100,9 +123,14 @@ class Cut:
     follows: tuple[str, ...] = ()
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
-        """What the slots are of, as it is now: parameters, and what forwards change; flags as numbers, where they lie."""
+        """What the slots are of, as it is now: parameters, and what forwards change; flags as
+        numbers, where they lie.
+        """
         added = changing(model, self.follows) if self.added else []
-        return [*self.parameters, *(each.view(torch.int8) if each.dtype == torch.bool else each for each in added)]
+        return [
+            *self.parameters,
+            *(each.view(torch.int8) if each.dtype == torch.bool else each for each in added),
+        ]
 
     @property
     def longest(self) -> int:
@@ -111,27 +139,47 @@ class Cut:
 
     def every(self) -> Iterator[tuple[int, int, Slot]]:
         """(server, number, slot) of all."""
-        return ((server, number, slot) for server, slots in enumerate(self.slots) for number, slot in enumerate(slots))
+        return (
+            (server, number, slot)
+            for server, slots in enumerate(self.slots)
+            for number, slot in enumerate(slots)
+        )
 
 
-def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module, follows: tuple[str, ...] = ()) -> Cut:
+def cut_of(
+    strategy: Server,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    follows: tuple[str, ...] = (),
+) -> Cut:
     """Flat ranges of all parameters of equal length; of one server all, each whole."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    names, parameters = list(trained), list(trained.values())
+    names = list(trained)
+    parameters = list(trained.values())
     lengths = [each.numel() for each in parameters]
     stretches = [[Stretch(index, 0, length) for index, length in enumerate(lengths)]]
     if strategy.servers > 1:
         stretches, _ = slices(optimizer, ELEMENT, lengths, strategy.servers, grain=1)
     slots = [slots_of(each, parameters) for each in stretches]
-    added = changing(model, follows) if strategy.hands_out else []      # where all wait for all they are equal
-    slots[0] += slots_of([Stretch(len(parameters) + index, 0, each.numel()) for index, each in enumerate(added)],
-                         [*parameters, *added], added=True)
+    # where all wait for all they are equal
+    added = changing(model, follows) if strategy.hands_out else []
+    slots[0] += slots_of(
+        [Stretch(len(parameters) + index, 0, each.numel()) for index, each in enumerate(added)],
+        [*parameters, *added],
+        added=True,
+    )
     return Cut(names, parameters, slots, strategy.hands_out, follows)
 
 
 def changing(model: nn.Module, follows: Sequence[str] = ()) -> list[Tensor]:
-    """Buffers that are saved with a model, as they are now: a forward may make them anew. And these of its parameters."""
-    buffers = [each for each in saved_buffers(model).values() if each.dtype in (*DTYPES, torch.bool) and each.numel()]
+    """Buffers that are saved with a model, as they are now: a forward may make them anew. And
+    these of its parameters.
+    """
+    buffers = [
+        each
+        for each in saved_buffers(model).values()
+        if each.dtype in (*DTYPES, torch.bool) and each.numel()
+    ]
     return [*buffers, *map(model.get_parameter, follows)]
 
 
@@ -143,7 +191,8 @@ def state_of(text: bytes, vector: Tensor, stretches: int) -> list[dict[str, Any]
         if len(said) == 1:
             found[number][what] = said[0]
             continue
-        dtype, shape = getattr(torch, said[0]), said[1]
+        dtype = getattr(torch, said[0])
+        shape = said[1]
         stop = start + math.prod(shape) * dtype.itemsize
         found[number][what] = vector[start:stop].clone().view(dtype).reshape(shape)
         start = stop

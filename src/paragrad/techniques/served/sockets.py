@@ -1,8 +1,9 @@
 """Sockets of servers, and what those of workers have in common with them (ZeroMQ).
 
-On one host they lie in a folder that only their owner may enter. Between hosts they are TCP and encrypted (CurveZMQ): every
-process makes a pair of keys for itself, public ones alone travel, and a server lets in only those whose keys it was told. One
-in a folder may have an entrance beside, for those who join from elsewhere: they are known by their keys, and may ask for less.
+On one host they lie in a folder that only their owner may enter. Between hosts they are TCP and
+encrypted (CurveZMQ): every process makes a pair of keys for itself, public ones alone travel,
+and a server lets in only those whose keys it was told. One in a folder may have an entrance
+beside, for those who join from elsewhere: they are known by their keys, and may ask for less.
 """
 
 from __future__ import annotations
@@ -32,60 +33,96 @@ from paragrad.techniques.served.keys import Address, Allowed, Keys
 from paragrad.world.launched import address, launched
 from paragrad.world.world import World
 
-ROOM = 2**20            # bytes that a part of a message may have beside the largest vector: texts
-WAITING = 64            # messages of one peer that are kept until they are looked at
-LEAVING = 2000          # milliseconds for what was sent last to be gone
-BEAT = 2000             # milliseconds after which a silent connection over TCP is asked whether it is there
-CAME, LET_IN, GONE = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED        # of a connection
+# bytes that a part of a message may have beside the largest vector: texts
+ROOM = 2**20
+WAITING = 64  # messages of one peer that are kept until they are looked at
+LEAVING = 2000  # milliseconds for what was sent last to be gone
+# milliseconds after which a silent connection over TCP is asked whether it is there
+BEAT = 2000
+# of a connection
+CAME = zmq.EVENT_ACCEPTED
+LET_IN = zmq.EVENT_HANDSHAKE_SUCCEEDED
+GONE = zmq.EVENT_DISCONNECTED
 UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
-BINDING = 5.0           # seconds in which the port of a process that was killed must be free again
-FROM_HERE, FROM_ELSEWHERE = b"\0", b"\1"            # what begins the name of who asks
-KEY = 40                # signs of a public key
-PIECE = 2**18           # bytes of a vector that are encrypted, and decrypted, while those before them travel
-ELSEWHERE = {Kind.PUSH, Kind.PULL, Kind.REMIND, Kind.NEXT, Kind.JOIN, Kind.LEAVE}           # what may be asked from there
+# seconds in which the port of a process that was killed must be free again
+BINDING = 5.0
+# what begins the name of who asks
+FROM_HERE = b"\0"
+FROM_ELSEWHERE = b"\1"
+KEY = 40  # signs of a public key
+# bytes of a vector that are encrypted, and decrypted, while those before them travel
+PIECE = 2**18
+# what may be asked from there
+ELSEWHERE = {Kind.PUSH, Kind.PULL, Kind.REMIND, Kind.NEXT, Kind.JOIN, Kind.LEAVE}
 Frames = Sequence[Any]
 
 
 def key_of(whose: bytes) -> bytes | None:
     """The public key of one who asks from elsewhere, which its connection has proved."""
-    return whose[1:1 + KEY] if whose[:1] == FROM_ELSEWHERE else None
+    return whose[1 : 1 + KEY] if whose[:1] == FROM_ELSEWHERE else None
 
 
-def set_options(socket: zmq.Socket[bytes], longest: int, on_host: bool, seconds: float = 0.0) -> None:
-    """seconds: that the other side may stand still, where nobody asks again what is lost with a connection. On one host the
-    system tells of a process that ended; one that is stopped keeps its connections."""
+def set_options(
+    socket: zmq.Socket[bytes], longest: int, on_host: bool, seconds: float = 0.0
+) -> None:
+    """seconds: that the other side may stand still, where nobody asks again what is lost with a
+    connection. On one host the system tells of a process that ended; one that is stopped keeps
+    its connections.
+    """
     silent = int(min(max(5 * BEAT, 1000 * seconds), 2**31 - 1))
     beats = () if on_host else ((zmq.HEARTBEAT_IVL, BEAT), (zmq.HEARTBEAT_TIMEOUT, silent))
-    for option, value in ((zmq.LINGER, LEAVING), (zmq.RCVHWM, WAITING), (zmq.SNDHWM, WAITING), (zmq.MAXMSGSIZE, longest),
-                          (zmq.IPV6, 1), *beats):
+    for option, value in (
+        (zmq.LINGER, LEAVING),
+        (zmq.RCVHWM, WAITING),
+        (zmq.SNDHWM, WAITING),
+        (zmq.MAXMSGSIZE, longest),
+        (zmq.IPV6, 1),
+        *beats,
+    ):
         socket.setsockopt(option, value)
 
 
 class Listening:
-    """Of a server: everybody's questions, one after another. longest: bytes of the longest vector of one;  host: by which
-    others reach this one, None: all are on it;  at: where, otherwise in a folder or at a port of its own;  entrance: beside,
-    for those who join from elsewhere;  seconds: as of `set_options`. Raises StepFailed where that cannot be."""
+    """Of a server: everybody's questions, one after another. longest: bytes of the longest
+    vector of one;  host: by which others reach this one, None: all are on it;  at: where,
+    otherwise in a folder or at a port of its own;  entrance: beside, for those who join from
+    elsewhere;  seconds: as of `set_options`. Raises StepFailed where that cannot be.
+    """
 
-    def __init__(self, longest: int, host: str | None, keys: Keys, at: Address | None = None,
-                 entrance: Entrance | None = None, seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        longest: int,
+        host: str | None,
+        keys: Keys,
+        at: Address | None = None,
+        entrance: Entrance | None = None,
+        seconds: float = 0.0,
+    ) -> None:
         self.context = zmq.Context()
         self.socket = self._socket(longest, host is None if at is None else at.on_host, seconds)
         self.folder: str | None = None
         self.door: ThreadAuthenticator | None = None
-        self.monitors, self.events = [_watched(self.socket)], [Counter[int]()]          # of all connections there were
+        # of all connections there were
+        self.monitors = [_watched(self.socket)]
+        self.events = [Counter[int]()]
         if at is not None:
             self.address = at
-            Path(at.at.removeprefix("ipc://")).unlink(missing_ok=True)          # of one that was killed
+            # of one that was killed
+            Path(at.at.removeprefix("ipc://")).unlink(missing_ok=True)
             self.socket.bind(at.at)
         elif host is None:
-            self.folder = tempfile.mkdtemp(dir=get_temp_dir())              # mode 0700; cleared with what this process is of
+            # mode 0700; cleared with what this process is of
+            self.folder = tempfile.mkdtemp(dir=get_temp_dir())
             self.address = Address(f"ipc://{Path(self.folder) / 'server'}")
             self.socket.bind(self.address.at)
         else:
             self.door = self._door(_Known(frozenset()))
             self.address = _encrypted(self.socket, keys, Place(host))
-        self.sockets, self.elsewhere = [self.socket], self.socket
-        self.entered, self.gone = dict[int, bytes](), list[bytes]()         # who asks over which descriptor;  asked until then
+        self.sockets = [self.socket]
+        self.elsewhere = self.socket
+        # who asks over which descriptor;  asked until then
+        self.entered = dict[int, bytes]()
+        self.gone = list[bytes]()
         if entrance is not None:
             self._open(entrance, keys, longest)
 
@@ -104,7 +141,10 @@ class Listening:
         """Where it was, or anew."""
         kept = entrance.found()
         keys, place = kept or (keys, entrance.place)
-        self.elsewhere, self.door = self._socket(longest, on_host=False), self._door(Allowed(entrance.allowed))
+        self.elsewhere, self.door = (
+            self._socket(longest, on_host=False),
+            self._door(Allowed(entrance.allowed)),
+        )
         self.monitors.append(_watched(self.elsewhere))
         self.events.append(Counter())
         found = _encrypted(self.elsewhere, keys, place)
@@ -118,7 +158,9 @@ class Listening:
             self.door.configure_curve_callback(credentials_provider=_Known(frozenset(keys)))
 
     def take(self, seconds: float) -> list[Any] | None:
-        """[whose, header, marks, vector] of the next question, as frames; None where none came."""
+        """[whose, header, marks, vector] of the next question, as frames; None where none
+        came.
+        """
         until = time.monotonic() + seconds
         while True:
             ready = zmq.select(self.waiting, [], [], max(0.0, until - time.monotonic()))[0]
@@ -129,13 +171,15 @@ class Listening:
             if time.monotonic() >= until:
                 return None
         socket = asked[0]
-        self.sockets.sort(key=lambda each: each is socket)              # next time another one comes first
+        # next time another one comes first
+        self.sockets.sort(key=lambda each: each is socket)
         whose, *frames = socket.recv_multipart(copy=False)
         name = FROM_HERE + whose.bytes
         if socket is self.elsewhere is not self.socket:
             name = FROM_ELSEWHERE + str(frames[0].get("User-Id")).encode() + whose.bytes
             descriptor = frames[0].get(zmq.SRCFD)
-            if self.entered.get(descriptor, name) != name:          # which another connection had
+            # which another connection had
+            if self.entered.get(descriptor, name) != name:
                 self.gone.append(self.entered[descriptor])
             self.entered[descriptor] = name
         return [zmq.Frame(name), *in_one(frames)]
@@ -143,9 +187,13 @@ class Listening:
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
         """Never waits: who does not take what it is told is told no more."""
         key = key_of(whose)
-        socket, name = (self.socket, whose[1:]) if key is None else (self.elsewhere, whose[1 + len(key):])
+        socket, name = (
+            (self.socket, whose[1:]) if key is None else (self.elsewhere, whose[1 + len(key) :])
+        )
         with suppress(zmq.Again):
-            socket.send_multipart([name, *in_pieces(socket, header.packed(), *rest)], flags=zmq.NOBLOCK, copy=False)
+            socket.send_multipart(
+                [name, *in_pieces(socket, header.packed(), *rest)], flags=zmq.NOBLOCK, copy=False
+            )
 
     @property
     def waiting(self) -> list[Any]:
@@ -153,36 +201,55 @@ class Listening:
         return [*self.sockets, *self.monitors]
 
     def _watch(self) -> None:
-        """Hear who came and went: ZeroMQ waits for it, and takes no message while a thousand words of it are left."""
+        """Hear who came and went: ZeroMQ waits for it, and takes no message while a thousand
+        words of it are left.
+        """
         for monitor, events in zip(self.monitors, self.events, strict=True):
-            last: dict[int, int] = {}                   # what a descriptor's connection did last
+            # what a descriptor's connection did last
+            last: dict[int, int] = {}
             while monitor.poll(0):
                 told = zmq.utils.monitor.recv_monitor_message(monitor)
                 events[told["event"]] += 1
                 last |= {told["value"]: told["event"]} if told["event"] in (CAME, GONE) else {}
-            self.gone += [self.entered.pop(each) for each, event in last.items() if event == GONE and each in self.entered]
+            self.gone += [
+                self.entered.pop(each)
+                for each, event in last.items()
+                if event == GONE and each in self.entered
+            ]
 
     @property
     def connections(self) -> int:
-        """How many there are now; strangers, too, until they are sent away, after 30 s at most."""
+        """How many there are now; strangers, too, until they are sent away, after 30 s at
+        most.
+        """
         self._watch()
         return self.events[0][CAME] - self.events[0][GONE]
 
     @property
     def refused(self) -> Counter[str]:
-        """Connections over TCP that were not let in, or ended, by why: to be read while all workers are there. A message that
-        is longer than the socket takes ends its connection; who joined may leave."""
+        """Connections over TCP that were not let in, or ended, by why: to be read while all
+        workers are there. A message that is longer than the socket takes ends its connection;
+        who joined may leave.
+        """
         events = self.events[-1]
         out = events[CAME] - events[LET_IN]
-        found = {"a connection without the key of anybody known": events[UNKNOWN],
-                 "a connection that is not encrypted, or not ZeroMQ's": out - events[UNKNOWN],
-                 "a connection that broke off, or brought too long a message": (len(self.sockets) == 1) * (events[GONE] - out)}
-        return Counter({why: count for why, count in found.items() if count > 0 and self.door is not None})
+        found = {
+            "a connection without the key of anybody known": events[UNKNOWN],
+            "a connection that is not encrypted, or not ZeroMQ's": out - events[UNKNOWN],
+            "a connection that broke off, or brought too long a message": (len(self.sockets) == 1)
+            * (events[GONE] - out),
+        }
+        return Counter(
+            {why: count for why, count in found.items() if count > 0 and self.door is not None}
+        )
 
     def left(self) -> list[bytes]:
-        """Who of those from elsewhere asked over a connection that is gone, since this was asked last."""
+        """Who of those from elsewhere asked over a connection that is gone, since this was
+        asked last.
+        """
         self._watch()
-        found, self.gone = self.gone, []
+        found = self.gone
+        self.gone = []
         return found
 
     def close(self) -> None:
@@ -202,7 +269,9 @@ def _watched(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 def _encrypted(socket: zmq.Socket[bytes], keys: Keys, place: Place) -> Address:
     """Bind a socket to a place; where it is then reached. Raises StepFailed."""
-    socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, keys.secret, keys.public
+    socket.curve_server = True
+    socket.curve_secretkey = keys.secret
+    socket.curve_publickey = keys.public
     until = time.monotonic() + BINDING
     while True:
         try:
@@ -211,22 +280,30 @@ def _encrypted(socket: zmq.Socket[bytes], keys: Keys, place: Place) -> Address:
             return Address(str(Place(place.host, bound.port)), keys.public)
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE or not place.port or time.monotonic() > until:
-                raise StepFailed(f"nobody can be listened to at {place}: {error.strerror}; give another port") from error
-            time.sleep(0.05)                            # whoever had it was killed a moment ago
+                raise StepFailed(
+                    f"nobody can be listened to at {place}: {error.strerror}; give another port"
+                ) from error
+            time.sleep(0.05)  # whoever had it was killed a moment ago
 
 
 def in_pieces(socket: zmq.Socket[bytes], *frames: Any) -> list[Any]:
-    """Header, marks, vector as they travel. Encrypted, a long vector does in pieces: ZeroMQ encrypts a frame before any of it
-    leaves, and decrypts it when all of it is there."""
+    """Header, marks, vector as they travel. Encrypted, a long vector does in pieces: ZeroMQ
+    encrypts a frame before any of it leaves, and decrypts it when all of it is there.
+    """
     if len(frames) < 3 or len(frames[2]) <= PIECE or socket.get(zmq.MECHANISM) != zmq.CURVE:
         return [*frames]
     header, marks, vector = frames
-    return [header, marks, *(vector[start:start + PIECE] for start in range(0, len(vector), PIECE))]
+    return [
+        header,
+        marks,
+        *(vector[start : start + PIECE] for start in range(0, len(vector), PIECE)),
+    ]
 
 
 def in_one(frames: Sequence[Any]) -> list[Any]:
     """What came, with the pieces of a vector put together."""
-    first, pieces = frames[:2], frames[2:]
+    first = frames[:2]
+    pieces = frames[2:]
     if len(pieces) > 1 and all(len(each) == PIECE for each in pieces[:-1]):
         pieces = [zmq.Frame(bytearray().join(each.buffer for each in pieces), copy=False)]
     return [*first, *pieces]
@@ -240,16 +317,25 @@ class _Known:
         return key in self.keys
 
 
-def heard(listening: Listening, frames: Sequence[Any], job: int, does: Callable[[bytes, Header, Sequence[Any]], None],
-          refused: Counter[str]) -> None:
-    """Have a question done (by whom, its header, what follows it); or refuse it, and count why, without the numbers in it: they
-    are the sender's, who would make as many names of them as he likes. job: of which it is to be."""
-    whose, header = frames[0].bytes, Header(Kind.REFUSED, job)
+def heard(
+    listening: Listening,
+    frames: Sequence[Any],
+    job: int,
+    does: Callable[[bytes, Header, Sequence[Any]], None],
+    refused: Counter[str],
+) -> None:
+    """Have a question done (by whom, its header, what follows it); or refuse it, and count why,
+    without the numbers in it: they are the sender's, who would make as many names of them as he
+    likes. job: of which it is to be.
+    """
+    whose = frames[0].bytes
+    header = Header(Kind.REFUSED, job)
     try:
         if not 2 <= len(frames) <= 4:
             raise Unfit(f"a message of {len(frames) - 1} parts")
         header = unpacked(frames[1].bytes)
-        if header.job != job and header.kind not in (Kind.JOIN, Kind.REMIND):           # who joins does not know it yet
+        # who joins does not know it yet
+        if header.job != job and header.kind not in (Kind.JOIN, Kind.REMIND):
             raise Unfit("it is of another training")
         if key_of(whose) is not None and header.kind not in ELSEWHERE:
             raise Unfit(f"{header.kind.name} is not for those who joined from elsewhere")
@@ -266,6 +352,6 @@ def own_host(world: World) -> str | None:
     told = launched()
     if world.backend == "shm" or told is None or told.on_one_host:
         return None
-    with plain_socket(AF_INET, SOCK_DGRAM) as probe:        # connecting sends nothing
+    with plain_socket(AF_INET, SOCK_DGRAM) as probe:  # connecting sends nothing
         probe.connect((place[0] if isinstance(place := address(told), tuple) else gethostname(), 9))
         return str(probe.getsockname()[0])

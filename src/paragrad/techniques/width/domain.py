@@ -1,4 +1,6 @@
-"""The data at the door of a model: which of its inputs are divided, along which dimensions, and this rank's pieces."""
+"""The data at the door of a model: which of its inputs are divided, along which dimensions, and
+this rank's pieces.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,25 @@ from paragrad.techniques.width.divided import Cut, divided
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import evenly_divided
 
-SAMPLES, ROWS, COLUMNS = 0, 2, 3            # dimensions of images: (samples, channels, rows, columns), also of volumes
+# dimensions of images: (samples, channels, rows, columns), also of volumes
+SAMPLES = 0
+ROWS = 2
+COLUMNS = 3
 
 
 class Along(NamedTuple):
     """What a dimension is, and over how many ranks it is divided."""
+
     name: str
     ranks: int
 
 
 @dataclass(frozen=True)
 class Domain:
-    """By dimension, how inputs are divided. dense: the same ranks have the neurons of fully connected layers."""
+    """By dimension, how inputs are divided. dense: the same ranks have the neurons of fully
+    connected layers.
+    """
+
     dims: Mapping[int, Along]
     dense: bool = False
 
@@ -40,20 +49,34 @@ def _image(tensor: Tensor) -> bool:
 
 def samples_first(inputs: Any) -> bool:
     """Have all inputs as many first elements?"""
-    return len({each.shape[0] if each.dim() else 0 for each in tree_leaves(inputs) if isinstance(each, Tensor)}) == 1
+    return (
+        len(
+            {
+                each.shape[0] if each.dim() else 0
+                for each in tree_leaves(inputs)
+                if isinstance(each, Tensor)
+            }
+        )
+        == 1
+    )
 
 
 def entering(inputs: Any, lines: Mapping[int, Line]) -> Any:
-    """The inputs with this rank's pieces: of images, or, by samples, of all that have as many. What is too small is whole."""
+    """The inputs with this rank's pieces: of images, or, by samples, of all that have as many.
+    What is too small is whole.
+    """
     by_samples = SAMPLES in lines and samples_first(inputs)
 
     def piece(tensor: Tensor) -> Tensor:
         if not (by_samples if SAMPLES in lines else _image(tensor)):
             return tensor
-        cuts, local = dict[int, Cut](), tensor
+        cuts = dict[int, Cut]()
+        local = tensor
         for dim, line in lines.items():
             if tensor.shape[dim] >= line.size:
                 cuts[dim] = Cut(evenly_divided(tensor.shape[dim], line.size), line)
                 local = line.piece(local, dim, cuts[dim].pieces)
-        return divided(local, cuts)             # a view: the batch is there as long as the step is
+        # a view: the batch is there as long as the step is
+        return divided(local, cuts)
+
     return tree_map_only(Tensor, piece, inputs) if lines else inputs

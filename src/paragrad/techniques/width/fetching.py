@@ -1,7 +1,8 @@
 """What ranks fetch of each other's pieces of a dimension along which a window slides. No torch.
 
-Every output sees some inputs: of a convolution a window of them, of a reflecting pad one, of an interpolation two or four. The
-outputs are divided evenly, and a rank fetches what its own see and it does not have: the halo.
+Every output sees some inputs: of a convolution a window of them, of a reflecting pad one, of an
+interpolation two or four. The outputs are divided evenly, and a rank fetches what its own see
+and it does not have: the halo.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import NamedTuple
 
 from paragrad.techniques.width.pieces import Pieces
 
-PADDING = -1                            # an input that there is not
-Want = tuple[int, ...]                  # which elements of a dimension, or PADDING, in the order in which they are wanted
+PADDING = -1  # an input that there is not
+# which elements of a dimension, or PADDING, in the order in which they are wanted
+Want = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Output o sees the inputs o * stride - before + dilation * (0, 1, ... kernel - 1). ceil: of outputs at the end also those
-    that see beyond the padding."""
+    """Output o sees the inputs o * stride - before + dilation * (0, 1, ... kernel - 1). ceil:
+    of outputs at the end also those that see beyond the padding.
+    """
+
     kernel: int
     stride: int = 1
     before: int = 0
@@ -45,7 +49,9 @@ class Window:
         return tuple(at if 0 <= at < size else PADDING for at in range(start, stop))
 
     def counts(self, size: int, padded: bool) -> list[int]:
-        """How many inputs an output is the mean of, of all outputs; padded: those of the padding are some."""
+        """How many inputs an output is the mean of, of all outputs; padded: those of the
+        padding are some.
+        """
         low, high = (-self.before, size + self.after) if padded else (0, size)
         starts = [at * self.stride - self.before for at in range(self.outputs(size))]
         return [min(start + self.kernel, high) - max(start, low) for start in starts]
@@ -53,8 +59,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a transposed convolution: input i gives to the outputs i * stride - before + dilation * (0, 1, ... kernel - 1); more:
-    outputs at the end that get nothing."""
+    """Of a transposed convolution: input i gives to the outputs i * stride - before + dilation
+    * (0, 1, ... kernel - 1); more: outputs at the end that get nothing.
+    """
+
     kernel: int
     stride: int = 1
     before: int = 0
@@ -76,14 +84,21 @@ class Spread:
         return tuple(range(min(start, size - 1), max(stop, min(start, size - 1) + 1)))
 
     def around(self, outputs: range, want: Want) -> tuple[int, int]:
-        """How much to put before and after what those inputs give, for these outputs; below 0: to take away."""
+        """How much to put before and after what those inputs give, for these outputs; below 0:
+        to take away.
+        """
         start = want[0] * self.stride - self.before
-        return start - outputs.start, outputs.stop - (start + (len(want) - 1) * self.stride + self.reach)
+        return start - outputs.start, outputs.stop - (
+            start + (len(want) - 1) * self.stride + self.reach
+        )
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Outputs that stand before, over and after inputs. mode: as torch.nn.functional.pad has them."""
+    """Outputs that stand before, over and after inputs. mode: as torch.nn.functional.pad has
+    them.
+    """
+
     before: int
     after: int
     mode: str
@@ -97,7 +112,10 @@ class Padded:
 
 @dataclass(frozen=True)
 class Resized:
-    """Outputs of an interpolation, which see all inputs from the first to the last of their taps."""
+    """Outputs of an interpolation, which see all inputs from the first to the last of their
+    taps.
+    """
+
     taps: list[list[tuple[int, float]]]
 
     def outputs(self, size: int) -> int:
@@ -118,8 +136,11 @@ def padded(at: int, size: int, mode: str) -> int:
 
 
 def taps(kind: str, size: int, times: int, aligned: bool) -> list[list[tuple[int, float]]]:
-    """Of every output of an interpolation by a whole factor: inputs and their weights, as torch has them."""
-    found, last = [], size * times - 1
+    """Of every output of an interpolation by a whole factor: inputs and their weights, as torch
+    has them.
+    """
+    found = []
+    last = size * times - 1
     for out in range(last + 1):
         place = out * (size - 1) / last if aligned and last else (out + 0.5) / times - 0.5
         if kind == "nearest":
@@ -129,7 +150,12 @@ def taps(kind: str, size: int, times: int, aligned: bool) -> list[list[tuple[int
             found.append([(low, 1 - (place - low)), (min(low + 1, size - 1), place - low)])
         else:
             low = floor(place)
-            found.append([(min(max(low + step, 0), size - 1), _cubic(abs(place - low - step))) for step in (-1, 0, 1, 2)])
+            found.append(
+                [
+                    (min(max(low + step, 0), size - 1), _cubic(abs(place - low - step)))
+                    for step in (-1, 0, 1, 2)
+                ]
+            )
     return found
 
 
@@ -138,9 +164,12 @@ def _cubic(x: float, a: float = -0.75) -> float:
     return ((a + 2) * x - (a + 3)) * x * x + 1 if x <= 1 else ((x - 5) * x + 8) * x * a - 4 * a
 
 
-# ---- from whom ---------------------------------------------------------------------------------------------------------------
+# ---- from whom -------------------------------------------------------------------------------
 class Run(NamedTuple):
-    """Elements in a row of one rank's piece, by their places in it; owner PADDING: there are none."""
+    """Elements in a row of one rank's piece, by their places in it; owner PADDING: there are
+    none.
+    """
+
     owner: int
     start: int
     length: int
@@ -152,10 +181,16 @@ def runs(have: Pieces, want: Want) -> tuple[Run, ...]:
     starts = [have.ranges(rank)[0].start for rank in range(have.ranks)]
     owner = [rank for rank in range(have.ranks) for _ in have.ranges(rank)[0]]
     found = []
-    for key, row in groupby(enumerate(want), key=lambda item: (
-            (PADDING, 0) if item[1] == PADDING else (owner[item[1]], item[1] - item[0]))):
+    for key, row in groupby(
+        enumerate(want),
+        key=lambda item: (
+            (PADDING, 0) if item[1] == PADDING else (owner[item[1]], item[1] - item[0])
+        ),
+    ):
         places = [at for _, at in row]
-        found.append(Run(key[0], 0 if key[0] == PADDING else places[0] - starts[key[0]], len(places)))
+        found.append(
+            Run(key[0], 0 if key[0] == PADDING else places[0] - starts[key[0]], len(places))
+        )
     return tuple(found)
 
 
@@ -166,4 +201,10 @@ def fetched(have: Pieces, wants: tuple[Want, ...], rank: int) -> int:
 
 def given(have: Pieces, wants: tuple[Want, ...], rank: int) -> int:
     """How many go from it to others."""
-    return sum(run.length for other, want in enumerate(wants) if other != rank for run in runs(have, want) if run.owner == rank)
+    return sum(
+        run.length
+        for other, want in enumerate(wants)
+        if other != rank
+        for run in runs(have, want)
+        if run.owner == rank
+    )

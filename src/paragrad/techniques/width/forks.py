@@ -1,8 +1,9 @@
 """Where a model forks: branches of which none needs another, found by running it once.
 
-Every function of torch that is called on what comes from the inputs is a node. A node through which everything goes is the
-trunk; between two of these, what hangs together is a branch, if it has parameters of its own. What only puts branches together
-(a sum of three, step by step) is none.
+Every function of torch that is called on what comes from the inputs is a node. A node through
+which everything goes is the trunk; between two of these, what hangs together is a branch, if it
+has parameters of its own. What only puts branches together (a sum of three, step by step) is
+none.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from paragrad.techniques.width.divided import changes, name_of
 
 @dataclass
 class Node:
-    """A function that was called. before: nodes whose results it takes; -1 is the inputs;  parameters: by name, those that it
-    uses, also by way of what is made of parameters alone;  at: the module that called it."""
+    """A function that was called. before: nodes whose results it takes; -1 is the inputs;
+    parameters: by name, those that it uses, also by way of what is made of parameters alone;
+    at: the module that called it.
+    """
+
     name: str
     before: set[int]
     parameters: set[str]
@@ -37,21 +41,27 @@ class Node:
 @dataclass(frozen=True)
 class Branch:
     """modules: that begin in it;  parameters, buffers: of its own;  seconds: of its forward."""
+
     modules: tuple[str, ...]
     parameters: frozenset[str]
     seconds: float
 
 
 class Run(TorchFunctionMode):
-    """One forward, function by function. names: of parameters and buffers, by their ids;  at: the last is the module that is
-    being called."""
+    """One forward, function by function. names: of parameters and buffers, by their ids;  at:
+    the last is the module that is being called.
+    """
 
     def __init__(self, names: Mapping[int, str], at: Sequence[str], inputs: Any) -> None:
         super().__init__()
-        self.names, self.at, self.depth, self.nodes = names, at, 0, list[Node]()
+        self.names = names
+        self.at = at
+        self.depth = 0
+        self.nodes = list[Node]()
         # by id: of which node, -1 of an input, or of which parameters alone
         self.made: dict[int, tuple[Tensor, int | set[str]]] = {
-            id(each): (each, -1) for each in tree_leaves(inputs) if isinstance(each, Tensor)}
+            id(each): (each, -1) for each in tree_leaves(inputs) if isinstance(each, Tensor)
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.depth:
@@ -64,7 +74,8 @@ class Run(TorchFunctionMode):
         finally:
             self.depth -= 1
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        before, own = set[int](), set[str]()
+        before = set[int]()
+        own = set[str]()
         for each in given:
             found = self.made.get(id(each), (each, set()))[1]
             own |= {self.names[id(each)]} if id(each) in self.names else set()
@@ -88,7 +99,11 @@ def run(model: nn.Module, inputs: Any) -> tuple[list[Node], set[int]]:
     inputs = copied(inputs)
     with whereabouts(model) as at, Run(names, at, inputs) as watching:
         out = called(model, inputs)
-    ends = {found for each in _tensors(out) if isinstance(found := watching.made.get(id(each), (each, set()))[1], int)}
+    ends = {
+        found
+        for each in _tensors(out)
+        if isinstance(found := watching.made.get(id(each), (each, set()))[1], int)
+    }
     return watching.nodes, ends
 
 
@@ -102,8 +117,9 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 
 
 def forks(nodes: list[Node], ends: Collection[int], ranks: int) -> list[list[Branch]]:
-    """The branches of every fork, in the order of a forward. One that takes so long that it is better split itself, over so
-    many ranks, is not a branch but what forks in it."""
+    """The branches of every fork, in the order of a forward. One that takes so long that it is
+    better split itself, over so many ranks, is not a branch but what forks in it.
+    """
     found = _forks(nodes, range(len(nodes)), set(ends), ranks)[0]
     users = Counter(name for parts in found for part in parts for name in own(nodes, part))
     inside = {place for parts in found for part in parts for place in part}
@@ -114,31 +130,49 @@ def forks(nodes: list[Node], ends: Collection[int], ranks: int) -> list[list[Bra
     return [fork for fork in kept if fork]
 
 
-def _forks(nodes: list[Node], region: Sequence[int], ends: Collection[int], ranks: int) -> tuple[list[list[list[int]]], float]:
+def _forks(
+    nodes: list[Node], region: Sequence[int], ends: Collection[int], ranks: int
+) -> tuple[list[list[list[int]]], float]:
     """(The forks of a region, each as the nodes of its branches; how long it then takes)."""
-    inside, beyond = set(region), len(nodes)
-    last = {place: place for place in (-1, *region)}            # who uses a node's result last; -1: what the region is given
+    inside = set(region)
+    beyond = len(nodes)
+    # who uses a node's result last; -1: what the region is given
+    last = {place: place for place in (-1, *region)}
     for place in region:
         for each in nodes[place].before:
             last[each if each in inside else -1] = place
     for each in inside & set(ends) if len(inside) < len(nodes) else ends:
         last[each] = beyond
-    trunk, reach = [-1], last[-1]
+    trunk = [-1]
+    reach = last[-1]
     for place in region:
-        if reach <= place:                      # nothing of before goes past it
+        if reach <= place:  # nothing of before goes past it
             trunk.append(place)
         reach = max(reach, last[place])
-    found, seconds = list[list[list[int]]](), sum(nodes[place].seconds for place in trunk if place >= 0)
+    found = list[list[list[int]]]()
+    seconds = sum(nodes[place].seconds for place in trunk if place >= 0)
     for start, stop in zip(trunk, [*trunk[1:], beyond], strict=True):
-        parts = [each for part in components(nodes, [place for place in region if start < place < stop])
-                 for each in finer(nodes, part)]
-        alone = sorted((part for part in parts if own(nodes, part)), key=lambda part: -_seconds(nodes, part))
-        seconds += sum(_seconds(nodes, part) for part in parts) - sum(_seconds(nodes, part) for part in alone)
+        parts = [
+            each
+            for part in components(nodes, [place for place in region if start < place < stop])
+            for each in finer(nodes, part)
+        ]
+        alone = sorted(
+            (part for part in parts if own(nodes, part)), key=lambda part: -_seconds(nodes, part)
+        )
+        seconds += sum(_seconds(nodes, part) for part in parts) - sum(
+            _seconds(nodes, part) for part in alone
+        )
         if not alone:
             continue
-        longest, rest = alone[0], alone[1:]
+        longest = alone[0]
+        rest = alone[1:]
         closed = _shared_out([_seconds(nodes, part) for part in alone], ranks)
-        inner, taken = _forks(nodes, longest, longest[-1:], ranks) if len(longest) < len(region) else ([], closed)
+        inner, taken = (
+            _forks(nodes, longest, longest[-1:], ranks)
+            if len(longest) < len(region)
+            else ([], closed)
+        )
         opened = taken + _shared_out([_seconds(nodes, part) for part in rest], ranks)
         if inner and opened < closed:
             found += [*inner, rest] if rest else inner
@@ -173,10 +207,13 @@ def components(nodes: list[Node], region: Iterable[int]) -> list[list[int]]:
         while group[place] != place:
             place = group[place]
         return place
+
     users: dict[str, int] = {}
     for place in region:
-        for other in (*(each for each in nodes[place].before if each in group),
-                      *(users.setdefault(name, place) for name in nodes[place].parameters)):
+        for other in (
+            *(each for each in nodes[place].before if each in group),
+            *(users.setdefault(name, place) for name in nodes[place].parameters),
+        ):
             group[root(place)] = root(other)
     found: dict[int, list[int]] = {}
     for place in region:
@@ -185,7 +222,9 @@ def components(nodes: list[Node], region: Iterable[int]) -> list[list[int]]:
 
 
 def finer(nodes: list[Node], part: list[int]) -> list[list[int]]:
-    """Without functions at its ends that have no parameters, if that leaves several branches."""
+    """Without functions at its ends that have no parameters, if that leaves several
+    branches.
+    """
     rest = set(part)
     while True:
         used = set[int]().union(*(nodes[place].before for place in rest))
@@ -217,7 +256,9 @@ def placed(found: list[list[Branch]], ranks: int) -> dict[str, int]:
 
 
 def timed(model: nn.Module, inputs: Any, ranks: int) -> list[list[Branch]]:
-    """The forks of a model for so many ranks, each branch as long as in the quicker of two forwards."""
+    """The forks of a model for so many ranks, each branch as long as in the quicker of two
+    forwards.
+    """
     with torch.no_grad():
         first, second = (run(model, inputs) for _ in range(2))
     for one, other in zip(first[0], second[0], strict=False):

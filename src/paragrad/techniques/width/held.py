@@ -1,4 +1,6 @@
-"""What a rank holds of a model that is split, where its modules find that, and what goes around forwards and backwards."""
+"""What a rank holds of a model that is split, where its modules find that, and what goes around
+forwards and backwards.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from paragrad.techniques.width.pieces import Pieces
 from paragrad.techniques.width.planning import Plan
 
 
-def divide(model: nn.Module, plan: Plan, line: Line, first: bool) -> tuple[dict[str, Held], dict[int, Divided]]:
-    """Leave this rank's pieces of a model's parameters: (what is held, what its modules find, by the ids of that). first: what
-    is whole counts here."""
+def divide(
+    model: nn.Module, plan: Plan, line: Line, first: bool
+) -> tuple[dict[str, Held], dict[int, Divided]]:
+    """Leave this rank's pieces of a model's parameters: (what is held, what its modules find,
+    by the ids of that). first: what is whole counts here.
+    """
     held = dict[str, Held]()
     names = {id(tensor): name for name, tensor in reversed(_tensors(model))}
     pieces: dict[int, tuple[Tensor, Divided]] = {}
-    for name, tensor in _tensors(model):                # of what other cuts left
+    for name, tensor in _tensors(model):  # of what other cuts left
         if names[id(tensor)] == name:
             if name not in plan.divided:
                 held[name] = Held(name, tuple(tensor.shape), counts=first)
@@ -34,18 +39,24 @@ def divide(model: nn.Module, plan: Plan, line: Line, first: bool) -> tuple[dict[
             if isinstance(tensor, nn.Parameter):
                 local = nn.Parameter(local, requires_grad=tensor.requires_grad)
             pieces[id(tensor)] = local, Divided(local, {dim: cut}, name)
-            held[name] = Held(name, tuple(tensor.shape), _boxes(tensor, dim, cut.pieces, line.rank), dim)
+            held[name] = Held(
+                name, tuple(tensor.shape), _boxes(tensor, dim, cut.pieces, line.rank), dim
+            )
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for own, tensor in list(tensors.items()):
                 if tensor is not None and id(tensor) in pieces:
-                    # a forward finds the divided one, in the module's own attributes; who asks for parameters, the piece
+                    # a forward finds the divided one, in the module's own attributes; who asks
+                    # for parameters, the piece
                     tensors[own], module.__dict__[own] = pieces[id(tensor)]
     return held, {id(local): each for local, each in pieces.values()}
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
 
 
 def _boxes(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> tuple[tuple[slice, ...], ...]:
@@ -54,14 +65,30 @@ def _boxes(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> tuple[tuple[s
 
 
 class Split:
-    """Around passes of a model whose modules find divided tensors where their parameters were. pieces: these, by the ids of
-    what ranks hold;  absent: where others hold one (a module's parameters or buffers, its name there, what stands for it), for
-    who asks a module for all of them."""
+    """Around passes of a model whose modules find divided tensors where their parameters were.
+    pieces: these, by the ids of what ranks hold;  absent: where others hold one (a module's
+    parameters or buffers, its name there, what stands for it), for who asks a module for all of
+    them.
+    """
 
-    def __init__(self, name: str, model: nn.Module, lines: Sequence[Line], pieces: Mapping[int, Tensor],
-                 absent: Sequence[tuple[dict[str, Any], str, Tensor]] = ()) -> None:
-        self.name, self.lines, self.pieces, self.absent, self.sent = name, lines, pieces, absent, 0
-        self.buffers = [(module._buffers, own, each) for module in model.modules() for own, each in module._buffers.items()]
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        lines: Sequence[Line],
+        pieces: Mapping[int, Tensor],
+        absent: Sequence[tuple[dict[str, Any], str, Tensor]] = (),
+    ) -> None:
+        self.name = name
+        self.lines = lines
+        self.pieces = pieces
+        self.absent = absent
+        self.sent = 0
+        self.buffers = [
+            (module._buffers, own, each)
+            for module in model.modules()
+            for own, each in module._buffers.items()
+        ]
 
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
@@ -85,11 +112,18 @@ class Split:
         for tensors, own, before in self.buffers:
             if (now := tensors.get(own)) is before:
                 continue
-            # changed in place, and assigned to itself; before is None where it is another rank's
-            if now is self.pieces.get(id(before)) or (before is None and isinstance(now, Lone) and now.standing):
+            # changed in place, and assigned to itself; before is None where it is another
+            # rank's
+            if now is self.pieces.get(id(before)) or (
+                before is None and isinstance(now, Lone) and now.standing
+            ):
                 tensors[own] = before
             else:
                 if id(before) in self.pieces:
-                    raise StepFailed(f"a forward makes the buffer {own} anew, of which ranks have pieces, and did not when "
-                                     "the model was looked at; change it in place (self.name.copy_(...))", tensor=own)
+                    raise StepFailed(
+                        f"a forward makes the buffer {own} anew, of which ranks have pieces, and "
+                        f"did not when "
+                        "the model was looked at; change it in place (self.name.copy_(...))",
+                        tensor=own,
+                    )
                 tensors[own] = shown(now) if isinstance(now, Lone) else whole(now)

@@ -14,8 +14,8 @@ def the_same(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The type, the device, the memory are others."""
     if not isinstance(x, Divided):
         return UNKNOWN
-    if func.__name__ == "__set__":                      # x.data = value
-        value, = args
+    if func.__name__ == "__set__":  # x.data = value
+        (value,) = args
         for dim, cut in x.cuts.items():
             value = piece(whole(value).detach(), dim, cut)
         x.local.data.copy_(value)
@@ -28,10 +28,39 @@ def the_same(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return x if made is x.local else divided(made, x.cuts) if isinstance(made, Tensor) else made
 
 
-RULES.update(dict.fromkeys((
-    "clone", "contiguous", "detach", "to", "float", "double", "half", "bfloat16", "long", "int", "bool", "type", "type_as",
-    "cpu", "cuda", "requires_grad_", "data", "alias", "zeros_like", "ones_like", "empty_like", "full_like", "zero_", "fill_",
-    "detach_", "positive"), the_same))
+RULES.update(
+    dict.fromkeys(
+        (
+            "clone",
+            "contiguous",
+            "detach",
+            "to",
+            "float",
+            "double",
+            "half",
+            "bfloat16",
+            "long",
+            "int",
+            "bool",
+            "type",
+            "type_as",
+            "cpu",
+            "cuda",
+            "requires_grad_",
+            "data",
+            "alias",
+            "zeros_like",
+            "ones_like",
+            "empty_like",
+            "full_like",
+            "zero_",
+            "fill_",
+            "detach_",
+            "positive",
+        ),
+        the_same,
+    )
+)
 
 
 @rule("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")

@@ -1,8 +1,10 @@
-"""Functions as an einsum says them: every dimension has a letter, and a letter is divided in all operands that have it.
+"""Functions as an einsum says them: every dimension has a letter, and a letter is divided in
+all operands that have it.
 
-What lacks a divided letter is copied (its gradient is summed), a plain operand that has it is sliced, and where the result
-lacks it, it is a sum over ranks. So columns and rows of a linear layer, channels of a convolution, heads of an attention and
-what works element by element are one rule: the letters.
+What lacks a divided letter is copied (its gradient is summed), a plain operand that has it is
+sliced, and where the result lacks it, it is a sum over ranks. So columns and rows of a linear
+layer, channels of a convolution, heads of an attention and what works element by element are
+one rule: the letters.
 """
 
 from __future__ import annotations
@@ -16,16 +18,26 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from paragrad.techniques.kernels import Box, boxed
-from paragrad.techniques.width.divided import UNKNOWN, Cut, Divided, changes, divided, piece, rule, whole
+from paragrad.techniques.width.divided import (
+    UNKNOWN,
+    Cut,
+    Divided,
+    changes,
+    divided,
+    piece,
+    rule,
+    whole,
+)
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import to_be_alike
 
-Letters = Sequence[Hashable]            # one for each dimension; None: it cannot be divided
+Letters = Sequence[Hashable]  # one for each dimension; None: it cannot be divided
 
 
 @dataclass
 class Operand:
     """A tensor, or None where there is none."""
+
     value: Tensor | None
     letters: Letters
 
@@ -38,30 +50,52 @@ class Operand:
                 yield self.letters[dim], dim, cut
 
 
-def spread(run: Callable[..., Any], operands: Sequence[Operand], out: Letters, columns: Sequence[tuple[int, Hashable]] = (),
-           first: bool = False, bias: Operand | None = None, after: Mapping[Any, Cut] | None = None) -> Any:
+def spread(
+    run: Callable[..., Any],
+    operands: Sequence[Operand],
+    out: Letters,
+    columns: Sequence[tuple[int, Hashable]] = (),
+    first: bool = False,
+    bias: Operand | None = None,
+    after: Mapping[Any, Cut] | None = None,
+) -> Any:
     """run(*local operands), with what travels before and after.
 
-    columns: where nothing is divided yet, and it is being found out what to divide: of which operand along which letter;
-    first: the first operand's letters stay divided as they are, and no others (it is changed in place);
-    bias: is given to run last, or, where the result is a sum over ranks, added to that: then run gets None;  after: of letters
-    that the result has in other pieces, how.
+    columns: where nothing is divided yet, and it is being found out what to divide: of which
+    operand along which letter; first: the first operand's letters stay divided as they are, and
+    no others (it is changed in place); bias: is given to run last, or, where the result is a
+    sum over ranks, added to that: then run gets None;  after: of letters that the result has in
+    other pieces, how.
     """
     out = tuple(out)
     for each in operands if columns else ():
-        if summed := [dim for letter, dim, cut in each.cuts() if letter not in out and not cut.line.manner.pairs]:
+        if summed := [
+            dim
+            for letter, dim, cut in each.cuts()
+            if letter not in out and not cut.line.manner.pairs
+        ]:
             each.value = whole(each.value, summed) if each.value is not None else None
     if not any(True for each in operands for _ in each.cuts()):
         _divide(operands, columns)
     cuts = _kept(operands, out, first)
-    made = run(*(fitted(each, cuts) for each in operands), *(
-        [] if bias is None else [None if any(letter not in out for letter in cuts) else fitted(bias, cuts)]))
+    made = run(
+        *(fitted(each, cuts) for each in operands),
+        *(
+            []
+            if bias is None
+            else [None if any(letter not in out for letter in cuts) else fitted(bias, cuts)]
+        ),
+    )
     sums = [cut.line for letter, cut in cuts.items() if letter not in out]
     for line in sums:
         made = line.added(made)
     if sums and bias is not None and bias.value is not None:
-        made = made + _broadcast(fitted(bias, {letter: cut for letter, cut in cuts.items() if letter in out}), bias, out,
-                                 made.dtype)
+        made = made + _broadcast(
+            fitted(bias, {letter: cut for letter, cut in cuts.items() if letter in out}),
+            bias,
+            out,
+            made.dtype,
+        )
     after = {**cuts, **(after or {})}
     found = {dim: after[letter] for dim, letter in enumerate(out) if letter in cuts}
     return tree_map_only(Tensor, lambda each: divided(each, found), made) if found else made
@@ -70,8 +104,11 @@ def spread(run: Callable[..., Any], operands: Sequence[Operand], out: Letters, c
 def _divide(operands: Sequence[Operand], columns: Sequence[tuple[int, Hashable]]) -> None:
     for at, letter in columns:
         value = operands[at].value
-        if isinstance(value, Divided) and value.asking and value.asking.divide(
-                value, operands[at].letters.index(letter), "outputs"):
+        if (
+            isinstance(value, Divided)
+            and value.asking
+            and value.asking.divide(value, operands[at].letters.index(letter), "outputs")
+        ):
             return
 
 
@@ -83,8 +120,9 @@ def _broadcast(tensor: Tensor | None, bias: Operand, out: Letters, dtype: torch.
 
 
 def _kept(operands: Sequence[Operand], out: Letters, first: bool) -> dict[Hashable, Cut]:
-    """The letters that are divided, and how: one for each line of ranks. One that the result has comes before one that is
-    summed over, then that of the largest operand."""
+    """The letters that are divided, and how: one for each line of ranks. One that the result
+    has comes before one that is summed over, then that of the largest operand.
+    """
     found: dict[Hashable, Cut] = {}
     sizes: dict[Hashable, int] = {}
     for each in operands[:1] if first else operands:
@@ -97,7 +135,9 @@ def _kept(operands: Sequence[Operand], out: Letters, first: bool) -> dict[Hashab
             if not cut.alike(before) and cut.line is before.line:
                 cut.line.wish(to_be_alike(before.pieces, cut.pieces))
     lines: dict[Line, Hashable] = {}
-    for letter, cut in sorted(found.items(), key=lambda item: (item[0] not in out, -sizes[item[0]])):
+    for letter, cut in sorted(
+        found.items(), key=lambda item: (item[0] not in out, -sizes[item[0]])
+    ):
         kept = lines.setdefault(cut.line, letter)
         if kept != letter and letter not in out and cut.line.planning is not None:
             cut.line.planning.reconsider(found[kept].pieces)
@@ -105,8 +145,11 @@ def _kept(operands: Sequence[Operand], out: Letters, first: bool) -> dict[Hashab
 
 
 def fitted(operand: Operand, cuts: Mapping[Any, Cut], must: bool = False) -> Tensor | None:
-    """The local part of an operand where these letters are divided; None of none, and where it must be divided so as it is."""
-    value, letters = operand.value, operand.letters
+    """The local part of an operand where these letters are divided; None of none, and where it
+    must be divided so as it is.
+    """
+    value = operand.value
+    letters = operand.letters
     if value is None:
         return None
     strange = [dim for letter, dim, cut in operand.cuts() if not cut.alike(cuts.get(letter))]
@@ -120,7 +163,9 @@ def fitted(operand: Operand, cuts: Mapping[Any, Cut], must: bool = False) -> Ten
                 continue
             if must:
                 return None
-            value = divided(piece(_local(value), dim, cut), {**getattr(value, "cuts", {}), dim: cut})
+            value = divided(
+                piece(_local(value), dim, cut), {**getattr(value, "cuts", {}), dim: cut}
+            )
         else:
             value = divided(cut.line.copied(_local(value)), getattr(value, "cuts", {}))
     return _local(value)
@@ -130,7 +175,7 @@ def _local(value: Tensor) -> Tensor:
     return value.local if isinstance(value, Divided) else value
 
 
-# ---- element by element ------------------------------------------------------------------------------------------------------
+# ---- element by element ----------------------------------------------------------------------
 @rule("each element")
 def each_element(func: Any, *args: Any, **kwargs: Any) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
@@ -148,6 +193,7 @@ def each_element(func: Any, *args: Any, **kwargs: Any) -> Any:
             leaves[at] = tensor
         args, kwargs = tree_unflatten(leaves, spec)
         return func(*args, **kwargs)
+
     if not in_place:
         _met(leaves, places)
     operands = [Operand(leaves[at], range(dims - leaves[at].dim(), dims)) for at in places]
@@ -160,13 +206,22 @@ def each_element(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _met(leaves: list[Any], places: list[int]) -> None:
-    """A divided value and a plain one of its size, such as what goes around a layer and what came out of it: one of them has to
-    change, and where the line says so it is the divided one."""
-    plain = [leaves[at] for at in places if not isinstance(leaves[at], Divided) and leaves[at].requires_grad]
+    """A divided value and a plain one of its size, such as what goes around a layer and what
+    came out of it: one of them has to change, and where the line says so it is the divided
+    one.
+    """
+    plain = [
+        leaves[at]
+        for at in places
+        if not isinstance(leaves[at], Divided) and leaves[at].requires_grad
+    ]
     for at in places:
         x = leaves[at]
-        if isinstance(x, Divided) and any(cut.line.manner.gathers for cut in x.cuts.values()) and any(
-                each.numel() >= x.numel() for each in plain):
+        if (
+            isinstance(x, Divided)
+            and any(cut.line.manner.gathers for cut in x.cuts.values())
+            and any(each.numel() >= x.numel() for each in plain)
+        ):
             leaves[at] = whole(x)
 
 
@@ -179,33 +234,49 @@ def weight_norm(func: Any, v: Tensor, g: Tensor, dim: int = 0) -> Any:
     return spread(lambda a, b: func(a, b, dim), [Operand(v, letters), Operand(g, letters)], letters)
 
 
-# ---- products ----------------------------------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------
 @rule("linear", decides=True)
 def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.dim() != 2 or input.dim() == 0:
         return UNKNOWN
     rest = range(input.dim() - 1)
-    if not isinstance(weight, Divided) and weight.numel() > input.numel():      # of which less travels
+    # of which less travels
+    if not isinstance(weight, Divided) and weight.numel() > input.numel():
         input = whole(input, [input.dim() - 1])
-    if input.dim() == 2 and isinstance(input, Divided) and 0 in input.cuts and input.cuts[0].line.manner.dense:
+    if (
+        input.dim() == 2
+        and isinstance(input, Divided)
+        and 0 in input.cuts
+        and input.cuts[0].line.manner.dense
+    ):
         input = whole(input, [0])
     operands = [Operand(input, (*rest, "i")), Operand(weight, "oi")]
     return spread(func, operands, (*rest, "o"), [(1, "o")], bias=Operand(bias, "o"))
 
 
 @rule("addmm", "addmv", decides=True)
-def addmm(func: Any, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def addmm(
+    func: Any, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
     if (beta, alpha) != (1, 1) or func.__name__ == "addmv":
         return _added(input, mat1 @ mat2, beta, alpha)
 
     def run(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
         return torch.mm(a, b) if c is None else torch.addmm(c, a, b)
-    return spread(run, [Operand(mat1, "ri"), Operand(mat2, "io")], "ro", [(1, "o")],
-                  bias=Operand(input, "ro"[2 - input.dim():]))
+
+    return spread(
+        run,
+        [Operand(mat1, "ri"), Operand(mat2, "io")],
+        "ro",
+        [(1, "o")],
+        bias=Operand(input, "ro"[2 - input.dim() :]),
+    )
 
 
 @rule("baddbmm", decides=True)
-def baddbmm(func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def baddbmm(
+    func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
     return _added(input, torch.bmm(batch1, batch2), beta, alpha)
 
 
@@ -220,9 +291,20 @@ def matmul(func: Any, input: Tensor, other: Tensor) -> Any:
 
     def letters(tensor: Tensor, own: tuple[str, str]) -> Letters:
         return (*range(dims - tensor.dim(), dims - 2), *own) if tensor.dim() > 1 else ("k",)
-    one, two = letters(input, ("r", "k")), letters(other, ("k", "c"))
-    out = (*range(dims - 2), *(["r"] if input.dim() > 1 else []), *(["c"] if other.dim() > 1 else []))
-    return spread(torch.matmul, [Operand(input, one), Operand(other, two)], out, [(1, "c")] if other.dim() == 2 else ())
+
+    one = letters(input, ("r", "k"))
+    two = letters(other, ("k", "c"))
+    out = (
+        *range(dims - 2),
+        *(["r"] if input.dim() > 1 else []),
+        *(["c"] if other.dim() > 1 else []),
+    )
+    return spread(
+        torch.matmul,
+        [Operand(input, one), Operand(other, two)],
+        out,
+        [(1, "c")] if other.dim() == 2 else (),
+    )
 
 
 @rule("__rmatmul__", decides=True)
@@ -232,7 +314,11 @@ def rmatmul(func: Any, second: Tensor, first: Tensor) -> Any:
 
 @rule("einsum", decides=True)
 def einsum(func: Any, equation: str, *operands: Any, **_: Any) -> Any:
-    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else list(operands)
+    tensors = (
+        list(operands[0])
+        if len(operands) == 1 and isinstance(operands[0], list | tuple)
+        else list(operands)
+    )
     text = equation.replace(" ", "")
     if "." in text:
         return UNKNOWN
@@ -242,22 +328,42 @@ def einsum(func: Any, equation: str, *operands: Any, **_: Any) -> Any:
         out = "".join(sorted(letter for letter in set(given) - {","} if given.count(letter) == 1))
     if any(len(set(each)) != len(each) for each in letters):
         return UNKNOWN
-    columns = [(at, letter) for at, each in enumerate(letters) for letter in each if letter in out and given.count(letter) == 1]
-    return spread(lambda *given: torch.einsum(equation, *given), [Operand(tensor, each) for tensor, each in zip(
-        tensors, letters, strict=True)], out, columns)
+    columns = [
+        (at, letter)
+        for at, each in enumerate(letters)
+        for letter in each
+        if letter in out and given.count(letter) == 1
+    ]
+    return spread(
+        lambda *given: torch.einsum(equation, *given),
+        [Operand(tensor, each) for tensor, each in zip(tensors, letters, strict=True)],
+        out,
+        columns,
+    )
 
 
 @rule("scaled_dot_product_attention")
-def attention(func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-              is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Any:
+def attention(
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     """Heads, and whatever else stands before positions and features."""
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        key = key.repeat_interleave(times, -3)
+        value = value.repeat_interleave(times, -3)
     dims = max(each.dim() for each in (query, key, value))
 
     def letters(tensor: Tensor) -> Letters:
         return (*range(dims - tensor.dim(), dims - 2), None, None)
+
     out = (*range(dims - 2), None, None)
     operands = [Operand(each, letters(each)) for each in (query, key, value)]
     if attn_mask is not None:
@@ -266,14 +372,20 @@ def attention(func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: T
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         return drawn_in(boxed, lambda: func(q, k, v, mask, dropout_p, is_causal, scale=scale))
+
     return spread(run, operands, out)
 
 
-# ---- random numbers: those of the whole tensor's elements --------------------------------------------------------------------
+# ---- random numbers: those of the whole tensor's elements ------------------------------------
 def boxes(cuts: dict[Any, Cut], out: Letters) -> Box:
-    """Of a result, where in the whole one this rank's elements are: by dimension (its size, ranges)."""
-    return {dim: (cuts[letter].pieces.size, tuple(cuts[letter].pieces.ranges(cuts[letter].line.rank)))
-            for dim, letter in enumerate(out) if letter in cuts}
+    """Of a result, where in the whole one this rank's elements are: by dimension (its size,
+    ranges).
+    """
+    return {
+        dim: (cuts[letter].pieces.size, tuple(cuts[letter].pieces.ranges(cuts[letter].line.rank)))
+        for dim, letter in enumerate(out)
+        if letter in cuts
+    }
 
 
 def drawn_in(box: Box | None, call: Callable[[], Any]) -> Any:
@@ -283,17 +395,39 @@ def drawn_in(box: Box | None, call: Callable[[], Any]) -> Any:
         return call()
 
 
-RANDOM = ("dropout", "dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_",
-          "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "bernoulli", "rand_like", "randn_like",
-          "randint_like", "rrelu", "bernoulli_", "uniform_", "normal_", "exponential_")
+RANDOM = (
+    "dropout",
+    "dropout_",
+    "feature_dropout",
+    "feature_dropout_",
+    "alpha_dropout",
+    "alpha_dropout_",
+    "feature_alpha_dropout",
+    "feature_alpha_dropout_",
+    "native_dropout",
+    "bernoulli",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "rrelu",
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "exponential_",
+)
 
 
 @rule(*RANDOM)
 def random(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(x, Divided) or not x.cuts or any(isinstance(each, Divided) for each in (*args, *kwargs.values())):
+    if (
+        not isinstance(x, Divided)
+        or not x.cuts
+        or any(isinstance(each, Divided) for each in (*args, *kwargs.values()))
+    ):
         return UNKNOWN
     cuts: dict[Any, Cut] = dict(x.cuts)
-    drawn = {dim: cut for dim, cut in cuts.items() if dim < 2 or "feature" not in func.__name__}     # of samples and channels
+    # of samples and channels
+    drawn = {dim: cut for dim, cut in cuts.items() if dim < 2 or "feature" not in func.__name__}
     made = drawn_in(boxes(drawn, range(x.dim())), lambda: func(x.local, *args, **kwargs))
     if func.__name__.endswith("_"):
         x.__dict__["local"] = made

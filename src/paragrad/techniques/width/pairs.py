@@ -1,15 +1,19 @@
-"""Collectives inside of a forward, in pairs: what each does to values, and its backward to gradients.
+"""Collectives inside of a forward, in pairs: what each does to values, and its backward to
+gradients.
 
-A plain tensor is on all ranks of a line, and so is its whole gradient; a divided one is in pieces, and its gradient too.
+A plain tensor is on all ranks of a line, and so is its whole gradient; a divided one is in
+pieces, and its gradient too.
 
-    Copied    the same                      sum over ranks          a plain value, of which each rank makes something else
-    Summed    sum over ranks                the same                a plain value, made of what each rank has
-    Sliced    this rank's piece             all pieces together     from plain to divided
-    Gathered  all pieces together           this rank's piece       from divided to plain
-    Fetched   some of other ranks' pieces   added to whose it is    from pieces to what this rank's outputs see of them
-    Returned  added to whose it is          some of other ranks'    the other way
+    Copied    the same                      sum over ranks          a plain value, of which each
+    rank makes something else Summed    sum over ranks                the same                a
+    plain value, made of what each rank has Sliced    this rank's piece             all pieces
+    together     from plain to divided Gathered  all pieces together           this rank's piece
+    from divided to plain Fetched   some of other ranks' pieces   added to whose it is    from
+    pieces to what this rank's outputs see of them Returned  added to whose it is          some
+    of other ranks'    the other way
 
-(f and g, and their sequence-parallel kin, of Shoeybi et al. 2019, arXiv 1909.08053, and Korthikanti et al. 2022, 2205.05198.)
+(f and g, and their sequence-parallel kin, of Shoeybi et al. 2019, arXiv 1909.08053, and
+Korthikanti et al. 2022, 2205.05198.)
 """
 
 from __future__ import annotations
@@ -27,14 +31,25 @@ from paragrad.techniques.width.fetching import PADDING, Run, Want, runs
 from paragrad.techniques.width.pieces import Pieces, Wish
 from paragrad.world.world import World
 
-COLLECTIVES = {"copied": "all_reduce", "summed": "all_reduce", "gathered": "all_gather", "sliced": "all_gather",
-               "statistics": "all_gather", "statistics back": "all_gather", "shown": "broadcast"}
-KEPT = 4                    # plain values that were copied last: queries, keys and values are made of one
+COLLECTIVES = {
+    "copied": "all_reduce",
+    "summed": "all_reduce",
+    "gathered": "all_gather",
+    "sliced": "all_gather",
+    "statistics": "all_gather",
+    "statistics back": "all_gather",
+    "shown": "broadcast",
+}
+# plain values that were copied last: queries, keys and values are made of one
+KEPT = 4
 
 
 class Deciding(Protocol):
-    """While it is found out how to divide parameters, who decides. divide: by the outputs of a layer, or the vocabulary (role);
-    follow: as a value with which it is used;  the others note what travels, and what is used as it is."""
+    """While it is found out how to divide parameters, who decides. divide: by the outputs of a
+    layer, or the vocabulary (role); follow: as a value with which it is used;  the others note
+    what travels, and what is used as it is.
+    """
+
     wishes: list[Wish]
 
     def divide(self, tensor: Any, dim: int, role: str) -> bool: ...
@@ -47,7 +62,10 @@ class Deciding(Protocol):
 
 
 class Nobody:
-    """A world of so many ranks, of which this is the first, and no other is there. What it answers has the shape alone."""
+    """A world of so many ranks, of which this is the first, and no other is there. What it
+    answers has the shape alone.
+    """
+
     rank = 0
 
     def __init__(self, size: int) -> None:
@@ -62,18 +80,23 @@ class Nobody:
     def copy_from(self, tensor: Tensor, rank: int) -> None:
         """What there is is what it would be."""
 
-    def passing(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> Callable[[], None]:
+    def passing(
+        self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
         for tensor in takes.values():
             tensor.zero_()
         return lambda: None
 
 
 class Manner(NamedTuple):
-    """How layers are split over a line, where there are several ways. data: what of the data is divided (rows, columns,
-    samples), if any;  gathers: where a plain and a divided value of one size meet, both are plain from there on, not divided;
-    pairs: a layer that is given divided features may be divided by its inputs, otherwise they are gathered;  dense: samples are
-    divided up to the first fully connected layer, and neurons from there on;  shows: functions that want a branch's values on
-    all ranks."""
+    """How layers are split over a line, where there are several ways. data: what of the data is
+    divided (rows, columns, samples), if any;  gathers: where a plain and a divided value of one
+    size meet, both are plain from there on, not divided; pairs: a layer that is given divided
+    features may be divided by its inputs, otherwise they are gathered;  dense: samples are
+    divided up to the first fully connected layer, and neurons from there on;  shows: functions
+    that want a branch's values on all ranks.
+    """
+
     data: str = ""
     gathers: bool = False
     pairs: bool = True
@@ -85,11 +108,17 @@ PLAIN = Manner()
 
 
 class Line:
-    """Ranks over which layers are split. planning: where it is being found out how to divide parameters, who decides;
-    sent: bytes since somebody set it to 0."""
+    """Ranks over which layers are split. planning: where it is being found out how to divide
+    parameters, who decides; sent: bytes since somebody set it to 0.
+    """
 
-    def __init__(self, world: World, manner: Manner = PLAIN, planning: Deciding | None = None) -> None:
-        self.world, self.manner, self.planning, self.sent = world, manner, planning, 0
+    def __init__(
+        self, world: World, manner: Manner = PLAIN, planning: Deciding | None = None
+    ) -> None:
+        self.world = world
+        self.manner = manner
+        self.planning = planning
+        self.sent = 0
         self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
         self.early: dict[int, tuple[Tensor, int, Tensor]] = {}
 
@@ -102,19 +131,23 @@ class Line:
         return self.world.size
 
     def summed(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
-        if isinstance(tensor, FakeTensor):              # without values nobody is asked
+        if isinstance(tensor, FakeTensor):  # without values nobody is asked
             return tensor.clone()
         self.sent += computed_bytes("all_reduce", tensor.nbytes, self.size)
         return self.world.all_reduced(tensor.contiguous(), operation)
 
     def together(self, piece: Tensor, dim: int, pieces: Pieces) -> Tensor:
         """All ranks' pieces, in their places."""
-        if len(set(pieces.blocks)) == 1 < len(count := pieces.blocks):              # one after the other, as one of them
-            found = self.together(piece.unflatten(dim, (len(count), -1)), dim + 1, pieces.some(0, 1))
-            return found.flatten(dim, dim + 1).detach()         # no view: it may be changed in place
+        # one after the other, as one of them
+        if len(set(pieces.blocks)) == 1 < len(count := pieces.blocks):
+            found = self.together(
+                piece.unflatten(dim, (len(count), -1)), dim + 1, pieces.some(0, 1)
+            )
+            # no view: it may be changed in place
+            return found.flatten(dim, dim + 1).detach()
         lengths = [pieces.length(rank) for rank in range(self.size)]
         if (most := max(lengths)) > piece.shape[dim]:
-            wide = piece.new_zeros(*piece.shape[:dim], most, *piece.shape[dim + 1:])
+            wide = piece.new_zeros(*piece.shape[:dim], most, *piece.shape[dim + 1 :])
             wide.narrow(dim, 0, piece.shape[dim]).copy_(piece)
             piece = wide
         found = [piece] * self.size
@@ -132,64 +165,108 @@ class Line:
         parts = [whole.narrow(dim, each.start, len(each)) for each in pieces.ranges(self.rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def asked(self, piece: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float) -> Callable[[], Tensor]:
-        """Begins to get what this rank wants of all ranks' pieces; what is returned waits for it. fill: stands where there is
-        nothing."""
+    def asked(
+        self, piece: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float
+    ) -> Callable[[], Tensor]:
+        """Begins to get what this rank wants of all ranks' pieces; what is returned waits for
+        it. fill: stands where there is nothing.
+        """
         mine = runs(have, wants[self.rank])
-        came, over = self._passed(piece, dim, {peer: [run for run in runs(have, want) if run.owner == self.rank]
-                                               for peer, want in enumerate(wants)},
-                                  {peer: sum(run.length for run in mine if run.owner == peer) for peer in range(self.size)})
+        came, over = self._passed(
+            piece,
+            dim,
+            {
+                peer: [run for run in runs(have, want) if run.owner == self.rank]
+                for peer, want in enumerate(wants)
+            },
+            {
+                peer: sum(run.length for run in mine if run.owner == peer)
+                for peer in range(self.size)
+            },
+        )
 
         def together() -> Tensor:
             over()
-            parts, at = list[Tensor](), dict.fromkeys(came, 0)
+            parts = list[Tensor]()
+            at = dict.fromkeys(came, 0)
             for run in mine:
                 if run.owner == PADDING:
-                    parts.append(piece.new_full((*piece.shape[:dim], run.length, *piece.shape[dim + 1:]), fill))
+                    parts.append(
+                        piece.new_full(
+                            (*piece.shape[:dim], run.length, *piece.shape[dim + 1 :]), fill
+                        )
+                    )
                 elif run.owner == self.rank:
                     parts.append(piece.narrow(dim, run.start, run.length))
                 else:
                     parts.append(came[run.owner].narrow(dim, at[run.owner], run.length))
                     at[run.owner] += run.length
             return torch.cat(parts, dim) if parts else piece.narrow(dim, 0, 0)
+
         return together
 
-    def returned(self, wanted: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...]) -> Callable[[Tensor], Tensor]:
-        """The other way, begun: of what all ranks have for what they wanted, that for this rank's piece is added to a
-        tensor."""
-        places, at = dict[int, list[Run]](), 0
+    def returned(
+        self, wanted: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...]
+    ) -> Callable[[Tensor], Tensor]:
+        """The other way, begun: of what all ranks have for what they wanted, that for this
+        rank's piece is added to a tensor.
+        """
+        places = dict[int, list[Run]]()
+        at = 0
         for run in runs(have, wants[self.rank]):
             places.setdefault(run.owner, []).append(run._replace(start=at))
             at += run.length
-        theirs = {peer: [run for run in runs(have, want) if run.owner == self.rank] for peer, want in enumerate(wants)}
-        came, over = self._passed(wanted, dim, {peer: places.get(peer, []) for peer in range(self.size)},
-                                  {peer: sum(run.length for run in found) for peer, found in theirs.items()})
+        theirs = {
+            peer: [run for run in runs(have, want) if run.owner == self.rank]
+            for peer, want in enumerate(wants)
+        }
+        came, over = self._passed(
+            wanted,
+            dim,
+            {peer: places.get(peer, []) for peer in range(self.size)},
+            {peer: sum(run.length for run in found) for peer, found in theirs.items()},
+        )
         if self.rank in places:
             came[self.rank] = _taken(wanted, dim, places[self.rank])
 
         def added(total: Tensor) -> Tensor:
             over()
-            for peer, found in theirs.items():                      # in the order of ranks
+            for peer, found in theirs.items():  # in the order of ranks
                 at = 0
                 for run in found:
-                    total.narrow(dim, run.start, run.length).add_(came[peer].narrow(dim, at, run.length))
+                    total.narrow(dim, run.start, run.length).add_(
+                        came[peer].narrow(dim, at, run.length)
+                    )
                     at += run.length
             return total
+
         return added
 
-    def _passed(self, source: Tensor, dim: int, out: dict[int, list[Run]],
-                into: dict[int, int]) -> tuple[dict[int, Tensor], Callable[[], None]]:
-        """To every rank its runs of a tensor, from each so many elements: (what comes, until when it has)."""
-        takes = {peer: source.new_empty(*source.shape[:dim], count, *source.shape[dim + 1:])
-                 for peer, count in into.items() if count and peer != self.rank}
+    def _passed(
+        self, source: Tensor, dim: int, out: dict[int, list[Run]], into: dict[int, int]
+    ) -> tuple[dict[int, Tensor], Callable[[], None]]:
+        """To every rank its runs of a tensor, from each so many elements: (what comes, until
+        when it has).
+        """
+        takes = {
+            peer: source.new_empty(*source.shape[:dim], count, *source.shape[dim + 1 :])
+            for peer, count in into.items()
+            if count and peer != self.rank
+        }
         if isinstance(source, FakeTensor):
             return takes, lambda: None
-        sends = {peer: _taken(source, dim, found) for peer, found in out.items() if found and peer != self.rank}
+        sends = {
+            peer: _taken(source, dim, found)
+            for peer, found in out.items()
+            if found and peer != self.rank
+        }
         self.sent += sum(each.nbytes for each in sends.values())
         return takes, self.world.passing(sends, takes)
 
     def copied(self, x: Tensor) -> Tensor:
-        """Of a plain value of which every rank makes something else: its gradient is summed, once for all that is made."""
+        """Of a plain value of which every rank makes something else: its gradient is summed,
+        once for all that is made.
+        """
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         for known, version, before in filter(None, (*self.copies, self.early.get(id(x)))):
@@ -201,8 +278,10 @@ class Line:
         return made
 
     def copied_early(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Copies of parameters, before a forward: autograd runs what was made first last, so that their gradients are summed
-        one after the other behind the whole backward, and no rank waits for another in every layer."""
+        """Copies of parameters, before a forward: autograd runs what was made first last, so
+        that their gradients are summed one after the other behind the whole backward, and no
+        rank waits for another in every layer.
+        """
         given = [each for each in tensors if each.requires_grad and torch.is_grad_enabled()]
         self.early = {id(each): (each, each._version, Copied.apply(each, self)) for each in given}
         return [made for _, _, made in self.early.values()]
@@ -214,9 +293,15 @@ class Line:
         return made
 
     def note(self, what: str, payload: int, detail: str = "") -> None:
-        """Something travels: a tensor of so many bytes, by a collective, or, of what is fetched, so many as a rank sends."""
+        """Something travels: a tensor of so many bytes, by a collective, or, of what is
+        fetched, so many as a rank sends.
+        """
         if self.planning is not None:
-            sent = computed_bytes(COLLECTIVES[what], payload, self.size) if what in COLLECTIVES else payload
+            sent = (
+                computed_bytes(COLLECTIVES[what], payload, self.size)
+                if what in COLLECTIVES
+                else payload
+            )
             self.planning.noted(what, sent, detail)
 
     def wish(self, wishes: Iterable[Wish]) -> None:
@@ -224,10 +309,15 @@ class Line:
         if self.planning is not None:
             self.planning.wishes.extend(wishes)
 
-    def shown(self, value: Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def shown(
+        self, value: Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """What one rank has, on all."""
-        found = torch.empty(shape, dtype=dtype, device=self.world.device) if value is None else value.clone(
-            memory_format=torch.contiguous_format)
+        found = (
+            torch.empty(shape, dtype=dtype, device=self.world.device)
+            if value is None
+            else value.clone(memory_format=torch.contiguous_format)
+        )
         if self.rank == owner:
             self.sent += computed_bytes("broadcast", found.nbytes, self.size)
         self.world.copy_from(found, owner)
@@ -249,7 +339,8 @@ class Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
         ctx.line = line
-        return x.detach()               # the same memory, and no view of x: that may be changed in place afterwards
+        # the same memory, and no view of x: that may be changed in place afterwards
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -270,7 +361,9 @@ class Summed(torch.autograd.Function):
 class Sliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, line: Line) -> Tensor:
-        ctx.dim, ctx.pieces, ctx.line = dim, pieces, line
+        ctx.dim = dim
+        ctx.pieces = pieces
+        ctx.line = line
         return line.piece(x, dim, pieces).clone()
 
     @staticmethod
@@ -281,7 +374,9 @@ class Sliced(torch.autograd.Function):
 class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, line: Line) -> Tensor:
-        ctx.dim, ctx.pieces, ctx.line = dim, pieces, line
+        ctx.dim = dim
+        ctx.pieces = pieces
+        ctx.line = line
         return line.together(x, dim, pieces)
 
     @staticmethod
@@ -291,7 +386,15 @@ class Gathered(torch.autograd.Function):
 
 class Fetched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float, line: Line) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        have: Pieces,
+        wants: tuple[Want, ...],
+        fill: float,
+        line: Line,
+    ) -> Tensor:
         ctx.given = dim, have, wants, line
         return line.asked(x, dim, have, wants, fill)()
 
@@ -302,9 +405,11 @@ class Fetched(torch.autograd.Function):
 
 class Returned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], line: Line) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], line: Line
+    ) -> Tensor:
         ctx.given = dim, have, wants, line
-        zeros = x.new_zeros(*x.shape[:dim], have.length(line.rank), *x.shape[dim + 1:])
+        zeros = x.new_zeros(*x.shape[:dim], have.length(line.rank), *x.shape[dim + 1 :])
         return line.returned(x, dim, have, wants)(zeros)
 
     @staticmethod

@@ -1,8 +1,10 @@
-"""Pieces: how a dimension of a tensor is divided over ranks, and what reshaping and slicing make of that. No torch.
+"""Pieces: how a dimension of a tensor is divided over ranks, and what reshaping and slicing
+make of that. No torch.
 
-A dimension is a row of *blocks*, each divided by itself: the columns of a fused qkv are three. A block is divided in whole
-*grains*, as evenly as they go (the longer pieces first): a grain of the columns that an attention makes heads of is a head.
-A rank holds its range of every block, one after the other.
+A dimension is a row of *blocks*, each divided by itself: the columns of a fused qkv are three.
+A block is divided in whole *grains*, as evenly as they go (the longer pieces first): a grain of
+the columns that an attention makes heads of is a head. A rank holds its range of every block,
+one after the other.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from math import gcd, lcm, prod
 
 from paragrad.schedules.actions import evenly
 
-THREE = 3                   # queries, keys and values, which are no heads: each is divided by itself where ranks are more
-Origin = tuple[str, int, int]               # of which parameter, and from where to where in its divided dimension
+# queries, keys and values, which are no heads: each is divided by itself where ranks are more
+THREE = 3
+# of which parameter, and from where to where in its divided dimension
+Origin = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Block:
-    """size elements in so many grains of equal length. origins: where parameters say how it is divided."""
+    """size elements in so many grains of equal length. origins: where parameters say how it is
+    divided.
+    """
+
     size: int
     grains: int
     origins: tuple[Origin, ...] = field(default=(), compare=False)
@@ -34,6 +41,7 @@ class Block:
 @dataclass(frozen=True)
 class Pieces:
     """A dimension of blocks, over so many ranks."""
+
     blocks: tuple[Block, ...]
     ranks: int
 
@@ -64,7 +72,9 @@ class Pieces:
         return Pieces(tuple(block.scaled(times, by) for block in self.blocks), self.ranks)
 
     def between(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Which blocks, from one to another, lie from start to stop; None where that cuts one."""
+        """Which blocks, from one to another, lie from start to stop; None where that cuts
+        one.
+        """
         ends = [0, *itertools.accumulate(block.size for block in self.blocks)]
         return (ends.index(start), ends.index(stop)) if start in ends and stop in ends else None
 
@@ -78,8 +88,12 @@ def _ranges(pieces: Pieces) -> tuple[tuple[range, ...], ...]:
     found = []
     for block, start in zip(pieces.blocks, starts, strict=False):
         grain = block.size // block.grains
-        found.append([range(start + part.start * grain, start + part.stop * grain)
-                      for part in evenly(block.grains, pieces.ranks)])
+        found.append(
+            [
+                range(start + part.start * grain, start + part.stop * grain)
+                for part in evenly(block.grains, pieces.ranks)
+            ]
+        )
     return tuple(zip(*found, strict=True)) if found else ((),) * pieces.ranks
 
 
@@ -88,30 +102,42 @@ def evenly_divided(size: int, ranks: int, origin: str | None = None) -> Pieces:
     return Pieces((Block(size, size, ((origin, 0, size),) if origin else ()),), ranks)
 
 
-# ---- wishes: what another division of a parameter would have made possible ---------------------------------------------------
+# ---- wishes: what another division of a parameter would have made possible -------------------
 @dataclass(frozen=True)
 class Wish:
-    """Of a parameter's range: to be divided in so many grains, or (cuts) in blocks that end there; or (none of both) not at
-    all."""
+    """Of a parameter's range: to be divided in so many grains, or (cuts) in blocks that end
+    there; or (none of both) not at all.
+    """
+
     origin: Origin
     grains: int = 0
     cuts: tuple[int, ...] = ()
 
 
-def granted(blocks: Sequence[Block], name: str, wishes: Iterable[Wish], ranks: int) -> tuple[Block, ...] | None:
-    """Blocks of a parameter's dimension as they are wished for; None: it is not to be divided."""
+def granted(
+    blocks: Sequence[Block], name: str, wishes: Iterable[Wish], ranks: int
+) -> tuple[Block, ...] | None:
+    """Blocks of a parameter's dimension as they are wished for; None: it is not to be
+    divided.
+    """
     found = list(blocks)
     for wish in wishes:
         _, start, stop = wish.origin
         if not wish.grains and not wish.cuts:
             return None
-        at = next((at for at, block in enumerate(found) if block.origins == ((name, start, stop),)), None)
-        if at is None:                          # a wish of before another was granted: it comes again if it is still one
+        at = next(
+            (at for at, block in enumerate(found) if block.origins == ((name, start, stop),)), None
+        )
+        # a wish of before another was granted: it comes again if it is still one
+        if at is None:
             continue
         if wish.grains:
             found[at] = replace(found[at], grains=gcd(found[at].grains, wish.grains))
         else:
-            found[at:at + 1] = [Block(b - a, b - a, ((name, a, b),)) for a, b in itertools.pairwise((start, *wish.cuts, stop))]
+            found[at : at + 1] = [
+                Block(b - a, b - a, ((name, a, b),))
+                for a, b in itertools.pairwise((start, *wish.cuts, stop))
+            ]
     return tuple(found) if all(block.grains >= ranks for block in found) else None
 
 
@@ -126,8 +152,13 @@ def wishes(block: Block, grains: int = 0, cuts: Sequence[int] = ()) -> Iterator[
 
 def to_cut_at(pieces: Pieces, ends: Iterable[int]) -> list[Wish]:
     """Wishes that blocks end there."""
-    found, wanted = list[Wish](), sorted(set(ends))
-    for block, start in zip(pieces.blocks, itertools.accumulate((b.size for b in pieces.blocks), initial=0), strict=False):
+    found = list[Wish]()
+    wanted = sorted(set(ends))
+    for block, start in zip(
+        pieces.blocks,
+        itertools.accumulate((b.size for b in pieces.blocks), initial=0),
+        strict=False,
+    ):
         if inside := [end - start for end in wanted if start < end < start + block.size]:
             found += wishes(block, cuts=inside)
     return found
@@ -146,35 +177,52 @@ def to_be_alike(one: Pieces, other: Pieces) -> list[Wish]:
     for a, b in zip(one.blocks, other.blocks, strict=True):
         if a.grains != b.grains:
             together = gcd(a.grains, b.grains)
-            found += [wish for block in (a, b) if block.grains != together for wish in wishes(block, together)]
+            found += [
+                wish
+                for block in (a, b)
+                if block.grains != together
+                for wish in wishes(block, together)
+            ]
     return found
 
 
-# ---- shapes ------------------------------------------------------------------------------------------------------------------
+# ---- shapes ----------------------------------------------------------------------------------
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]] | None:
-    """Of a reshape, dimensions before and after that hold the same elements, as few together as can be; None where one is
-    empty."""
+    """Of a reshape, dimensions before and after that hold the same elements, as few together as
+    can be; None where one is empty.
+    """
     if 0 in before or 0 in after:
         return None
-    found, i, j = [], 0, 0
+    found = []
+    i = 0
+    j = 0
     while i < len(before) or j < len(after):
-        start, a, b = (i, j), 1, 1
+        start = (i, j)
+        a = 1
+        b = 1
         while True:
             if i < len(before) and (a <= b or j >= len(after)):
-                a, i = a * before[i], i + 1
+                a = a * before[i]
+                i = i + 1
             elif j < len(after):
-                b, j = b * after[j], j + 1
+                b = b * after[j]
+                j = j + 1
             if a == b and (i > start[0] or i >= len(before)) and (j > start[1] or j >= len(after)):
                 break
         found.append((range(start[0], i), range(start[1], j)))
     return found
 
 
-def reshaped(before: Sequence[int], after: Sequence[int], dim: int, pieces: Pieces) -> tuple[int, Pieces] | list[Wish]:
-    """Which dimension is divided after a reshape, and how; or what to wish for, where that cannot be said."""
+def reshaped(
+    before: Sequence[int], after: Sequence[int], dim: int, pieces: Pieces
+) -> tuple[int, Pieces] | list[Wish]:
+    """Which dimension is divided after a reshape, and how; or what to wish for, where that
+    cannot be said.
+    """
     for old, new in groups(before, after) or ():
         if dim in old:
-            outer, inner = prod(before[old.start:dim]), prod(before[dim + 1:old.stop])
+            outer = prod(before[old.start : dim])
+            inner = prod(before[dim + 1 : old.stop])
             found = _unflattened(pieces.scaled(inner).repeated(outer), [after[at] for at in new])
             return found if isinstance(found, list) else (new.start + found[0], found[1])
     return to_be_whole(pieces)
@@ -184,24 +232,44 @@ def _unflattened(flat: Pieces, sizes: Sequence[int]) -> tuple[int, Pieces] | lis
     """Of a flat dimension that becomes these."""
     wished = list[Wish]()
     for at, size in enumerate(sizes):
-        before, after = prod(sizes[:at]), prod(sizes[at + 1:])
+        before = prod(sizes[:at])
+        after = prod(sizes[at + 1 :])
         each, rest = divmod(len(flat.blocks), before)
-        if size == 1 or rest or any(flat.blocks[:each] != flat.blocks[start:start + each]
-                                    for start in range(0, len(flat.blocks), each)):
+        if (
+            size == 1
+            or rest
+            or any(
+                flat.blocks[:each] != flat.blocks[start : start + each]
+                for start in range(0, len(flat.blocks), each)
+            )
+        ):
             continue
         group = [_together(flat.blocks[start::each]) for start in range(each)]
-        if sum(block.size for block in group) != size * after or any(block.size % after for block in group):
+        if sum(block.size for block in group) != size * after or any(
+            block.size % after for block in group
+        ):
             continue
         if all(block.size // block.grains % after == 0 for block in group):
             return at, Pieces(tuple(block.scaled(1, after) for block in group), flat.ranks)
         wanted = [block.size // lcm(block.size // block.grains, after) for block in group]
         if not wished and min(wanted) >= flat.ranks:
-            wished = [wish for block, grains in zip(group, wanted, strict=True) for wish in wishes(block, grains)]
-        if len(flat.blocks) == 1 and not wished:            # there are fewer than ranks
-            return to_cut_at(flat, range(after, THREE * after, after)) if size == THREE else to_be_whole(flat)
+            wished = [
+                wish
+                for block, grains in zip(group, wanted, strict=True)
+                for wish in wishes(block, grains)
+            ]
+        if len(flat.blocks) == 1 and not wished:  # there are fewer than ranks
+            return (
+                to_cut_at(flat, range(after, THREE * after, after))
+                if size == THREE
+                else to_be_whole(flat)
+            )
     return wished or to_be_whole(flat)
 
 
 def _together(alike: Sequence[Block]) -> Block:
     """Blocks that become one."""
-    return replace(alike[0], origins=tuple(dict.fromkeys(origin for block in alike for origin in block.origins)))
+    return replace(
+        alike[0],
+        origins=tuple(dict.fromkeys(origin for block in alike for origin in block.origins)),
+    )

@@ -1,4 +1,6 @@
-"""tensor: every layer's neurons, channels, heads or vocabulary over ranks; what cannot be divided is on all of them."""
+"""tensor: every layer's neurons, channels, heads or vocabulary over ranks; what cannot be
+divided is on all of them.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,16 @@ def look(strategy: Strategy, model: nn.Module, example: Any, tested: bool = Fals
     plan = planned(model, example, strategy.size, pairs=strategy.pairs, tested=tested)
     if not plan.divided:
         widest = max((max(shape) for shape in plan.shapes.values() if shape), default=0)
-        repair = f"give at most tensor({widest})" if 1 < widest < strategy.size else "train it with data(n)"
-        raise StepFailed(f"no layer of the model can be split over {strategy.size} ranks: its parameters meet the data in no "
-                         f"product that has as many outputs; {repair}")
+        repair = (
+            f"give at most tensor({widest})"
+            if 1 < widest < strategy.size
+            else "train it with data(n)"
+        )
+        raise StepFailed(
+            f"no layer of the model can be split over {strategy.size} ranks: its parameters meet "
+            f"the data in no "
+            f"product that has as many outputs; {repair}"
+        )
     return plan
 
 
@@ -43,6 +52,15 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
     held, pieces = divide(model, plan, line, axis.rank == 0)
     split = sum(each.where is not None for each in held.values())
     whole_ones = ", ".join(plan.whole[:8]) or "none"
-    return Share(model, held, chose=(
-        ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),), around=(
-            Split("tensor", model, [line], pieces),))
+    return Share(
+        model,
+        held,
+        chose=(
+            (
+                "split",
+                f"{split} of {len(held)} tensors",
+                f"the others are on every rank: {whole_ones}",
+            ),
+        ),
+        around=(Split("tensor", model, [line], pieces),),
+    )

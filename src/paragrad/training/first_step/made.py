@@ -15,17 +15,20 @@ from torch import Tensor
 
 from paragrad.techniques.values import differentiable, same
 
-FLOOR = 8               # eps of the largest: equal
-BELIEVED = 1000         # eps up to which a twin is believed
+FLOOR = 8  # eps of the largest: equal
+BELIEVED = 1000  # eps up to which a twin is believed
 
 
 @dataclass
 class Made:
-    """What a step made before its update: the mean loss, its weight, mean gradients, buffers. changed: which buffers it did.
+    """What a step made before its update: the mean loss, its weight, mean gradients, buffers.
+    changed: which buffers it did.
 
-    moved: parameters that the forward changed;  state: what it changed in Python, of one worker only if it reads that;
-    tested: before that, the mean loss of some of the samples in a test; or why there is none, where it was asked for.
+    moved: parameters that the forward changed;  state: what it changed in Python, of one worker
+    only if it reads that; tested: before that, the mean loss of some of the samples in a test;
+    or why there is none, where it was asked for.
     """
+
     loss: float
     weight: float
     gradients: dict[str, Tensor | None]
@@ -38,11 +41,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a kind of values is from others: the largest difference, where, and the largest value of the kind."""
+    """How far a kind of values is from others: the largest difference, where, and the largest
+    value of the kind.
+    """
+
     value: float = 0.0
     tensor: str | None = None
     largest: float = 0.0
-    eps: float = 0.0            # of the coarsest among them
+    eps: float = 0.0  # of the coarsest among them
 
     @property
     def floor(self) -> float:
@@ -54,34 +60,60 @@ class Gap:
         return self.value <= BELIEVED * self.eps * self.largest
 
 
-Key = tuple[str, str]               # a kind (loss, weight, test, gradient, buffer, parameter, state) and a module
+# a kind (loss, weight, test, gradient, buffer, parameter, state) and a module
+Key = tuple[str, str]
 
 
 def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
-    """By kind and module, the largest difference from what another made. A buffer that nobody changed must be the same to the
-    bit. eps: at least that of every tensor."""
+    """By kind and module, the largest difference from what another made. A buffer that nobody
+    changed must be the same to the bit. eps: at least that of every tensor.
+    """
     still = _still(ours, theirs)
-    found = {("loss", ""): Gap(abs(ours.loss - theirs.loss), "loss", abs(theirs.loss), eps),
-             ("weight", ""): Gap(abs(ours.weight - theirs.weight), "weight", abs(theirs.weight), eps),
-             ("buffer", ""): Gap(), ("parameter", ""): Gap(), ("state", ""): Gap()}           # the same keys on every rank
-    real = {name: theirs.buffers[name] for name in sorted(theirs.changed) if differentiable(theirs.buffers[name])}
-    for kind, mine, other in (("gradient", ours.gradients, theirs.gradients), ("buffer", ours.buffers, real),
-                              ("parameter", ours.moved, theirs.moved)):
+    found = {
+        ("loss", ""): Gap(abs(ours.loss - theirs.loss), "loss", abs(theirs.loss), eps),
+        ("weight", ""): Gap(abs(ours.weight - theirs.weight), "weight", abs(theirs.weight), eps),
+        # the same keys on every rank
+        ("buffer", ""): Gap(),
+        ("parameter", ""): Gap(),
+        ("state", ""): Gap(),
+    }
+    real = {
+        name: theirs.buffers[name]
+        for name in sorted(theirs.changed)
+        if differentiable(theirs.buffers[name])
+    }
+    for kind, mine, other in (
+        ("gradient", ours.gradients, theirs.gradients),
+        ("buffer", ours.buffers, real),
+        ("parameter", ours.moved, theirs.moved),
+    ):
         for module, names in itertools.groupby(other, key=lambda name: name.rpartition(".")[0]):
             gap = _largest({name: mine.get(name) for name in names}, other, eps)
-            found[kind, module] = _worse(found[kind, module], gap) if (kind, module) in found else gap
+            found[kind, module] = (
+                _worse(found[kind, module], gap) if (kind, module) in found else gap
+            )
     if isinstance(theirs.tested, float):
         value = abs(ours.tested - theirs.tested) if isinstance(ours.tested, float) else math.inf
-        found["test", ""] = Gap(value if math.isfinite(value) else math.inf, "loss of a test", abs(theirs.tested),
-                                max(eps, torch.finfo(torch.float32).eps))           # a test may be cast where a step is not
+        found["test", ""] = Gap(
+            value if math.isfinite(value) else math.inf,
+            "loss of a test",
+            abs(theirs.tested),
+            # a test may be cast where a step is not
+            max(eps, torch.finfo(torch.float32).eps),
+        )
     if still is not None:
         found["buffer", ""] = Gap(math.inf, still, 0.0, eps)
     if alone := [name for name in ours.moved if name not in theirs.moved]:
         found["parameter", ""] = Gap(math.inf, alone[0], 0.0, eps)
     if theirs.state:
-        pairs = {name: _state_apart(ours.state.get(name, ...), value) for name, value in theirs.state.items()}
+        pairs = {
+            name: _state_apart(ours.state.get(name, ...), value)
+            for name, value in theirs.state.items()
+        }
         worst = max(pairs, key=lambda name: pairs[name][0])
-        found["state", ""] = Gap(pairs[worst][0], worst, pairs[worst][1], max(eps, torch.finfo(torch.float32).eps))
+        found["state", ""] = Gap(
+            pairs[worst][0], worst, pairs[worst][1], max(eps, torch.finfo(torch.float32).eps)
+        )
     return found
 
 
@@ -102,15 +134,23 @@ def _still(ours: Made, theirs: Made) -> str | None:
     for name, buffer in theirs.buffers.items():
         exact = name not in theirs.changed or not differentiable(buffer)
         mine = ours.buffers.get(name)
-        if exact and (mine is None or mine.shape != buffer.shape or not same(mine, buffer.to(mine.dtype))):
+        if exact and (
+            mine is None or mine.shape != buffer.shape or not same(mine, buffer.to(mine.dtype))
+        ):
             return name
     return None
 
 
-def _largest(ours: dict[str, Tensor | None], theirs: Mapping[str, Tensor | None], eps: float) -> Gap:
+def _largest(
+    ours: dict[str, Tensor | None], theirs: Mapping[str, Tensor | None], eps: float
+) -> Gap:
     there = {name: theirs[name] for name in ours}
-    worst = Gap(0.0, None, max((_most(each) for each in there.values() if each is not None), default=0.0),
-                max([eps, *(torch.finfo(each.dtype).eps for each in there.values() if each is not None)]))
+    worst = Gap(
+        0.0,
+        None,
+        max((_most(each) for each in there.values() if each is not None), default=0.0),
+        max([eps, *(torch.finfo(each.dtype).eps for each in there.values() if each is not None)]),
+    )
     for name, reference in there.items():
         value = _apart(ours[name], reference)
         if value > worst.value:
@@ -124,29 +164,41 @@ def _apart(ours: Tensor | None, reference: Tensor | None) -> float:
     if ours.shape != reference.shape:
         return math.inf
     wide = torch.promote_types(ours.dtype, reference.dtype)
-    ours, reference = ours.detach().to(wide), reference.detach().to(wide)
+    ours = ours.detach().to(wide)
+    reference = reference.detach().to(wide)
     apart = _extreme(ours - reference)
-    if math.isfinite(apart):                    # so all of both is
+    if math.isfinite(apart):  # so all of both is
         return apart
     same = torch.equal(torch.isfinite(reference), torch.isfinite(ours))
     return _most(ours - reference) if same else math.inf
 
 
 def _state_apart(ours: Any, theirs: Any) -> tuple[float, float]:
-    """(how far values of Python are apart, the largest of them): numbers by their difference, anything else 0 or infinite."""
+    """(how far values of Python are apart, the largest of them): numbers by their difference,
+    anything else 0 or infinite.
+    """
     pairs: list[tuple[float, float]] = []
     if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
         pairs = [_state_apart(ours[key], theirs[key]) for key in ours]
-    elif isinstance(ours, list | tuple | deque) and type(ours) is type(theirs) and len(ours) == len(theirs):
+    elif (
+        isinstance(ours, list | tuple | deque)
+        and type(ours) is type(theirs)
+        and len(ours) == len(theirs)
+    ):
         pairs = list(itertools.starmap(_state_apart, zip(ours, theirs, strict=True)))
     elif same(ours, theirs):
         return 0.0, 0.0
-    elif isinstance(ours, float | Tensor | numpy.ndarray) and isinstance(theirs, float | Tensor | numpy.ndarray):
-        mine, other = torch.as_tensor(ours), torch.as_tensor(theirs)
+    elif isinstance(ours, float | Tensor | numpy.ndarray) and isinstance(
+        theirs, float | Tensor | numpy.ndarray
+    ):
+        mine = torch.as_tensor(ours)
+        other = torch.as_tensor(theirs)
         return (_apart(mine, other), _most(other)) if differentiable(other) else (math.inf, 0.0)
     else:
         return math.inf, 0.0
-    return max((value for value, _ in pairs), default=0.0), max((largest for _, largest in pairs), default=0.0)
+    return max((value for value, _ in pairs), default=0.0), max(
+        (largest for _, largest in pairs), default=0.0
+    )
 
 
 def _most(tensor: Tensor) -> float:

@@ -1,9 +1,12 @@
-"""Job files: Python files that launcher and ranks run alike, each as a module of a name of its own.
+"""Job files: Python files that launcher and ranks run alike, each as a module of a name of its
+own.
 
-The launcher reads a file once, and what it read goes to the ranks with every task that names something of it: an edit in
-between mixes nothing. There it is run before the task is unpickled, as an import does, so registrations and other effects of
-its top level are there too. What a top level draws from torch, numpy and random is the same everywhere; what it prints is
-shown by the launcher alone. Functions of such a module find its globals, whether it holds them by a name or not (lambdas).
+The launcher reads a file once, and what it read goes to the ranks with every task that names
+something of it: an edit in between mixes nothing. There it is run before the task is unpickled,
+as an import does, so registrations and other effects of its top level are there too. What a top
+level draws from torch, numpy and random is the same everywhere; what it prints is shown by the
+launcher alone. Functions of such a module find its globals, whether it holds them by a name or
+not (lambdas).
 """
 
 from __future__ import annotations
@@ -27,26 +30,33 @@ import cloudpickle
 
 from paragrad.errors import Refused
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))     # globals that are sent again where they changed after the load
+# globals that are sent again where they changed after the load
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """A module that jobs come from. source: what was read of its file; None where ranks import it by its name."""
+    """A module that jobs come from. source: what was read of its file; None where ranks import
+    it by its name.
+    """
+
     name: str
     path: str = ""
     source: bytes | None = None
-    changed: dict[str, Any] = field(default_factory=dict)       # plain globals that are no longer what the top level made them
+    # plain globals that are no longer what the top level made them
+    changed: dict[str, Any] = field(default_factory=dict)
 
 
 known: dict[str, JobFile] = {}
-running: list[str] = []             # files whose top level runs at this moment
-_made: dict[str, dict[str, Any]] = {}           # the plain globals of each when its top level had run
+running: list[str] = []  # files whose top level runs at this moment
+# the plain globals of each when its top level had run
+_made: dict[str, dict[str, Any]] = {}
 
 
 def load(path: Path) -> ModuleType:
     """Run a file in the launcher."""
-    source, place = path.read_bytes(), str(path.resolve())
+    source = path.read_bytes()
+    place = str(path.resolve())
     digest = hashlib.sha256(place.encode() + source).hexdigest()[:8]
     return _import(JobFile(f"paragrad_job_{path.stem}_{digest}", place, source))
 
@@ -57,20 +67,34 @@ def load_named(name: str) -> ModuleType:
 
 
 def dumps(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
-    """A task pickled, and the files that a rank must have run to unpickle it. Raises Refused where it cannot be pickled."""
+    """A task pickled, and the files that a rank must have run to unpickle it. Raises Refused
+    where it cannot be pickled.
+    """
     try:
         call = _pickled(task)
     except Exception as error:
-        raise Refused(f"{_unsent(task)} cannot be sent to the ranks ({type(error).__name__}: {error}); put the job into a file "
-                      "and a function around it there, such as loss=lambda output, target: own(output, target), for what "
-                      "functions of a job file name is not sent: every rank runs the file") from error
-    return call, tuple(replace(file, changed=_changed(file.name)) for file in known.values() if _names(call, file.name))
+        raise Refused(
+            f"{_unsent(task)} cannot be sent to the ranks ({type(error).__name__}: {error}); put "
+            f"the job into a file "
+            "and a function around it there, such as loss=lambda output, target: own(output, "
+            "target), for what "
+            "functions of a job file name is not sent: every rank runs the file"
+        ) from error
+    return call, tuple(
+        replace(file, changed=_changed(file.name))
+        for file in known.values()
+        if _names(call, file.name)
+    )
 
 
 def _names(call: bytes, module: str) -> bool:
-    """Does a pickle name a module, or one inside of it? As a string that begins so, and ends there or goes on with a dot:
-    another's name may have it within."""
-    return re.search(rb"(?:\x8c.|X.{4})" + re.escape(module.encode()) + rb"[\x94.]", call, re.DOTALL) is not None
+    """Does a pickle name a module, or one inside of it? As a string that begins so, and ends
+    there or goes on with a dot: another's name may have it within.
+    """
+    return (
+        re.search(rb"(?:\x8c.|X.{4})" + re.escape(module.encode()) + rb"[\x94.]", call, re.DOTALL)
+        is not None
+    )
 
 
 def _pickled(value: Any) -> bytes:
@@ -81,8 +105,13 @@ def _pickled(value: Any) -> bytes:
 
 def _unsent(value: Any, name: str = "what they are to do") -> str:
     """What of a value cannot be pickled: the innermost field by its name."""
-    parts = [(name, each) for each in value] if isinstance(value, tuple) else [
-        (each.name, getattr(value, each.name)) for each in fields(value)] if is_dataclass(value) else []
+    parts = (
+        [(name, each) for each in value]
+        if isinstance(value, tuple)
+        else [(each.name, getattr(value, each.name)) for each in fields(value)]
+        if is_dataclass(value)
+        else []
+    )
     for part, each in parts:
         try:
             _pickled(each)
@@ -92,7 +121,9 @@ def _unsent(value: Any, name: str = "what they are to do") -> str:
 
 
 def run(files: Sequence[JobFile]) -> None:
-    """In a rank: run the files of a task, unless they were run for an earlier one; silent, for the launcher was not."""
+    """In a rank: run the files of a task, unless they were run for an earlier one; silent, for
+    the launcher was not.
+    """
     for file in files:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             module = _import(file)
@@ -109,12 +140,20 @@ def _import(file: JobFile) -> ModuleType:
 
 
 def _plain(module: ModuleType) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, PLAIN) and not name.startswith("__")}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, PLAIN) and not name.startswith("__")
+    }
 
 
 def _changed(name: str) -> dict[str, Any]:
     made = _made[name]
-    return {name: value for name, value in _plain(sys.modules[name]).items() if name not in made or made[name] is not value}
+    return {
+        name: value
+        for name, value in _plain(sys.modules[name]).items()
+        if name not in made or made[name] is not value
+    }
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -122,15 +161,22 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         file = known.get(name)
-        return spec_from_file_location(name, file.path, loader=self) if file and file.source is not None else None
+        return (
+            spec_from_file_location(name, file.path, loader=self)
+            if file and file.source is not None
+            else None
+        )
 
     def exec_module(self, module: ModuleType) -> None:
-        from paragrad.world.generators import generators_seeded  # imports torch; the command starts its server before
+        # imports torch; the command starts its server before
+        from paragrad.world.generators import generators_seeded
+
         file = known[module.__name__]
         assert file.source is not None
         folder = str(Path(file.path).parent)
         if folder not in sys.path:
-            sys.path.insert(0, folder)          # as `python path/file.py` has it: its neighbours can be imported
+            # as `python path/file.py` has it: its neighbours can be imported
+            sys.path.insert(0, folder)
         running.append(file.path)
         try:
             with generators_seeded("job file"):
@@ -139,21 +185,33 @@ class _Finder(MetaPathFinder, Loader):
             running.pop()
 
 
-class Pickler(cloudpickle.Pickler):        # type: ignore[misc]
-    """As cloudpickle, which sends functions without a name in a module by value; those of job files keep the file's globals."""
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """As cloudpickle, which sends functions without a name in a module by value; those of job
+    files keep the file's globals.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         found = super().reducer_override(value)
-        if isinstance(value, FunctionType) and isinstance(found, tuple) and value.__module__ in known and (
-                value.__globals__ is vars(sys.modules[value.__module__])):
+        if (
+            isinstance(value, FunctionType)
+            and isinstance(found, tuple)
+            and value.__module__ in known
+            and (value.__globals__ is vars(sys.modules[value.__module__]))
+        ):
             make, (code, _, *more), (attributes, slots), *rest = found
-            return (make, (code, _Globals(value.__module__), *more), (attributes, {**slots, "__globals__": {}}), *rest)
+            return (
+                make,
+                (code, _Globals(value.__module__), *more),
+                (attributes, {**slots, "__globals__": {}}),
+                *rest,
+            )
         return found
 
 
 @dataclass(frozen=True)
 class _Globals:
     """Stands for the globals of a module, wherever it is unpickled."""
+
     module: str
 
     def __reduce__(self) -> tuple[Any, ...]:

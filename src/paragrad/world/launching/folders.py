@@ -1,5 +1,6 @@
-"""A launcher's folder below the temporary one: locked while anybody of it lives, cleared by the next start where all were
-killed."""
+"""A launcher's folder below the temporary one: locked while anybody of it lives, cleared by the
+next start where all were killed.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +18,27 @@ from pathlib import Path
 from typing import Any
 
 NAME = re.compile(r"paragrad-\w{8}")
-LOCK = ".paragrad-launcher"            # it says on which host: a lock may be unknown on another that shares the folder
-# a socket's path has at most 107 bytes on Linux, 103 elsewhere; below a rank's folder loaders listen at "/listener-XXXXXXXX"
+# it says on which host: a lock may be unknown on another that shares the folder
+LOCK = ".paragrad-launcher"
+# a socket's path has at most 107 bytes on Linux, 103 elsewhere; below a rank's folder loaders
+# listen at "/listener-XXXXXXXX"
 LONGEST = 103 - len("/listener-XXXXXXXX") - len("/ranks-XXXXXXXX") - len("/paragrad-XXXXXXXX")
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def locked_folder() -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock: whoever inherits it keeps the folder. Clears what nobody keeps."""
+    """A new folder, and the descriptor that holds its lock: whoever inherits it keeps the
+    folder. Clears what nobody keeps.
+    """
     parent = short_enough(Path(tempfile.gettempdir()))
     clear(parent)
     while True:
         folder = Path(tempfile.mkdtemp(prefix="paragrad-", dir=parent))
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):        # another start cleared it before it was locked
+        # another start cleared it before it was locked
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             held = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-            with contextlib.suppress(OSError):          # a file system without locks: then nobody clears it
+            # a file system without locks: then nobody clears it
+            with contextlib.suppress(OSError):
                 fcntl.flock(held, fcntl.LOCK_EX)
             os.write(held, _host())
             if _is(folder / LOCK, held):
@@ -40,19 +47,23 @@ def locked_folder() -> tuple[Path, int]:
 
 
 def clear_after_kill() -> None:
-    """Have what multiprocessing keeps in a temporary folder (the sockets of loaders) where the next start clears it: Python's
-    own folder (pymp-...) is left behind by a kill. A rank of the launcher has one already."""
+    """Have what multiprocessing keeps in a temporary folder (the sockets of loaders) where the
+    next start clears it: Python's own folder (pymp-...) is left behind by a kill. A rank of the
+    launcher has one already.
+    """
     own: Any = multiprocessing.current_process()
     if own._config.get("tempdir") is None:
         folder, held = locked_folder()
         own._config["tempdir"] = str(folder)
-        Finalize(None, _left, (folder, held), exitpriority=-100)        # as Python does: after the children have ended
+        # as Python does: after the children have ended
+        Finalize(None, _left, (folder, held), exitpriority=-100)
 
 
 def _left(folder: Path, held: int) -> None:
     os.close(held)
     shutil.rmtree(folder, ignore_errors=True)
-    clear(folder.parent)                    # loaders of a killed rank may have lived when this process started
+    # loaders of a killed rank may have lived when this process started
+    clear(folder.parent)
 
 
 def short_enough(folder: Path) -> Path:
@@ -63,12 +74,17 @@ def short_enough(folder: Path) -> Path:
 
 
 def clear(parent: Path) -> None:
-    """Remove this user's folders whose lock nobody holds. Not by process ids: containers that share the parent have their
-    own."""
+    """Remove this user's folders whose lock nobody holds. Not by process ids: containers that
+    share the parent have their own.
+    """
     for folder in filter(lambda path: NAME.fullmatch(path.name), parent.glob("paragrad-*")):
-        with contextlib.suppress(OSError):              # another user's, locked, or gone
+        with contextlib.suppress(OSError):  # another user's, locked, or gone
             status = folder.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            if (
+                not stat.S_ISDIR(status.st_mode)
+                or status.st_uid != os.getuid()
+                or status.st_mode & 0o077
+            ):
                 continue
             held = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:

@@ -1,7 +1,9 @@
-"""The launcher's side: the server that ranks come from, and each rank's process as seen from here.
+"""The launcher's side: the server that ranks come from, and each rank's process as seen from
+here.
 
-A server lives until the process that started it ends, so that the next ranks start in some 10 ms; no two threads or processes
-share one by accident: it is kept by the process, and by the variables that libraries read when they are loaded.
+A server lives until the process that started it ends, so that the next ranks start in some 10
+ms; no two threads or processes share one by accident: it is kept by the process, and by the
+variables that libraries read when they are loaded.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from paragrad.errors import RankFailed
 from paragrad.world.launching.folders import locked_folder
 from paragrad.world.launching.messages import NUMBER, Setup
 
-START = 120.0           # seconds for the server to import torch, on a slow disk with everything else at work
-END = 5.0               # seconds for a killed process to be gone
-# variables read once, when a library is loaded: a server that was started with others is not the one to fork
+# seconds for the server to import torch, on a slow disk with everything else at work
+START = 120.0
+END = 5.0  # seconds for a killed process to be gone
+# variables read once, when a library is loaded: a server that was started with others is not
+# the one to fork
 LOADED = ("OMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_")
 
 _servers: dict[object, ServerProcess] = {}
@@ -33,26 +37,40 @@ _starting = threading.Lock()
 
 
 def server() -> ServerProcess:
-    """This process's server, started if there is none: then it imports torch while the caller goes on."""
+    """This process's server, started if there is none: then it imports torch while the caller
+    goes on.
+    """
     with _starting:
-        kind = os.getpid(), tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(LOADED)))
+        kind = (
+            os.getpid(),
+            tuple(
+                sorted(
+                    (name, value) for name, value in os.environ.items() if name.startswith(LOADED)
+                )
+            ),
+        )
         found = _servers.get(kind)
         if found is None or found.popen.poll() is not None:
             if found is not None:
                 found.close()
-            _servers[kind] = found = ServerProcess()
+            found = ServerProcess()
+            _servers[kind] = found
         return found
 
 
 @atexit.register
 def close() -> None:
-    """End the servers of this process, with all their ranks. It happens at exit; the next ranks start a new one."""
+    """End the servers of this process, with all their ranks. It happens at exit; the next ranks
+    start a new one.
+    """
     while _servers:
         _servers.popitem()[1].close()
 
 
 class ServerProcess:
-    """The process that ranks come from. how: "fork", or "spawn" for a fresh Python each; what this system can by default."""
+    """The process that ranks come from. how: "fork", or "spawn" for a fresh Python each; what
+    this system can by default.
+    """
 
     def __init__(self, how: str | None = None) -> None:
         how = how or ("fork" if sys.platform == "linux" else "spawn")
@@ -60,15 +78,26 @@ class ServerProcess:
         self.folder, self.lock = locked_folder()
         self.socket, theirs = socket.socketpair()
         with theirs:
-            environment = {**_environment(), "PYTHONPATH": os.pathsep.join(_path()),
-                           "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}            # should an import ask for GPUs: without CUDA itself
+            environment = {
+                **_environment(),
+                "PYTHONPATH": os.pathsep.join(_path()),
+                # should an import ask for GPUs: without CUDA itself
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            }
             told = [str(theirs.fileno()), str(self.lock), str(self.folder), how]
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "paragrad.world.launching.server", *told], pass_fds=[theirs.fileno(), self.lock],
-                stdin=subprocess.DEVNULL, stdout=2, env=environment, process_group=0)
+                [sys.executable, "-m", "paragrad.world.launching.server", *told],
+                pass_fds=[theirs.fileno(), self.lock],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=environment,
+                process_group=0,
+            )
 
     def start(self, stacks: list[Path]) -> list[Process]:
-        """Processes that wait for tasks, one for each of the files to write their stacks into. Raises RankFailed."""
+        """Processes that wait for tasks, one for each of the files to write their stacks into.
+        Raises RankFailed.
+        """
         processes: list[Process] = []
         try:
             for path in stacks:
@@ -93,39 +122,51 @@ class ServerProcess:
         """End the server, and with it every rank that came from it."""
         self.socket.close()
         os.close(self.lock)
-        if os.getpid() == self.owner:                   # not in a child that the user forked
+        if os.getpid() == self.owner:  # not in a child that the user forked
             self.popen.kill()
             self.popen.wait()
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Process:
-    """A rank's process: this end of its socket, what the server tells of it, and the file of its stacks."""
+    """A rank's process: this end of its socket, what the server tells of it, and the file of
+    its stacks.
+    """
 
     def __init__(self, server: ServerProcess, stacks: Path) -> None:
-        self.server, self.stacks = server, stacks
+        self.server = server
+        self.stacks = stacks
         stacks.touch()
         self.pid = 0
-        self.handle: int | None = None                  # a pidfd: a pid may be another's by the time it is used
-        self.code: int | None = None                    # its exit code, when the server has told it
+        # a pidfd: a pid may be another's by the time it is used
+        self.handle: int | None = None
+        # its exit code, when the server has told it
+        self.code: int | None = None
         ours, link = socket.socketpair()
         self.notes, told = socket.socketpair()
         self.socket = Connection(ours.detach())
-        with link, told, contextlib.suppress(BrokenPipeError, ConnectionResetError):        # `settle` will say how it ended
+        # `settle` will say how it ended
+        with link, told, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(server.socket, [b"+"], [link.fileno(), told.fileno(), 2])
 
     def settle(self) -> None:
-        """Wait for it to be there and let it take over what a child of this process would. Raises RankFailed."""
+        """Wait for it to be there and let it take over what a child of this process would.
+        Raises RankFailed.
+        """
         self.notes.settimeout(START)
         try:
             told, handles, *_ = socket.recv_fds(self.notes, NUMBER.size, 1)
         except TimeoutError:
-            raise RankFailed(f"the server of the ranks has not started one within {START:g} s", rank=None) from None
+            raise RankFailed(
+                f"the server of the ranks has not started one within {START:g} s", rank=None
+            ) from None
         except ConnectionResetError:
-            told, handles = b"", []
+            told = b""
+            handles = []
         if not told:
             raise self.server.failed()
-        self.pid, self.handle = NUMBER.unpack(told)[0], handles[0] if handles else None
+        self.pid = NUMBER.unpack(told)[0]
+        self.handle = handles[0] if handles else None
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.socket.send(Setup(_environment(), _path(), os.getcwd(), affinity, self.stacks))
@@ -138,7 +179,9 @@ class Process:
                 os.kill(self.pid, sent)
 
     def exit_code(self, seconds: float) -> int | None:
-        """Its exit code, waited for; None where the server is gone and cannot tell. Raises TimeoutError."""
+        """Its exit code, waited for; None where the server is gone and cannot tell. Raises
+        TimeoutError.
+        """
         if self.code is None:
             self.notes.settimeout(seconds)
             with contextlib.suppress(ConnectionResetError):
@@ -151,16 +194,25 @@ class Process:
         try:
             code = self.exit_code(END)
         except TimeoutError:
-            return RankFailed(f"the process of rank {rank} closed its socket and is still there after {END:g} s", rank=rank)
-        return self.server.failed() if code is None else RankFailed(f"the process of rank {rank} {ending(code)}", rank=rank)
+            return RankFailed(
+                f"the process of rank {rank} closed its socket and is still there after {END:g} s",
+                rank=rank,
+            )
+        return (
+            self.server.failed()
+            if code is None
+            else RankFailed(f"the process of rank {rank} {ending(code)}", rank=rank)
+        )
 
     def end(self) -> None:
         """Kill it and wait until it is gone, and what it started too."""
         self.signal(signal.SIGKILL)
-        self.socket.close()                             # it ends by this too, should it not have told its pid yet
+        # it ends by this too, should it not have told its pid yet
+        self.socket.close()
         if self.pid:
             with contextlib.suppress(TimeoutError, ProcessLookupError):
-                if self.exit_code(END) is None:         # no server is left to do it; whoever is in the group keeps its number
+                # no server is left to do it; whoever is in the group keeps its number
+                if self.exit_code(END) is None:
                     os.killpg(self.pid, signal.SIGKILL)
         self.notes.close()
         if self.handle is not None:

@@ -1,7 +1,8 @@
-"""A rank's own process: wait for a task, join the world, run it, answer; end when the launcher is gone.
+"""A rank's own process: wait for a task, join the world, run it, answer; end when the launcher
+is gone.
 
-Forked by `server.py`, or started by it as `python -m paragrad.world.launching.rank FD`; the socket FD carries pickled tasks and
-answers.
+Forked by `server.py`, or started by it as `python -m paragrad.world.launching.rank FD`; the
+socket FD carries pickled tasks and answers.
 """
 
 from __future__ import annotations
@@ -30,24 +31,29 @@ from paragrad.world.world import TIMEOUT
 
 
 def serve(launcher: Connection) -> None:
-    """Take over what the launcher says of itself, then serve tasks until it closes its end of the socket."""
-    for sent in (signal.SIGINT, signal.SIGTERM):        # they reach the launcher too, which ends its ranks or lets them save
+    """Take over what the launcher says of itself, then serve tasks until it closes its end of
+    the socket.
+    """
+    # they reach the launcher too, which ends its ranks or lets them save
+    for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
     try:
         setup: Setup = launcher.recv()
         _take_over(setup)
         heap.keep()
-    except (EOFError, OSError):                         # it is gone already
+    except (EOFError, OSError):  # it is gone already
         os._exit(1)
     with setup.stacks.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         stop = Request()
         threading.Thread(target=_listen, args=(launcher, tasks, stop), daemon=True).start()
-        gc.freeze()                     # what is imported stays: no need to look through it again after every task
+        # what is imported stays: no need to look through it again after every task
+        gc.freeze()
         while True:
             launcher.send(_answer(tasks.get(), launcher, stop))
-            gc.collect()            # process groups in circles of references keep their threads and sockets
+            # process groups in circles of references keep their threads and sockets
+            gc.collect()
             heap.give_back()
 
 
@@ -55,8 +61,10 @@ def _take_over(setup: Setup) -> None:
     for name in os.environ.keys() - setup.environment.keys():
         del os.environ[name]
     os.environ.update(setup.environment)
-    own: Any = multiprocessing.current_process()        # its loaders' sockets go where the launcher clears, however this ends:
-    own._config["tempdir"] = str(setup.stacks.parent)   # Python's own folder (pymp-...) is left behind by a kill
+    # its loaders' sockets go where the launcher clears, however this ends:
+    own: Any = multiprocessing.current_process()
+    # Python's own folder (pymp-...) is left behind by a kill
+    own._config["tempdir"] = str(setup.stacks.parent)
     sys.path[:] = setup.path
     sys.argv[:] = [""]
     os.chdir(setup.folder)
@@ -72,7 +80,7 @@ def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: Request)
             if isinstance(message, Stop):
                 stop.set()
             else:
-                stop.clear()                    # it was meant for an earlier task
+                stop.clear()  # it was meant for an earlier task
                 tasks.put(message)
     except (EOFError, OSError):
         os._exit(1)
@@ -85,13 +93,22 @@ def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
         dtype, function, arguments = cloudpickle.loads(task.call)
         torch.set_default_dtype(dtype)
         more = {"report": lambda value: launcher.send(("report", value))} if task.reports else {}
-        with joined(task.rank, task.size, task.store, task.backend, task.timeout or TIMEOUT,
-                    task.device, stop) as world:
+        with joined(
+            task.rank,
+            task.size,
+            task.store,
+            task.backend,
+            task.timeout or TIMEOUT,
+            task.device,
+            stop,
+        ) as world:
             try:
                 result = function(world, *arguments, **more)
-            except BaseException as error:              # also SystemExit: a task never ends its rank
+            # also SystemExit: a task never ends its rank
+            except BaseException as error:
                 launcher.send(("failed", _failure(task, error)))
-                threading.Event().wait()                # not out of a world where others may wait: the launcher ends us
+                # not out of a world where others may wait: the launcher ends us
+                threading.Event().wait()
         return "done", cloudpickle.dumps(result)
     except BaseException as error:
         return "failed", _failure(task, error)
@@ -99,8 +116,14 @@ def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
 
 def _failure(task: Task, error: BaseException) -> Failure:
     told = StepFailed.of(error)
-    failed = RankFailed(told.message, rank=task.rank, step=told.step, tensor=told.tensor, differs=told.differs,
-                        traceback=traced(error))
+    failed = RankFailed(
+        told.message,
+        rank=task.rank,
+        step=told.step,
+        tensor=told.tensor,
+        differs=told.differs,
+        traceback=traced(error),
+    )
     return Failure(failed, told.when)
 
 

@@ -1,7 +1,9 @@
-"""The launcher: processes of this host that serve as ranks, one after another task, until closed.
+"""The launcher: processes of this host that serve as ranks, one after another task, until
+closed.
 
-When one rank fails all are stopped, and what is raised is the failure that came first. A rank notices the end of its
-launcher by the end of their socket, and so does the server it came from, so nobody outlives it, whatever kills it.
+When one rank fails all are stopped, and what is raised is the failure that came first. A rank
+notices the end of its launcher by the end of their socket, and so does the server it came from,
+so nobody outlives it, whatever kills it.
 """
 
 from __future__ import annotations
@@ -24,21 +26,25 @@ from paragrad.world.launching import files, processes
 from paragrad.world.launching.messages import Failure, Stop, Task
 from paragrad.world.launching.processes import Process, ServerProcess
 
-GRACE = 0.5             # seconds in which a killed rank must show, before a peer's complaint counts as the cause
+# seconds in which a killed rank must show, before a peer's complaint counts as the cause
+GRACE = 0.5
 
 
 class Ranks:
-    """Up to `size` ranks of this host; `run` plays a function on them. A context manager that leaves no rank.
+    """Up to `size` ranks of this host; `run` plays a function on them. A context manager that
+    leaves no rank.
 
     server: where they come from; otherwise this process's own, which stays for the next Ranks.
     """
 
     def __init__(self, size: int, server: ServerProcess | None = None) -> None:
-        self.size, self.server = size, server
+        self.size = size
+        self.server = server
         self.processes: list[Process] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.tasks = 0
-        self.sending = self.stop_asked = False
+        self.sending = False
+        self.stop_asked = False
 
     def __enter__(self) -> Ranks:
         return self
@@ -46,16 +52,27 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, backend: str = "gloo",
-            device: str = "cpu", threads: int | None = None, timeout: float | None = None, deadline: float | None = None,
-            on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        size: int | None = None,
+        backend: str = "gloo",
+        device: str = "cpu",
+        threads: int | None = None,
+        timeout: float | None = None,
+        deadline: float | None = None,
+        on_report: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
         """function(world, *arguments) on ranks 0..size-1; their results. Raises RankFailed.
 
-        threads: of each rank, otherwise the cores are divided; timeout: seconds a rank waits for another; deadline:
-        seconds for everything; on_report: called with (rank, value) whenever the function calls report(value).
+        threads: of each rank, otherwise the cores are divided; timeout: seconds a rank waits
+        for another; deadline: seconds for everything; on_report: called with (rank, value)
+        whenever the function calls report(value).
         """
         size = size or self.size
-        import torch  # here: the command imports this module to start its server, before torch itself
+        # here: the command imports this module to start its server, before torch itself
+        import torch
 
         call, needed = files.dumps((torch.get_default_dtype(), function, arguments))
         self.sending = True
@@ -65,8 +82,20 @@ class Ranks:
         try:
             store = self._start(size) / f"meeting-{self.tasks}"
             for rank, process in enumerate(self.processes[:size]):
-                task = Task(rank, size, store, backend, device, each, timeout, needed, call, on_report is not None)
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):       # it died: collecting will say how
+                task = Task(
+                    rank,
+                    size,
+                    store,
+                    backend,
+                    device,
+                    each,
+                    timeout,
+                    needed,
+                    call,
+                    on_report is not None,
+                )
+                # it died: collecting will say how
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     process.socket.send(task)
             self.sending = False
             if self.stop_asked:
@@ -76,14 +105,18 @@ class Ranks:
             self.stop()
             raise
         finally:
-            self.sending = self.stop_asked = False
+            self.sending = False
+            self.stop_asked = False
             if store is not None:
                 store.unlink(missing_ok=True)
 
     def ask_to_stop(self) -> None:
-        """Ask the task under way to finish its step, save and end: its ranks see `world.stop`. A signal handler may call it."""
+        """Ask the task under way to finish its step, save and end: its ranks see `world.stop`.
+        A signal handler may call it.
+        """
         self.stop_asked = True
-        if self.sending:            # a message would land inside another: `run` does it when it has sent its own
+        # a message would land inside another: `run` does it when it has sent its own
+        if self.sending:
             return
         for process in self.processes:
             with contextlib.suppress(OSError):
@@ -91,14 +124,19 @@ class Ranks:
 
     def _start(self, size: int) -> Path:
         """Have processes for that many ranks; the folder they share."""
-        server, folder = self.server or processes.server(), self.meeting()
-        self.processes += server.start([folder / f"stacks-{number}" for number in range(len(self.processes), size)])
+        server = self.server or processes.server()
+        folder = self.meeting()
+        self.processes += server.start(
+            [folder / f"stacks-{number}" for number in range(len(self.processes), size)]
+        )
         return folder
 
     def another(self) -> Process:
         """One process more, that is nobody's rank. Raises RankFailed."""
-        server, folder = self.server or processes.server(), self.meeting()
-        if not folder.is_dir():                         # which goes with the server that the others came from
+        server = self.server or processes.server()
+        folder = self.meeting()
+        # which goes with the server that the others came from
+        if not folder.is_dir():
             raise RankFailed("the server of the ranks ended, and its ranks with it", rank=None)
         self.tasks += 1
         return server.start([folder / f"stacks-apart-{self.tasks}"])[0]
@@ -107,7 +145,9 @@ class Ranks:
         """The folder of what they share."""
         server = self.server or processes.server()
         if self.folder is None:
-            self.folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=server.folder, ignore_cleanup_errors=True)
+            self.folder = tempfile.TemporaryDirectory(
+                prefix="ranks-", dir=server.folder, ignore_cleanup_errors=True
+            )
         return Path(self.folder.name)
 
     def stop(self) -> None:
@@ -129,6 +169,7 @@ class Ranks:
 @dataclass
 class Collection:
     """The answers of the ranks to one task, as they come."""
+
     processes: list[Process]
     deadline: float | None
     on_report: Callable[[int, Any], None] | None
@@ -147,19 +188,26 @@ class Collection:
 
     def take(self, seconds: float | None) -> bool:
         """Take what ranks have sent within some seconds; False if none did."""
-        silent = {rank: process for rank, process in enumerate(self.processes)
-                  if rank not in self.answers and rank not in self.dead}
-        ready = wait([end for process in silent.values() for end in (process.socket, process.notes)], seconds)
+        silent = {
+            rank: process
+            for rank, process in enumerate(self.processes)
+            if rank not in self.answers and rank not in self.dead
+        }
+        ready = wait(
+            [end for process in silent.values() for end in (process.socket, process.notes)], seconds
+        )
         for rank, process in silent.items():
             if process.socket not in ready and process.notes not in ready:
                 continue
             try:
-                if process.socket not in ready:         # it ended, and what it started holds its socket open
+                # it ended, and what it started holds its socket open
+                if process.socket not in ready:
                     raise EOFError
                 kind, value = process.socket.recv()
             except (EOFError, OSError):
                 self.dead.add(rank)
-                self.failures.append(Failure(process.failed(rank), 0.0))        # a death is the cause of what others say
+                # a death is the cause of what others say
+                self.failures.append(Failure(process.failed(rank), 0.0))
                 continue
             if kind == "report":
                 if self.on_report:
@@ -172,19 +220,33 @@ class Collection:
         return bool(ready)
 
     def cause(self) -> RankFailed:
-        """The failure that came first. A complaint is given a moment for a death to show: that would be its cause."""
+        """The failure that came first. A complaint is given a moment for a death to show: that
+        would be its cause.
+        """
         end = time.monotonic() + GRACE
-        while ((left := end - time.monotonic()) > 0 and len(self.dead) + len(self.answers) < len(self.processes)
-               and all(failure.when for failure in self.failures)):
+        while (
+            (left := end - time.monotonic()) > 0
+            and len(self.dead) + len(self.answers) < len(self.processes)
+            and all(failure.when for failure in self.failures)
+        ):
             self.take(left)
         return min(self.failures, key=lambda failure: failure.when).error
 
     def silence(self) -> RankFailed:
-        """Nobody answered in time: name the first silent rank, with the stacks of all of them."""
+        """Nobody answered in time: name the first silent rank, with the stacks of all of
+        them.
+        """
         silent = [rank for rank in range(len(self.processes)) if rank not in self.answers]
         for rank in silent:
             self.processes[rank].signal(signal.SIGUSR1)
-        wait([self.processes[rank].socket for rank in silent], GRACE)       # time to write their stacks
-        stacks = "\n".join(f"rank {rank} stands at:\n{self.processes[rank].stacks.read_text()}" for rank in silent)
-        return RankFailed(f"no answer from rank(s) {', '.join(map(str, silent))} within {self.deadline:g} s\n{stacks}",
-                          rank=silent[0], traceback=stacks)
+        # time to write their stacks
+        wait([self.processes[rank].socket for rank in silent], GRACE)
+        stacks = "\n".join(
+            f"rank {rank} stands at:\n{self.processes[rank].stacks.read_text()}" for rank in silent
+        )
+        return RankFailed(
+            f"no answer from rank(s) {', '.join(map(str, silent))} within {self.deadline:g} "
+            f"s\n{stacks}",
+            rank=silent[0],
+            traceback=stacks,
+        )

@@ -1,11 +1,13 @@
 """The server of ranks: a process that has imported what ranks need and forks them, 10 ms each.
 
-Started by `processes.py` as `python -m paragrad.world.launching.server FD LOCK FOLDER fork|spawn`; by the descriptor LOCK,
-which its ranks inherit, FOLDER is known to be in use (`folders.py`). One byte on the socket FD asks for a rank and brings three
-descriptors: the rank's socket, a socket for what is told of it (its pid, at its end its exit code), and the launcher's standard
-error. Before a fork this process has run no operation of torch, has asked nothing of CUDA and has one thread: a child would get
-the locks and the pools of others without their threads, and hang. When its launcher is gone it ends its ranks and removes the
-launcher's FOLDER; when it is killed, the system kills its ranks (PR_SET_PDEATHSIG).
+Started by `processes.py` as `python -m paragrad.world.launching.server FD LOCK FOLDER
+fork|spawn`; by the descriptor LOCK, which its ranks inherit, FOLDER is known to be in use
+(`folders.py`). One byte on the socket FD asks for a rank and brings three descriptors: the
+rank's socket, a socket for what is told of it (its pid, at its end its exit code), and the
+launcher's standard error. Before a fork this process has run no operation of torch, has asked
+nothing of CUDA and has one thread: a child would get the locks and the pools of others without
+their threads, and hang. When its launcher is gone it ends its ranks and removes the launcher's
+FOLDER; when it is killed, the system kills its ranks (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -28,17 +30,31 @@ from typing import NoReturn
 from paragrad.world.launching.messages import NUMBER
 from paragrad.world.signals import die_with
 
-# what `train`, `compare` and `verify` run in a rank, and what torch itself imports at the first step of an optimizer
-NEEDED = ("paragrad.world.launching.rank", "paragrad.training.loop", "paragrad.verbs.lockstep", "torch._dynamo")
+# what `train`, `compare` and `verify` run in a rank, and what torch itself imports at the first
+# step of an optimizer
+NEEDED = (
+    "paragrad.world.launching.rank",
+    "paragrad.training.loop",
+    "paragrad.verbs.lockstep",
+    "torch._dynamo",
+)
 
 
 def main() -> None:
     """Serve until the launcher is gone. In each forked child: be a rank."""
-    launcher, lock, folder, how = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    launcher = socket.socket(fileno=int(sys.argv[1]))
+    lock = int(sys.argv[2])
+    folder = sys.argv[3]
+    how = sys.argv[4]
     launcher.set_inheritable(False)
     os.set_inheritable(lock, False)
-    for sent in (signal.SIGINT, signal.SIGTERM,         # they reach the launcher too, which ends its ranks or lets them save
-                 signal.SIGUSR1):                       # may come to a rank before it has said what it does then
+    # they reach the launcher too, which ends its ranks or lets them save
+    for sent in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        # may come to a rank before it has said what it does then
+        signal.SIGUSR1,
+    ):
         signal.signal(sent, signal.SIG_IGN)
     gc.disable()
     forks = how == "fork"
@@ -47,7 +63,8 @@ def main() -> None:
             for name in NEEDED:
                 importlib.import_module(name)
         forks = single()
-        gc.freeze()                     # no look at what is imported: it would copy the pages that ranks share
+        # no look at what is imported: it would copy the pages that ranks share
+        gc.freeze()
     server = ForkServer(launcher, forks)
     link = server.serve()
     if link is None:
@@ -55,12 +72,13 @@ def main() -> None:
         leave(folder)
     gc.enable()
     from paragrad.world.launching import rank
+
     try:
         rank.serve(Connection(link))
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        os._exit(1)                     # never back into what belongs to the server
+        os._exit(1)  # never back into what belongs to the server
 
 
 def leave(folder: str) -> NoReturn:
@@ -71,10 +89,14 @@ def leave(folder: str) -> NoReturn:
 
 @contextlib.contextmanager
 def ended_with(launcher: socket.socket, end: Callable[[], None]) -> Iterator[None]:
-    """While this process imports, call `end` when the launcher's socket closes: the system tells by SIGIO."""
+    """While this process imports, call `end` when the launcher's socket closes: the system
+    tells by SIGIO.
+    """
+
     def look(*_: object) -> None:
-        ends = select.poll()                            # of each look its own: one signal may come amid the look for another
-        ends.register(launcher, 0)                      # POLLHUP is always told
+        # of each look its own: one signal may come amid the look for another
+        ends = select.poll()
+        ends.register(launcher, 0)  # POLLHUP is always told
         if ends.poll(0):
             end()
 
@@ -91,16 +113,18 @@ def ended_with(launcher: socket.socket, end: Callable[[], None]) -> Iterator[Non
 
 
 def single() -> bool:
-    """Is this process down to one thread? numpy's OpenBLAS starts some when imported and ends them before a fork. Without /proc
-    nobody can say."""
+    """Is this process down to one thread? numpy's OpenBLAS starts some when imported and ends
+    them before a fork. Without /proc nobody can say.
+    """
     if not os.path.isdir("/proc/self/task"):
         return False
     if not (child := os.fork()):
         os._exit(0)
     os.waitpid(child, 0)
-    until = time.monotonic() + 1.0                      # an ended thread is listed for a moment
+    until = time.monotonic() + 1.0  # an ended thread is listed for a moment
     while threads() > 1 and time.monotonic() < until:
-        time.sleep(0.001)                               # nothing can be waited for: /proc alone says when it is gone
+        # nothing can be waited for: /proc alone says when it is gone
+        time.sleep(0.001)
     return threads() == 1
 
 
@@ -109,16 +133,24 @@ def threads() -> int:
 
 
 class ForkServer:
-    """Starts ranks as it is asked to, tells of their ends. forks: fork them; otherwise each is a fresh Python."""
+    """Starts ranks as it is asked to, tells of their ends. forks: fork them; otherwise each is
+    a fresh Python.
+    """
 
     def __init__(self, launcher: socket.socket, forks: bool) -> None:
-        self.launcher, self.forks = launcher, forks
-        self.ranks: dict[int, socket.socket] = {}       # pid -> where its launcher is told of it
-        self.woken, self.wake = os.pipe()               # the system writes into it when a child ends
-        self.parent = handle(os.getppid())              # tells of its end also where others hold its end of the socket open
+        self.launcher = launcher
+        self.forks = forks
+        # pid -> where its launcher is told of it
+        self.ranks: dict[int, socket.socket] = {}
+        # the system writes into it when a child ends
+        self.woken, self.wake = os.pipe()
+        # tells of its end also where others hold its end of the socket open
+        self.parent = handle(os.getppid())
 
     def serve(self) -> int | None:
-        """Returns in the server when the launcher is gone; in each forked child at once, with its socket."""
+        """Returns in the server when the launcher is gone; in each forked child at once, with
+        its socket.
+        """
         os.set_blocking(self.wake, False)
         signal.set_wakeup_fd(self.wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -142,7 +174,8 @@ class ForkServer:
         _, (link, told, errors), *_ = socket.recv_fds(self.launcher, 1, 3)
         for descriptor in (link, told, errors):
             os.set_inheritable(descriptor, False)
-        notes, server = socket.socket(fileno=told), os.getpid()
+        notes = socket.socket(fileno=told)
+        server = os.getpid()
         pid = os.fork() if self.forks else spawned(link, errors)
         if not pid:
             notes.close()
@@ -150,10 +183,10 @@ class ForkServer:
             return link
         os.close(link)
         os.close(errors)
-        with contextlib.suppress(OSError):              # also in the child: whoever comes first
+        with contextlib.suppress(OSError):  # also in the child: whoever comes first
             os.setpgid(pid, pid)
         self.ranks[pid] = notes
-        with contextlib.suppress(OSError):              # the launcher no longer listens
+        with contextlib.suppress(OSError):  # the launcher no longer listens
             if (process := handle(pid)) is not None:
                 socket.send_fds(notes, [NUMBER.pack(pid)], [process])
                 os.close(process)
@@ -162,7 +195,9 @@ class ForkServer:
         return None
 
     def settle(self, server: int, errors: int) -> None:
-        """In a forked child: die with the server, be a process group, and keep nothing that is the server's."""
+        """In a forked child: die with the server, be a process group, and keep nothing that is
+        the server's.
+        """
         die_with(server)
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
@@ -176,7 +211,8 @@ class ForkServer:
         os.dup2(errors, 1)
         os.dup2(errors, 2)
         os.close(errors)
-        if random := sys.modules.get("numpy.random"):   # its state is a copy, the same in all ranks; Python's own starts anew
+        # its state is a copy, the same in all ranks; Python's own starts anew
+        if random := sys.modules.get("numpy.random"):
             random.seed()
 
     def bury(self) -> None:
@@ -200,12 +236,18 @@ def spawned(link: int, errors: int) -> int:
     """A rank in a fresh Python, where this process cannot fork: its pid."""
     os.set_inheritable(link, True)
     return os.posix_spawn(
-        sys.executable, [sys.executable, "-m", "paragrad.world.launching.rank", str(link)], os.environ, setpgroup=0,
-        file_actions=[(os.POSIX_SPAWN_DUP2, errors, 1), (os.POSIX_SPAWN_DUP2, errors, 2)])
+        sys.executable,
+        [sys.executable, "-m", "paragrad.world.launching.rank", str(link)],
+        os.environ,
+        setpgroup=0,
+        file_actions=[(os.POSIX_SPAWN_DUP2, errors, 1), (os.POSIX_SPAWN_DUP2, errors, 2)],
+    )
 
 
 def handle(pid: int) -> int | None:
-    """A descriptor of a process (pidfd), where the system has them: it never comes to mean another, as a pid does."""
+    """A descriptor of a process (pidfd), where the system has them: it never comes to mean
+    another, as a pid does.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -213,8 +255,11 @@ def handle(pid: int) -> int | None:
 
 
 def ended(pid: int) -> int | None:
-    """The exit code of a child that ended, minus the signal if one killed it; its process group is killed."""
-    if hasattr(os, "waitid"):                           # kill the group while the child's number still belongs to it
+    """The exit code of a child that ended, minus the signal if one killed it; its process group
+    is killed.
+    """
+    # kill the group while the child's number still belongs to it
+    if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
         killed(pid)

@@ -1,4 +1,6 @@
-"""Collectives of a group, one after another in the order they were asked for, on all ranks the same."""
+"""Collectives of a group, one after another in the order they were asked for, on all ranks the
+same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from paragrad.world.backends.shm.collectives import Port, Short, Title
 from paragrad.world.backends.shm.reductions import NARROW
 from paragrad.world.backends.shm.work import Lane, Work
 
-SHORTS = 256            # kinds of short sums that are remembered
+SHORTS = 256  # kinds of short sums that are remembered
 
 
 class Collectives(Lane):
@@ -29,7 +31,12 @@ class Collectives(Lane):
         while not work.done:
             each, title, perform = self.queue.popleft()
             try:
-                self.perform(title, perform, deadline if each is work else time.monotonic() + each.seconds, patient)
+                self.perform(
+                    title,
+                    perform,
+                    deadline if each is work else time.monotonic() + each.seconds,
+                    patient,
+                )
             except BaseException as error:
                 each.finish(error)
                 if not isinstance(error, Exception):
@@ -39,9 +46,13 @@ class Collectives(Lane):
 
     def too_late(self, work: Work) -> None:
         port = self.port
-        port.peers.give_up(f"rank {port.rank} gave up waiting for {port.peers.away(None)} in {port.late()}")
+        port.peers.give_up(
+            f"rank {port.rank} gave up waiting for {port.peers.away(None)} in {port.late()}"
+        )
 
-    def perform(self, title: Title, perform: Callable[[Port], None], deadline: float, patient: bool = False) -> None:
+    def perform(
+        self, title: Title, perform: Callable[[Port], None], deadline: float, patient: bool = False
+    ) -> None:
         """Carry out one collective; the lock is held, and nothing is before it."""
         try:
             self.port.begin(title, deadline, patient)
@@ -51,13 +62,19 @@ class Collectives(Lane):
             raise
 
     def summed_at_once(self, tensor: Tensor, seconds: float) -> bool:
-        """A short sum that its caller waits for, of a kind that was seen before: what most messages of a training are.
+        """A short sum that its caller waits for, of a kind that was seen before: what most
+        messages of a training are.
 
         False if it must go the usual way.
         """
         short = self.shorts.get((tensor.dtype, tensor.shape))
-        if short is None or self.queue or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.requires_grad or (
-                not self.lock.acquire(blocking=False)):
+        if (
+            short is None
+            or self.queue
+            or not (tensor.is_cpu and tensor.is_contiguous())
+            or tensor.requires_grad
+            or (not self.lock.acquire(blocking=False))
+        ):
             return False
         try:
             self.port.begin(short.title, time.monotonic() + seconds)
@@ -71,7 +88,10 @@ class Collectives(Lane):
 
     def will_be_short(self, title: Title, tensor: Tensor) -> None:
         """Remember a sum that `summed_at_once` may carry out from now on."""
-        if 0 < tensor.numel() * tensor.element_size() <= self.port.small and tensor.dtype not in NARROW:
+        if (
+            0 < tensor.numel() * tensor.element_size() <= self.port.small
+            and tensor.dtype not in NARROW
+        ):
             if len(self.shorts) >= SHORTS:
                 self.shorts.clear()
             self.shorts[tensor.dtype, tensor.shape] = Short(self.port, title, tensor)

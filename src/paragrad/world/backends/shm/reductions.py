@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NARROW = (torch.float16, torch.bfloat16)        # added in float32: p roundings of eight bits would show
+# added in float32: p roundings of eight bits would show
+NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """name: torch's;  pair(a, b, out=...) combines two;  scale: what the result is multiplied by;  mean: or divided."""
+    """name: torch's;  pair(a, b, out=...) combines two;  scale: what the result is multiplied
+    by;  mean: or divided.
+    """
+
     name: str
     pair: Callable[..., Tensor]
     scale: float | None = None
@@ -26,7 +30,9 @@ class Reduction:
         return self.scale is None and not self.mean
 
     def of(self, out: Tensor, contributions: Sequence[Tensor]) -> None:
-        """out = all contributions combined; it may be the first of them, and no other of more than two."""
+        """out = all contributions combined; it may be the first of them, and no other of more
+        than two.
+        """
         if len(contributions) == 2 and self.plain:
             self.pair(*contributions, out=out)
             return
@@ -40,7 +46,10 @@ class Reduction:
         for each in rest[1:]:
             self.pair(into, each, out=into)
         if self.mean:
-            into.div_(len(contributions), rounding_mode=None if into.is_floating_point() or into.is_complex() else "trunc")
+            into.div_(
+                len(contributions),
+                rounding_mode=None if into.is_floating_point() or into.is_complex() else "trunc",
+            )
         if self.scale is not None:
             into.mul_(self.scale)
         if wide:
@@ -50,15 +59,23 @@ class Reduction:
 SUM = dist.ReduceOp.SUM
 _SUM = Reduction("SUM", torch.add)
 _REDUCTIONS = (
-    _SUM, Reduction("AVG", torch.add, mean=True), Reduction("PRODUCT", torch.mul), Reduction("MIN", torch.minimum),
-    Reduction("MAX", torch.maximum), Reduction("BAND", torch.bitwise_and), Reduction("BOR", torch.bitwise_or),
-    Reduction("BXOR", torch.bitwise_xor))
+    _SUM,
+    Reduction("AVG", torch.add, mean=True),
+    Reduction("PRODUCT", torch.mul),
+    Reduction("MIN", torch.minimum),
+    Reduction("MAX", torch.maximum),
+    Reduction("BAND", torch.bitwise_and),
+    Reduction("BOR", torch.bitwise_or),
+    Reduction("BXOR", torch.bitwise_xor),
+)
 
 
 def reduction(operation: Any, dtype: torch.dtype) -> Reduction:
-    """What a torch.distributed.ReduceOp stands for. Raises ValueError where it does not go with the type.
+    """What a torch.distributed.ReduceOp stands for. Raises ValueError where it does not go with
+    the type.
 
-    Compared with ==: the object is neither the enumeration's member nor reliably printed as one.
+    Compared with ==: the object is neither the enumeration's member nor reliably printed as
+    one.
     """
     if operation == SUM:
         return _SUM
@@ -67,7 +84,9 @@ def reduction(operation: Any, dtype: torch.dtype) -> Reduction:
         if isinstance(factor, Tensor):
             raise ValueError("the backend shm takes PREMUL_SUM with a number, not with a tensor")
         return Reduction(f"PREMUL_SUM by {factor}", torch.add, scale=factor)
-    found = next((each for each in _REDUCTIONS if operation == getattr(dist.ReduceOp, each.name)), None)
+    found = next(
+        (each for each in _REDUCTIONS if operation == getattr(dist.ReduceOp, each.name)), None
+    )
     if found is None:
         raise ValueError(f"the backend shm does not know the reduce operation {operation}")
     if found.name in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):

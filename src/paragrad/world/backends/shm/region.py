@@ -1,8 +1,9 @@
 """Region: memory that processes of one host share.
 
-A memfd has no name: nothing can leak into /dev/shm, no size limit of /dev/shm holds, and the kernel frees it with the last
-process that maps it, however that ends. The others open it as /proc/PID/fd/N, which the kernel allows to the same user only.
-Its pages are reserved when it is made: a host without enough memory says so then, and not by a signal in mid-step.
+A memfd has no name: nothing can leak into /dev/shm, no size limit of /dev/shm holds, and the
+kernel frees it with the last process that maps it, however that ends. The others open it as
+/proc/PID/fd/N, which the kernel allows to the same user only. Its pages are reserved when it is
+made: a host without enough memory says so then, and not by a signal in mid-step.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ from torch.storage import UntypedStorage
 
 from paragrad.errors import ROOM
 
-TOKEN = 16              # bytes at the start of a region, by which who opens it knows that it is the right one
-NONE = "none:"          # begins what stands in the place of an address
-LINE = 64               # bytes of a cache line: what two ranks write lies on different ones
+# bytes at the start of a region, by which who opens it knows that it is the right one
+TOKEN = 16
+NONE = "none:"  # begins what stands in the place of an address
+LINE = 64  # bytes of a cache line: what two ranks write lies on different ones
 
 
 class Region:
-    """`size` bytes, mapped into this process; `bytes` is all of them as a uint8 tensor (the token included).
+    """`size` bytes, mapped into this process; `bytes` is all of them as a uint8 tensor (the
+    token included).
 
-    private: what this process writes nobody else sees, and takes memory of its own; otherwise all share all.
+    private: what this process writes nobody else sees, and takes memory of its own; otherwise
+    all share all.
     """
 
     def __init__(self, descriptor: int, size: int, private: bool = False) -> None:
         self.size = size
-        self.map = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE)
+        self.map = mmap.mmap(
+            descriptor, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        )
         self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8)
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
@@ -44,16 +50,22 @@ class Region:
         """Some of its bytes, as a storage of tensors, which keeps the region."""
         if not size:
             return UntypedStorage(0)
-        return torch.frombuffer(self.map, dtype=torch.uint8, count=size, offset=begin).untyped_storage()
+        return torch.frombuffer(
+            self.map, dtype=torch.uint8, count=size, offset=begin
+        ).untyped_storage()
 
 
 class OwnRegion(Region):
-    """A region that this process made; `address` tells others where it is, until it is `opened_by_all`.
+    """A region that this process made; `address` tells others where it is, until it is
+    `opened_by_all`.
 
-    reserved: so many of its bytes; all, unless said otherwise;  repair: what to do where there is no room.
+    reserved: so many of its bytes; all, unless said otherwise;  repair: what to do where there
+    is no room.
     """
 
-    def __init__(self, size: int, reserved: int | None = None, repair: str = "start fewer ranks, or use gloo") -> None:
+    def __init__(
+        self, size: int, reserved: int | None = None, repair: str = "start fewer ranks, or use gloo"
+    ) -> None:
         reason = unavailable()
         if reason:
             raise RuntimeError(reason)
@@ -65,7 +77,10 @@ class OwnRegion(Region):
         except OSError as error:
             os.close(self.descriptor)
             repair = ROOM[errno.EFBIG] if error.errno == errno.EFBIG else repair
-            told = f"no {size / 2**20:.0f} MiB of shared memory on this host ({error.strerror}); {repair}"
+            told = (
+                f"no {size / 2**20:.0f} MiB of shared memory on this host ({error.strerror}); "
+                f"{repair}"
+            )
             raise RuntimeError(told) from error
         token = secrets.token_bytes(TOKEN)
         self.map[:TOKEN] = token
@@ -84,15 +99,20 @@ class OwnRegion(Region):
 
 
 def no_address(error: RuntimeError) -> str:
-    """What stands in the place of an address where there is no region: the others raise the reason when they open it."""
+    """What stands in the place of an address where there is no region: the others raise the
+    reason when they open it.
+    """
     return f"{NONE} {error}"
 
 
 def opened(address: str, private: bool = False) -> Region:
-    """The region that another process of this host made. private: as in Region. Raises RuntimeError where it cannot be reached
-    from here."""
+    """The region that another process of this host made. private: as in Region. Raises
+    RuntimeError where it cannot be reached from here.
+    """
     if address.startswith(NONE):
-        raise RuntimeError(f"rank 0 could not make shared memory: {address.removeprefix(NONE).strip()}")
+        raise RuntimeError(
+            f"rank 0 could not make shared memory: {address.removeprefix(NONE).strip()}"
+        )
     host, pid, descriptor, size, token = address.split()
     try:
         if host != host_name():
@@ -107,8 +127,11 @@ def opened(address: str, private: bool = False) -> Region:
         if region.map[:TOKEN].hex() != token:
             raise OSError("another file is there")
     except (OSError, ValueError) as error:
-        raise RuntimeError(f"the shared memory of process {pid} cannot be opened from here ({error}); the backend shm joins "
-                           "ranks of one host, one user and one container: use gloo elsewhere") from error
+        raise RuntimeError(
+            f"the shared memory of process {pid} cannot be opened from here ({error}); the backend "
+            f"shm joins "
+            "ranks of one host, one user and one container: use gloo elsewhere"
+        ) from error
     return region
 
 
@@ -120,7 +143,9 @@ def unavailable() -> str | None:
 
 def lacking() -> str | None:
     """What this host has not, without which processes cannot share memory so."""
-    missing = [name for name in ("memfd_create", "posix_fallocate", "pidfd_open") if not hasattr(os, name)]
+    missing = [
+        name for name in ("memfd_create", "posix_fallocate", "pidfd_open") if not hasattr(os, name)
+    ]
     if sys.platform != "linux" or missing:
         return f"shared memory wants Linux with {', '.join(missing) or 'memfd_create'}"
     if not os.path.isdir("/proc/self/fd"):
@@ -134,8 +159,14 @@ def aligned(size: int) -> int:
 
 
 def begins(first: int, sizes: Sequence[int]) -> list[int]:
-    """Where things of some sizes begin, one after another from a place on, and where the last one ends."""
-    return list(itertools.accumulate(sizes, lambda begin, size: aligned(begin + size), initial=aligned(first)))
+    """Where things of some sizes begin, one after another from a place on, and where the last
+    one ends.
+    """
+    return list(
+        itertools.accumulate(
+            sizes, lambda begin, size: aligned(begin + size), initial=aligned(first)
+        )
+    )
 
 
 def host_name() -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from paragrad.world.backends.shm.collectives import Port
 
 Flats = list[Tensor]
-Run = Callable[[Port, Flats, Flats], None]          # on flat outputs and inputs
+Run = Callable[[Port, Flats, Flats], None]  # on flat outputs and inputs
 
 
 def performed(run: Run, outputs: Sequence[Tensor], inputs: Sequence[Tensor], port: Port) -> None:
@@ -31,8 +31,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def check(tensor: Tensor) -> None:
     if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise ValueError(f"the backend shm takes dense tensors of the CPU, got {tensor.layout} on {tensor.device}; use "
-                         "nccl or gloo for others")
+        raise ValueError(
+            f"the backend shm takes dense tensors of the CPU, got {tensor.layout} on "
+            f"{tensor.device}; use "
+            "nccl or gloo for others"
+        )
 
 
 def described(what: str, tensors: Sequence[Tensor]) -> str:
@@ -43,7 +46,10 @@ def described(what: str, tensors: Sequence[Tensor]) -> str:
 @functools.lru_cache(maxsize=1024)
 def _described(what: str, *kinds: tuple[torch.dtype, torch.Size]) -> str:
     size = sum(shape.numel() * dtype.itemsize for dtype, shape in kinds)
-    return f"{what} of {', '.join(f'{_name(dtype)} {list(shape)}' for dtype, shape in kinds)}, {size} bytes"
+    return (
+        f"{what} of {', '.join(f'{_name(dtype)} {list(shape)}' for dtype, shape in kinds)}, "
+        f"{size} bytes"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

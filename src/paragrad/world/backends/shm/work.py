@@ -1,13 +1,16 @@
 """Work: an operation of a group that was asked for, and who carries it out.
 
-An operation that completed inside its own call would deadlock legal programs (one rank starts an all-reduce, sends, then
-waits; the other receives before it all-reduces), and one that needs its waiter would never complete a future. So operations
-are queued in a lane (one for collectives, one for messages: neither may hold the other up), and
+An operation that completed inside its own call would deadlock legal programs (one rank starts
+an all-reduce, sends, then waits; the other receives before it all-reduces), and one that needs
+its waiter would never complete a future. So operations are queued in a lane (one for
+collectives, one for messages: neither may hold the other up), and
 
-* whoever waits for one carries out the lane until that one is done: no hand-over between threads on the usual way;
-* what nobody waits for in some milliseconds, or has a future, a daemon thread of the lane carries out. It looks now and then,
-  however many operations there were meanwhile, and takes over what it sees a second time: to be told of each would cost as
-  much as a short one.
+* whoever waits for one carries out the lane until that one is done: no hand-over between
+threads on the usual way;
+* what nobody waits for in some milliseconds, or has a future, a daemon thread of the lane
+carries out. It looks now and then,
+  however many operations there were meanwhile, and takes over what it sees a second time: to be
+  told of each would cost as much as a short one.
 """
 
 from __future__ import annotations
@@ -25,23 +28,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOOKS = 5               # of the daemon, with nothing left to it, before it sleeps until it is called
-TURN = 0.001            # seconds between two looks whether the lane has become free
+# of the daemon, with nothing left to it, before it sleeps until it is called
+LOOKS = 5
+TURN = 0.001  # seconds between two looks whether the lane has become free
 
-_telling = threading.Lock()     # who finishes a work and who asks for its future may both want to tell the future
+# who finishes a work and who asks for its future may both want to tell the future
+_telling = threading.Lock()
 
 
 class Work(dist.Work):
-    """One operation. seconds: its time limit, from when it begins;  source: the rank a message came from."""
+    """One operation. seconds: its time limit, from when it begins;  source: the rank a message
+    came from.
+    """
 
     def __init__(self, lane: Lane | None, tensors: list[Tensor], seconds: float) -> None:
         super().__init__()
-        self.lane, self.tensors, self.seconds = lane, tensors, seconds
+        self.lane = lane
+        self.tensors = tensors
+        self.seconds = seconds
         self.source = -1
         self.done = False
         self.error: BaseException | None = None
         self.future: torch.futures.Future[Any] | None = None
-        self.due = False            # for the daemon
+        self.due = False  # for the daemon
 
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -59,7 +68,7 @@ class Work(dist.Work):
         else:
             future.set_result(self.tensors)
 
-    # ---- as torch.distributed.Work ----------------------------------------------------------------------------------------
+    # ---- as torch.distributed.Work -----------------------------------------------------------
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Until it is done. Raises what went wrong."""
         if not self.done and self.lane is not None:
@@ -71,7 +80,7 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         if not self.done and self.lane is not None:
-            self.lane.hurry(self)                       # who asks may ask until it is
+            self.lane.hurry(self)  # who asks may ask until it is
         return self.done
 
     def is_success(self) -> bool:
@@ -88,7 +97,7 @@ class Work(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        if self.future is not None:                     # asked for before
+        if self.future is not None:  # asked for before
             self.future.then(lambda other: _copy(other, future))
             return future
         self.future = future
@@ -114,9 +123,10 @@ def _copy(done: torch.futures.Future[Any], future: torch.futures.Future[Any]) ->
 
 @dataclass
 class Left:
-    """What nobody waited for when it was asked for. patience: seconds between two looks of its daemon;  resting: it must be
-    called;  closed: nothing more will come.
+    """What nobody waited for when it was asked for. patience: seconds between two looks of its
+    daemon;  resting: it must be called;  closed: nothing more will come.
     """
+
     patience: float
     works: deque[Work] = field(default_factory=deque)
     guard: threading.Lock = field(default_factory=threading.Lock)
@@ -135,32 +145,40 @@ class Left:
 
 
 class Lane(abc.ABC):
-    """Operations in the order they were asked for. A subclass says how to `advance` until one is done.
+    """Operations in the order they were asked for. A subclass says how to `advance` until one
+    is done.
 
-    A thread that advances holds `lock`; it finishes every work it passes, in whichever thread that waits.
-    patience: seconds after which the daemon takes over what nobody waits for, and twice as many at most.
+    A thread that advances holds `lock`; it finishes every work it passes, in whichever thread
+    that waits. patience: seconds after which the daemon takes over what nobody waits for, and
+    twice as many at most.
     """
 
     def __init__(self, patience: float = 0.001) -> None:
         self.lock = threading.Lock()
         self.left = Left(patience)
         self.daemon: threading.Thread | None = None
-        self.impatient: list[Work] = []         # what somebody waits for
+        self.impatient: list[Work] = []  # what somebody waits for
 
     @abc.abstractmethod
     def advance(self, work: Work, deadline: float, patient: bool) -> None:
-        """Until `work` is done, with the lock held; its error is the work's. patient: nobody waits, so do not spin, and come
-        back when somebody is `impatient`.
+        """Until `work` is done, with the lock held; its error is the work's. patient: nobody
+        waits, so do not spin, and come back when somebody is `impatient`.
         """
 
-    def make_way(self) -> None:                     # noqa: B027        # a lane that never waits long need not
+    # a lane that never waits long need not
+    def make_way(self) -> None:  # noqa: B027
         """Tell who is at the lane, if it is patient, that somebody else is not."""
 
-    def too_late(self, work: Work) -> None:         # noqa: B027        # nor to end what another thread does
-        """Give the group up, for who waits for `work`: whoever is at the lane sees it, and ends the work."""
+    # nor to end what another thread does
+    def too_late(self, work: Work) -> None:  # noqa: B027
+        """Give the group up, for who waits for `work`: whoever is at the lane sees it, and ends
+        the work.
+        """
 
     def carry_out(self, work: Work, deadline: float, patient: bool = False) -> None:
-        """Until `work` is done, here or by the thread that is at it; who is patient makes way for who is not."""
+        """Until `work` is done, here or by the thread that is at it; who is patient makes way
+        for who is not.
+        """
         if not patient:
             self.impatient.append(work)
             if self.lock.locked():
@@ -168,14 +186,15 @@ class Lane(abc.ABC):
         try:
             while not work.done:
                 if patient and self.impatient:
-                    time.sleep(TURN)            # who waits has the lane: a lock knows no turns
+                    time.sleep(TURN)  # who waits has the lane: a lock knows no turns
                 elif self.lock.acquire(timeout=TURN):
                     try:
                         if not work.done:
                             self.advance(work, deadline, patient)
                     finally:
                         self.lock.release()
-                elif not patient and time.monotonic() > deadline:       # the daemon, which is at the lane, has more time
+                # the daemon, which is at the lane, has more time
+                elif not patient and time.monotonic() > deadline:
                     self.too_late(work)
                     deadline = math.inf
         finally:
@@ -188,7 +207,9 @@ class Lane(abc.ABC):
         if self.left.resting:
             self.left.called.set()
         if self.daemon is None:
-            self.daemon = threading.Thread(target=_daemon, args=(self.left,), daemon=True, name="paragrad shm")
+            self.daemon = threading.Thread(
+                target=_daemon, args=(self.left,), daemon=True, name="paragrad shm"
+            )
             self.daemon.start()
 
     def hurry(self, work: Work) -> None:
@@ -201,17 +222,19 @@ class Lane(abc.ABC):
     def close(self, seconds: float) -> bool:
         """End the daemon after what was left to it; False if that takes longer.
 
-        Its caller waits: a thread that is freeing a tensor while the interpreter ends would abort the process.
+        Its caller waits: a thread that is freeing a tensor while the interpreter ends would
+        abort the process.
         """
         self.left.closed = True
         self.left.called.set()
-        if self.daemon is None or self.daemon is threading.current_thread():        # a group may go in its own daemon's hands
+        # a group may go in its own daemon's hands
+        if self.daemon is None or self.daemon is threading.current_thread():
             return True
         self.daemon.join(seconds)
         return not self.daemon.is_alive()
 
 
-DONE = Work(None, [], 0.0)             # what was asked for without async_op
+DONE = Work(None, [], 0.0)  # what was asked for without async_op
 DONE.finish()
 
 
@@ -225,16 +248,19 @@ def _daemon(left: Left) -> None:
             work.lane.carry_out(work, time.monotonic() + work.seconds, patient=True)
             continue
         if work is not None:
-            work.due, looks = True, 0
+            work.due = True
+            looks = 0
         elif left.closed:
             return
         elif looks < LOOKS:
             looks += 1
         else:
             left.resting = True
-            if left.first() is None and not left.closed:            # whoever leaves something looks afterwards if it rests
+            # whoever leaves something looks afterwards if it rests
+            if left.first() is None and not left.closed:
                 left.called.wait()
-            left.resting, looks = False, 0
+            left.resting = False
+            looks = 0
         del work
         left.called.wait(left.patience)
         left.called.clear()
