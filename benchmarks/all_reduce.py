@@ -151,7 +151,7 @@ def of_torch(kind: str) -> Prepared:
     import torch
     import torch.distributed as dist
 
-    import paragrad.world.backends  # noqa: F401
+    import paragrad.backends  # noqa: F401
 
     torch.set_num_threads(1)
     dist.init_process_group(kind)
@@ -170,8 +170,8 @@ def of_the_limit() -> Prepared:
     import torch
     import torch.distributed as dist
 
-    import paragrad.world.backends  # noqa: F401
-    from paragrad.world.backends.shm.region import OwnRegion, opened
+    import paragrad.backends  # noqa: F401
+    from paragrad.shm.region import OwnRegion, opened
 
     torch.set_num_threads(1)
     dist.init_process_group("shm")

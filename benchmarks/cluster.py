@@ -46,13 +46,13 @@ from hosts import hosts
 from pages import DOCS, FIGURES, filled, milliseconds, table
 from workers import Stopwatch, Workers, serve
 
-from paragrad.planner.choosing import Chooser, candidates, slower
-from paragrad.planner.interval import interval
-from paragrad.planner.price import seconds as closed_form
-from paragrad.players.clock import timed
-from paragrad.players.machine import Cluster, Machine, read_machine
+from paragrad.executors.clock import timed
+from paragrad.executors.machine import Cluster, Machine, read_machine
+from paragrad.planner.algorithm_choice import Chooser, candidates, slower
+from paragrad.planner.cost_formulas import seconds as closed_form
+from paragrad.planner.prediction_interval import interval
 from paragrad.strategies.data import Data, Native
-from paragrad.strategies.table import strategy
+from paragrad.strategies.registry import strategy
 
 RANKS_OF_ONE_HOST = 4
 ENOUGH = 5  # rounds from which on a sign test can say anything
@@ -337,9 +337,9 @@ def worker(address: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from paragrad.planner.measuring import links_of, machine_with
-    from paragrad.players.wire import all_reduce
-    from paragrad.world.joining import joined_from_environment
+    from paragrad.executors.transport import all_reduce
+    from paragrad.planner.link_measurement import links_of, machine_with
+    from paragrad.runtime.rendezvous import joined_from_environment
 
     torch.set_num_threads(1)
     with joined_from_environment("gloo") as world:

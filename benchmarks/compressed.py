@@ -47,8 +47,8 @@ from trainings import of_ddp
 from workers import TORCHRUN
 
 import paragrad as pg
+from paragrad.commands.train import train
 from paragrad.record.record import Record
-from paragrad.verbs.train import train
 
 RANKS = 4
 BATCH = 128

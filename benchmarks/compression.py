@@ -122,10 +122,10 @@ def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[floa
 
 def below(text: str) -> list[str]:
     """The bandwidths below which it pays, for vectors of 100 MB."""
-    from paragrad.players.machine import ASSUMED
+    from paragrad.commands.compression_break_even import measured, pays
+    from paragrad.executors.machine import ASSUMED
     from paragrad.strategies.compressors import compressor_of
-    from paragrad.strategies.table import strategy
-    from paragrad.verbs.pays import measured, pays
+    from paragrad.strategies.registry import strategy
 
     size = 100_000_000
     told = []
@@ -148,8 +148,8 @@ def below(text: str) -> list[str]:
 def measures() -> dict[str, Callable[[], float]]:
     import torch
 
-    from paragrad.strategies.table import strategy
-    from paragrad.techniques.compression.cost import steps_of
+    from paragrad.parallel.compression.cost import steps_of
+    from paragrad.strategies.registry import strategy
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

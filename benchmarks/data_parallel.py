@@ -40,8 +40,8 @@ from trainings import Loop, backward_of, looped, ours, theirs
 from workers import Workers
 
 import paragrad as pg
-from paragrad.world.launching import Ranks
-from paragrad.world.launching.processes import server
+from paragrad.launch import Ranks
+from paragrad.launch.processes import server
 
 SAMPLES = 8192
 

@@ -48,12 +48,12 @@ from common import Bench
 from pages import DOCS, FIGURES, filled, table
 
 import paragrad as pg
+from paragrad.launch import process_pool
+from paragrad.launch.processes import Process
+from paragrad.launch.processes import server as processes_of
+from paragrad.loops import failure_recovery, queue_coordinator
+from paragrad.parallel.server.curve_keys import PUBLIC, SECRET, Address, make_keys
 from paragrad.record.record import Record
-from paragrad.techniques.served.keys import PUBLIC, SECRET, Address, make_keys
-from paragrad.verbs import elastic, recovering
-from paragrad.world.launching import crew
-from paragrad.world.launching.processes import Process
-from paragrad.world.launching.processes import server as processes_of
 
 BSP = "server(4, servers=2)"
 KINDS = dict.fromkeys(
@@ -69,7 +69,7 @@ _started: list[tuple[int, Process]] = []
 _joined: list[subprocess.Popen[bytes]] = []
 
 
-class Watched(crew.Crew):
+class Watched(process_pool.Crew):
     """Remembers whom it started."""
 
     def start(
@@ -79,7 +79,7 @@ class Watched(crew.Crew):
         _started.append((number, self.members[number]))
 
 
-class Open(elastic.Run):
+class Open(queue_coordinator.Run):
     """Remembers where others join. limit: seconds for a ticket, where it is not that of
     sockets.
     """
@@ -321,9 +321,9 @@ def main() -> None:
     bench = Bench(__doc__, options)
     found = dict[str, list[dict[str, Any]]]()
     missing = 0
-    elastic.Crew = Watched  # type: ignore[misc]
-    recovering.Crew = Watched
-    elastic.Run = Open  # type: ignore[misc]
+    queue_coordinator.Crew = Watched  # type: ignore[misc]
+    failure_recovery.Crew = Watched
+    queue_coordinator.Run = Open  # type: ignore[misc]
     rounds = bench.rounds(20, quick=2)
     with tempfile.TemporaryDirectory() as folder:
         for kind, syncs in {"undisturbed": ("asp",), **KINDS}.items():

@@ -40,14 +40,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
+from paragrad.commands.train import run
+from paragrad.launch import Ranks
 from paragrad.record.record import Record
+from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.train import run
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.validate import admitted
 
 JOBS = ("digits", "mnist-mlp", "mnist-cnn", "gpt2 of 4 layers")
 REPEATS = 5  # first steps in one process, of which the median counts

@@ -22,7 +22,7 @@ from typing import Any
 
 from kill_result import Trained, of_loop, of_run
 
-from paragrad.training.saved import folders, step_of
+from paragrad.trainer.checkpoint.checkpoint_files import folders, step_of
 
 # seconds for a training to reach the place, to be restarted, to be gone on with
 LIMIT = 120.0

@@ -38,12 +38,13 @@ from pages import DOCS, FIGURES, filled, milliseconds, table
 from torch import Tensor, nn
 
 import paragrad as pg
+from paragrad.commands.train import train
+from paragrad.parallel.spatial import spatial
+from paragrad.parallel.tensor import tensor
+from paragrad.parallel.tensor.input_sharding import SAMPLES, Along, Domain
+from paragrad.parallel.tensor.sharding_plan import Plan, planned
 from paragrad.record.record import Record
-from paragrad.strategies.table import strategy
-from paragrad.techniques.width import spatial, tensor
-from paragrad.techniques.width.domain import SAMPLES, Along, Domain
-from paragrad.techniques.width.planning import Plan, planned
-from paragrad.verbs.train import train
+from paragrad.strategies.registry import strategy
 
 # NUMBER: bytes of one
 BATCH = 64

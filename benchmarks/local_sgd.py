@@ -34,8 +34,8 @@ from pages import DOCS, FIGURES, filled, table
 from trainings import of_ddp
 
 import paragrad as pg
+from paragrad.commands.train import train
 from paragrad.record.record import Record
-from paragrad.verbs.train import train
 
 RANKS = 4
 WIDTH = 1024

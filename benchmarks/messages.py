@@ -41,8 +41,8 @@ from trainings import ours
 from workers import Workers, serve
 
 import paragrad as pg
-from paragrad.training.settings import Settings
-from paragrad.world.launching import Ranks
+from paragrad.launch import Ranks
+from paragrad.trainer.settings import Settings
 
 SIZES = tuple(KB << shift for shift in range(0, 15, 2))  # 1 KB to 16 MB
 BARS = {size: 2.0 if size <= 64 * KB else 4.0 if size <= 4 * MB else 2.5 for size in SIZES}
@@ -285,7 +285,7 @@ PATTERNS: dict[str, Callable[[int, int], Play]] = {
 
 
 def worker(kind: str, address: str) -> None:
-    import paragrad.world.backends  # noqa: F401
+    import paragrad.backends  # noqa: F401
 
     torch.set_num_threads(1)
     dist.init_process_group(kind)

@@ -23,7 +23,7 @@ seconds each that is T (m + p - 1)/m; the first layer's input wants no gradient,
 has 11 products where rank 1 has 12.) Ours is a whole training, timed by its record from step to
 step; torch's is a loop over batches cut out of tensors in memory. Beside it, without a bar: one
 worker with all threads, and our other schedules. The timeline learns in five steps of a run
-what tasks take, and foretells those after them (`planner/timeline.py`, docs/timeline.md); a
+what tasks take, and foretells those after them (`planner/step_timeline.py`, docs/timeline.md); a
 rank waits where it does nothing of its own.
 """
 
@@ -48,10 +48,10 @@ from trainings import Loop, looped, ours, shuffled, theirs
 from workers import Workers
 
 import paragrad as pg
-from paragrad.planner.timeline import FORETOLD, foretold, measured
-from paragrad.players.clock import Timeline
+from paragrad.executors.clock import Timeline
+from paragrad.launch import Ranks
+from paragrad.planner.step_timeline import FORETOLD, foretold, measured
 from paragrad.record.record import Record
-from paragrad.world.launching import Ranks
 
 LAYERS = 8
 STAGES = 2

@@ -20,9 +20,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parameters_to_vector
 
 from paragrad.datasets.mnist import Digits
+from paragrad.executors.interpreter import walk
+from paragrad.executors.proof import prove
 from paragrad.jobs.job import Job
-from paragrad.players.proof import prove
-from paragrad.players.walk import walk
 from paragrad.schedules.actions import (
     Collective,
     Compute,
@@ -33,7 +33,7 @@ from paragrad.schedules.actions import (
     evenly,
     parts_in,
 )
-from paragrad.schedules.sabotage import sabotaged
+from paragrad.schedules.fault_injection import sabotaged
 
 REST = "rest left out"
 REUSED = "buffer reused"

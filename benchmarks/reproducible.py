@@ -47,10 +47,10 @@ def main() -> None:
 def worker(backend: str, address: str) -> None:
     import torch
 
-    from paragrad.players.wire import all_reduce
+    from paragrad.executors.transport import all_reduce
+    from paragrad.parallel.data.reproducible_sum import reproducible_all_reduce
+    from paragrad.runtime.rendezvous import joined_from_environment
     from paragrad.schedules.ring import Ring
-    from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
-    from paragrad.world.joining import joined_from_environment
 
     torch.set_num_threads(1)
     with joined_from_environment(backend) as world:

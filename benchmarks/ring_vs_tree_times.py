@@ -20,12 +20,12 @@ from hosts import hosts
 from workers import MPIRUN, Stopwatch, Workers, serve
 
 from paragrad.errors import Refused
-from paragrad.planner.price import seconds as closed_form
-from paragrad.players.clock import timed
-from paragrad.players.machine import Cluster, Link
-from paragrad.players.uniform import simulated
+from paragrad.executors.clock import timed
+from paragrad.executors.machine import Cluster, Link
+from paragrad.executors.uniform_clock import simulated
+from paragrad.planner.cost_formulas import seconds as closed_form
 from paragrad.strategies.data import Data
-from paragrad.strategies.table import strategy
+from paragrad.strategies.registry import strategy
 
 WIDTHS = (16, 64, 256, 1024, 4096)
 WIDTH = 256  # where ranks vary
@@ -297,9 +297,9 @@ def worker(address: str) -> None:
     from torch.utils.data import TensorDataset
 
     import paragrad as pg
-    from paragrad.planner.measuring import added, measured_link
-    from paragrad.players.wire import all_reduce
-    from paragrad.world.joining import joined_from_environment
+    from paragrad.executors.transport import all_reduce
+    from paragrad.planner.link_measurement import added, measured_link
+    from paragrad.runtime.rendezvous import joined_from_environment
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -49,19 +49,19 @@ from trainings import ours
 from workers import Workers, serve
 
 import paragrad as pg
+from paragrad.commands.train import train
+from paragrad.engine.exchange import Replica
 from paragrad.jobs.loss import Summed
-from paragrad.record.log import Log
+from paragrad.launch import Ranks
+from paragrad.parallel.server import server_exchange, worker_exchange
+from paragrad.parallel.server.curve_keys import Address, Keys
+from paragrad.parallel.server.message_header import bytes_of
+from paragrad.parallel.server.sockets import Listening
 from paragrad.record.record import Record
-from paragrad.techniques.exchange import Replica
-from paragrad.techniques.served import asking, serving
-from paragrad.techniques.served.header import bytes_of
-from paragrad.techniques.served.keys import Address, Keys
-from paragrad.techniques.served.sockets import Listening
-from paragrad.verbs.train import train
-from paragrad.world import heap
-from paragrad.world.joining import joined_from_environment
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.record.step_log import Log
+from paragrad.runtime import allocator
+from paragrad.runtime.rendezvous import joined_from_environment
+from paragrad.runtime.world import World
 
 SIDE = 512
 LAYERS = 4
@@ -109,7 +109,7 @@ class Setting:
 def copies(address: str) -> None:
     """Answer (transport, what) with the median of the seconds that it takes."""
     torch.set_num_threads(1)
-    heap.keep()  # as in the ranks of a training
+    allocator.keep()  # as in the ranks of a training
     with joined_from_environment("gloo") as world:
         sides = {transport: side(world, transport) for transport in TRANSPORTS}
 
@@ -121,7 +121,7 @@ def copies(address: str) -> None:
         serve(address, answer)
 
 
-def side(world: World, transport: str) -> serving.Serving | asking.Asking:
+def side(world: World, transport: str) -> server_exchange.Serving | worker_exchange.Asking:
     """This rank's, over a transport. Collective."""
     made = model()
     strategy = pg.strategy("server(2)")
@@ -132,14 +132,16 @@ def side(world: World, transport: str) -> serving.Serving | asking.Asking:
     )
     with contextlib.ExitStack() as stack:
         if transport != "ipc":
-            stack.enter_context(mock.patch.object(serving, "own_host", return_value="127.0.0.1"))
+            stack.enter_context(
+                mock.patch.object(server_exchange, "own_host", return_value="127.0.0.1")
+            )
         if transport == "TCP":
-            stack.enter_context(mock.patch.object(serving, "Listening", bare))
+            stack.enter_context(mock.patch.object(server_exchange, "Listening", bare))
         if world.rank < 2:
-            asks = asking.Asking(strategy, replica, world, Log(None), None)
+            asks = worker_exchange.Asking(strategy, replica, world, Log(None), None)
             _ = asks.lie  # they look whether vectors may
             return asks
-        serves = serving.Serving(strategy, replica, world, Log(None), None)
+        serves = server_exchange.Serving(strategy, replica, world, Log(None), None)
         for _ in range(2 if transport == "ipc" else 0):  # they look whether vectors may lie
             answered(serves)
         return serves
@@ -154,7 +156,7 @@ def bare(longest: int, host: str, keys: Keys, **more: Any) -> Listening:
 
 def turns(own: Any, whose: str) -> Callable[[], object]:
     """A push and a pull of this rank."""
-    if isinstance(own, serving.Serving):
+    if isinstance(own, server_exchange.Serving):
         own.shard.alike = lambda name, step, update: update() if whose == UPDATED else None
         return partial(handed, own) if whose == THEIRS else partial(taken, own)
     return partial(copied, own) if whose == THEIRS else partial(stepped, own)
@@ -167,26 +169,26 @@ def in_step(world: World, turn: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def taken(own: serving.Serving) -> None:
+def taken(own: server_exchange.Serving) -> None:
     # two pushes, two that ask for the update
     for _ in range(4):
         answered(own)
 
 
-def answered(own: serving.Serving) -> None:
+def answered(own: server_exchange.Serving) -> None:
     found = own.listening.take(60.0)
     assert found is not None
     own.reception.taken(found)
 
 
-def stepped(own: asking.Asking) -> None:
+def stepped(own: worker_exchange.Asking) -> None:
     own.begin()
     own.finish(1.0, 1.0)
     own.average(2.0)
     own.update()
 
 
-def handed(own: serving.Serving) -> None:
+def handed(own: server_exchange.Serving) -> None:
     """What the server does, without what is ours."""
     line = own.listening.socket
     vector = bytes_of(WHOLE)
@@ -198,7 +200,7 @@ def handed(own: serving.Serving) -> None:
         line.send_multipart([whose, bytes(104), b"", vector], copy=False)
 
 
-def copied(own: asking.Asking) -> None:
+def copied(own: worker_exchange.Asking) -> None:
     line = own.calling.sockets[0]
     line.send_multipart([bytes(104), b"", bytes_of(WHOLE)], copy=False)
     line.recv_multipart()

@@ -35,11 +35,11 @@ from trainings import Loop, backward_of, looped, ours, shuffled, theirs
 from workers import Workers
 
 import paragrad as pg
+from paragrad.commands.train import train
+from paragrad.launch import Ranks
+from paragrad.parallel.spatial.spatial import look
 from paragrad.record.record import Record
-from paragrad.strategies.table import strategy
-from paragrad.techniques.width.spatial import look
-from paragrad.verbs.train import train
-from paragrad.world.launching import Ranks
+from paragrad.strategies.registry import strategy
 
 RANKS = 2
 CHANNELS = 32

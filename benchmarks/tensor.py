@@ -39,7 +39,7 @@ from trainings import Loop, backward_of, looped, ours, shuffled, theirs
 from workers import Workers
 
 import paragrad as pg
-from paragrad.world.launching import Ranks
+from paragrad.launch import Ranks
 
 RANKS = 2
 BATCHES = 4

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from workers import Workers, serve
 
 import paragrad as pg
+from paragrad.commands.train import run
+from paragrad.commands.trial import tried
 from paragrad.jobs.job import opened
+from paragrad.launch import Ranks
 from paragrad.record.record import lines_of
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
-from paragrad.verbs.train import run
-from paragrad.verbs.trial import tried
-from paragrad.world.launching import Ranks
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import admitted
 
 
 class Setting(Protocol):
@@ -116,7 +116,7 @@ def looped(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
     kind: of the peer; its ranks meet over gloo where it says so, otherwise over shm, and after
     every step if it is in step.
     """
-    import paragrad.world.backends  # noqa: F401
+    import paragrad.backends  # noqa: F401
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if "gloo" in kind else "shm")

@@ -135,7 +135,7 @@ def serve_backwards(
     """
     import torch
 
-    from paragrad.world.joining import joined_from_environment
+    from paragrad.runtime.rendezvous import joined_from_environment
 
     torch.set_num_threads(1)
     with joined_from_environment("gloo") as world:

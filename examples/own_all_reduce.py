@@ -32,11 +32,11 @@ job = pg.job("digits").replace(epochs=2)
 if __name__ == "__main__":
     from pathlib import Path
 
-    from paragrad.planner.measuring import measure
+    from paragrad.executors.machine import read_machine
+    from paragrad.executors.text_drawing import draw
+    from paragrad.planner.link_measurement import measure
     from paragrad.planner.simulation import simulate
-    from paragrad.players.draw import draw
-    from paragrad.players.machine import read_machine
-    from paragrad.world.launched import cores
+    from paragrad.runtime.launcher_env import cores
 
     print(draw(Gossip(), 3), "\n")
     file = Path("machine.json")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from paragrad.verbs import memory, train, verify
-from paragrad.world.launching import Ranks
+from paragrad.commands import memory, train, verify
+from paragrad.launch import Ranks
 
 # a test never takes its world from the shell that runs it (its data only where it asks for the
 # fixture `data`)

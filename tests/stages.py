@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paragrad.players.proof import Goal, Held
+from paragrad.executors.proof import Goal, Held
 from paragrad.schedules.actions import Compute, Program, Recv, ScheduleError, Send
 
 

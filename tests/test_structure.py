@@ -33,7 +33,7 @@ from equality import (
 import paragrad
 from paragrad.strategies.compressors import COMPRESSORS
 from paragrad.strategies.data import ALGORITHMS
-from paragrad.strategies.table import STRATEGIES, strategy
+from paragrad.strategies.registry import STRATEGIES, strategy
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paragrad"
@@ -45,11 +45,11 @@ MODULES = {
 # who speaks to torch.distributed itself, beside its backends; everybody else speaks to World,
 # Exchange or the wire
 DISTRIBUTED = {
-    "paragrad.world.world",
-    "paragrad.world.joining",
-    "paragrad.players.wire",
+    "paragrad.runtime.world",
+    "paragrad.runtime.rendezvous",
+    "paragrad.executors.transport",
     # an engine of torch's own
-    "paragrad.techniques.data_parallel.fully_sharded",
+    "paragrad.parallel.data.fully_sharded",
 }
 # without torch: what a rank does is a value there, not an act
 PURE = (
@@ -57,39 +57,59 @@ PURE = (
     "paragrad.notation",
     "paragrad.strategies",
     "paragrad.schedules",
-    "paragrad.players.reading",
-    "paragrad.players.walk",
-    "paragrad.players.proof",
-    "paragrad.players.draw",
-    "paragrad.players.clock",
-    "paragrad.players.work",
-    "paragrad.players.machine",
-    "paragrad.planner.price",
-    "paragrad.planner.layers",
-    "paragrad.planner.sequences",
+    "paragrad.executors.program_reader",
+    "paragrad.executors.interpreter",
+    "paragrad.executors.proof",
+    "paragrad.executors.text_drawing",
+    "paragrad.executors.clock",
+    "paragrad.executors.work_depth",
+    "paragrad.executors.machine",
+    "paragrad.planner.cost_formulas",
+    "paragrad.planner.layer_costs",
+    "paragrad.planner.sequence_costs",
     "paragrad.record.record",
-    "paragrad.record.audit",
-    "paragrad.record.rounds",
+    "paragrad.record.sample_count",
+    "paragrad.record.round_counts",
     "paragrad.record.noise_scale",
-    "paragrad.record.seconds",
-    "paragrad.world.launched",
-    "paragrad.world.axes",
+    "paragrad.record.step_times",
+    "paragrad.runtime.launcher_env",
+    "paragrad.runtime.mesh",
 )
 # each imports only from itself and those above it; docs/architecture.md says what each holds
-ROOMS = (
+PACKAGES = (
     "notation",
-    "world",
-    "datasets",
-    "schedules",
-    "jobs",
     "record",
+    "shm",
+    "runtime",
+    "launch",
+    "schedules",
     "strategies",
-    "players",
+    "datasets",
+    "jobs",
+    "optim",
+    "executors",
     "planner",
-    "techniques",
-    "training",
+    "engine",
+    "parallel",
+    "trainer",
+    "validation",
+    "loops",
     "report",
-    "verbs",
+    "commands",
+)
+# the folders of parallel/, in the same order
+FAMILIES = (
+    "registry",
+    "sharding",
+    "tracing",
+    "compression",
+    "data",
+    "averaging",
+    "server",
+    "tensor",
+    "spatial",
+    "branch",
+    "pipeline",
 )
 
 
@@ -123,43 +143,55 @@ def test_the_version_is_said_once_more_in_the_citation() -> None:
     assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_rooms_are_those_of_the_architecture() -> None:
+def test_the_packages_are_those_of_the_list() -> None:
     folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
-    assert folders == set(ROOMS)
-    assert len(ROOMS) <= 13
-    assert len(list(SOURCE.glob("*.py"))) <= 6
-    told = re.findall(
-        r"^\| `(\w+)/` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE
-    )
-    assert tuple(told) == ROOMS
+    assert folders == set(PACKAGES)
+    assert {path.stem for path in (SOURCE / "parallel").iterdir()} - {
+        "__init__",
+        "__pycache__",
+    } == {*FAMILIES}
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[1] in ROOMS])
-def test_a_room_imports_from_itself_and_those_above_it(name: str) -> None:
+def level(name: str) -> tuple[int, int]:
+    """Where a module of a package stands: it imports nothing from a higher level."""
+    _, package, *rest = name.split(".")
+    return PACKAGES.index(package), FAMILIES.index(rest[0]) if package == "parallel" and rest else 0
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[1] in PACKAGES])
+def test_imports_go_in_one_direction(name: str) -> None:
     """Also inside functions, and for type checkers alone."""
-    above = ROOMS[: ROOMS.index(name.split(".")[1]) + 1]
-    for found in imports(MODULES[name]):
-        if found.startswith("paragrad.") and found in MODULES | dict.fromkeys(
-            f"paragrad.{room}" for room in ROOMS
-        ):
-            assert found.split(".")[1] in (*above, "errors", "version"), found
+    for found in imports(MODULES[name]) & MODULES.keys():
+        if found.split(".")[1] in PACKAGES:
+            assert level(found) <= level(name), found
 
 
-def test_no_two_files_import_each_other() -> None:
-    """Two circles that once were: checkpoint and trainer, results and table. The first step's
-    proof is the trainer's own: it knows it for type checkers.
-    """
+def test_imports_form_no_circle() -> None:
+    """Of any length. Two that once were: checkpoint and trainer, results and table."""
     users = {name: imports(path) & MODULES.keys() for name, path in MODULES.items()}
-    circles = {
-        frozenset((name, other))
-        for name, found in users.items()
-        for other in found
-        if name in users[other]
+    while free := [name for name, found in users.items() if not found & users.keys()]:
+        users = {name: found for name, found in users.items() if name not in free}
+    trainer = {"paragrad.trainer.trainer"} | {
+        f"paragrad.trainer.first_step.{name}"
+        for name in ("setup", "reference_step", "inspect_model", "diagnosis")
     }
-    trainer = "paragrad.training.trainer"
-    assert circles == {
-        frozenset((trainer, f"paragrad.training.first_step.{name}")) for name in ("start",)
-    }
+    circle = {name for name in users if any(name in users[other] for other in users)}
+    assert circle - users_outside(users) == trainer
+
+
+def users_outside(users: dict[str, set[str]]) -> set[str]:
+    """Modules that only use a circle: no module of it uses them."""
+    outside: set[str] = set()
+    while True:
+        more = {
+            name
+            for name in users
+            if name not in outside
+            and not any(name in users[other] for other in users if other not in outside)
+        }
+        if not more:
+            return outside
+        outside |= more
 
 
 # words for a strategy in the code, and what only a strategy is called
@@ -173,7 +205,8 @@ NAMED = {
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in MODULES if name.split(".")[1] not in ("strategies", "techniques")]
+    "name",
+    [name for name in MODULES if name.split(".")[1] not in ("strategies", "engine", "parallel")],
 )
 def test_nobody_asks_what_strategy_it_is(name: str) -> None:
     """A strategy answers for itself: no question for its class or its name, beside its own
@@ -225,9 +258,7 @@ def test_who_imports_torch_distributed() -> None:
         for name, path in MODULES.items()
         if any(found.startswith("torch.distributed") for found in imports(path))
     }
-    assert {
-        name for name in users if not name.startswith("paragrad.world.backends.")
-    } == DISTRIBUTED
+    assert {name for name in users if not name.startswith("paragrad.shm.")} == DISTRIBUTED
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(PURE)])
@@ -247,7 +278,7 @@ def test_pure_rooms_know_the_standard_library_only(name: str) -> None:
 def test_schedules_know_nothing_of_time_files_or_players(name: str) -> None:
     used = {found.split(".")[0] for found in imports(MODULES[name])}
     assert not used & {"time", "os", "pathlib", "random", "threading"}
-    assert not any(found.startswith("paragrad.players") for found in imports(MODULES[name]))
+    assert not any(found.startswith("paragrad.executors") for found in imports(MODULES[name]))
 
 
 def test_rank_variables_are_read_in_launched_alone() -> None:
@@ -256,7 +287,7 @@ def test_rank_variables_are_read_in_launched_alone() -> None:
         r"|(OMPI|PMIX?|MPI|SLURM)_\w+)[\"']"
     )
     assert {name for name, path in MODULES.items() if variable.search(path.read_text())} == {
-        "paragrad.world.launched"
+        "paragrad.runtime.launcher_env"
     }
 
 
@@ -278,13 +309,14 @@ def test_public_names_are_found_where_type_checkers_are_told_they_are() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert told == {name: f"paragrad.{home}" for name, home in paragrad._HOMES.items()}
+    homes = {name: f"paragrad.{home}" for name, home in paragrad._HOMES.items()}
+    assert told == homes | dict.fromkeys(paragrad._MODULES, "paragrad")
     assert set(told) == {*paragrad.__all__, "__version__"}
 
 
 def test_importing_paragrad_and_starting_ranks_imports_no_torch() -> None:
     code = (
-        "import sys, paragrad, paragrad.world.launching.processes; print('torch' in "
+        "import sys, paragrad, paragrad.launch.processes; print('torch' in "
         "sys.modules, 'train' in dir(paragrad))"
     )
     assert subprocess.run(
@@ -314,20 +346,6 @@ def test_the_covering_sample_covers() -> None:
     assert Counter(row for row, _, _ in sample) == dict.fromkeys(ROWS, 2)
     assert {column for _, column, _ in sample} == set(JOBS)
     assert {workers for _, _, workers in sample} == set(WORKERS)
-
-
-def test_the_architecture_names_the_modules_there_are() -> None:
-    """Of the rooms that list theirs one by one; the page was two techniques behind."""
-    page = (ROOT / "docs/architecture.md").read_text()
-    rows = {found[1]: found[0] for found in re.finditer(r"^\| `(\w+)/` \|.*$", page, re.M)}
-    assert set(rows) == set(ROOMS)
-    for room, row in rows.items():
-        there = {path.name for path in (SOURCE / room).rglob("*.py")} - {"__init__.py"}
-        named = set(re.findall(r"\w+\.py", row))
-        assert named <= there
-        # a backend with a page, the built-in jobs, drawings
-        if room not in ("world", "jobs", "report", "verbs"):
-            assert there <= named
 
 
 def test_every_technique_has_its_page() -> None:

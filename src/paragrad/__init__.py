@@ -9,15 +9,26 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
+    from paragrad import optim
+    from paragrad.commands.compare import compare
+    from paragrad.commands.hook import hook
+    from paragrad.commands.parallelize import parallelize
+    from paragrad.commands.train import train
+    from paragrad.commands.verify import verify
     from paragrad.datasets.loading import WholeBatch
+    from paragrad.engine.exchange import Exchange
+    from paragrad.engine.layout import Held
+    from paragrad.engine.model_shard import Share
+    from paragrad.engine.passes import Passes, Sums
     from paragrad.errors import RankFailed, Refused, StepFailed
-    from paragrad.jobs import large_batch
-    from paragrad.jobs.finding import job
+    from paragrad.jobs.find_job import job
     from paragrad.jobs.job import Job, accuracy
     from paragrad.notation.choices import Decimal, Flag, Integer, Word, option
+    from paragrad.parallel.compression.codec import Codec
     from paragrad.report.certificate import Certificate
+    from paragrad.report.comparison_table import Table
     from paragrad.report.run import Run
-    from paragrad.report.table import Table
+    from paragrad.runtime.mesh import Axis
     from paragrad.schedules.actions import Recv, Send
     from paragrad.schedules.butterfly import Butterfly
     from paragrad.schedules.direct import Direct
@@ -49,23 +60,12 @@ if typing.TYPE_CHECKING:
     from paragrad.strategies.federated import Dirichlet, Even, Federated
     from paragrad.strategies.local import Elastic, Local, Mean, Nesterov
     from paragrad.strategies.pipeline import Pipeline, Place
+    from paragrad.strategies.registry import AllReduce, Strategy, strategy
     from paragrad.strategies.serial import Serial
     from paragrad.strategies.server import Asp, Bsp, Server, Ssp
     from paragrad.strategies.strategy import Promise
-    from paragrad.strategies.table import AllReduce, Strategy, strategy
     from paragrad.strategies.tensor import Tensor
-    from paragrad.techniques.compression.codec import Codec
-    from paragrad.techniques.cut import Share
-    from paragrad.techniques.exchange import Exchange
-    from paragrad.techniques.layout import Held
-    from paragrad.techniques.passes import Passes, Sums
-    from paragrad.verbs.compare import compare
-    from paragrad.verbs.hook import hook
-    from paragrad.verbs.parallelize import parallelize
-    from paragrad.verbs.train import train
-    from paragrad.verbs.verify import verify
     from paragrad.version import __version__ as __version__
-    from paragrad.world.axes import Axis
 
 __all__ = [
     "AllReduce",
@@ -136,7 +136,7 @@ __all__ = [
     "compare",
     "hook",
     "job",
-    "large_batch",
+    "optim",
     "option",
     "parallelize",
     "strategy",
@@ -152,13 +152,12 @@ _HOMES = {
     for home, names in {
         "datasets.loading": "WholeBatch",
         "errors": "RankFailed Refused StepFailed",
-        "jobs.finding": "job",
+        "jobs.find_job": "job",
         "jobs.job": "Job accuracy",
-        "jobs": "large_batch",
         "notation.choices": "Decimal Flag Integer Word option",
         "report.certificate": "Certificate",
         "report.run": "Run",
-        "report.table": "Table",
+        "report.comparison_table": "Table",
         "schedules.actions": "Recv Send",
         "schedules.butterfly": "Butterfly",
         "schedules.direct": "Direct",
@@ -177,34 +176,36 @@ _HOMES = {
         "strategies.serial": "Serial",
         "strategies.server": "Asp Bsp Server Ssp",
         "strategies.strategy": "Promise",
-        "strategies.table": "AllReduce Strategy strategy",
+        "strategies.registry": "AllReduce Strategy strategy",
         "strategies.tensor": "Tensor",
-        "techniques.compression.codec": "Codec",
-        "techniques.cut": "Share",
-        "techniques.exchange": "Exchange",
-        "techniques.layout": "Held",
-        "techniques.passes": "Passes Sums",
-        "verbs.compare": "compare",
-        "verbs.hook": "hook",
-        "verbs.parallelize": "parallelize",
-        "verbs.train": "train",
-        "verbs.verify": "verify",
+        "parallel.compression.codec": "Codec",
+        "engine.model_shard": "Share",
+        "engine.exchange": "Exchange",
+        "engine.layout": "Held",
+        "engine.passes": "Passes Sums",
+        "commands.compare": "compare",
+        "commands.hook": "hook",
+        "commands.parallelize": "parallelize",
+        "commands.train": "train",
+        "commands.verify": "verify",
         "version": "__version__",
-        "world.axes": "Axis",
+        "runtime.mesh": "Axis",
     }.items()
     for name in names.split()
 }
 
-_MODULES = {"large_batch"}  # of these names: what they hold has names of its own
+_MODULES = {"optim"}  # public modules: what they hold has names of its own
+_RENAMED = {"large_batch": "optim"}  # old public names, and what they are called now
 
 
 def __getattr__(name: str) -> typing.Any:
+    if name in _RENAMED:
+        raise AttributeError(f"paragrad.{name} is now called paragrad.{_RENAMED[name]}")
+    if name in _MODULES:
+        return importlib.import_module(f"paragrad.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'paragrad' has no attribute {name!r}")
-    home = f"paragrad.{_HOMES[name]}"
-    if name in _MODULES:
-        importlib.import_module(f"{home}.{name}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(f"paragrad.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

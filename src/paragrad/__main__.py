@@ -10,8 +10,8 @@ import signal
 import sys
 
 from paragrad.errors import Refused
-from paragrad.world.launched import launched
-from paragrad.world.signals import leaving_at_once
+from paragrad.runtime.launcher_env import launched
+from paragrad.runtime.stop_signals import leaving_at_once
 
 STARTING = ("train", "compare", "verify")  # the verbs that start ranks
 ASKING = ("--help", "-h", "--dry-run")  # and what keeps them from it
@@ -30,14 +30,14 @@ def main() -> None:
         sys.exit(2)
     with leaving_at_once():
         if starts_ranks(sys.argv[1:]):
-            from paragrad.world.launching import processes
+            from paragrad.launch import processes
 
             processes.server()
-        from paragrad.verbs.cli import main as run
+        from paragrad.commands.cli import main as run
 
         # a verb imports what it needs: Ctrl-C amid torch would be a traceback
         if uses_torch(sys.argv[1:]):
-            importlib.import_module(f"paragrad.verbs.{sys.argv[1]}")
+            importlib.import_module(f"paragrad.commands.{sys.argv[1]}")
     try:
         run()
     finally:

@@ -2,4 +2,6 @@
 `dist.init_process_group("shm")`.
 """
 
-import paragrad.world.backends  # noqa: F401
+from paragrad.shm.process_group import register
+
+register()

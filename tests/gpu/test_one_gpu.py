@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.datasets.loading import parted
-from paragrad.training.trainer import Trainer
-from paragrad.world.launching import Ranks
-from paragrad.world.world import CPU, World
+from paragrad.launch import Ranks
+from paragrad.runtime.world import CPU, World
+from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from hosts import Cluster
 
+from paragrad.parallel.server.curve_keys import make_keys
 from paragrad.record.record import Record
-from paragrad.techniques.served.keys import make_keys
 
 Clusters = Callable[..., AbstractContextManager[Cluster]]
 
 TRAINS = """
     import sys
     import paragrad as pg
-    from paragrad.verbs import elastic
+    from paragrad.commands import elastic
 
     class Held(elastic.Run):
         def epochs(self):
@@ -72,7 +72,7 @@ WIDE = """
     from torch import nn
     from torch.utils.data import TensorDataset
     import paragrad as pg
-    from paragrad.verbs import elastic
+    from paragrad.commands import elastic
 
     inputs = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
     job = pg.Job(name="wide", model=lambda: nn.Linear(64, 20_000), loss=nn.functional.mse_loss,

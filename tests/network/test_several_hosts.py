@@ -17,7 +17,7 @@ import pytest
 import torch
 from hosts import Cluster, HostFailed
 
-from paragrad.players.machine import read_machine
+from paragrad.executors.machine import read_machine
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -42,7 +42,7 @@ TRAINS = """
     from torch.utils.data import TensorDataset
 
     import paragrad as pg
-    from paragrad.players.wire import all_reduce
+    from paragrad.executors.transport import all_reduce
     from paragrad.schedules.butterfly import Butterfly
     from paragrad.schedules.ring import Ring, RingAsync
     from paragrad.schedules.star import Star

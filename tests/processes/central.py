@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import paragrad as pg
-from paragrad.techniques.layout import State
-from paragrad.world.world import World
+from paragrad.engine.layout import State
+from paragrad.runtime.world import World
 
 
 class Central(pg.Strategy):

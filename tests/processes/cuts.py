@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import paragrad as pg
+from paragrad.engine.passes import Sums
+from paragrad.runtime.mesh import Axis
+from paragrad.runtime.world import World
 from paragrad.schedules.actions import evenly
-from paragrad.techniques.passes import Sums
-from paragrad.world.axes import Axis
-from paragrad.world.world import World
 
 
 def held_whole(model: nn.Module, axis: World) -> dict[str, pg.Held]:

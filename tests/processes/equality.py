@@ -22,14 +22,14 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paragrad import Job
 from paragrad.datasets.loading import parted
+from paragrad.launch import Ranks
 from paragrad.report.certificate import Difference
+from paragrad.report.equivalence.lockstep import STEPS, difference
+from paragrad.runtime.world import World
 from paragrad.strategies import compressors
+from paragrad.strategies.registry import resolve, strategy
 from paragrad.strategies.strategy import Here, Strategy
-from paragrad.strategies.table import resolve, strategy
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import STEPS, difference
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.trainer import Trainer
 
 
 def resolved(text: str) -> Strategy:

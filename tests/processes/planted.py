@@ -21,14 +21,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from paragrad import Job
+from paragrad.engine import batch_norm
+from paragrad.engine import exchange as exchanges
 from paragrad.jobs import loss
+from paragrad.parallel.data import shared_memory
 from paragrad.strategies.strategy import ELEMENT
-from paragrad.techniques import batch_norm
-from paragrad.techniques import exchange as exchanges
-from paragrad.techniques.data_parallel import shared_memory
-from paragrad.training import batches, trainer
-from paragrad.training.first_step import beside, look
-from paragrad.training.first_step import proof as first_step
+from paragrad.trainer import batch, trainer
+from paragrad.trainer.first_step import inspect_model, reference_step
+from paragrad.trainer.first_step import step_check as first_step
 
 IMAGES = TensorDataset(
     numbers(30, 2, 8, 8, seed=3),
@@ -152,7 +152,7 @@ def _after_average(change: Callable[[Any], None]) -> None:
 
 
 def sample_twice(net: Net) -> None:
-    original = batches.batch_of
+    original = batch.batch_of
 
     def changed(*arguments: Any, **more: Any) -> Any:
         batch = original(*arguments, **more)
@@ -265,7 +265,11 @@ def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
         net = Net()
         # not where the door builds it, or another rank
         if dist.is_initialized() and alone in (None, rank()):
-            for of, name in ((beside, "made_alone"), (first_step, "made_alone"), (look, "probed")):
+            for of, name in (
+                (reference_step, "made_alone"),
+                (first_step, "made_alone"),
+                (inspect_model, "probed"),
+            ):
                 original = getattr(of, name)
                 mock.patch.object(of, name, _looking(original)).start()
             wrong(net)

@@ -22,16 +22,16 @@ from test_server import JOB, Told, applied, frames, push, server, vectors
 
 import paragrad as pg
 from paragrad.errors import StepFailed
+from paragrad.loops import queue_coordinator
+from paragrad.parallel.server import client as of_calling
+from paragrad.parallel.server import sockets
+from paragrad.parallel.server.client import Calling
+from paragrad.parallel.server.curve_keys import Address, Keys
+from paragrad.parallel.server.message_header import Header, Kind, bytes_of, unpacked
+from paragrad.parallel.server.request_handler import AGAIN, APPLIED
+from paragrad.parallel.server.sockets import Listening
+from paragrad.parallel.server.work_queue import LATE
 from paragrad.record.record import Record
-from paragrad.techniques.served import calling as of_calling
-from paragrad.techniques.served import sockets
-from paragrad.techniques.served.calling import Calling
-from paragrad.techniques.served.header import Header, Kind, bytes_of, unpacked
-from paragrad.techniques.served.keys import Address, Keys
-from paragrad.techniques.served.office import LATE
-from paragrad.techniques.served.reception import AGAIN, APPLIED
-from paragrad.techniques.served.sockets import Listening
-from paragrad.verbs import elastic
 
 WAIT = 20.0  # seconds for anything
 VECTOR = torch.arange(60, dtype=torch.float64)
@@ -251,9 +251,9 @@ def test_where_nobody_listens_any_more_nobody_is_waited_for(
 
 STANDS = """
     import sys
-    from paragrad.techniques.served.calling import Calling
-    from paragrad.techniques.served.header import Header, Kind
-    from paragrad.techniques.served.keys import Address, Keys
+    from paragrad.parallel.server.client import Calling
+    from paragrad.parallel.server.message_header import Header, Kind
+    from paragrad.parallel.server.curve_keys import Address, Keys
 
     calling = Calling([Address(sys.argv[1])], 1000, Keys.made(), 60.0)
     print([header.kind.name for _, header, _ in calling.asked([(0, Header(Kind.PULL, 77), ())])])
@@ -310,7 +310,7 @@ def test_more_that_are_late_than_a_step_can_do_without_end_no_run(
     come for those who do not come back.
     """
 
-    class Halved(elastic.Run):
+    class Halved(queue_coordinator.Run):
         stopped = False
 
         def run(self) -> str:
@@ -328,7 +328,7 @@ def test_more_that_are_late_than_a_step_can_do_without_end_no_run(
                 for number in held[:2]:
                     self.crew.members[number].signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(elastic, "Run", Halved)
+    monkeypatch.setattr(queue_coordinator, "Run", Halved)
     run = pg.train(vectors(epochs=6), "server(3, sync=bsp(backup=1))", runs=tmp_path, timeout=10)
     assert run.finished
     assert set(applied(run)) == {6 * 29}

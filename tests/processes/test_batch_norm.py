@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import paragrad as pg
+from paragrad.engine.batch_norm import BatchNorm
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.jobs.job import Job
-from paragrad.techniques.batch_norm import BatchNorm
-from paragrad.training.trainer import Trainer
-from paragrad.world.world import World
+from paragrad.runtime.world import World
+from paragrad.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 

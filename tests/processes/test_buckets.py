@@ -14,11 +14,11 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
+from paragrad.commands.train import run
+from paragrad.launch import Ranks
 from paragrad.record.record import Line, Record
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
-from paragrad.verbs.train import run
-from paragrad.world.launching import Ranks
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import admitted
 
 
 def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:

@@ -32,24 +32,33 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
+from paragrad.commands.train import run
 from paragrad.datasets.loading import parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job
+from paragrad.launch import Ranks
 from paragrad.record.record import Record
-from paragrad.report import listing
+from paragrad.report import summaries
+from paragrad.report.equivalence.lockstep import differences
+from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.training import checkpoint, plain, saving, tensor_files
-from paragrad.training.admission import admitted
-from paragrad.training.door import examined
-from paragrad.training.identity import SINCE
-from paragrad.training.saved import FILES, SUMS, Saved, digest_of, folders, newest, step_of
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import differences
-from paragrad.verbs.train import run
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.checkpoint import json_values, tensor_files, trainer_snapshot
+from paragrad.trainer.checkpoint.checkpoint_files import (
+    FILES,
+    SUMS,
+    Saved,
+    digest_of,
+    folders,
+    newest,
+    step_of,
+)
+from paragrad.trainer.identity import SINCE
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation import resume_check
+from paragrad.validation.inspect_job import examined
+from paragrad.validation.validate import admitted
 
 # 29 samples in batches of 12: three steps an epoch; step 4 is in the middle of the second
 SAVED = 4
@@ -106,7 +115,7 @@ def steps_from(
     trainer = Trainer.of_job(world, job, chosen)
     try:
         if saved is not None:
-            saving.restore(trainer, saved)
+            trainer_snapshot.restore(trainer, saved)
         order = job.order(len(job.train))
         places = [
             (step // order.steps, list(order.batches())[step % order.steps])
@@ -115,7 +124,7 @@ def steps_from(
         for fetched in trainer.batches_at(job.train, order, places):
             trainer.step(*parted(fetched))
         if folder is not None:
-            trainer.save(folder, checkpoint.identity_of(job, examined(job)))
+            trainer.save(folder, resume_check.identity_of(job, examined(job)))
         return {name: tensor.clone() for name, tensor in trainer.state().items()}
     finally:
         trainer.close()
@@ -285,7 +294,7 @@ def test_saved_here_loaded_there(
     late = resolved(after)
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.size)
-    found = checkpoint.found(tmp_path, job, examined(job))
+    found = resume_check.found(tmp_path, job, examined(job))
     assert found.step == SAVED
     for state in pool.run(steps_from, job, late, found, SAVED, 5, size=late.size):
         assert max(differences(state, {key: expected[key] for key in state}).values()) <= 1e-10
@@ -408,7 +417,7 @@ def test_one_checkpoint_is_asked_for_by_its_folder(tmp_path: Path) -> None:
     job = JOBS["mlp"]
     steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     steps_from(World(), job, Serial(threads=1), newest(tmp_path), 2, 1, tmp_path)
-    found = checkpoint.found(tmp_path / "checkpoint-00000002", job, examined(job))
+    found = resume_check.found(tmp_path / "checkpoint-00000002", job, examined(job))
     assert (found.step, found.because, found.folder.parent) == (2, "asked for", tmp_path.resolve())
     assert newest(tmp_path).step == 3
     harm(tmp_path / "checkpoint-00000002" / FILES[0], "flipped")
@@ -447,7 +456,7 @@ def test_every_scheduler_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -
     job = in64(JOBS["mlp"]).replace(scheduler=SCHEDULERS[name])
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
-    found = checkpoint.found(tmp_path, job, examined(job))
+    found = resume_check.found(tmp_path, job, examined(job))
     state = steps_from(World(), job, Serial(threads=1), found, SAVED, 5)
     assert max(differences(state, expected).values()) <= 1e-12
 
@@ -741,7 +750,7 @@ def test_an_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(pg.Refused, match=re.escape(message)):
-            checkpoint.found(tmp_path, job, examined(job))
+            resume_check.found(tmp_path, job, examined(job))
 
 
 def test_steps_beyond_eight_digits(tmp_path: Path) -> None:
@@ -768,7 +777,7 @@ def test_what_earlier_versions_saved_goes_on(tmp_path: Path) -> None:
             del state["identity"][name]
 
     edited(tmp_path / "checkpoint-00000003", as_before)
-    assert checkpoint.found(tmp_path, job, examined(job)).step == 3
+    assert resume_check.found(tmp_path, job, examined(job)).step == 3
 
 
 STOPPED = """
@@ -882,14 +891,14 @@ def test_how_to_go_on_is_said_as_it_was_typed(
     """
     monkeypatch.setattr("shutil.which", lambda name: None)
     # PARAGRAD_DATA=there
-    assert listing.again(shlex.split(typed), Path("runs/new"), "there") == expected
+    assert summaries.again(shlex.split(typed), Path("runs/new"), "there") == expected
 
 
 def test_how_the_program_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", {"paragrad": "/bin/paragrad", "python": sys.executable}.get)
-    assert listing.called_as("/bin/paragrad") == ["paragrad"]
-    assert listing.called_as("/opt/paragrad") == ["/opt/paragrad"]
-    assert listing.called_as("/lib/paragrad/__main__.py") == ["python", "-m", "paragrad"]
+    assert summaries.called_as("/bin/paragrad") == ["paragrad"]
+    assert summaries.called_as("/opt/paragrad") == ["/opt/paragrad"]
+    assert summaries.called_as("/lib/paragrad/__main__.py") == ["python", "-m", "paragrad"]
 
 
 @pytest.mark.table
@@ -996,9 +1005,9 @@ def test_saving_leaves_what_others_write_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_mapping_that_would_not_come_back_is_refused_when_it_is_saved() -> None:
-    assert plain.restored(json.loads(json.dumps(plain.plain({3: 0.1})))) == {3: 0.1}
+    assert json_values.restored(json.loads(json.dumps(json_values.plain({3: 0.1})))) == {3: 0.1}
     with pytest.raises(StepFailed, match="a checkpoint cannot hold a mappingproxy"):
-        plain.plain(MappingProxyType({3: 0.1}))
+        json_values.plain(MappingProxyType({3: 0.1}))
 
 
 def test_signals_are_left_alone_elsewhere() -> None:

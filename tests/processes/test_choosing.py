@@ -8,11 +8,13 @@ from unittest.mock import patch
 import torch
 
 from paragrad.errors import StepFailed
+from paragrad.executors.machine import ASSUMED, Machine
+from paragrad.executors.proof import prove
+from paragrad.launch import Ranks
 from paragrad.notation.choices import Choice
-from paragrad.planner import choosing
-from paragrad.planner.choosing import Chooser
-from paragrad.players.machine import ASSUMED, Machine
-from paragrad.players.proof import prove
+from paragrad.planner import algorithm_choice
+from paragrad.planner.algorithm_choice import Chooser
+from paragrad.runtime.world import World
 from paragrad.schedules.actions import Compute, Program
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -23,8 +25,6 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies.data import Native
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
 
 
 class Hasty(Choice):
@@ -59,8 +59,8 @@ def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
         Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"),
     )
     with (
-        patch.object(choosing, "candidates", lambda size, group: list(algorithms)),
-        patch.object(choosing, "prove", proving),
+        patch.object(algorithm_choice, "candidates", lambda size, group: list(algorithms)),
+        patch.object(algorithm_choice, "prove", proving),
     ):
         try:
             said = ""
@@ -122,7 +122,7 @@ def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
         Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"),
     )
     with (
-        patch.object(choosing, "candidates", lambda size, group: others),
+        patch.object(algorithm_choice, "candidates", lambda size, group: others),
         patch.object(Chooser, "_seconds", seconds),
     ):
         return str(chooser.pick(torch.zeros(1000))), dict(times)
@@ -138,5 +138,5 @@ def test_the_backends_own_is_timed_to_the_last_and_nobody_is_dropped_after_one_t
         for said, times in pool.run(turns, native, size=3):
             assert said == best
             assert times["native"] == times["ring"] == max(times.values())
-            assert min(times.values()) >= choosing.LEAST_TURNS
+            assert min(times.values()) >= algorithm_choice.LEAST_TURNS
             assert len(set(times.values())) > 1  # there were stages

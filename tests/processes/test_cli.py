@@ -14,12 +14,12 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from paragrad.jobs.finding import find
-from paragrad.players.proof import prove
-from paragrad.report.table import Table
+from paragrad.commands.cli import app
+from paragrad.executors.proof import prove
+from paragrad.jobs.find_job import find
+from paragrad.report.comparison_table import Table
 from paragrad.strategies.data import SCHEDULES, Data
-from paragrad.strategies.table import strategy
-from paragrad.verbs.cli import app
+from paragrad.strategies.registry import strategy
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SEVEN = (

@@ -13,6 +13,11 @@ from torch import Tensor
 
 import paragrad as pg
 from paragrad.errors import Refused, StepFailed
+from paragrad.parallel.compression.codec import Codec, Payload, codec_of
+from paragrad.parallel.compression.feedback import Corrected, Feedback, key_of, shared_out
+from paragrad.parallel.compression.packing import length_of, packed, unpacked
+from paragrad.parallel.compression.power_sgd import Factors
+from paragrad.parallel.compression.sparse import FEW, largest
 from paragrad.strategies.compressors import (
     CHUNK,
     COMPRESSORS,
@@ -21,12 +26,7 @@ from paragrad.strategies.compressors import (
     count_of,
     matrix_of,
 )
-from paragrad.strategies.table import strategy
-from paragrad.techniques.compression.codec import Codec, Payload, codec_of
-from paragrad.techniques.compression.feedback import Corrected, Feedback, key_of, shared_out
-from paragrad.techniques.compression.packing import length_of, packed, unpacked
-from paragrad.techniques.compression.power_sgd import Factors
-from paragrad.techniques.compression.sparse import FEW, largest
+from paragrad.strategies.registry import strategy
 
 CPU = torch.device("cpu")
 

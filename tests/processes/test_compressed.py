@@ -26,16 +26,16 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.errors import StepFailed
-from paragrad.report import listing
+from paragrad.launch import Ranks
+from paragrad.parallel.compression.momentum import Momentum, momentum_of
+from paragrad.parallel.data import bucketing
+from paragrad.report import summaries
+from paragrad.report.equivalence.lockstep import distances
+from paragrad.runtime.world import World
 from paragrad.strategies.compressors import count_of
 from paragrad.strategies.shares import divide
-from paragrad.techniques.compression.momentum import Momentum, momentum_of
-from paragrad.techniques.data_parallel import own_buckets
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import distances
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -362,12 +362,12 @@ def deeper() -> nn.Module:
 
 
 def in_small_buckets(world: World, *args: Any) -> list[Any]:
-    before = own_buckets.BYTES
-    own_buckets.BYTES = 1000
+    before = bucketing.BYTES
+    bucketing.BYTES = 1000
     try:
         return seen(world, *args)
     finally:
-        own_buckets.BYTES = before
+        bucketing.BYTES = before
 
 
 @pytest.mark.parametrize(
@@ -815,7 +815,7 @@ def test_a_terminal_is_told_what_is_left_out(
 ) -> None:
     made = vectors(optimizer=heavy, epochs=1)
     first = pg.train(made, "data(2, compress=top_k(0.1))", runs=tmp_path, save=2)
-    listing.run(
+    summaries.run(
         pg.train(made.replace(epochs=2), "serial", runs=tmp_path, resume=first.folder),
         as_json=False,
     )

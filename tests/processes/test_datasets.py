@@ -29,20 +29,20 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from paragrad.datasets import files
-from paragrad.datasets.files import SETS, Original, content, located
+from paragrad.datasets import dataset_files
+from paragrad.datasets.dataset_files import SETS, Original, content, located
 from paragrad.datasets.idx import labelled, read
 from paragrad.datasets.loading import Samples
 from paragrad.datasets.mnist import DEVIATION, MEAN, mnist
-from paragrad.datasets.text import CHARACTERS, NUMBERS, Speeches, pad, speeches, windows
+from paragrad.datasets.tinyshakespeare import CHARACTERS, NUMBERS, Speeches, pad, speeches, windows
 from paragrad.errors import Refused
-from paragrad.jobs import finding
+from paragrad.jobs import find_job
 from paragrad.jobs.digits import inception_digits
 from paragrad.jobs.job import Job, accuracy
 from paragrad.jobs.loss import Summed
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp, mnist_resnet
 from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
-from paragrad.training.door import examined
+from paragrad.validation.inspect_job import examined
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 PLAY = (
@@ -288,11 +288,11 @@ def spoil(server: Server, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         server.extra = 5
     elif how == "silent":
         monkeypatch.setitem(SETS, "small", SETS["small"][1:])
-        monkeypatch.setattr(files, "SILENCE", 0.05)
+        monkeypatch.setattr(dataset_files, "SILENCE", 0.05)
         server.answering.clear()
     elif how == "slow":
         monkeypatch.setitem(SETS, "small", SETS["small"][1:])
-        monkeypatch.setattr(files, "LONGEST", -1.0)
+        monkeypatch.setattr(dataset_files, "LONGEST", -1.0)
 
 
 @pytest.mark.parametrize(
@@ -711,7 +711,7 @@ def test_making_a_job_reads_no_data_and_it_can_be_shipped(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", lambda _: pytest.fail("data was read"))
         job = pickle.loads(cloudpickle.dumps(make()))
-    assert job.name in finding.JOBS
+    assert job.name in find_job.JOBS
     assert len(job.train(small)) > len(job.test(small)) > 0
 
 

@@ -17,10 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 import paragrad
+from paragrad.commands.cli import app
+from paragrad.executors.proof import prove
 from paragrad.jobs.job import Job
-from paragrad.players.proof import prove
 from paragrad.strategies.data import SCHEDULES
-from paragrad.verbs.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from paragrad.engine.rng.draws import Keyed, Recording, seen
+from paragrad.engine.rng.hashing import elements, mixed, rows, uniform
+from paragrad.engine.rng.random_kernels import KERNELS, drawing
 from paragrad.errors import StepFailed
+from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
-from paragrad.techniques.draws import Keyed, Recording, seen
-from paragrad.techniques.hashing import elements, mixed, rows, uniform
-from paragrad.techniques.kernels import KERNELS, drawing
-from paragrad.training.trainer import Trainer
-from paragrad.world.world import World
+from paragrad.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.world.launched import (
+from paragrad.runtime.launcher_env import (
     LAUNCH_NAMES,
     MPICH,
     OPEN_MPI,
@@ -355,8 +355,8 @@ SCRIPT = textwrap.dedent("""
     import json, os, signal, sys
     from pathlib import Path
     import torch
-    from paragrad.world.joining import joined_from_environment, launched_rank
-    from paragrad.world.joining import launched_size, ranks_here
+    from paragrad.runtime.rendezvous import joined_from_environment, launched_rank
+    from paragrad.runtime.rendezvous import launched_size, ranks_here
 
     answers, folder, meetings = [], Path(sys.argv[1]), int(sys.argv[2])
     for meeting in range(meetings):
@@ -630,7 +630,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
     place.script.write_text(
         textwrap.dedent("""
         from paragrad.errors import RankFailed
-        from paragrad.world.joining import joined_from_environment
+        from paragrad.runtime.rendezvous import joined_from_environment
         try:
             with joined_from_environment(timeout=1.0):
                 pass
@@ -671,8 +671,8 @@ def test_a_process_group_of_the_users_is_the_world_and_stays(place: Place, tmp_p
         textwrap.dedent("""
         import sys
         import torch, torch.distributed as dist
-        from paragrad.world.joining import joined_from_environment, launched_rank
-        from paragrad.world.joining import launched_size, ranks_here
+        from paragrad.runtime.rendezvous import joined_from_environment, launched_rank
+        from paragrad.runtime.rendezvous import launched_size, ranks_here
         rank = int(sys.argv[-1])
         assert (launched_rank(), launched_size(), ranks_here()) == (0, None, None)
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[-2]}", rank=rank,

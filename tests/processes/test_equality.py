@@ -34,19 +34,19 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import brought, called, parted
 from paragrad.errors import RankFailed
 from paragrad.jobs.job import CPU, Job
+from paragrad.launch import Ranks
+from paragrad.parallel.data.reproducible_sum import reproducible_all_reduce
 from paragrad.report.certificate import Difference
-from paragrad.schedules.sabotage import SABOTAGES
+from paragrad.report.equivalence.lockstep import STEPS, difference, differences
+from paragrad.runtime.world import World
+from paragrad.schedules.fault_injection import SABOTAGES
 from paragrad.schedules.tree import Tree
+from paragrad.strategies.registry import strategy
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import strategy
-from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
-from paragrad.training.first_step.start import dismiss, serve
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import STEPS, difference, differences
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.first_step.setup import dismiss, serve
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
 
 BOUND = 1e-10  # float64
 

@@ -34,14 +34,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import paragrad as pg
 from paragrad.datasets.clients import Part, Rounds
+from paragrad.launch import Ranks
+from paragrad.loops.rounds import InRounds
+from paragrad.loops.synchronous import train_rank
 from paragrad.record.record import Record, lines_of
-from paragrad.report import listing
-from paragrad.training.admission import Admitted, admitted
-from paragrad.training.in_rounds import InRounds
-from paragrad.training.loop import train_rank
-from paragrad.training.settings import Settings
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.report import summaries
+from paragrad.runtime.world import World
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import Admitted, admitted
 
 pytestmark = [
     pytest.mark.usefixtures("warm"),
@@ -326,7 +326,7 @@ def test_who_was_lost_is_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
         f"client {client} in round {number}" for number in (0, 1) for client in (1, 4)
     ]
     assert run.as_json()["events"] == run.happened
-    listing.run(run, False)
+    summaries.run(run, False)
     assert f"what happened: {run.happened[0]}; and 3 more, in the record" in capsys.readouterr().out
 
 

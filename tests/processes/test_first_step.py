@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.record.record import Record
-from paragrad.training.first_step.made import Gap, Made, gaps, pooled
+from paragrad.trainer.first_step.step_result import Gap, Made, gaps, pooled
 
 STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(2, state=fully_sharded)")
 SHOWN = {

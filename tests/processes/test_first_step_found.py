@@ -24,16 +24,16 @@ from torch.utils.data import TensorDataset
 import paragrad as pg
 from paragrad.datasets.loading import parted
 from paragrad.errors import StepFailed
-from paragrad.techniques.model_parallel import split
-from paragrad.training.first_step import made
-from paragrad.training.first_step.causes import likely
-from paragrad.training.first_step.proof import Miss, Proof
-from paragrad.training.trainer import Trainer
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.parallel.pipeline import balance
+from paragrad.runtime.world import World
+from paragrad.trainer.first_step import step_result
+from paragrad.trainer.first_step.diagnosis import likely
+from paragrad.trainer.first_step.step_check import Miss, Proof
+from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.story
-FLOOR = made.FLOOR
+FLOOR = step_result.FLOOR
 
 
 class Keeping(nn.Module):
@@ -143,8 +143,8 @@ class Halved(nn.Module):
         self.hooked = hooked
         # in ranks: as if rounding had made the step doubtful
         if dist.is_initialized():
-            mock.patch.object(made, "FLOOR", 1).start()
-            mock.patch.object(made, "BELIEVED", 0).start()
+            mock.patch.object(step_result, "FLOOR", 1).start()
+            mock.patch.object(step_result, "BELIEVED", 0).start()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.hidden(x))
@@ -187,13 +187,15 @@ class InPlace(Halved):
         if dist.is_initialized():
             judged = Proof._judged
 
-            def in_double(proof: Proof, ours: made.Made, doubtful: list[made.Key]) -> list[Miss]:
+            def in_double(
+                proof: Proof, ours: step_result.Made, doubtful: list[step_result.Key]
+            ) -> list[Miss]:
                 if not proof.double:
                     return judged(proof, ours, doubtful)
-                with mock.patch.object(made, "FLOOR", FLOOR):
+                with mock.patch.object(step_result, "FLOOR", FLOOR):
                     return proof.double() or []
 
-            mock.patch.object(made, "FLOOR", 0).start()
+            mock.patch.object(step_result, "FLOOR", 0).start()
             mock.patch.object(Proof, "_judged", in_double).start()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -294,7 +296,7 @@ def test_where_no_batch_is_split_nothing_is_told_to_mix_samples() -> None:
             module=SimpleNamespace(traced=True, linear=True),
             draws=SimpleNamespace(calls=[]),
         )
-        return likely(trainer, [Miss("gradient", 0, made.Gap(1.0, "weight", 2.0), 0.0)])
+        return likely(trainer, [Miss("gradient", 0, step_result.Gap(1.0, "weight", 2.0), 0.0)])
 
     assert "mixes samples" in cause("data(2)")
     assert "mixes samples" in cause("pipeline(2, micro=2)")
@@ -306,7 +308,7 @@ def cuts(world: World) -> int:
     halved = job("halved", lambda: Halved(64, True), VECTORS)
     trainer = Trainer.of_job(world, halved, resolved("place(2)"))
     with (
-        mock.patch.object(split, "cut", wraps=split.cut) as cut,
+        mock.patch.object(balance, "cut", wraps=balance.cut) as cut,
         contextlib.suppress(StepFailed),
         contextlib.closing(trainer),
     ):

@@ -30,16 +30,16 @@ from test_server import JOB, Told, frames, push, server
 from torch import nn
 
 import paragrad as pg
+from paragrad.commands import train
+from paragrad.loops.synchronous import train_rank
+from paragrad.parallel.server import server_exchange, worker_exchange
+from paragrad.parallel.server.client import Calling
+from paragrad.parallel.server.curve_keys import Address, Keys
+from paragrad.parallel.server.message_header import DTYPES, Header, Kind, unpacked
+from paragrad.parallel.server.sockets import ROOM, WAITING, Listening
 from paragrad.record.record import Record
+from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
-from paragrad.techniques.served import asking, serving
-from paragrad.techniques.served.calling import Calling
-from paragrad.techniques.served.header import DTYPES, Header, Kind, unpacked
-from paragrad.techniques.served.keys import Address, Keys
-from paragrad.techniques.served.sockets import ROOM, WAITING, Listening
-from paragrad.training.loop import train_rank
-from paragrad.verbs import train
-from paragrad.world.world import World
 
 WAIT = 60.0  # seconds for anything
 STEPS = 12
@@ -74,7 +74,7 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
     until the flood goes on.
     """
 
-    def begin(self: asking.Asking) -> None:
+    def begin(self: worker_exchange.Asking) -> None:
         nonlocal seen
         if self.step > seen:
             seen = self.step
@@ -84,7 +84,7 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
             meeting.recv()
         begun(self)
 
-    def insight(self: asking.Asking) -> Insight:
+    def insight(self: worker_exchange.Asking) -> Insight:
         return Insight(self.job, self.sender, self.calling.address, self.calling.keys)
 
     def made(
@@ -106,7 +106,7 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
         assert not any(self.events)
         allows(self, keys)
 
-    def serve(self: serving.Serving) -> None:
+    def serve(self: server_exchange.Serving) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is of what follows
         before = resident("VmRSS")
         serves(self)
@@ -114,19 +114,19 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
 
     seen = 0
     sent = list[list[bytes]]()
-    begun = asking.Asking.begin
+    begun = worker_exchange.Asking.begin
     called = Calling.__init__
     sends = Calling._send
     allows = Listening.allow
-    serves = serving.Serving.serve
+    serves = server_exchange.Serving.serve
     with contextlib.ExitStack() as stack:
         for owner, name, other in (
-            (serving, "own_host", lambda world: "127.0.0.1"),
-            (asking.Asking, "begin", begin),
+            (server_exchange, "own_host", lambda world: "127.0.0.1"),
+            (worker_exchange.Asking, "begin", begin),
             (Calling, "__init__", made),
             (Calling, "_send", send),
             (Listening, "allow", allow),
-            (serving.Serving, "serve", serve),
+            (server_exchange.Serving, "serve", serve),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))
         if world.rank < 2:

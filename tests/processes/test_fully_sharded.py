@@ -23,14 +23,14 @@ from torch.utils.data import TensorDataset
 
 from paragrad import Job, RankFailed, Refused, parallelize, train
 from paragrad.datasets.loading import parted
+from paragrad.launch import Ranks
+from paragrad.parallel.data.fsdp_units import common, groups
+from paragrad.report.equivalence.lockstep import difference
+from paragrad.runtime.world import World
+from paragrad.strategies.registry import strategy
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import strategy
-from paragrad.techniques.data_parallel.groups import common, groups
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import difference
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.trainer import Trainer
 
 BOUND = 1e-10
 WIDTH = 128

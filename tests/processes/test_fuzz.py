@@ -31,18 +31,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 import paragrad as pg
+from paragrad.commands.cli import app
+from paragrad.executors.machine import Link, Machine, read_machine
 from paragrad.planner.simulation import simulate
-from paragrad.players.machine import Link, Machine, read_machine
+from paragrad.runtime.world import World
+from paragrad.strategies.registry import strategy
 from paragrad.strategies.serial import Serial
-from paragrad.strategies.table import strategy
-from paragrad.training import checkpoint
-from paragrad.training.admission import admitted
-from paragrad.training.door import examined
-from paragrad.training.saved import FILES, SUMS, digest_of
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.cli import app
-from paragrad.world.world import World
+from paragrad.trainer.checkpoint.checkpoint_files import FILES, SUMS, digest_of
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation import resume_check
+from paragrad.validation.inspect_job import examined
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.story
 BOUND = 20  # seconds for one case
@@ -362,7 +362,7 @@ def test_settings() -> None:
         )
     )
     def one(changes: list[tuple[str, Any]]) -> None:
-        from paragrad.training.settings import settings_of
+        from paragrad.trainer.settings import settings_of
 
         with in_time(), contextlib.suppress(pg.Refused):
             admitted(JOBS["mlp"], "data(2)", settings_of(dict(changes)))
@@ -420,7 +420,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     trainer = Trainer.of_job(World(), job, Serial(threads=1))
     for inputs, target in trainer.batches(job.train, job.batch, 0):
         trainer.step(inputs, target)
-    trainer.save(tmp_path / "whole", checkpoint.identity_of(job, facts))
+    trainer.save(tmp_path / "whole", resume_check.identity_of(job, facts))
     trainer.close()
     (folder,) = (tmp_path / "whole").iterdir()
     state = json.loads((folder / "state.json").read_text())
@@ -457,7 +457,7 @@ def test_checkpoints(tmp_path: Path) -> None:
                     "".join(f"{digest_of(copy / each)}  {each}\n" for each in FILES)
                 )
             with contextlib.suppress(pg.Refused):
-                checkpoint.found(Path(parent), job, facts)
+                resume_check.found(Path(parent), job, facts)
 
     one()
 

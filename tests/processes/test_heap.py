@@ -10,7 +10,7 @@ import pytest
 
 CODE = """
 import resource, torch
-from paragrad.world import heap
+from paragrad.runtime import heap
 heap.keep()
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,24 +13,33 @@ from equality import numbers, whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.techniques.width import (
-    along,
-    convolutions,
-    kinds,
-    letters,
-    losses,
-    norms,
-    shapes,
-    sliding,
+from paragrad.launch import Ranks
+from paragrad.parallel.sharding.autograd_collectives import Line
+from paragrad.parallel.sharding.sharded_tensor import whole as gathered
+from paragrad.parallel.tensor import (
+    cast_rules,
+    convolution_rules,
+    einsum_rules,
+    loss_rules,
+    norm_rules,
+    reduction_rules,
+    shape_rules,
+    window_rules,
 )
-from paragrad.techniques.width.divided import whole as gathered
-from paragrad.techniques.width.domain import entering
-from paragrad.techniques.width.pairs import Line
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.parallel.tensor.input_sharding import entering
+from paragrad.runtime.world import World
 
 # which fill the table
-RULES = along, convolutions, kinds, letters, losses, norms, shapes, sliding
+RULES = (
+    reduction_rules,
+    convolution_rules,
+    cast_rules,
+    einsum_rules,
+    loss_rules,
+    norm_rules,
+    shape_rules,
+    window_rules,
+)
 # of an image, and tensors that are on all ranks
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
 PIXELS = whole(4, 2, 7, 9, seed=80).masked_fill(whole(5, 2, 7, 9, seed=81) == 0, -100)

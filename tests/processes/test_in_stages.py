@@ -32,18 +32,18 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.datasets.loading import parted
+from paragrad.engine.exchange import How, Replica
 from paragrad.jobs.loss import Summed
-from paragrad.record.log import Log
+from paragrad.launch import Ranks
+from paragrad.parallel.data.bucketing import OwnBuckets
+from paragrad.parallel.pipeline import balance
+from paragrad.parallel.tracing.cut_points import units_of
+from paragrad.parallel.tracing.stage_forward import SHAPES, Flow
+from paragrad.record.step_log import Log
+from paragrad.runtime.world import World
 from paragrad.strategies.data import Native
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.data_parallel.own_buckets import OwnBuckets
-from paragrad.techniques.exchange import How, Replica
-from paragrad.techniques.model_parallel import split
-from paragrad.techniques.model_parallel.flow import SHAPES, Flow
-from paragrad.techniques.model_parallel.units import units_of
-from paragrad.training.trainer import Trainer
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -327,7 +327,7 @@ def test_parts_are_run_in_calls_as_large_as_can_be() -> None:
     """
 
     def watched(model: nn.Module, at: str) -> list[list[str]]:
-        found = split.cut(model, torch.randn(6, 10), 2, (at,))
+        found = balance.cut(model, torch.randn(6, 10), 2, (at,))
         assert [name for name, _ in found.parts[0]][:2] == ["h.0.inner", "h.0.act"]
         return [[name for name, _ in part] for part in found.watched]
 
@@ -346,13 +346,13 @@ def test_parts_are_cut_between_modules_where_that_costs_little() -> None:
     """
     model = Stacked()
     x = torch.randn(6, 10)
-    found = split.opened(units_of(model, x, 2))
+    found = balance.opened(units_of(model, x, 2))
     assert found == [0, 2, 1, 2, 1, 2, 1, 2, 1]
     little = [10, 10, 10, 10, 5, 12, 10, 10, 10]
     much = [10, 10, 10, 10, 10, 30, 10, 10, 10]
-    assert split.balanced(little, 2) == split.balanced(much, 2) == [range(5), range(5, 9)]
-    assert split.balanced(little, 2, found) == [range(4), range(4, 9)]
-    assert split.balanced(much, 2, found) == [range(5), range(5, 9)]
+    assert balance.balanced(little, 2) == balance.balanced(much, 2) == [range(5), range(5, 9)]
+    assert balance.balanced(little, 2, found) == [range(4), range(4, 9)]
+    assert balance.balanced(much, 2, found) == [range(5), range(5, 9)]
 
 
 @pytest.mark.sample(3)

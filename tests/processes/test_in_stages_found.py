@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
+from paragrad.engine.state.preserve_state import Before, untouched
 from paragrad.jobs.loss import Summed
-from paragrad.techniques.model_parallel.flow import Flow
-from paragrad.techniques.model_parallel.part import Part
-from paragrad.techniques.untouched import Before, untouched
-from paragrad.training.admission import admitted
-from paragrad.training.trainer import Trainer
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.parallel.pipeline.stage import Part
+from paragrad.parallel.tracing.stage_forward import Flow
+from paragrad.runtime.world import World
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.validate import admitted
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 

@@ -18,10 +18,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.techniques.model_parallel.flow import Flow
-from paragrad.training.admission import admitted
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.parallel.tracing.stage_forward import Flow
+from paragrad.runtime.world import World
+from paragrad.validation.validate import admitted
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 

@@ -38,12 +38,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import paragrad as pg
-from paragrad.training.admission import admitted
-from paragrad.training.apart import refuse_views
-from paragrad.training.settings import Settings
-from paragrad.verbs.lockstep import STEPS
-from paragrad.verbs.train import run
-from paragrad.world.launching import Ranks
+from paragrad.commands.train import run
+from paragrad.launch import Ranks
+from paragrad.report.equivalence.lockstep import STEPS
+from paragrad.trainer.parameter_access import refuse_views
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.usefixtures("warm")
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
 import paragrad as pg
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.runtime.world import World
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import paragrad as pg
-from paragrad.jobs.finding import find
-from paragrad.world.launching import files
+from paragrad.jobs.find_job import find
+from paragrad.launch import job_files
 
 DATA = """
 import torch, paragrad as pg
@@ -280,5 +280,5 @@ def test_a_short_name_within_another_one_names_nothing(
     written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "level.py")
     monkeypatch.syspath_prepend(tmp_path)
     found = find("level:job")
-    assert [file.name for file in files.dumps(found)[1]] == ["level"]
-    assert files.dumps(("a level", "two_level", pg.TwoLevel))[1] == ()
+    assert [file.name for file in job_files.dumps(found)[1]] == ["level"]
+    assert job_files.dumps(("a level", "two_level", pg.TwoLevel))[1] == ()

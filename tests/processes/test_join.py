@@ -28,12 +28,12 @@ from test_server import Desk, applied, frames
 
 import paragrad as pg
 from paragrad.errors import Refused
-from paragrad.jobs.finding import find
-from paragrad.record.record import Record, Recorder, lines_of
-from paragrad.techniques.served.calling import Calling, knock
-from paragrad.techniques.served.entrance import Entrance, Place, read_place, refuse_place
-from paragrad.techniques.served.header import Header, Kind, Unfit
-from paragrad.techniques.served.keys import (
+from paragrad.jobs.find_job import find
+from paragrad.loops import queue_coordinator
+from paragrad.loops.join import known_by, refuse_other
+from paragrad.loops.join_coordinator import Guests
+from paragrad.parallel.server.client import Calling, knock
+from paragrad.parallel.server.curve_keys import (
     PUBLIC,
     SECRET,
     Allowed,
@@ -43,14 +43,14 @@ from paragrad.techniques.served.keys import (
     public_key,
     write_public,
 )
-from paragrad.techniques.served.meeting import Meeting
-from paragrad.techniques.served.office import END, KEEP, TEST, TRAIN, Ticket
-from paragrad.techniques.served.sockets import FROM_ELSEWHERE, Listening
-from paragrad.training.admission import admitted
-from paragrad.training.guest import known_by, refuse_other
-from paragrad.training.settings import Settings
-from paragrad.verbs import elastic
-from paragrad.verbs.guests import Guests
+from paragrad.parallel.server.endpoints import Meeting
+from paragrad.parallel.server.join_endpoint import Entrance, Place, read_place, refuse_place
+from paragrad.parallel.server.message_header import Header, Kind, Unfit
+from paragrad.parallel.server.sockets import FROM_ELSEWHERE, Listening
+from paragrad.parallel.server.work_queue import END, KEEP, TEST, TRAIN, Ticket
+from paragrad.record.record import Record, Recorder, lines_of
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import admitted
 
 JOB = """
     import torch
@@ -70,7 +70,7 @@ JOB = """
                  train=data, test=data, metric=pg.accuracy, batch=12, epochs=6, dtype=torch.float64)
 """
 SAMPLES = 6 * 29
-TRAINING = elastic.Run
+TRAINING = queue_coordinator.Run
 
 
 class Ground:
@@ -134,7 +134,7 @@ def place(tmp_path: Path) -> Ground:
     return Ground(tmp_path)
 
 
-class Open(elastic.Run):
+class Open(queue_coordinator.Run):
     """Has others join as soon as it is known where, trains when those who are wanted are there,
     and tells of what they did.
     """
@@ -179,7 +179,7 @@ def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def change(**changes: Any) -> type[Open]:
         made: type[Open] = type("Here", (Open,), {"place": place, "joiners": [], **changes})
-        monkeypatch.setattr(elastic, "Run", made)
+        monkeypatch.setattr(queue_coordinator, "Run", made)
         found.append(made)
         return made
 
@@ -372,7 +372,7 @@ LAUNCHES = """
     import sys
     from pathlib import Path
     from test_join import Open, Ground
-    from paragrad.verbs import elastic
+    from paragrad.commands import elastic
 
     class Told(Open):
         joining, place = (("--timeout", "5"),), Ground(Path(sys.argv[1]))

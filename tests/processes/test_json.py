@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 import paragrad
-from paragrad.players.machine import ASSUMED, Machine
-from paragrad.report import simulation
-from paragrad.training.settings import Settings
-from paragrad.verbs import cli
+from paragrad.commands import cli
+from paragrad.executors.machine import ASSUMED, Machine
+from paragrad.report import simulation_report
+from paragrad.trainer.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
@@ -108,7 +108,7 @@ def test_the_page_has_every_key_of_a_machine_file(
     machine = Machine(
         {"shm": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", {"shm": 0.1}, 1e9, 1e9, 1
     )
-    simulation.machine(machine, tmp_path / "machine.json", True)
+    simulation_report.machine(machine, tmp_path / "machine.json", True)
     compared("measure", capsys.readouterr().out)
 
 

@@ -19,14 +19,14 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.jobs.large_batch import Lamb, Lars, Scaled
+from paragrad.launch import Ranks
+from paragrad.optim import Lamb, Lars, Scaled
 from paragrad.record.noise_scale import measured, noise_of
 from paragrad.record.record import Record
-from paragrad.report import listing
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.world.launching import Ranks
+from paragrad.report import summaries
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -485,7 +485,7 @@ def test_of_tokens_it_is_judged_beside_tokens(
     run = pg.train(made, "data(2)", runs=tmp_path, noise_scale=1)
     assert run.noise is not None
     assert run.noise.batch == 160
-    listing.run(run, False)
+    summaries.run(run, False)
     assert "this one weighs 160" in capsys.readouterr().out
     assert (
         pg.train(

@@ -20,12 +20,12 @@ import torch
 from equality import JOBS
 
 from paragrad.errors import RankFailed, StepFailed
+from paragrad.launch import Ranks, fork_server
+from paragrad.report.equivalence.lockstep import difference
+from paragrad.runtime.launcher_env import cores
+from paragrad.runtime.world import World
+from paragrad.strategies.registry import resolve, strategy
 from paragrad.strategies.strategy import Here
-from paragrad.strategies.table import resolve, strategy
-from paragrad.verbs.lockstep import difference
-from paragrad.world.launched import cores
-from paragrad.world.launching import Ranks, server
-from paragrad.world.world import World
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_sys_exit_in_a_task_is_a_failure(two: Ranks) -> None:
 
 SCRIPT = textwrap.dedent("""
     import signal
-    from paragrad.world.launching import Ranks, processes
+    from paragrad.launch import Ranks, processes
 
     def wait(world, report):
         report(None)
@@ -294,9 +294,9 @@ def test_a_signal_amid_the_look_for_another() -> None:
     launcher, other = socket.socketpair()
     told: list[str] = []
     with launcher, mock.patch.object(select, "poll", Interrupted):
-        with server.ended_with(launcher, lambda: told.append("gone")):
+        with fork_server.ended_with(launcher, lambda: told.append("gone")):
             assert not told
         assert Interrupted.signals == 0
-        with server.ended_with(launcher, lambda: told.append("gone")):
+        with fork_server.ended_with(launcher, lambda: told.append("gone")):
             other.close()
         assert told

@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import paragrad as pg
-from paragrad.datasets.ahead import HandedOver, loaded
+from paragrad.commands.train import run
+from paragrad.datasets.loader_processes import HandedOver, loaded
 from paragrad.datasets.loading import Samples, brought, called, cut, mapped, parted
-from paragrad.datasets.order import Order
+from paragrad.datasets.sample_order import Order
 from paragrad.jobs.job import CPU
-from paragrad.record.log import Log
+from paragrad.launch import Ranks
+from paragrad.record.step_log import Log
 from paragrad.strategies.shares import Division
-from paragrad.training.admission import admitted
-from paragrad.training.batches import Batch, batch_of
-from paragrad.training.door import examined
-from paragrad.training.feed import Feed
-from paragrad.training.settings import Settings
-from paragrad.verbs.train import run
-from paragrad.world.launching import Ranks
+from paragrad.trainer.batch import Batch, batch_of
+from paragrad.trainer.batch_feed import Feed
+from paragrad.trainer.settings import Settings
+from paragrad.validation.inspect_job import examined
+from paragrad.validation.validate import admitted
 
 # more loaders than this machine has cores is what some of these tests want
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -29,18 +29,18 @@ from torch import Tensor, nn
 
 import paragrad as pg
 from paragrad.datasets.loading import parted
+from paragrad.engine.optimizer.update_probe import keeps_copies
+from paragrad.launch import Ranks
+from paragrad.loops.synchronous import train_rank
+from paragrad.parallel.averaging.averageable_state import mean_state
 from paragrad.record.record import Record
+from paragrad.report.equivalence.lockstep import distances
+from paragrad.runtime import stragglers
+from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.data_parallel.means import mean_state
-from paragrad.techniques.updating import keeps_copies
-from paragrad.training.admission import admitted
-from paragrad.training.loop import train_rank
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import distances
-from paragrad.world import waiting
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -1214,7 +1214,7 @@ def test_a_replica_that_is_slow_over_many_steps_is_no_riddle(backend: str) -> No
         two.run(slow_one, size=2, timeout=2.0, backend=backend)
 
 
-@pytest.mark.parametrize(("text", "after"), [("local(1)", math.inf), ("data(1)", waiting.AFTER)])
+@pytest.mark.parametrize(("text", "after"), [("local(1)", math.inf), ("data(1)", stragglers.AFTER)])
 def test_nobody_is_missed_who_need_not_have_come(text: str, after: float) -> None:
     """It was said of a slow replica that it was still loading, or gone."""
     trainer = Trainer.of_job(World(), vectors(), resolved(text))

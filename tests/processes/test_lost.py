@@ -25,23 +25,24 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paragrad as pg
-from paragrad.datasets.ahead import loaded
+from paragrad.commands import compare as comparing
+from paragrad.commands import train as training
+from paragrad.datasets.loader_processes import loaded
 from paragrad.datasets.loading import Samples
 from paragrad.errors import Interrupted, RankFailed, StepFailed
-from paragrad.record.log import Log
+from paragrad.launch import Ranks
+from paragrad.launch.launcher_folder import LONGEST, clear, locked_folder, short_enough
+from paragrad.loops import synchronous
+from paragrad.loops.synchronous import train_rank
 from paragrad.record.record import Record, Recorder
-from paragrad.training import checkpoint, loop
-from paragrad.training.admission import Admitted, admitted
-from paragrad.training.loop import train_rank
-from paragrad.training.saved import folders, step_of
-from paragrad.training.settings import Settings
-from paragrad.verbs import compare as comparing
-from paragrad.verbs import train as training
-from paragrad.world.joining import joined, of_this_start
-from paragrad.world.launching import Ranks
-from paragrad.world.launching.folders import LONGEST, clear, locked_folder, short_enough
-from paragrad.world.waiting import Watch
-from paragrad.world.world import World
+from paragrad.record.step_log import Log
+from paragrad.runtime.rendezvous import joined, of_this_start
+from paragrad.runtime.stragglers import Watch
+from paragrad.runtime.world import World
+from paragrad.trainer.checkpoint import checkpoint
+from paragrad.trainer.checkpoint.checkpoint_files import folders, step_of
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import Admitted, admitted
 
 JOB = JOBS["mlp"].replace(epochs=2, dtype=torch.float64)
 
@@ -79,7 +80,9 @@ class Raises(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("writer", "name"), [(checkpoint, "save_tensors"), (loop, "save_weights")])
+@pytest.mark.parametrize(
+    ("writer", "name"), [(checkpoint, "save_tensors"), (synchronous, "save_weights")]
+)
 def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, name: str) -> None:
     """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be
     recorded.
@@ -396,7 +399,7 @@ def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
 # ---- what is left behind ---------------------------------------------------------------------
 def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> None:
     """Known by a lock, not by process ids, which mean other processes in another container."""
-    with mock.patch("paragrad.world.launching.folders.short_enough", return_value=tmp_path):
+    with mock.patch("paragrad.launch.launcher_folder.short_enough", return_value=tmp_path):
         # where launched ranks meet: it has no lock
         (tmp_path / "paragrad-0").mkdir()
         dead, held = locked_folder()

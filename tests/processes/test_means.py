@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paragrad as pg
+from paragrad.engine.optimizer.optimizer_state import taken
+from paragrad.launch import Ranks
+from paragrad.parallel.averaging.averageable_state import mean_state, nearest
 from paragrad.record.record import Record
-from paragrad.techniques.data_parallel.means import mean_state, nearest
-from paragrad.techniques.keeping import taken
-from paragrad.training.trainer import Trainer
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.runtime.world import World
+from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm")
 

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 import paragrad as pg
 from paragrad.datasets.clients import Rounds, divided
-from paragrad.datasets.order import Order
+from paragrad.datasets.sample_order import Order
 from paragrad.record.record import Record
-from paragrad.training.admission import admitted
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.usefixtures("warm")
 LOCAL = "local(2, every=3)"

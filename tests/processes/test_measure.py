@@ -14,20 +14,20 @@ import pytest
 import torch
 
 import paragrad as pg
-from paragrad.planner import choosing, measuring
-from paragrad.planner.choosing import Chooser, candidates, predicted
-from paragrad.planner.measuring import measured_link
-from paragrad.players.machine import ASSUMED, Cluster, Link, Machine, read_machine
-from paragrad.players.wire import all_reduce
+from paragrad.executors.machine import ASSUMED, Cluster, Link, Machine, read_machine
+from paragrad.executors.transport import all_reduce
+from paragrad.launch import Ranks
+from paragrad.planner import algorithm_choice, link_measurement
+from paragrad.planner.algorithm_choice import Chooser, candidates, predicted
+from paragrad.planner.link_measurement import measured_link
+from paragrad.runtime.launcher_env import cores
+from paragrad.runtime.world import World
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies.data import Native
-from paragrad.world.launched import cores
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
 
 
 def invoke(words: list[str]) -> Any:
@@ -36,7 +36,7 @@ def invoke(words: list[str]) -> Any:
     """
     from typer.testing import CliRunner
 
-    from paragrad.verbs.cli import app
+    from paragrad.commands.cli import app
 
     return CliRunner().invoke(app, words)
 
@@ -69,15 +69,15 @@ def disturbed_link(world: World, slow: Callable[[int, int], bool]) -> tuple[Link
     def played(
         world: World, vector: torch.Tensor, program: object, peer: int, times: int
     ) -> tuple[float, float]:
-        size = vector.nbytes // measuring.PARTS
-        ping_pong = program is measuring._ping_pong
+        size = vector.nbytes // link_measurement.PARTS
+        ping_pong = program is link_measurement._ping_pong
         rounds[size] += ping_pong if rounds[size] >= 0 else 1
         taken = (50e-6 + 1e-9 * size) * (3 if slow(size, rounds[size]) else 1)
         return times * (
             (2 if ping_pong else 1) * taken + (40e-6 if ping_pong else 0)
         ), times * 10e-6
 
-    with patch.object(measuring, "_played", played):
+    with patch.object(link_measurement, "_played", played):
         link, error = measured_link(world, BYTES)
     return link, error, rounds[1 << 22]
 
@@ -87,7 +87,7 @@ def every_other(size: int, number: int) -> bool:
 
 
 def that_moment(size: int, number: int) -> bool:
-    return size == 1 << 22 and number <= measuring.ROUNDS
+    return size == 1 << 22 and number <= link_measurement.ROUNDS
 
 
 @pytest.mark.parametrize("slow", [every_other, that_moment])
@@ -103,7 +103,7 @@ def test_what_a_link_can_do_is_found_beside_other_work(
     assert link.disturbed is not None
     assert link.disturbed.held(1 << 24) > 2.5 * link.held(1 << 24)
     # it contradicted the line, and was measured anew
-    assert (rounds > measuring.ROUNDS) == (slow is that_moment)
+    assert (rounds > link_measurement.ROUNDS) == (slow is that_moment)
 
 
 def play(world: World, algorithm: object, vector: torch.Tensor) -> None:
@@ -158,9 +158,9 @@ def known_on_hosts(
     told: list[str] = []
     # what is tried then is another test's
     with (
-        patch.object(measuring, "ranks_here", lambda: hosts[world.rank]),
-        patch.object(choosing, "measured_link", asked),
-        patch.object(choosing, "MOMENT", 0.0),
+        patch.object(link_measurement, "ranks_here", lambda: hosts[world.rank]),
+        patch.object(algorithm_choice, "measured_link", asked),
+        patch.object(algorithm_choice, "MOMENT", 0.0),
     ):
         chooser = Chooser(
             world,

@@ -19,19 +19,19 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import paragrad as pg
+from paragrad.commands import fit_batch
+from paragrad.commands.cli import app
+from paragrad.commands.memory import one_step
+from paragrad.commands.trial import tried
 from paragrad.datasets.loading import parted
+from paragrad.engine.activation_meter import Alive
+from paragrad.launch import Ranks
 from paragrad.record.record import Record
+from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.alive import Alive
-from paragrad.training.account import account
-from paragrad.training.admission import admitted
-from paragrad.training.trainer import Trainer
-from paragrad.verbs import fit
-from paragrad.verbs.cli import app
-from paragrad.verbs.memory import one_step
-from paragrad.verbs.trial import tried
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.activation_forecast import account
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -256,7 +256,7 @@ def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
     ):
         pg.train(BLOCKS, "serial", memory="2GB", runs=tmp_path)
     with (
-        mock.patch.object(fit, "memory_left", return_value=1 << 30),
+        mock.patch.object(fit_batch, "memory_left", return_value=1 << 30),
         pytest.raises(
             pg.Refused,
             match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* left; give at most "
@@ -269,7 +269,7 @@ def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
 
 def test_the_reason_that_is_given_for_a_batch() -> None:
     """That larger ones did not fit was written over, but for the largest batch of all."""
-    found = fit.Fitting(
+    found = fit_batch.Fitting(
         None, BLOCKS, pg.strategy("serial"), None, mock.Mock(samples=96), 2, 1 << 20
     )  # type: ignore[arg-type]
     assert found.because(16, {"parameters": 100}, "the largest that was seen to fit").startswith(

@@ -16,7 +16,7 @@ from planted import WRONGS, planted
 from torch import Tensor, nn
 
 import paragrad as pg
-from paragrad.training.first_step import beside
+from paragrad.trainer.first_step import reference_step
 
 
 def cramped(model: nn.Module, samples: int) -> nn.Module:
@@ -26,11 +26,11 @@ def cramped(model: nn.Module, samples: int) -> nn.Module:
     if dist.is_initialized():
 
         def left(
-            trainer: object, batch: object, original: object = beside._room
+            trainer: object, batch: object, original: object = reference_step._room
         ) -> tuple[int, str]:
             return samples, "the samples want more than there is"
 
-        mock.patch.object(beside, "_room", left).start()
+        mock.patch.object(reference_step, "_room", left).start()
     return model
 
 
@@ -61,7 +61,7 @@ def test_fewer_samples_find_a_wrong(tmp_path: Path) -> None:
 def test_not_one_sample_a_share_is_said(tmp_path: Path) -> None:
     def full(model: nn.Module) -> nn.Module:
         if dist.is_initialized():
-            mock.patch.object(beside, "memory_left", return_value=0).start()
+            mock.patch.object(reference_step, "memory_left", return_value=0).start()
         return model
 
     run = pg.train(job("full", lambda: full(mlp()), VECTORS), "data(2)", runs=tmp_path)

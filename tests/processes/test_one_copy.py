@@ -21,14 +21,14 @@ from torch.nn.utils import parametrizations
 
 import paragrad as pg
 from paragrad.datasets.loading import parted
+from paragrad.engine.state import shared_initialization
 from paragrad.jobs.job import Job
-from paragrad.techniques import one_copy
-from paragrad.training.first_step import start
-from paragrad.training.trainer import Trainer
-from paragrad.world import heap
-from paragrad.world.generators import generator_states
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.runtime import allocator
+from paragrad.runtime.generators import generator_states
+from paragrad.runtime.world import World
+from paragrad.trainer.first_step import setup
+from paragrad.trainer.trainer import Trainer
 
 
 class Everything(nn.Module):
@@ -73,7 +73,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 def comes_over(world: World, job: Job) -> tuple[str, str]:
     """Beside what this rank builds itself."""
-    begun = one_copy.built(world, job.built_model)
+    begun = shared_initialization.built(world, job.built_model)
     after = generator_states()
     wanted = job.built_model()
     model = begun.model
@@ -122,9 +122,11 @@ def cannot_open(world: World) -> tuple[str, str, list[bool]]:
     another's memory.
     """
     loads: list[bool] = []
-    with mock.patch.object(one_copy, "opened", side_effect=RuntimeError("not from here")):
-        begun = one_copy.built(world, lambda: nn.Linear(2, 2))
-        one_copy.loaded(world, begun.hosts, begun.model, loads.append)
+    with mock.patch.object(
+        shared_initialization, "opened", side_effect=RuntimeError("not from here")
+    ):
+        begun = shared_initialization.built(world, lambda: nn.Linear(2, 2))
+        shared_initialization.loaded(world, begun.hosts, begun.model, loads.append)
     return begun.picked, begun.because, loads
 
 
@@ -149,10 +151,10 @@ def test_a_model_that_cannot_be_built_tells_its_own_story(pool: Ranks) -> None:
 def kept_apart(world: World) -> bool:
     """Of a part, the values of views of one storage, and no more than is held of another."""
     whole = Everything()
-    model = one_copy.beside(whole)
+    model = shared_initialization.beside(whole)
     values = whole.frozen.clone()
     assert model.first.weight.data_ptr() == whole.first.weight.data_ptr()
-    one_copy.own(model)
+    shared_initialization.own(model)
     model.frozen.data.zero_()
     model.views[0].data.zero_()
     return (
@@ -207,11 +209,11 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
         seen.append(now())
         return divided(*arguments, **more)
 
-    heap.give_back()  # of trainings before
+    allocator.give_back()  # of trainings before
     seen = [now()]
-    divided = start.divided
+    divided = setup.divided
     trainer = Trainer.of_job(world, job, resolved(text), unchecked=unchecked)
-    with mock.patch.object(start, "divided", cut):
+    with mock.patch.object(setup, "divided", cut):
         trainer.step(*parted(next(trainer.batches(job.train, job.batch, 0))))
     seen.append(now())
     trainer.close()

@@ -25,11 +25,11 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
+from paragrad.engine.layout import Held, Layout, together
+from paragrad.launch import Ranks
 from paragrad.record.record import Record
-from paragrad.techniques.layout import Held, Layout, together
-from paragrad.training.trainer import Trainer
-from paragrad.world.launching import Ranks
-from paragrad.world.world import TIMEOUT, World
+from paragrad.runtime.world import TIMEOUT, World
+from paragrad.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 

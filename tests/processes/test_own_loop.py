@@ -23,10 +23,10 @@ from torch.nn import functional
 
 import paragrad as pg
 from paragrad.errors import StepFailed
-from paragrad.training.trainer import Trainer
-from paragrad.world.joining import standing
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.runtime.rendezvous import standing
+from paragrad.runtime.world import World
+from paragrad.trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"

@@ -19,15 +19,15 @@ from typer.testing import CliRunner
 from vote import Ballot, Vote, job
 
 import paragrad as pg
+from paragrad.commands.cli import app
+from paragrad.engine.passes import Sums
+from paragrad.launch import Ranks
 from paragrad.record.record import Record
+from paragrad.runtime.mesh import Axis
+from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Plan
-from paragrad.techniques.passes import Sums
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.cli import app
-from paragrad.world.axes import Axis
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm")
 

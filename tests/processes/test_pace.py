@@ -12,15 +12,15 @@ import torch
 from equality import IMAGES, VECTORS, job, mlp, normed_cnn
 
 import paragrad as pg
-from paragrad.record.log import Log
 from paragrad.record.record import Record
+from paragrad.record.step_log import Log
+from paragrad.runtime.world import World
+from paragrad.strategies.registry import strategy
 from paragrad.strategies.shares import Division, divide
-from paragrad.strategies.table import strategy
-from paragrad.training.admission import admitted
-from paragrad.training.pace import Pace, Slowed, read_slowed
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.world.world import World
+from paragrad.trainer.pace import Pace, Slowed, read_slowed
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.usefixtures("warm")
 

@@ -24,11 +24,11 @@ import pytest
 from rich.console import Console
 
 import paragrad
-from paragrad.jobs.finding import find
+from paragrad.jobs.find_job import find
 from paragrad.record.record import Line, Record
-from paragrad.report import charts, page, palette, sections, table
-from paragrad.report.table import Table, columns_of, sized
-from paragrad.report.times import times_of
+from paragrad.report import charts, comparison_page, comparison_table, palette, sections
+from paragrad.report.comparison_table import Table, columns_of, sized
+from paragrad.report.timing import times_of
 
 pytestmark = pytest.mark.story
 
@@ -145,7 +145,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         until="accuracy=80",
         runs=tmp_path_factory.mktemp("compared"),
     )
-    page.write_page(table)
+    comparison_page.write_page(table)
     return table.folder
 
 
@@ -409,7 +409,7 @@ def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
             .replace("two is one too many", "<img src=x onerror=document.title=1>")
         )
     with browser() as driver:
-        opened(driver, page.write_page(Table(table.folder)))
+        opened(driver, comparison_page.write_page(Table(table.folder)))
         rows = table_of(driver)
         assert driver.execute_script("return document.querySelectorAll('script, img').length") == 0
         assert driver.title.startswith("<script>document.title=1</script>&: 3 strategies")
@@ -523,7 +523,7 @@ def written(
 
 
 def page_of(table: Table) -> str:
-    return page.write_page(table).read_text(encoding="utf-8")
+    return comparison_page.write_page(table).read_text(encoding="utf-8")
 
 
 def test_what_is_missing_is_a_sentence_and_no_chart(tmp_path: Path) -> None:
@@ -649,7 +649,7 @@ def test_lines_that_end_alike_are_one_sentence(tmp_path: Path) -> None:
             .replace('"epochs": 2', '"epochs": 1000')
             .replace('"finished"', '"stopped"')
         )
-    assert page.words.ends(Table(tmp_path)) == [
+    assert comparison_page.words.ends(Table(tmp_path)) == [
         "All lines end at step 4 of 2,000: asked to stop (SIGTERM)."
     ]
 
@@ -723,7 +723,7 @@ def test_points_are_the_records(tmp_path: Path) -> None:
 
 
 def test_bytes_in_the_units_that_people_use() -> None:
-    assert table.held(
+    assert comparison_table.held(
         {
             "a": 0,
             "b": 1,
@@ -772,7 +772,7 @@ SIX = [
 
 def at_terminal(compared: Table, width: int) -> list[str]:
     console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
-    table.show(compared, console)
+    comparison_table.show(compared, console)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 

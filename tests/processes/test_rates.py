@@ -13,8 +13,8 @@ from equality import JOBS
 from torch.optim import Optimizer, lr_scheduler
 
 import paragrad as pg
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import admitted
 
 
 class Counting:

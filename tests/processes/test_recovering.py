@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paragrad as pg
+from paragrad.loops import failure_recovery
+from paragrad.parallel.server.message_header import Header, Kind
+from paragrad.parallel.server.model_buffers import saved
+from paragrad.parallel.server.snapshot import Snapshots, common
 from paragrad.record.record import Record, lines_of
-from paragrad.techniques.served.beside import saved
-from paragrad.techniques.served.header import Header, Kind
-from paragrad.techniques.served.snapshot import Snapshots, common
-from paragrad.training.checkpoint import folders
-from paragrad.verbs import recovering
+from paragrad.trainer.checkpoint.checkpoint import folders
 
 
 def halving(optimizer: Any) -> Any:
@@ -54,14 +54,14 @@ MADE = {
 PACE = 0.03
 
 
-class Disturbed(recovering.Run):
+class Disturbed(failure_recovery.Run):
     """Once so many steps are in the record of the first rank, something happens to one of its
     processes, every time it has begun again too. Whoever looks does so five times a second, at
     least: a training of steps that nothing holds may be over by then, so it is given a pace.
     """
 
     at: tuple[int, ...] = ()
-    happens: Callable[[recovering.Run, int], None]
+    happens: Callable[[failure_recovery.Run, int], None]
 
     def look(self) -> None:
         super().look()
@@ -82,8 +82,8 @@ class Disturbed(recovering.Run):
             self.happens(first)
 
 
-def signalled(number: int, sent: signal.Signals) -> Callable[[recovering.Run, int], None]:
-    def happens(run: recovering.Run, step: int) -> None:
+def signalled(number: int, sent: signal.Signals) -> Callable[[failure_recovery.Run, int], None]:
+    def happens(run: failure_recovery.Run, step: int) -> None:
         if number in run.crew.members:  # it may have come to its end
             run.crew.members[number].signal(sent)
 
@@ -124,7 +124,7 @@ def test_who_is_killed_leaves_no_trace_in_the_training(
     made = made.replace(dtype=torch.float64, epochs=50)
     serial = pg.train(made, runs=tmp_path)
     monkeypatch.setattr(
-        recovering,
+        failure_recovery,
         "Run",
         type(
             "Here", (Disturbed,), {"at": (3, 40, 110), "happens": signalled(number, signal.SIGKILL)}
@@ -194,7 +194,7 @@ def test_what_forwards_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.Mo
     """
     made = job("remembering", Remembering, VECTORS).replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(
-        recovering,
+        failure_recovery,
         "Run",
         type("Here", (Disturbed,), {"at": (5, 20), "happens": signalled(1, signal.SIGKILL)}),
     )
@@ -270,9 +270,9 @@ def test_servers_that_die_again_and_again_end_no_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=110)
-    monkeypatch.setattr(recovering, "AGAIN", 1)
+    monkeypatch.setattr(failure_recovery, "AGAIN", 1)
     monkeypatch.setattr(
-        recovering,
+        failure_recovery,
         "Run",
         type(
             "Here", (Disturbed,), {"at": (101, 203, 305), "happens": signalled(1, signal.SIGKILL)}
@@ -303,7 +303,7 @@ def test_servers_that_die_as_they_are_started_again_end_no_run(
                 self.crew.members[1].signal(signal.SIGKILL)
 
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
-    monkeypatch.setattr(recovering, "Run", Again)
+    monkeypatch.setattr(failure_recovery, "Run", Again)
     run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
     assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == [
@@ -339,7 +339,7 @@ def test_what_an_optimizer_keeps_beside_its_parameters_goes_on_too(
     """
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=50, optimizer=counting)
     monkeypatch.setattr(
-        recovering,
+        failure_recovery,
         "Run",
         type("Here", (Disturbed,), {"at": (105,), "happens": signalled(1, signal.SIGKILL)}),
     )
@@ -364,7 +364,7 @@ def test_a_worker_that_stands_still_is_replaced(
 ) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(
-        recovering,
+        failure_recovery,
         "Run",
         type("Here", (Disturbed,), {"at": (5,), "happens": signalled(1, signal.SIGSTOP)}),
     )
@@ -379,15 +379,15 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of workers that were started; what goes wrong in a loss begins with the first of them,
     after the door has tried it.
     """
-    begin = recovering.Run.work
+    begin = failure_recovery.Run.work
     found = list[int]()
 
-    def work(self: recovering.Run) -> None:
+    def work(self: failure_recovery.Run) -> None:
         monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
         found.append(self.worlds)
         begin(self)
 
-    monkeypatch.setattr(recovering.Run, "work", work)
+    monkeypatch.setattr(failure_recovery.Run, "work", work)
     return found
 
 
@@ -425,7 +425,7 @@ def leaving(output: Tensor, target: Tensor) -> Tensor:
 def test_who_dies_every_time_ends_the_run(
     worlds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovering, "AGAIN", 1)
+    monkeypatch.setattr(failure_recovery, "AGAIN", 1)
     with pytest.raises(pg.RankFailed, match="exited with code 3"):
         pg.train(MADE["batch norm"].replace(loss=leaving), "server(2)", runs=tmp_path)
     assert worlds == [0, 1]
@@ -506,7 +506,7 @@ def test_a_record_goes_back(tmp_path: Path) -> None:
         file.write('{"kind":"step","step":')  # by one that was killed over it
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step:08}").mkdir()
-    recovering.rewind(tmp_path, 2, 3)
+    failure_recovery.rewind(tmp_path, 2, 3)
     for rank in range(2):
         assert [
             json.loads(text) for text in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paragrad.verbs.cli import app
-from paragrad.world import launching
+from paragrad import launch
+from paragrad.commands.cli import app
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.findall(
@@ -37,7 +37,7 @@ def test_refused(
         request.getfixturevalue("data")
     monkeypatch.chdir(ROOT / "tests" / "job_files")
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    monkeypatch.setattr(launching.Ranks, "_start", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(launch.Ranks, "_start", lambda *_: pytest.fail("a rank was started"))
     words = shlex.split(command)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))

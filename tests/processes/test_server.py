@@ -32,25 +32,32 @@ from torch.nn import functional
 from torch.utils.data import Subset
 
 import paragrad as pg
+from paragrad.engine.exchange import Replica
+from paragrad.engine.optimizer.update_slices import Stretch
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
+from paragrad.loops import queue_coordinator
+from paragrad.loops.join_coordinator import write_step
+from paragrad.parallel.server import shared_buffer as shelf_of
+from paragrad.parallel.server.client import Calling
+from paragrad.parallel.server.compressed_push import parcel_of
+from paragrad.parallel.server.curve_keys import Address, Keys
+from paragrad.parallel.server.message_header import (
+    Header,
+    Kind,
+    Unfit,
+    bytes_of,
+    unpacked,
+    vector_of,
+)
+from paragrad.parallel.server.parameter_partition import Slot
+from paragrad.parallel.server.request_handler import AGAIN, APPLIED, Reception
+from paragrad.parallel.server.shard import Shard
+from paragrad.parallel.server.shared_buffer import Shelf
+from paragrad.parallel.server.sockets import PIECE, Listening, in_one
+from paragrad.parallel.server.work_queue import LATE, TEST, TRAIN, Office, Ticket
 from paragrad.record.record import Record, lines_of
-from paragrad.techniques.exchange import Replica
-from paragrad.techniques.served import shelf as shelf_of
-from paragrad.techniques.served.calling import Calling
-from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, unpacked, vector_of
-from paragrad.techniques.served.keys import Address, Keys
-from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
-from paragrad.techniques.served.parcels import parcel_of
-from paragrad.techniques.served.reception import AGAIN, APPLIED, Reception
-from paragrad.techniques.served.shard import Shard
-from paragrad.techniques.served.shelf import Shelf
-from paragrad.techniques.served.slicing import Slot
-from paragrad.techniques.served.sockets import PIECE, Listening, in_one
-from paragrad.techniques.slices import Stretch
-from paragrad.training.admission import admitted
-from paragrad.verbs import elastic
-from paragrad.verbs.guests import write_step
+from paragrad.validation.validate import admitted
 
 JOB = 77
 
@@ -658,7 +665,7 @@ def test_how_many_there_are_comes_to_the_update(
     def many(ticket: Ticket, **changes: Any) -> Ticket:
         return replace(ticket, **{**changes, "workers": 10**6})
 
-    monkeypatch.setattr("paragrad.techniques.served.office.replace", many)
+    monkeypatch.setattr("paragrad.parallel.server.work_queue.replace", many)
     one, more = (
         pg.train(vectors(epochs=epochs), "server(2, servers=2, sync=asp)", runs=tmp_path)
         .model()
@@ -1066,14 +1073,14 @@ def test_an_epoch_that_was_stopped_over_its_last_batch_is_tested_once(
     for the goal.
     """
 
-    class Stopped(elastic.Run):
+    class Stopped(queue_coordinator.Run):
         def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
             super().heard(number, ticket, said)
             if ticket.what == TRAIN and ticket.step == self.order.steps - 1:
                 self.asked.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(elastic, "Run", Stopped)
+        patch.setattr(queue_coordinator, "Run", Stopped)
         run = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path)
     assert run.stopped
     assert list(Record(run.folder).of("epoch")) == []
@@ -1086,7 +1093,7 @@ def test_an_epoch_that_was_stopped_over_its_last_batch_is_tested_once(
 
 
 # ---- who dies --------------------------------------------------------------------------------
-class Disturbed(elastic.Run):
+class Disturbed(queue_coordinator.Run):
     """After so many tickets something happens to one of its processes."""
 
     after = 5
@@ -1149,7 +1156,9 @@ def test_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        elastic, "Run", type("Here", (Disturbed,), {"number": number, "happens": happens, **more})
+        queue_coordinator,
+        "Run",
+        type("Here", (Disturbed,), {"number": number, "happens": happens, **more}),
     )
     run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path)
     assert run.finished
@@ -1179,7 +1188,7 @@ def test_the_limit_of_waiting_is_that_of_sockets_too(
             super().heard(number, ticket, said)
             self.stopped = None  # it stays so
 
-    monkeypatch.setattr(elastic, "Run", Hung)
+    monkeypatch.setattr(queue_coordinator, "Run", Hung)
     with pytest.raises(pg.RankFailed, match="no answer from server 0 within 10 s"):
         pg.train(vectors(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
 
@@ -1195,7 +1204,7 @@ def test_a_share_that_was_applied_is_recorded_though_its_worker_wrote_no_line(
     then killed, and of any that had joined. Where the next worker applied it, that one wrote so
     itself.
     """
-    run: Any = elastic.Run.__new__(elastic.Run)
+    run: Any = queue_coordinator.Run.__new__(queue_coordinator.Run)
     run.checked = admitted(vectors(), "server(2, sync=asp)")
     run.folder = tmp_path
     run.doubtful = []
@@ -1238,13 +1247,13 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
 
 def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = vectors(loss=raising)
-    begin = elastic.Run.start
+    begin = queue_coordinator.Run.start
 
-    def start(self: elastic.Run, number: int, server: int | None) -> None:
+    def start(self: queue_coordinator.Run, number: int, server: int | None) -> None:
         monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
         begin(self, number, server)
 
-    monkeypatch.setattr(elastic.Run, "start", start)
+    monkeypatch.setattr(queue_coordinator.Run, "start", start)
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
         pg.train(made, "server(2, sync=asp)", runs=tmp_path)
 
@@ -1268,14 +1277,14 @@ def test_a_server_that_is_gone_when_all_is_saved_ends_no_run(
 ) -> None:
     """A training that was finished ended in a traceback, as an interrupted one."""
 
-    class Late(elastic.Run):
+    class Late(queue_coordinator.Run):
         def until(self, numbers: list[int]) -> None:
             super().until(numbers)
             for number in self.servers if not numbers or numbers[0] not in self.servers else ():
                 self.crew.members[number].signal(signal.SIGSTOP)
                 self.seconds = 0.5
 
-    monkeypatch.setattr(elastic, "Run", Late)
+    monkeypatch.setattr(queue_coordinator, "Run", Late)
     run = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     assert run.finished
     assert run.model()
@@ -1287,7 +1296,7 @@ def test_what_this_process_cannot_do_is_a_failure_in_the_record_too(
     def listening(*_: Any) -> None:
         raise StepFailed("the port is somebody else's by now")
 
-    monkeypatch.setattr(elastic, "Listening", listening)
+    monkeypatch.setattr(queue_coordinator, "Listening", listening)
     with pytest.raises(pg.RankFailed, match="somebody else's by now"):
         pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     record = Record(next(tmp_path.iterdir()))

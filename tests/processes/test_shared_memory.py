@@ -21,23 +21,23 @@ from torch.utils.data import TensorDataset
 
 from paragrad import Job, RankFailed, Refused, parallelize, train, verify
 from paragrad.datasets.loading import brought, parted
+from paragrad.engine.optimizer.modes import set_mode
+from paragrad.engine.optimizer.update_probe import Alike, updates_by
+from paragrad.engine.optimizer.update_slices import FOREACH, FUSED, slices
 from paragrad.jobs.job import CPU
+from paragrad.launch import Ranks
+from paragrad.parallel.data.shared_memory import SharedMemory
 from paragrad.record.record import lines_of
-from paragrad.strategies.table import strategy
-from paragrad.techniques.data_parallel.shared_memory import SharedMemory
-from paragrad.techniques.modes import set_mode
-from paragrad.techniques.slices import FOREACH, FUSED, slices
-from paragrad.techniques.updating import Alike, updates_by
-from paragrad.training.admission import admitted, backend_of
-from paragrad.training.saved import newest
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import difference
-from paragrad.world.backends.shm.region import aligned
-from paragrad.world.generators import generator_states
-from paragrad.world.launched import cores
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.report.equivalence.lockstep import difference
+from paragrad.runtime.generators import generator_states
+from paragrad.runtime.launcher_env import cores
+from paragrad.runtime.world import World
+from paragrad.shm.region import aligned
+from paragrad.strategies.registry import strategy
+from paragrad.trainer.checkpoint.checkpoint_files import newest
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.validate import admitted, backend_of
 
 
 class Lion(torch.optim.Optimizer):

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paragrad.world.backends.shm.region import no_address, opened
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.runtime.world import World
+from paragrad.shm.region import no_address, opened
 
 DTYPES = (
     torch.float64,

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from test_shm import LONG, same, values
 
-from paragrad.world.backends.shm.joining import Layout
-from paragrad.world.backends.shm.region import LINE
-from paragrad.world.backends.shm.work import Lane, Work
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.runtime.world import World
+from paragrad.shm.attach import Layout
+from paragrad.shm.region import LINE
+from paragrad.shm.work import Lane, Work
 
 
 # ---- messages --------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.launch import Ranks
+from paragrad.runtime.world import World
 
 STEPS = 4
 BATCH = 16

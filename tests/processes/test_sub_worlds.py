@@ -20,11 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from paragrad.errors import RankFailed
-from paragrad.players.wire import all_reduce
+from paragrad.executors.transport import all_reduce
+from paragrad.launch import Ranks
+from paragrad.runtime.mesh import Axis
+from paragrad.runtime.world import World
 from paragrad.schedules.ring import Ring
-from paragrad.world.axes import Axis
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
 
 NAMES = ("data", "tensor", "pipeline")
 GRIDS = ((1, 1), (2, 2), (4, 1), (3, 2), (2, 2, 2))
@@ -236,7 +236,7 @@ LEAVES = """
     import sys
     from pathlib import Path
 
-    from paragrad.world.joining import joined
+    from paragrad.runtime.rendezvous import joined
 
     with joined(int(sys.argv[1]), 2, Path(sys.argv[2]), timeout=30.0) as world:
         grid = world.with_axes(("data", 2), ("tensor", 1))

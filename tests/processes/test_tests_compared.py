@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paragrad as pg
+from paragrad.commands.train import run
 from paragrad.errors import StepFailed
+from paragrad.launch import Ranks
 from paragrad.report.run import Run
-from paragrad.training.admission import admitted
-from paragrad.training.first_step import start
-from paragrad.training.settings import Settings
-from paragrad.verbs.train import run
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.runtime.world import World
+from paragrad.trainer.first_step import setup
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import admitted
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 COMPARED = "one worker's, and so is the loss of"
@@ -194,10 +194,10 @@ class Undoubted(nn.Sequential):
         super().__init__(*small())
         if dist.is_initialized():
             # for as long as that process is there
-            mock.patch.object(start, "refuse_copies", doubtful).start()
+            mock.patch.object(setup, "refuse_copies", doubtful).start()
 
 
-refuse_copies = start.refuse_copies
+refuse_copies = setup.refuse_copies
 
 
 def doubtful(world: World, module: Any) -> None:

@@ -17,7 +17,10 @@ from equality import job as make_job
 from test_training import Breaks
 
 import paragrad as pg
-from paragrad.planner.timeline import (
+from paragrad.commands.train import run
+from paragrad.executors.clock import Timeline
+from paragrad.launch import Ranks
+from paragrad.planner.step_timeline import (
     FORETOLD,
     LEARNT,
     WholeStep,
@@ -26,13 +29,10 @@ from paragrad.planner.timeline import (
     middle,
     scheduled,
 )
-from paragrad.players.clock import Timeline
+from paragrad.record.chrome_trace import BUCKETS, STEPS, TASKS
 from paragrad.record.record import DETAILED, Record
-from paragrad.record.trace import BUCKETS, STEPS, TASKS
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
-from paragrad.verbs.train import run
-from paragrad.world.launching import Ranks
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.story
 

@@ -23,15 +23,15 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
+from paragrad.commands.cli import answering
+from paragrad.engine.probe import first_not_finite
 from paragrad.errors import StepFailed
+from paragrad.launch import Ranks
 from paragrad.record.record import Record
-from paragrad.techniques.probe import first_not_finite
-from paragrad.training import room
-from paragrad.training.admission import admitted
-from paragrad.training.door import examined
-from paragrad.verbs.cli import answering
-from paragrad.world.launching import Ranks
-from paragrad.world.waiting import meanwhile
+from paragrad.runtime.stragglers import meanwhile
+from paragrad.validation import memory_check
+from paragrad.validation.inspect_job import examined
+from paragrad.validation.validate import admitted
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SHORT = ("train", "digits", "--epochs", "1", "--no-check")
@@ -58,7 +58,7 @@ MANY = make_job("many", mlp, VECTORS, batch=29)
 
 def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
     with (
-        mock.patch.object(room, "memory_left", return_value=left),
+        mock.patch.object(memory_check, "memory_left", return_value=left),
         pytest.raises(pg.Refused) as caught,
     ):
         admitted(job, strategy)
@@ -67,11 +67,11 @@ def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
 
 def test_more_ranks_than_there_is_memory_for() -> None:
     """data(1000) forked a thousand ranks and took all memory: exit 137, no word."""
-    told = refused_with(10 * room.PROCESS, "data(20)")
+    told = refused_with(10 * memory_check.PROCESS, "data(20)")
     assert "data(20) wants at least " in told
     assert "20 processes of " in told
     assert told.endswith("at most 9 ranks fit")
-    with mock.patch.object(room, "memory_left", return_value=10 * room.PROCESS):
+    with mock.patch.object(memory_check, "memory_left", return_value=10 * memory_check.PROCESS):
         assert admitted(MANY, "data(9)").size == 9
 
 
@@ -92,12 +92,14 @@ class Keeps(nn.Module):
 def test_a_batch_that_does_not_fit() -> None:
     """What is the same for any number of samples is not counted for each."""
     job = make_job("keeps", Keeps, VECTORS, batch=29)
-    told = refused_with(room.PROCESS + (20 << 20), "serial", job)
+    told = refused_with(memory_check.PROCESS + (20 << 20), "serial", job)
     assert "that backward keeps of 29 samples" in told
     assert told.endswith(
         "the batch does not fit; make it smaller, or cut it into micro-batches (micro=2)"
     )
-    with mock.patch.object(room, "memory_left", return_value=room.PROCESS + (40 << 20)):
+    with mock.patch.object(
+        memory_check, "memory_left", return_value=memory_check.PROCESS + (40 << 20)
+    ):
         admitted(job, "serial")
         admitted(job, "data(1, micro=2)")
 
@@ -117,7 +119,9 @@ def test_a_pipeline_keeps_less_than_its_ranks_do_together() -> None:
     )
     sizes = []
     for row in ("gpipe", "one_f_one_b", "one_f_one_b, recompute=true"):
-        told = refused_with(room.PROCESS, f"pipeline(2, micro=4, schedule={row}, cut=[4, 6])", job)
+        told = refused_with(
+            memory_check.PROCESS, f"pipeline(2, micro=4, schedule={row}, cut=[4, 6])", job
+        )
         sizes.append(
             int(
                 re.search(
@@ -422,9 +426,9 @@ def test_a_dataset_that_holds_a_lock(tmp_path: Path) -> None:
 def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path) -> None:
     with (
         Ranks(1),
-        mock.patch.object(room, "memory_left", return_value=1 << 20),
+        mock.patch.object(memory_check, "memory_left", return_value=1 << 20),
         mock.patch(
-            "paragrad.training.admission.check", side_effect=AssertionError("it was proved")
+            "paragrad.validation.validate.check", side_effect=AssertionError("it was proved")
         ),
         pytest.raises(pg.Refused),
     ):

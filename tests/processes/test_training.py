@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
+from paragrad.commands import train
+from paragrad.commands.train import run
 from paragrad.datasets.loading import parted
+from paragrad.engine.exchange import How
 from paragrad.errors import Refused
+from paragrad.launch import Ranks
+from paragrad.parallel.data.bucket_queue import BucketQueue
 from paragrad.record.record import Record, lines_of
+from paragrad.report.equivalence.lockstep import differences
+from paragrad.runtime.world import World
+from paragrad.strategies.registry import resolve, strategy
 from paragrad.strategies.strategy import Here
-from paragrad.strategies.table import resolve, strategy
-from paragrad.techniques.data_parallel.bucket_queue import BucketQueue
-from paragrad.techniques.exchange import How
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
-from paragrad.training.trainer import Trainer
-from paragrad.verbs import train
-from paragrad.verbs.lockstep import differences
-from paragrad.verbs.train import run
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.validate import admitted
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -559,7 +559,7 @@ def test_until_stops_every_rank_after_the_epoch_that_reaches_it(
 
 
 def test_a_run_prints_as_what_it_was(pool: Ranks, tmp_path: Path) -> None:
-    """print(run) said <paragrad.training.Run object at 0x...>."""
+    """print(run) said <paragrad.trainer.Run object at 0x...>."""
     finished = trained(pool, tmp_path / "run", DIGITS.replace(epochs=1), "data(2)")
     assert str(finished) == repr(finished)
     assert re.fullmatch(

@@ -15,10 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import paragrad as pg
-from paragrad.jobs.finding import find
+from paragrad.commands.cli import app
+from paragrad.jobs.find_job import find
 from paragrad.report.progress import Shown
-from paragrad.schedules.sabotage import SABOTAGES
-from paragrad.verbs.cli import app
+from paragrad.schedules.fault_injection import SABOTAGES
 
 FIELDS = [
     "schema",

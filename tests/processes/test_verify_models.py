@@ -17,14 +17,14 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import paragrad as pg
+from paragrad.commands.cli import app
 from paragrad.datasets.loading import Samples
-from paragrad.datasets.order import Order
+from paragrad.datasets.sample_order import Order
 from paragrad.jobs.job import Job
 from paragrad.report.certificate import Certificate
+from paragrad.report.equivalence.batch_selection import telling_batches
+from paragrad.report.equivalence.deviation import apart, differences, each_apart
 from paragrad.strategies.shares import Division
-from paragrad.verbs.cli import app
-from paragrad.verbs.differing import apart, differences, each_apart
-from paragrad.verbs.picking import telling_batches
 
 pytestmark = pytest.mark.story
 

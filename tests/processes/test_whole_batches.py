@@ -22,8 +22,8 @@ import paragrad as pg
 from paragrad.datasets.loading import Samples, why_whole
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job
-from paragrad.training.admission import admitted
-from paragrad.training.door import examined
+from paragrad.validation.inspect_job import examined
+from paragrad.validation.validate import admitted
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 

@@ -14,14 +14,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paragrad.errors import StepFailed
+from paragrad.parallel.tensor import summary, tensor
+from paragrad.parallel.tensor.sharding_plan import Plan, planned
 from paragrad.strategies.tensor import Tensor as Strategy
-from paragrad.techniques.width import account, tensor
-from paragrad.techniques.width.planning import Plan, planned
 
 
 def told(plan: Plan) -> dict[str, str]:
     """Of each tensor how it is divided."""
-    return {name: account.divided(plan, name) for name in plan.shapes}
+    return {name: summary.divided(plan, name) for name in plan.shapes}
 
 
 def travels(plan: Plan) -> list[str]:

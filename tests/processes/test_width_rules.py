@@ -15,25 +15,34 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from paragrad.techniques.width import (
-    along,
-    convolutions,
-    kinds,
-    letters,
-    losses,
-    norms,
-    shapes,
-    sliding,
+from paragrad.launch import Ranks
+from paragrad.parallel.sharding.autograd_collectives import Copied, Gathered, Line, Sliced, Summed
+from paragrad.parallel.sharding.partition import Block, Pieces, evenly_divided
+from paragrad.parallel.sharding.sharded_tensor import Cut, Divided
+from paragrad.parallel.sharding.sharded_tensor import whole as gathered
+from paragrad.parallel.tensor import (
+    cast_rules,
+    convolution_rules,
+    einsum_rules,
+    loss_rules,
+    norm_rules,
+    reduction_rules,
+    shape_rules,
+    window_rules,
 )
-from paragrad.techniques.width.divided import Cut, Divided
-from paragrad.techniques.width.divided import whole as gathered
-from paragrad.techniques.width.pairs import Copied, Gathered, Line, Sliced, Summed
-from paragrad.techniques.width.pieces import Block, Pieces, evenly_divided
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.runtime.world import World
 
 # which fill the table
-RULES = along, convolutions, kinds, letters, losses, norms, shapes, sliding
+RULES = (
+    reduction_rules,
+    convolution_rules,
+    cast_rules,
+    einsum_rules,
+    loss_rules,
+    norm_rules,
+    shape_rules,
+    window_rules,
+)
 # of tensors of these shapes, some divided
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[int, int]]
 
@@ -447,7 +456,7 @@ OTHERS = {
     "tril": lambda x, _: x.tril(),
     "triu": lambda x, _: x.triu(1),
 }
-KEEPING = {*along.REDUCING} - {"count_nonzero", "std_mean", "var_mean"}
+KEEPING = {*reduction_rules.REDUCING} - {"count_nonzero", "std_mean", "var_mean"}
 
 
 def along_all(world: World) -> list[str]:
@@ -457,7 +466,9 @@ def along_all(world: World) -> list[str]:
     line = Line(world)
     x = numbers(4, 6, 5, seed=8).double()
     wrong = []
-    for name, cut, dim in itertools.product((*along.REDUCING, *along.ALONG), range(3), range(3)):
+    for name, cut, dim in itertools.product(
+        (*reduction_rules.REDUCING, *reduction_rules.ALONG), range(3), range(3)
+    ):
         if name == "glu" and dim != 1:  # which halves it
             continue
         plain = OTHERS.get(

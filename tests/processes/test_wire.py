@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from paragrad.errors import RankFailed
-from paragrad.players.proof import prove
-from paragrad.players.walk import Deadlock, walk
-from paragrad.players.wire import LONG, SCRATCH, Play, Traffic, all_reduce
+from paragrad.executors.interpreter import Deadlock, walk
+from paragrad.executors.proof import prove
+from paragrad.executors.transport import LONG, SCRATCH, Play, Traffic, all_reduce
+from paragrad.launch import Ranks
+from paragrad.runtime.world import World
 from paragrad.schedules.actions import (
     Collective,
     Compute,
@@ -39,8 +41,6 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.world.launching import Ranks
-from paragrad.world.world import World
 from stages import Forwards
 
 SCHEDULES: list[Collective] = [

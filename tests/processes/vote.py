@@ -14,7 +14,7 @@ from equality import VECTORS, mlp
 from equality import job as make_job
 
 import paragrad as pg
-from paragrad.planner.price import computed_bytes
+from paragrad.planner.cost_formulas import computed_bytes
 
 
 class Vote(pg.Strategy):

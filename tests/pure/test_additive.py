@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from paragrad.errors import Refused
-from paragrad.training.admission import admitted
+from paragrad.validation.validate import admitted
 
 COUNTED = torch.arange(29) % 3 != 0
 MASKED = TensorDataset(VECTORS.tensors[0], torch.stack([whole(4, 29, seed=2), COUNTED.long()], 1))

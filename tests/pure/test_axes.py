@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.world.axes import Axis, check_apart, grid, lines
+from paragrad.runtime.mesh import Axis, check_apart, grid, lines
 
 THREE = (Axis("data", 2), Axis("tensor", 2), Axis("pipeline", 2))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 
 from paragrad.datasets.clients import Rounds, divided, draws, labels_of, mixed
-from paragrad.datasets.order import Order, permutation
+from paragrad.datasets.sample_order import Order, permutation
 from paragrad.errors import Refused
 from paragrad.strategies.federated import Federated
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from paragrad.players import uniform
-from paragrad.players.clock import Durations, timed
-from paragrad.players.counting import TooLong
-from paragrad.players.machine import Cluster, Link
-from paragrad.players.uniform import simulated, timed_uniform
+from paragrad.executors import uniform_clock
+from paragrad.executors.clock import Durations, timed
+from paragrad.executors.machine import Cluster, Link
+from paragrad.executors.message_count import TooLong
+from paragrad.executors.uniform_clock import simulated, timed_uniform
 from paragrad.schedules.actions import Collective, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -301,7 +301,7 @@ def test_more_messages_than_can_be_played_are_refused_with_a_size_that_goes(
     schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A million ranks were silent for minutes, or took all memory."""
-    monkeypatch.setattr(uniform, "PLAYED", 2000)
+    monkeypatch.setattr(uniform_clock, "PLAYED", 2000)
     with pytest.raises(
         TooLong,
         match=rf"over {size:,} ranks has more than .* messages, .*; take fewer ranks: {goes} go$",

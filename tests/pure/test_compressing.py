@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.planner.compressing import compressing, lengths, root, square
-from paragrad.players.machine import Link, Machine
+from paragrad.executors.machine import Link, Machine
+from paragrad.planner.compression_cost import compressing, lengths, root, square
 from paragrad.strategies.compressors import compressor_of
-from paragrad.strategies.table import strategy
+from paragrad.strategies.registry import strategy
 
 MACHINE = Machine({"gloo": Link(alpha=1e-4, beta=1e-8)}, gamma=1e-10, cores=1, measured="by hand")
 MB = 1_000_000

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paragrad.errors import StepFailed
-from paragrad.jobs.divisor import divisor
 from paragrad.jobs.loss import Summed
+from paragrad.jobs.loss_divisor import divisor
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 4, generator=GENERATOR).requires_grad_()

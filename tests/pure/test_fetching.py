@@ -8,10 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from paragrad.techniques.width.fetching import PADDING, Spread, Window, fetched, padded, runs, taps
-from paragrad.techniques.width.fetching import given as passed_on
-from paragrad.techniques.width.halo import around
-from paragrad.techniques.width.pieces import evenly_divided
+from paragrad.parallel.sharding.halo_regions import (
+    PADDING,
+    Spread,
+    Window,
+    fetched,
+    padded,
+    runs,
+    taps,
+)
+from paragrad.parallel.sharding.halo_regions import given as passed_on
+from paragrad.parallel.sharding.partition import evenly_divided
+from paragrad.parallel.tensor.halo_exchange import around
 
 WINDOWS = st.builds(
     Window,

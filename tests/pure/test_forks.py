@@ -7,7 +7,7 @@ from equality import Experts, Forking, Residual, Towers, deep
 from torch import Tensor, nn
 
 import paragrad as pg
-from paragrad.techniques.width.forks import forks, placed, run
+from paragrad.parallel.branch.branch_detection import forks, placed, run
 
 
 def found(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paragrad.players.memory import Moment, Weight, moments
+from paragrad.executors.pipeline_memory import Moment, Weight, moments
 from paragrad.schedules.pipeline import (
     Gpipe,
     Interleaved,

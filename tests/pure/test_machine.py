@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.planner.choosing import told_apart
-from paragrad.planner.interval import MARGIN
-from paragrad.planner.measuring import above_the_others, fitted
-from paragrad.planner.simulation import read_bytes, read_slow, simulate
-from paragrad.players.machine import (
+from paragrad.executors.machine import (
     ASSUMED,
     SCHEMA,
     Cluster,
@@ -22,13 +18,17 @@ from paragrad.players.machine import (
     machine_of,
     read_machine,
 )
-from paragrad.players.work import work_and_depth
+from paragrad.executors.work_depth import work_and_depth
+from paragrad.planner.algorithm_choice import told_apart
+from paragrad.planner.link_measurement import above_the_others, fitted
+from paragrad.planner.prediction_interval import MARGIN
+from paragrad.planner.simulation import read_bytes, read_slow, simulate
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.ring import Ring
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
-from paragrad.strategies.table import strategy
+from paragrad.strategies.registry import strategy
 
 MEASURED = Machine(
     {

@@ -27,10 +27,17 @@ from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies import compressors, federated, local, server
 from paragrad.strategies.data import Data, Native
 from paragrad.strategies.pipeline import Pipeline
+from paragrad.strategies.registry import (
+    STRATEGIES,
+    algorithms,
+    known,
+    resolve,
+    strategies,
+    strategy,
+)
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Here, Product, Strategy
-from paragrad.strategies.table import STRATEGIES, algorithms, known, resolve, strategies, strategy
 from paragrad.strategies.tensor import Tensor
 
 

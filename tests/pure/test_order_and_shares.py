@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paragrad.datasets.order import Order, permutation
+from paragrad.datasets.sample_order import Order, permutation
 from paragrad.errors import Refused
 from paragrad.schedules.actions import evenly
 from paragrad.strategies.shares import Division, divide, micro_batches
@@ -122,7 +122,7 @@ def test_more_samples_than_can_be_put_in_order(
 ) -> None:
     """A dataset that said it had 10^12 samples took all memory."""
     with (
-        mock.patch("paragrad.datasets.order.memory_left", return_value=left),
+        mock.patch("paragrad.datasets.sample_order.memory_left", return_value=left),
         pytest.raises(Refused, match=message),
     ):
         Order(samples, 1, seed=0).indices(0, range(1))

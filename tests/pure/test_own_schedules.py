@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.players.clock import timed
-from paragrad.players.draw import draw
-from paragrad.players.machine import Cluster, Link
-from paragrad.players.proof import ENDLESS, prove
-from paragrad.players.uniform import simulated
-from paragrad.players.work import work_and_depth
+from paragrad.executors.clock import timed
+from paragrad.executors.machine import Cluster, Link
+from paragrad.executors.proof import ENDLESS, prove
+from paragrad.executors.text_drawing import draw
+from paragrad.executors.uniform_clock import simulated
+from paragrad.executors.work_depth import work_and_depth
 from paragrad.schedules.actions import Collective, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.two_level import TwoLevel
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paragrad.techniques.width.pieces import (
+from paragrad.parallel.sharding.partition import (
     Block,
     Pieces,
     Wish,

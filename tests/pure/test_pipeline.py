@@ -9,9 +9,9 @@ from textwrap import dedent
 
 import pytest
 
-from paragrad.players.clock import timed
-from paragrad.players.machine import Cluster, Link
-from paragrad.players.proof import GOALS, prove
+from paragrad.executors.clock import timed
+from paragrad.executors.machine import Cluster, Link
+from paragrad.executors.proof import GOALS, prove
 from paragrad.schedules.actions import Compute, ScheduleError
 from paragrad.schedules.pipeline import (
     Gpipe,

@@ -9,10 +9,10 @@ from fractions import Fraction
 
 import pytest
 
-from paragrad.planner.price import Price, crossover, least, price, seconds
-from paragrad.players.clock import timed
-from paragrad.players.machine import Cluster, Link
-from paragrad.players.proof import prove
+from paragrad.executors.clock import timed
+from paragrad.executors.machine import Cluster, Link
+from paragrad.executors.proof import prove
+from paragrad.planner.cost_formulas import Price, crossover, least, price, seconds
 from paragrad.schedules.butterfly import Butterfly, inner
 from paragrad.schedules.compose import Composed
 from paragrad.schedules.direct import Direct

@@ -24,12 +24,12 @@ from typer.testing import CliRunner
 
 from paragrad import Job
 from paragrad import job as built_in
+from paragrad.commands.cli import app
+from paragrad.commands.count_work import profile
 from paragrad.errors import Refused
 from paragrad.jobs.loss import Summed
-from paragrad.planner import layers, sequences
+from paragrad.planner import layer_costs, sequence_costs
 from paragrad.planner.profile import counted, unfused
-from paragrad.verbs.cli import app
-from paragrad.verbs.work import profile
 
 
 class Before(nn.Module):
@@ -221,35 +221,35 @@ def test_torch_counts_kernels_of_groups_as_one() -> None:
 IMAGE = {"samples": 4, "inputs": 8, "outputs": 16, "image": (64, 64), "kernel": (4, 4)}
 
 
-def convolution(**changes: Any) -> layers.Passes:
+def convolution(**changes: Any) -> layer_costs.Passes:
     found = {**IMAGE, **changes}
     image = found["image"]
     kernel = found["kernel"]
     result = tuple(size - width + 1 for size, width in zip(image, kernel, strict=True))
     if "result" in changes:
         result = found["result"]
-    return layers.Convolution(
+    return layer_costs.Convolution(
         found["samples"], found["inputs"], found["outputs"], image, result, kernel, (1, 1), (1, 1)
     ).passes(bias=False)
 
 
-def linear(**changes: int) -> layers.Passes:
+def linear(**changes: int) -> layer_costs.Passes:
     found = {"samples": 4, "inputs": 8, "outputs": 16, **changes}
-    return layers.linear(found["samples"], found["inputs"], found["outputs"], bias=False)
+    return layer_costs.linear(found["samples"], found["inputs"], found["outputs"], bias=False)
 
 
-def norm(*, samples: int = 64, channels: int = 8) -> layers.Passes:
-    return layers.normalization(samples * channels * 16, samples * 16, channels)
+def norm(*, samples: int = 64, channels: int = 8) -> layer_costs.Passes:
+    return layer_costs.normalization(samples * channels * 16, samples * 16, channels)
 
 
-def pool(*, window: int = 4) -> layers.Passes:
-    return layers.pooling(64, 64 * window, window, 1, average=False)
+def pool(*, window: int = 4) -> layer_costs.Passes:
+    return layer_costs.pooling(64, 64 * window, window, 1, average=False)
 
 
 # the published table: (layer, what is doubled, how much deeper that makes output, gradient of
 # the inputs, of the weights)
 PUBLISHED: list[
-    tuple[Callable[..., layers.Passes], dict[str, Any], dict[str, Any], tuple[int, int, int]]
+    tuple[Callable[..., layer_costs.Passes], dict[str, Any], dict[str, Any], tuple[int, int, int]]
 ] = [
     (linear, {}, {"inputs": 16}, (1, 0, 0)),
     (linear, {}, {"outputs": 32}, (0, 1, 0)),
@@ -265,13 +265,13 @@ PUBLISHED: list[
     # two sums follow one another
     (norm, {}, {"samples": 128}, (2, 1, 1)),
     (norm, {}, {"channels": 16}, (0, 0, 0)),
-    (lambda elements=64: layers.activation(elements), {}, {"elements": 128}, (0, 0, 0)),
+    (lambda elements=64: layer_costs.activation(elements), {}, {"elements": 128}, (0, 0, 0)),
 ]
 
 
 @pytest.mark.parametrize(("layer", "before", "change", "deeper"), PUBLISHED)
 def test_depths_grow_as_the_table_says(
-    layer: Callable[..., layers.Passes],
+    layer: Callable[..., layer_costs.Passes],
     before: dict[str, Any],
     change: dict[str, Any],
     deeper: tuple[int, int, int],
@@ -295,8 +295,8 @@ def test_works_grow_as_the_table_says() -> None:
 def test_the_depth_of_a_fully_connected_layer(inputs: int) -> None:
     """A product and a tree of additions; a bias is one more leaf of it."""
     rounds = len(bin(inputs - 1)) - 2 if inputs > 1 else 0
-    assert layers.linear(4, inputs, 5, bias=False)[0].depth == 1 + rounds
-    assert layers.linear(4, inputs, 5)[0].depth == 1 + len(bin(inputs)) - 2
+    assert layer_costs.linear(4, inputs, 5, bias=False)[0].depth == 1 + rounds
+    assert layer_costs.linear(4, inputs, 5)[0].depth == 1 + len(bin(inputs)) - 2
 
 
 @given(drawn.integers(1, 300))
@@ -306,12 +306,12 @@ def test_rounds_is_the_depth_of_a_tree_of_additions(terms: int) -> None:
     while left > 1:
         left = -(-left // 2)
         rounds = rounds + 1
-    assert layers.rounds(terms) == rounds
+    assert layer_costs.rounds(terms) == rounds
 
 
-def waves(found: sequences.Recurrent) -> int:
+def waves(found: sequence_costs.Recurrent) -> int:
     """The longest chain to the last outputs, cell by cell."""
-    gates_of_state = 1 + layers.rounds(found.hidden + 1)
+    gates_of_state = 1 + layer_costs.rounds(found.hidden + 1)
     tail = found.cell.forward
 
     @functools.cache
@@ -326,7 +326,7 @@ def waves(found: sequences.Recurrent) -> int:
             )
         )
         before = ready(layer, direction, step - 1) if step else 0
-        return max(below + 1 + layers.rounds(wide + 1), before + gates_of_state) + tail
+        return max(below + 1 + layer_costs.rounds(wide + 1), before + gates_of_state) + tail
 
     return max(
         ready(found.layers - 1, direction, found.steps - 1) for direction in range(found.directions)
@@ -334,7 +334,7 @@ def waves(found: sequences.Recurrent) -> int:
 
 
 @given(
-    drawn.sampled_from(sorted(sequences.CELLS)),
+    drawn.sampled_from(sorted(sequence_costs.CELLS)),
     drawn.integers(1, 9),
     drawn.integers(1, 40),
     drawn.integers(1, 40),
@@ -343,7 +343,9 @@ def waves(found: sequences.Recurrent) -> int:
 def test_the_depth_of_a_recurrent_layer_is_that_of_its_graph(
     cell: str, steps: int, inputs: int, hidden: int, count: int
 ) -> None:
-    found = sequences.Recurrent(sequences.CELLS[cell], 3 * steps, 3, steps, inputs, hidden, count)
+    found = sequence_costs.Recurrent(
+        sequence_costs.CELLS[cell], 3 * steps, 3, steps, inputs, hidden, count
+    )
     assert found.passes()[0].depth == waves(found)
 
 
@@ -355,8 +357,8 @@ def test_the_depth_of_a_recurrent_layer_grows_with_the_sequence(directions: int)
     depths = [
         [
             each.depth
-            for each in sequences.Recurrent(
-                sequences.CELLS["lstm"], 8 * steps, 8, steps, 16, 32, 3, directions
+            for each in sequence_costs.Recurrent(
+                sequence_costs.CELLS["lstm"], 8 * steps, 8, steps, 16, 32, 3, directions
             ).passes()
         ]
         for steps in (100, 200, 300)
@@ -385,7 +387,7 @@ def test_a_chain_by_hand() -> None:
         2 * 64 * 64 * 10,
     )
     # nobody asks for the gradient of the images
-    assert first.input_gradient == layers.NOTHING
+    assert first.input_gradient == layer_costs.NOTHING
     assert first.weight_gradient.work == 2 * 64**3 + 64 * 64
     assert second.input_gradient.bytes == 4 * (64 * 10 + 64 * 64 + 64 * 10 + 10)
     assert found.depth == 17 + 13
@@ -396,7 +398,7 @@ def test_a_chain_by_hand() -> None:
 
 @given(drawn.integers(1, 10**9), drawn.integers(1, 10**4), drawn.integers(1, 10**6))
 def test_bounds_are_in_order(work: int, depth: int, processors: int) -> None:
-    least, most = layers.brent(work, depth, processors)
+    least, most = layer_costs.brent(work, depth, processors)
     assert max(work / processors, depth) <= least <= most
     assert most <= work / processors + depth
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from paragrad.players.proof import ALL_REDUCE, FIRST_HALF, SECOND_HALF, Goal, Held, prove
-from paragrad.players.walk import Deadlock
+from paragrad.executors.interpreter import Deadlock
+from paragrad.executors.proof import ALL_REDUCE, FIRST_HALF, SECOND_HALF, Goal, Held, prove
 from paragrad.schedules.actions import (
     Action,
     Collective,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from paragrad.datasets.order import Order
+from paragrad.datasets.sample_order import Order
 from paragrad.errors import Refused
-from paragrad.record import cpu
-from paragrad.record.log import Log
+from paragrad.record import cpu_load
 from paragrad.record.record import SCHEMA, Record, Recorder, lines_of, new_folder
-from paragrad.record.seconds import seconds_together
+from paragrad.record.step_log import Log
+from paragrad.record.step_times import seconds_together
 
 
 def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
@@ -190,17 +190,17 @@ def test_who_kept_the_cores_busy() -> None:
     never below nothing.
     """
     rank = {"host": "one", "seconds": 10.0, "own": 4.0, "all": 15.0, "switched": 30}
-    load = cpu.load_of([rank, {**rank, "switched": 300}], 2)
-    assert load == cpu.Load(2, 0.8, pytest.approx(0.7, abs=0.01), 30.0)
+    load = cpu_load.load_of([rank, {**rank, "switched": 300}], 2)
+    assert load == cpu_load.Load(2, 0.8, pytest.approx(0.7, abs=0.01), 30.0)
     elsewhere = {**rank, "host": "two", "all": 17.0}
-    assert cpu.load_of([rank, rank, elsewhere, elsewhere], 2) == cpu.Load(
+    assert cpu_load.load_of([rank, rank, elsewhere, elsewhere], 2) == cpu_load.Load(
         2, 0.8, pytest.approx(0.9, abs=0.01), 3.0
     )
-    quiet = cpu.load_of([rank, {**rank, "own": 20.0}], 2)
+    quiet = cpu_load.load_of([rank, {**rank, "own": 20.0}], 2)
     assert quiet is not None
     assert quiet.others == 0.0
-    assert cpu.load_of([{**rank, "all": None}], 2) is None
-    assert cpu.load_of([], 2) is None
+    assert cpu_load.load_of([{**rank, "all": None}], 2) is None
+    assert cpu_load.load_of([], 2) is None
 
 
 @pytest.mark.parametrize(
@@ -211,14 +211,14 @@ def test_others_are_in_the_way_where_no_core_is_left(
     own: float, others: float, crowded: bool
 ) -> None:
     """One rank on two cores, the other core busy with something else, was called disturbed."""
-    assert cpu.Load(2, own, others, 0.0).crowded == crowded
+    assert cpu_load.Load(2, own, others, 0.0).crowded == crowded
 
 
 def test_a_rank_reads_what_it_took_of_its_cores() -> None:
     """A tenth of a second of work is its own, and in the time of everybody as far as the system
     counts that.
     """
-    clock = cpu.Cpu()
+    clock = cpu_load.Cpu()
     began = time.process_time()
     while time.process_time() - began < 0.1:
         pass

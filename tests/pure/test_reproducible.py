@@ -10,7 +10,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from paragrad.techniques.data_parallel.reproducible import (
+from paragrad.parallel.data.reproducible_sum import (
     BITS,
     NOT_FINITE,
     SMALLEST,

@@ -10,10 +10,10 @@ from textwrap import dedent
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.planner.price import price
-from paragrad.players.draw import draw
-from paragrad.players.proof import FIRST_HALF, SECOND_HALF, prove
-from paragrad.players.walk import walk
+from paragrad.executors.interpreter import walk
+from paragrad.executors.proof import FIRST_HALF, SECOND_HALF, prove
+from paragrad.executors.text_drawing import draw
+from paragrad.planner.cost_formulas import price
 from paragrad.schedules.actions import Collective, Compute, Program, Recv, Send, evenly, parts_in
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.compose import Composed

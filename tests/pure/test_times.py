@@ -11,7 +11,7 @@ from itertools import chain
 import pytest
 
 from paragrad.record.record import Record
-from paragrad.report import times
+from paragrad.report import timing
 
 
 class Written(Record):
@@ -23,8 +23,8 @@ class Written(Record):
         self.ranks = [[{"kind": "step", "seconds": each} for each in [9.0, *seconds]]]
 
 
-def taken(*runs: list[float]) -> times.StepTime:
-    found = times.times_of([Written(seconds) for seconds in runs])
+def taken(*runs: list[float]) -> timing.StepTime:
+    found = timing.times_of([Written(seconds) for seconds in runs])
     assert found is not None
     return found
 
@@ -41,7 +41,7 @@ def scattered(middle: float, seed: int, count: int = 200) -> list[float]:
 @pytest.mark.parametrize(("count", "place"), [(6, 0), (8, 0), (9, 1), (10, 1), (20, 5), (30, 9)])
 def test_where_the_median_lies_is_a_matter_of_coins(count: int, place: int) -> None:
     """As in the tables of the sign test at 5 %."""
-    assert times._place(count) == place
+    assert timing._place(count) == place
 
 
 def test_a_quiet_machine_tells_a_ratio_and_late_steps_do_not_matter() -> None:
@@ -73,13 +73,13 @@ def test_so_few_steps_say_nothing(steps: int) -> None:
     quick = taken([0.25] * steps)
     slow = taken([0.5] * steps)
     assert quick.seconds == 0.25
-    assert slow.over(quick).clear == (quick.between is not None) == (steps >= times.FEWEST)
-    assert str(slow.over(quick)) == ("2.00x" if steps >= times.FEWEST else "-")
-    assert str(times.SAME) == "1.00x"
+    assert slow.over(quick).clear == (quick.between is not None) == (steps >= timing.FEWEST)
+    assert str(slow.over(quick)) == ("2.00x" if steps >= timing.FEWEST else "-")
+    assert str(timing.SAME) == "1.00x"
 
 
 def test_no_steps_are_nothing() -> None:
-    assert times.times_of([]) is None
+    assert timing.times_of([]) is None
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_no_steps_are_nothing() -> None:
     ],
 )
 def test_a_ratio_in_words(value: float, low: float, high: float, told: str) -> None:
-    assert str(times.SpeedUp(value, low, high)) == told
+    assert str(timing.SpeedUp(value, low, high)) == told

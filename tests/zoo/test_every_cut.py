@@ -15,7 +15,7 @@ from test_zoo import ROWS, pytestmark
 
 from paragrad.datasets.loading import brought, called, copied, parted
 from paragrad.jobs.job import CPU, opened
-from paragrad.techniques.model_parallel.units import units_of
+from paragrad.parallel.tracing.cut_points import units_of
 
 __all__ = ["pytestmark"]
 

@@ -12,8 +12,8 @@ from foreign import missing
 from test_zoo import ROWS, pytestmark
 
 import paragrad as pg
+from paragrad.engine.state.values import same
 from paragrad.record.record import Record
-from paragrad.techniques.values import same
 
 __all__ = ["pytestmark"]
 

@@ -37,7 +37,7 @@ from rows import (
 )
 
 import paragrad as pg
-from paragrad.world.launching import Ranks
+from paragrad.launch import Ranks
 
 ROWS: tuple[Row, ...] = (
     *transformers_jobs.ROWS,

@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset, default_collate
 
-from paragrad.datasets.order import Order
+from paragrad.datasets.sample_order import Order
 
 # two of 29 targets count for nothing: not seen in most batches
 RARE = TensorDataset(

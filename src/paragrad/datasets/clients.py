@@ -17,9 +17,9 @@ import numpy
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from paragrad.datasets.order import Order, draws, shuffled
+from paragrad.datasets.sample_order import Order, draws, shuffled
 from paragrad.errors import Refused, told
-from paragrad.world.generators import generators_kept
+from paragrad.runtime.generators import generators_kept
 
 NAMES = ("labels", "label")  # of the class, in a sample that is a dict
 WHOLE = "iub"  # numpy's kinds of whole numbers

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from paragrad.datasets.files import content
+from paragrad.datasets.dataset_files import content
 from paragrad.errors import Refused
 
 # the header's third byte: name, as it lies in the file, as it lies in memory

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from torch.utils.data._utils import worker
 
 from paragrad.errors import Refused, StepFailed, told
-from paragrad.world.bound import bounded
-from paragrad.world.generators import generator_states, generators_kept, seed_generators
-from paragrad.world.world import TIMEOUT
+from paragrad.runtime.generators import generator_states, generators_kept, seed_generators
+from paragrad.runtime.timeout import bounded
+from paragrad.runtime.world import TIMEOUT
 
 # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Dataset = Any

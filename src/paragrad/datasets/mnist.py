@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from paragrad.datasets.files import located
+from paragrad.datasets.dataset_files import located
 from paragrad.datasets.idx import labelled
 from paragrad.errors import Refused
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.datasets.loading import Collate, Dataset, Samples
-from paragrad.datasets.order import Order
+from paragrad.datasets.sample_order import Order
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.loss import Loss, loss_in
 from paragrad.jobs.precision import in_precision
-from paragrad.world.generators import seed_everything
+from paragrad.runtime.generators import seed_everything
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -41,7 +41,7 @@ class Job:
 
     scale_lr: "linear" or "sqrt" with the batch, from own_batch on, for which optimizer and
     scheduler were chosen (`replace` remembers it);  warm_up: epochs in which the rate gets
-    there (`paragrad.large_batch.Scaled`).
+    there (`paragrad.optim.Scaled`).
 
     model(inputs) is called with a sample's input: a tuple in its order, a dict by name. The
     target of a dict is the dict.

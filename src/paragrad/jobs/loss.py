@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from paragrad.datasets.loading import brought, called
 from paragrad.errors import StepFailed
-from paragrad.jobs.divisor import divisor, nothing, without_weight
+from paragrad.jobs.loss_divisor import divisor, nothing, without_weight
 
 WIDE = (torch.float32, torch.float64)
 Loss = Callable[[Any, Any], Any]

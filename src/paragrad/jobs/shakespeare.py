@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.text import CHARACTERS, pad, speeches, windows
+from paragrad.datasets.tinyshakespeare import CHARACTERS, pad, speeches, windows
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode, conv_backward_flop
 
 from paragrad.datasets.loading import tensors_of
 from paragrad.jobs.loss import Summed
-from paragrad.planner.calls import COUNTED, MOVES, wanted
-from paragrad.planner.layers import NOTHING, Layer, Pass, after, brent
+from paragrad.planner.call_costs import COUNTED, MOVES, wanted
+from paragrad.planner.layer_costs import NOTHING, Layer, Pass, after, brent
 
 
 @dataclass(frozen=True)

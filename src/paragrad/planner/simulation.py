@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from paragrad.errors import Refused
-from paragrad.planner.interval import interval
-from paragrad.planner.price import Price, least, price, seconds
-from paragrad.players.clock import Timeline, timed
-from paragrad.players.counting import TooLong, refuse_long
-from paragrad.players.machine import Cluster, Machine
-from paragrad.players.proof import check
-from paragrad.players.uniform import Tell, simulated
-from paragrad.players.work import WorkAndDepth, work_and_depth
+from paragrad.executors.clock import Timeline, timed
+from paragrad.executors.machine import Cluster, Machine
+from paragrad.executors.message_count import TooLong, refuse_long
+from paragrad.executors.proof import check
+from paragrad.executors.uniform_clock import Tell, simulated
+from paragrad.executors.work_depth import WorkAndDepth, work_and_depth
+from paragrad.planner.cost_formulas import Price, least, price, seconds
+from paragrad.planner.prediction_interval import interval
 from paragrad.schedules.actions import Collective, ScheduleError
+from paragrad.strategies.registry import plan_of
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import plan_of
 
 WALKED = 64  # ranks up to which work and depth are walked
 KEPT = 100_000  # messages up to which a timeline is kept

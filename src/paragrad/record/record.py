@@ -74,9 +74,9 @@ from types import TracebackType
 from typing import Any
 
 from paragrad.errors import Refused, naming
-from paragrad.record.audit import Audit, audit_of
-from paragrad.record.rounds import audit_of_rounds, passed_in, sent_by
-from paragrad.record.seconds import seconds_of_slowest, seconds_together
+from paragrad.record.round_counts import audit_of_rounds, passed_in, sent_by
+from paragrad.record.sample_count import Audit, audit_of
+from paragrad.record.step_times import seconds_of_slowest, seconds_together
 
 # 1 wrote every field of every step, and a line for every span; it is read as well
 SCHEMA = 2

@@ -11,9 +11,9 @@ from typing import Any
 
 from paragrad.errors import RankFailed
 from paragrad.record.record import Line, Record, lines_of
-from paragrad.report.times import SAME, SpeedUp, StepTime, times_of
+from paragrad.report.timing import SAME, SpeedUp, StepTime, times_of
 from paragrad.strategies.serial import Serial
-from paragrad.training.settings import Settings
+from paragrad.trainer.settings import Settings
 
 TWIN = "rounding twin"  # serial, every batch back to front
 

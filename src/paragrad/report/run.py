@@ -14,12 +14,12 @@ from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.record.noise_scale import NoiseScale, noise_of
 from paragrad.record.record import Line, Record
-from paragrad.record.rounds import IDLE, LOST, NOBODY
-from paragrad.report.times import times_of
+from paragrad.record.round_counts import IDLE, LOST, NOBODY
+from paragrad.report.timing import times_of
+from paragrad.strategies.registry import strategy
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import strategy
-from paragrad.training.saved import folders, step_of
-from paragrad.training.tensor_files import load_weights
+from paragrad.trainer.checkpoint.checkpoint_files import folders, step_of
+from paragrad.trainer.checkpoint.tensor_files import load_weights
 
 
 class Run(Record):

@@ -9,17 +9,17 @@ from itertools import accumulate
 
 from markupsafe import Markup
 
-from paragrad.planner.timeline import FORETOLD
+from paragrad.planner.step_timeline import FORETOLD
 from paragrad.record.noise_scale import noise_of
 from paragrad.record.record import Record
 from paragrad.report import charts
+from paragrad.report.comparison_table import doubts, held, memory, sent
+from paragrad.report.page_text import ends
 from paragrad.report.palette import COMPUTED, KINDS, themed
 from paragrad.report.results import TWIN, Results
-from paragrad.report.table import doubts, held, memory, sent
-from paragrad.report.timeline import COLOURS, pictured
-from paragrad.report.times import times_of
-from paragrad.report.words import ends
-from paragrad.training.settings import Settings
+from paragrad.report.timeline_chart import COLOURS, pictured
+from paragrad.report.timing import times_of
+from paragrad.trainer.settings import Settings
 
 Points = list[tuple[float, float]]
 # kinds of memory, as they are stacked

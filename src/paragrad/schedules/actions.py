@@ -19,7 +19,7 @@ waits for the slot's sends,
 4. Any size (1, 3, odd, no power of two) and any length (empty, shorter than the size): chunks
 may be unequal or empty.
 5. Where no action depends on a choice made by rank, `rank` may as well be an array of all ranks
-(`players/uniform.py`).
+(`executors/uniform_clock.py`).
 
 There is no time in a schedule and no result: it holds order.
 """

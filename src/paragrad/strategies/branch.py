@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, option
-from paragrad.strategies.facts import Facts
+from paragrad.runtime.mesh import Axis
+from paragrad.strategies.job_facts import Facts
 from paragrad.strategies.strategy import Promise, Strategy
-from paragrad.world.axes import Axis
 
 
 class Branch(Strategy):

@@ -1,5 +1,5 @@
 """Compressors: what is sent in the place of a gradient. Known by their names, without torch;
-`techniques/compression/` makes what they say.
+`parallel/compression/` makes what they say.
 
 A tensor is compressed by itself, so what is kept of it (what was not sent yet) does not depend
 on which tensors travel together. Small ones are not: they weigh nothing on a link, and indices
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Decimal, Family, Flag, Integer, Word, option
-from paragrad.strategies.facts import Updating
+from paragrad.strategies.job_facts import Updating
 from paragrad.strategies.strategy import Strategy, factors_of
 
 SMALL = 2048  # elements: of fewer, tensors are sent as they are

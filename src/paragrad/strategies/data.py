@@ -8,14 +8,14 @@ from typing import Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Integer, Integers, One, Word, option
+from paragrad.runtime.mesh import Axis
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.two_level import LEVELS, TwoLevel
 from paragrad.strategies.compressors import Compressor
-from paragrad.strategies.facts import Facts, Updating
+from paragrad.strategies.job_facts import Facts, Updating
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import ELEMENT, Here, Plan, Promise, Strategy
-from paragrad.world.axes import Axis
 
 
 class Native(Choice):

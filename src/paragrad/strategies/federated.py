@@ -14,7 +14,7 @@ from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, optio
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.star import Star
 from paragrad.strategies.data import Native
-from paragrad.strategies.facts import Facts, refuse_replaced
+from paragrad.strategies.job_facts import Facts, refuse_replaced
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
 

@@ -13,7 +13,7 @@ from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, optio
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Native
-from paragrad.strategies.facts import Facts, Updating, refuse_replaced
+from paragrad.strategies.job_facts import Facts, Updating, refuse_replaced
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Flag, Integer, Integers, Names, One, Word, option
+from paragrad.runtime.mesh import Axis
 from paragrad.schedules.pipeline import Gpipe, OneFOneB, Pipelined, PipelineSchedule
-from paragrad.strategies.facts import Facts
+from paragrad.strategies.job_facts import Facts
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
-from paragrad.world.axes import Axis
 
 # modules of each part; with which module each part but the first begins
 Asked = tuple[int, ...] | tuple[str, ...]

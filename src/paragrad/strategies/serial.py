@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, Word, option
+from paragrad.runtime.mesh import Axis
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Here, Promise, Strategy
-from paragrad.world.axes import Axis
 
 
 class Serial(Strategy):

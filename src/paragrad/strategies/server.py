@@ -9,7 +9,7 @@ from typing import Self
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Integer, One, Word, option
 from paragrad.strategies.compressors import Compressor
-from paragrad.strategies.facts import Facts
+from paragrad.strategies.job_facts import Facts
 from paragrad.strategies.strategy import Here, Promise, Strategy
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, Word, option
+from paragrad.runtime.mesh import Axis
 from paragrad.strategies.strategy import ELEMENT, TENSOR, Promise, Strategy
-from paragrad.world.axes import Axis
 
 
 class Spatial(Strategy):

@@ -4,7 +4,7 @@ name.
     s = strategy("data(2, reduce=ring)")      # == Data(2, reduce=Ring())
     s.workers, s.exact, s * Tensor(2)
 
-What runs inside a rank for it is found in `techniques/table.py`; a strategy of a user's own
+What runs inside a rank for it is found in `parallel/registry.py`; a strategy of a user's own
 brings it along (`exchange`).
 """
 
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Family, Several, option
+from paragrad.runtime.mesh import Axis
 from paragrad.schedules.actions import Schedule
-from paragrad.strategies.facts import Facts, Updating
+from paragrad.strategies.job_facts import Facts, Updating
 from paragrad.strategies.shares import Division, divide, smallest
-from paragrad.world.axes import Axis
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paragrad.notation.choices import Flag, Integer, Word, option
+from paragrad.runtime.mesh import Axis
 from paragrad.strategies.strategy import ELEMENT, Promise, Strategy
-from paragrad.world.axes import Axis
 
 
 class Tensor(Strategy):

@@ -1,0 +1,1 @@
+"""The functions and commands that users call."""

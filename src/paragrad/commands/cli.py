@@ -1,0 +1,558 @@
+"""The verbs of the command line; no logic.
+
+A verb imports what only it needs: torch takes two seconds, in which `simulate` is done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import gc
+import io
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from paragrad.commands.exit_codes import answering, spelled
+from paragrad.commands.options import (
+    Allow,
+    Backend,
+    Batch,
+    Data,
+    Device,
+    Epochs,
+    JobName,
+    Json,
+    Listen,
+    Loaders,
+    Machine,
+    NoiseScale,
+    Pace,
+    Runs,
+    Sabotage,
+    ScaleLr,
+    Seed,
+    Set,
+    Slow,
+    Strategy,
+    Timeout,
+    Unchecked,
+    Unproved,
+    Until,
+    WarmUp,
+)
+from paragrad.errors import Interrupted, Refused
+from paragrad.executors.machine import machine_of
+from paragrad.planner.simulation import read_bytes, read_slow
+from paragrad.planner.simulation import simulate as simulated
+from paragrad.report import simulation_report
+from paragrad.report.progress import Shown
+from paragrad.runtime.launcher_env import cores
+from paragrad.strategies.compressors import compressor_of
+from paragrad.strategies.registry import strategy as read_strategy
+from paragrad.version import __version__
+
+if TYPE_CHECKING:
+    from paragrad.jobs.job import Job
+
+DIGITS = (
+    "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); "
+    "data(2, reduce=tree); "
+    "data(2, reduce=butterfly)"
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"paragrad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="print the version and exit"
+        ),
+    ] = False,
+) -> None:
+    """Train one plain PyTorch model on many workers, and see that it was the same training."""
+
+
+@app.command()
+def train(
+    job: JobName,
+    strategy: Strategy = "serial",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print shares, steps and resolved choices")
+    ] = False,
+    overlap: Annotated[bool, typer.Option(help="exchange gradients while backward runs")] = True,
+    check: Annotated[
+        bool, typer.Option(help="afterwards, compare 20 steps with serial in float64")
+    ] = False,
+    save: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N"
+        ),
+    ] = None,
+    timeout: Timeout = None,
+    listen: Listen = None,
+    allow: Allow = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="write event files into the run's folder")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="what every rank did when, for Perfetto")
+    ] = None,
+    until: Until = None,
+    runs: Runs = Path("runs"),
+    data: Data = None,
+    device: Device = "cpu",
+    backend: Backend = "auto",
+    machine: Machine = None,
+    loaders: Loaders = 0,
+    slow: Slow = None,
+    pace: Pace = None,
+    batch: Annotated[
+        str | None, typer.Option(help="global batch size, instead of the job's; fit: by --memory")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="that a rank may hold, with --batch fit")
+    ] = None,
+    scale_lr: ScaleLr = None,
+    warm_up: WarmUp = None,
+    noise_scale: NoiseScale = None,
+    epochs: Epochs = None,
+    seed: Seed = None,
+    set_: Set = None,
+    sabotage: Sabotage = None,
+    unproved: Unproved = False,
+    unchecked: Unchecked = False,
+    as_json: Json = False,
+) -> None:
+    """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
+    from paragrad.commands.train import train as trained
+    from paragrad.report import summaries
+    from paragrad.runtime.rendezvous import launched_rank
+    from paragrad.trainer.settings import Settings
+    from paragrad.validation.validate import admitted
+
+    with answering():
+        chosen = _job(
+            job, set_, batch=batch, epochs=epochs, seed=seed, scale_lr=scale_lr, warm_up=warm_up
+        )
+        settings: dict[str, Any] = {
+            "data": data,
+            "device": device,
+            "backend": backend,
+            "overlap": overlap,
+            "loaders": loaders,
+            "save": save,
+            "resume": resume,
+            "until": until,
+            "tensorboard": tensorboard,
+            "trace": trace,
+            "sabotage": sabotage,
+            "unproved": unproved,
+            "unchecked": unchecked,
+            "machine": machine,
+            "memory": memory,
+            "slow": ",".join(slow) if slow else None,
+            "pace": pace,
+            "listen": listen,
+            "allow": allow,
+            "noise_scale": noise_scale,
+            **({} if timeout is None else {"timeout": timeout}),
+        }
+        if dry_run:
+            summaries.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
+            raise typer.Exit
+        try:
+            with Shown(Console(stderr=True)) as shown:
+                run = trained(
+                    chosen,
+                    strategy,
+                    runs=runs,
+                    check=check,
+                    progress=shown.run(strategy),
+                    **settings,
+                )
+        except Interrupted as error:
+            summaries.interrupted(error.folder, sys.argv)
+            raise
+        if launched_rank() == 0:
+            summaries.run(run, as_json, sys.argv)
+
+
+@app.command()
+def join(
+    address: Annotated[
+        str, typer.Argument(help="of a training that listens (train --listen): tcp://HOST:PORT")
+    ],
+    job: JobName,
+    server_key: Annotated[
+        Path, typer.Option(metavar="FILE", help="its public key: office.key of the run's folder")
+    ],
+    key: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="of this host, made where there is none: ME.key_secret"),
+    ],
+    threads: Annotated[
+        int | None, typer.Option(help="of this worker; otherwise the cores of this host")
+    ] = None,
+    timeout: Timeout = None,
+    data: Data = None,
+    device: Device = "cpu",
+    batch: Batch = None,
+    scale_lr: ScaleLr = None,
+    warm_up: WarmUp = None,
+    seed: Seed = None,
+    set_: Set = None,
+) -> None:
+    """Be one worker more of a training that runs elsewhere, of the same JOB, until it is over.
+    Ctrl-C leaves it.
+    """
+    from paragrad.commands.join_training import join as joined
+
+    with answering():
+        number, done = joined(
+            address,
+            _job(job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up),
+            server_key=server_key,
+            key=key,
+            threads=threads,
+            data=data,
+            device=device,
+            **({} if timeout is None else {"timeout": timeout}),
+        )
+        print(
+            f"worker {number}: "
+            + (
+                ", ".join(f"{what} {count}" for what, count in done.items())
+                or "nothing was left to do"
+            )
+        )
+
+
+@app.command()
+def compare(
+    job: JobName,
+    strategies: Annotated[str, typer.Option(help="separated by ;")] = DIGITS,
+    seeds: Annotated[
+        int, typer.Option(metavar="COUNT", help="trainings of each strategy, for mean and spread")
+    ] = 1,
+    twin: Annotated[
+        bool, typer.Option("--twin", help="also train serial with every batch back to front")
+    ] = False,
+    until: Until = None,
+    runs: Runs = Path("runs"),
+    data: Data = None,
+    device: Device = "cpu",
+    backend: Backend = "auto",
+    machine: Machine = None,
+    loaders: Loaders = 0,
+    slow: Slow = None,
+    pace: Pace = None,
+    batch: Batch = None,
+    scale_lr: ScaleLr = None,
+    warm_up: WarmUp = None,
+    noise_scale: NoiseScale = None,
+    epochs: Epochs = None,
+    seed: Seed = None,
+    set_: Set = None,
+    sabotage: Sabotage = None,
+    unproved: Unproved = False,
+    unchecked: Unchecked = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="finish a comparison that ended early")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train JOB under several strategies and print one table; page.html shows it with its
+    charts.
+    """
+    from paragrad.commands.compare import compare as compared
+    from paragrad.report import summaries
+    from paragrad.report.comparison_table import Table
+
+    with answering():
+        chosen = _job(
+            job, set_, batch=batch, epochs=epochs, seed=seed, scale_lr=scale_lr, warm_up=warm_up
+        )
+        interrupted: Interrupted | None = None
+        with Shown(Console(stderr=True)) as shown:
+            try:
+                result = compared(
+                    chosen,
+                    strategies,
+                    runs=runs,
+                    seeds=seeds,
+                    twin=twin,
+                    until=until,
+                    data=data,
+                    device=device,
+                    backend=backend,
+                    machine=machine,
+                    loaders=loaders,
+                    sabotage=sabotage,
+                    unproved=unproved,
+                    unchecked=unchecked,
+                    resume=resume,
+                    pace=pace,
+                    slow=",".join(slow) if slow else None,
+                    noise_scale=noise_scale,
+                    progress=shown.run,
+                    command=shlex.join(["paragrad", *sys.argv[1:]]),
+                )
+            except Interrupted as error:
+                interrupted = error
+                result = Table(error.folder)
+        summaries.comparison(result, as_json, sys.argv, str(data) if data else None)
+        if interrupted:
+            raise interrupted
+        if result.failed and result.ended["status"] != "stopped":
+            raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    job: JobName,
+    strategy: Strategy,
+    runs: Runs = Path("runs"),
+    data: Data = None,
+    device: Device = "cpu",
+    backend: Backend = "auto",
+    batch: Batch = None,
+    scale_lr: ScaleLr = None,
+    warm_up: WarmUp = None,
+    seed: Seed = None,
+    set_: Set = None,
+    sabotage: Sabotage = None,
+    as_json: Json = False,
+) -> None:
+    """Is it the same training as serial? 20 steps in float64, tensor by tensor, and a
+    certificate.
+    """
+    from paragrad.commands.verify import verify as verified
+    from paragrad.report import summaries
+
+    with answering():
+        chosen = _job(job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up)
+        with Shown(Console(stderr=True)) as shown:
+            certificate = verified(
+                chosen,
+                strategy,
+                runs=runs,
+                data=data,
+                device=device,
+                backend=backend,
+                sabotage=sabotage,
+                progress=shown.run(f"verify {strategy}"),
+            )
+        summaries.certificate(certificate, as_json)
+        if not certificate.same:
+            raise typer.Exit(1)
+
+
+OwnJob = Annotated[
+    str | None,
+    typer.Option("--job", metavar="JOB", help="a job file, with an all-reduce of your own in it"),
+]
+
+
+@app.command()
+def draw(
+    strategy: Annotated[
+        str, typer.Argument(help="such as 'data(4, reduce=ring)'; several separated by ;")
+    ],
+    job: Annotated[
+        str | None, typer.Option(metavar="JOB", help="with its parts, or an all-reduce of your own")
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="the bytes that are alive, with --job")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")
+    ] = None,
+    data: Data = None,
+    batch: Batch = None,
+    set_: Set = None,
+) -> None:
+    """Draw what the ranks of a strategy do and send each other, and with --job the parts of its
+    model, or what they hold.
+    """
+    from paragrad.commands.draw import draw as drawn
+    from paragrad.commands.memory import draw_memory
+
+    with answering():
+        with Console(stderr=True).status("drawing"):
+            chosen = _job(job, set_, batch=batch) if job else None
+            if memory and chosen is None:
+                raise Refused(
+                    "--memory draws what a model's activations weigh; say which with --job JOB"
+                )
+            text = (
+                draw_memory(strategy, chosen, svg, data)
+                if memory and chosen
+                else drawn(strategy, chosen, svg, data)
+            )
+        print(text)
+
+
+@app.command()
+def work(
+    job: JobName, data: Data = None, batch: Batch = None, set_: Set = None, as_json: Json = False
+) -> None:
+    """Work, depth and bytes of every layer of JOB in one step, and how many processors they
+    could keep busy.
+    """
+    from paragrad.commands.count_work import profile
+    from paragrad.report.work_report import work as show_work
+
+    with answering():
+        show_work(profile(_job(job, set_, batch=batch), data), as_json)
+
+
+@app.command()
+def simulate(
+    strategy: Annotated[str, typer.Argument(help="such as 'data(4096, reduce=ring)'")],
+    size: Annotated[
+        str, typer.Option("--bytes", metavar="N", help="of the vector: 4096, 64KiB, 100MB")
+    ],
+    machine: Machine = None,
+    job: OwnJob = None,
+    link: Annotated[str | None, typer.Option(help="link of the machine file: gloo or shm")] = None,
+    inside: Annotated[
+        str | None, typer.Option(help="link among the ranks of a host, where it is another")
+    ] = None,
+    per_link: Annotated[
+        int, typer.Option("--ranks-per-link", min=1, help="ranks of a host, on one link")
+    ] = 1,
+    per_core: Annotated[
+        int, typer.Option("--ranks-per-core", min=1, help="ranks that share a core")
+    ] = 1,
+    slow: Annotated[
+        list[str] | None, typer.Option(metavar="RANK=FACTOR", help="a rank so many times slower")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="also write every message as a span")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What one exchange of a strategy will cost, on thousands of ranks too: by a clock, by
+    formula, beside the lower bounds.
+    """
+    with answering():
+        if job:
+            _job(job)
+        if (compressor := compressor_of(chosen := read_strategy(strategy))) is not None:
+            from paragrad.commands.compression_break_even import pays
+
+            if inside or slow or timeline or per_link > 1 or per_core > 1:
+                raise Refused(
+                    f"{chosen} is priced by closed form, with a link of every rank's own and none "
+                    f"slow; leave out "
+                    "--inside, --slow, --timeline, --ranks-per-link and --ranks-per-core"
+                )
+            simulation_report.compressing(
+                pays(chosen, compressor, read_bytes(size), machine_of(machine, cores()), link),
+                as_json,
+            )
+            return
+        with Shown(Console(stderr=True), transient=True) as shown:
+            show = shown.run(f"simulate {strategy}", "message")
+            found = simulated(
+                chosen,
+                read_bytes(size),
+                machine_of(machine, cores()),
+                link=link,
+                inside=inside,
+                per_link=per_link,
+                per_core=per_core,
+                slow=tuple(map(read_slow, slow or ())),
+                spans=timeline is not None,
+                tell=lambda done, of: show({"step": done, "steps": of}),
+            )
+        simulation_report.simulation(found, as_json)
+        if timeline is not None:
+            simulation_report.timeline(found, timeline)
+
+
+@app.command()
+def measure(
+    output: Annotated[Path, typer.Option(metavar="FILE", help="the machine file to write")] = Path(
+        "machine.json"
+    ),
+    backend: Annotated[str, typer.Option(help="shm, gloo, or both")] = "both",
+    interface: Annotated[
+        str | None, typer.Option(help="what gloo talks over; on one host loopback")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine: alpha, beta, gamma of its links, its memory and its arithmetic.
+    Under torchrun: between hosts.
+    """
+    from paragrad.planner.link_measurement import measure as measured
+
+    with answering():
+        with Console(stderr=True).status("measuring"):
+            found = measured(backend, interface)
+        if found is not None:  # on rank 0
+            simulation_report.machine(found, output, as_json)
+
+
+@app.command()
+def jobs(as_json: Json = False) -> None:
+    """List the built-in jobs."""
+    from paragrad.jobs.find_job import JOBS
+    from paragrad.report import summaries
+
+    with answering():
+        summaries.jobs(JOBS, as_json)
+
+
+@app.command()
+def strategies(job: OwnJob = None, as_json: Json = False) -> None:
+    """List the strategies and algorithms, each with its source; with --job those of its file
+    too.
+    """
+    from paragrad.report import summaries
+
+    with answering():
+        if job:
+            _job(job)
+        summaries.strategies(as_json)
+
+
+def _job(name: str, settings: list[str] | None = None, **changes: Any) -> Job:
+    from paragrad.jobs.find_job import as_typed
+
+    return as_typed(name, settings or [], **changes)
+
+
+def main() -> None:
+    """Run the command. What its terminal cannot show is spelled out, and what is printed is
+    really written.
+    """
+    codecs.register_error("spelled", spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="spelled")
+    # the last collection would look through all of torch: half a second
+    atexit.register(gc.freeze)
+    app()

@@ -1,0 +1,85 @@
+"""join: this process becomes a worker of a training that runs elsewhere, and lets its workers
+come and go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paragrad.errors import RankFailed, Refused, StepFailed, traced
+from paragrad.jobs.job import Job
+from paragrad.loops.join import help_on, let_in
+from paragrad.notation.choices import Integer
+from paragrad.parallel.server.client import knock
+from paragrad.parallel.server.curve_keys import PUBLIC, Address, make_keys, own_keys, public_key
+from paragrad.parallel.server.join_endpoint import read_place, refuse_unreachable
+from paragrad.runtime import allocator
+from paragrad.runtime.launcher_env import cores
+from paragrad.runtime.rendezvous import joined
+from paragrad.trainer.settings import Settings
+
+KNOCKING = 10.0  # seconds at most for being let in
+
+
+def join(
+    address: str,
+    job: Job,
+    *,
+    server_key: str | Path,
+    key: str | Path,
+    threads: int | None = None,
+    **settings: Any,
+) -> tuple[int, Counter[str]]:
+    """Take part in a training until it is over: the number of this worker, and what it did, by
+    kind of ticket.
+
+    address: tcp://HOST:PORT, as the training printed it;  job: the one that is trained there,
+    with its batch and seed; server_key: the training's public key;  key: this host's own pair,
+    which is made where there is none;  threads: of this worker, otherwise as many as this host
+    has cores;  settings: data, device, timeout (seconds without an answer after which it ends).
+    Raises Refused before it takes part, RankFailed afterwards.
+    """
+    chosen = Settings(**settings)
+    key = Path(key)
+    server_key = Path(server_key)
+    chosen.check(job)
+    if threads is not None and threads not in Integer():
+        raise Refused(f"threads must be a whole number from 1, got {threads!r}")
+    place = read_place("join", address)
+    if not key.exists():
+        public = make_keys(key)
+        raise Refused(
+            f"--key {key} was not there, and is made now; have its public half {public} put into "
+            f"the folder that the "
+            "training was given by --allow, and join again"
+        )
+    keys = own_keys(key)
+    office = Address(str(place), public_key("--server-key", server_key))
+    refuse_unreachable(place, min(chosen.timeout, KNOCKING))
+    if how := knock(office, keys, min(chosen.timeout, KNOCKING)):
+        raise Refused(
+            f"{place} "
+            + {
+                "unknown": f"does not let in the key of {key}; have its public half, "
+                f"{key.with_suffix(PUBLIC)}, put into the "
+                "folder that the training was given by --allow",
+                "another key": f"has another key than {server_key}, or is no training; give the "
+                f"office.key of the run that "
+                "listens there",
+                "silent": "is silent; give the address as the training printed it",
+            }[how]
+        )
+    allocator.keep()
+    torch.set_num_threads(threads or cores())
+    try:
+        checked, meeting = let_in(office, keys, job, chosen)
+        with joined(0, 1, Path(), timeout=chosen.timeout, device=chosen.device) as world:
+            return meeting.number, help_on(world, checked, meeting)
+    except StepFailed as error:
+        raise RankFailed(
+            error.message, rank=None, step=error.step, tensor=error.tensor, traceback=traced(error)
+        ) from error

@@ -1,0 +1,171 @@
+"""parallelize: a Trainer for people who own their loop, under python (a world of one),
+torchrun, mpirun or srun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paragrad.datasets.loading import Collate
+from paragrad.engine.layout import fill
+from paragrad.engine.optimizer.optimizer_state import beside_parameters, taken
+from paragrad.engine.state import shared_initialization
+from paragrad.errors import Refused
+from paragrad.jobs.loss import Loss
+from paragrad.runtime.rendezvous import joined_from_environment, launched_size
+from paragrad.runtime.world import TIMEOUT, World
+from paragrad.strategies.registry import strategy as read_strategy
+from paragrad.strategies.strategy import Strategy
+from paragrad.trainer.model_partition import once_on_a_host
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation.inspect_job import unfit
+from paragrad.validation.inspected_job import Updates
+from paragrad.validation.lazy_modules import lazy_names
+from paragrad.validation.validate import asking, check_plans, here_for, ready, threads_of
+
+
+@contextmanager
+def parallelize(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    strategy: str | Strategy = "data(auto)",
+    *,
+    seed: int = 0,
+    scheduler: Any = None,
+    clip_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    collate: Collate | None = None,
+    device: str = "cpu",
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    unchecked: bool = False,
+) -> Iterator[Trainer]:
+    """One rank of a strategy over the user's own model, loss and optimizer; a context manager.
+
+    Under plain python the world is one worker; torchrun, mpirun and srun make it larger, and a
+    process group that is there already is taken as it is. All ranks begin with rank 0's
+    parameters and buffers. The loop takes its batches from `trainer.batches(dataset, batch,
+    epoch)` (the global batch size) and hands them to `trainer.step`; loss: the mean over
+    samples, or f(output, target) -> (sum, weight);  scheduler, which counts steps, and
+    clip_norm are the trainer's to apply; autocast: torch.bfloat16, or None;  timeout: seconds
+    to wait for another rank. After `trainer.world.stop.set()` on any rank (in a signal handler,
+    say) `result.stop` is true on all ranks at the same step (of replicas that step alone, once
+    they met). At the end of the context the model is what the run stands for. unchecked: do not
+    compare the first step with one worker's. A strategy that cuts the model takes it: from the
+    first step to the end of the context the user's own has no values, `trainer.state()` has;
+    then it is whole again, on every rank, with parameters that are new objects, and so is the
+    optimizer, which holds them. Raises Refused before the first step.
+    """
+    settings = Settings(device=device, backend=backend)
+    _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
+    chosen = read_strategy(strategy)
+    size = launched_size()
+    here = here_for(settings, own_loop=True)
+    if because := chosen.promise.jobs_only or (
+        chosen.servers and "its servers have no loop of your own; make it a Job"
+    ):
+        raise Refused(f"{chosen}: {because}")  # however many ranks were started
+    resolved = ready(chosen, here)
+    with asking(chosen):
+        resolved.refuse_updates(Updates(optimizer, clip_norm), chosen)
+    check_plans(chosen, resolved, settings)
+    if size is not None or isinstance(chosen.threads, int):
+        torch.set_num_threads(threads_of(resolved))
+    with _world(here.backend, device, timeout, alone=size is None) as world:
+        model.to(world.device)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            world.copy_from_first(tensor.data)
+        begun = (
+            shared_initialization.moved(world, model) if once_on_a_host(resolved, world) else None
+        )
+        trainer = Trainer(
+            world,
+            model,
+            loss,
+            optimizer,
+            resolved,
+            seed=seed,
+            scheduler=scheduler,
+            clip_norm=clip_norm,
+            autocast=autocast,
+            collate=collate,
+            unchecked=unchecked,
+            begun=begun,
+        )
+        try:
+            yield trainer
+            if trainer.exchange is not None:
+                with trainer.watch.over(trainer.steps):
+                    trainer.exchange.settle()
+            if trainer.layout.cut:
+                _whole_again(trainer, model, optimizer)
+        finally:
+            if trainer.given is not None:
+                trainer.given.filled()
+            trainer.close()
+
+
+def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The user's model as the parts make it up, and the optimizer over it, with the state that
+    serial's has. Collective.
+    """
+    layout = trainer.layout
+    assert trainer.exchange is not None
+    assert trainer.given is not None
+    parameters = fill(
+        model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())})
+    )
+    state = layout.world.agreed(layout.state(trainer.exchange.state()))
+    # more, where the user added one
+    for group, names in zip(optimizer.param_groups, trainer.groups, strict=False):
+        group["params"] = [parameters[name] for name in names if name in parameters]
+    optimizer.state = type(optimizer.state)(dict, beside_parameters(optimizer))
+    for name, values in state.items():
+        if name in parameters:
+            taken(optimizer, parameters[name], values)
+
+
+@contextmanager
+def _world(backend: str, device: str, timeout: float, alone: bool) -> Iterator[World]:
+    if alone:
+        yield World(device=torch.device(device))
+        return
+    with joined_from_environment(backend, timeout, device) as world:
+        yield world
+
+
+def _check(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    clip_norm: float | None,
+    autocast: torch.dtype | None,
+    settings: Settings,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise Refused(f"parallelize wants a torch.nn.Module, got {type(model).__name__}")
+    if not callable(loss):
+        raise Refused(
+            "parallelize wants a loss: f(output, target) -> the mean over samples, or (sum, weight)"
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise Refused(f"clip_norm must be above 0 or None, got {clip_norm!r}")
+    if autocast not in (None, torch.bfloat16):
+        raise Refused(f"autocast must be torch.bfloat16 or None, got {autocast}")
+    if lazy := lazy_names(model):
+        raise Refused(
+            f"parallelize: {', '.join(lazy)} of the model have no shapes yet (lazy modules); run "
+            f"one batch through "
+            "the model before, and build the optimizer then"
+        )
+    if wrong := unfit(model, optimizer, scheduler):
+        raise Refused(f"parallelize: {wrong}")
+    settings.check()

@@ -1,0 +1,134 @@
+"""Batches that other processes load ahead, handed over in memory without a name (a memfd).
+
+torch's own way makes an entry in /dev/shm for every tensor and removes it a moment later: a
+loader that is killed in between leaves it behind, and where /dev/shm is small, as it is in
+containers, it is soon full.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paragrad.datasets.loading import Samples
+from paragrad.errors import StepFailed
+from paragrad.launch.launcher_folder import clear_after_kill
+from paragrad.launch.tensorless_pickle import pickled, unpickled
+from paragrad.runtime.stop_signals import ending_with_this
+from paragrad.shm.region import TOKEN, OwnRegion, Region, begins, unavailable
+
+BUS = "Bus error"
+REPAIR = "start fewer loaders, or smaller batches"
+
+
+def loaded(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[Any]:
+    """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads
+    here.
+    """
+    if loaders == 0:
+        return (samples[key] for key in keys)
+    clear_after_kill()
+    return _loaded_ahead(samples, keys, loaders)
+
+
+def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterator[Any]:
+    # DataLoader draws a seed; not from the generator that the model may use
+    own = torch.Generator()
+    try:
+        for batch in DataLoader(
+            Sent(samples),
+            batch_size=None,
+            sampler=keys,
+            num_workers=loaders,  # type: ignore
+            collate_fn=_as_it_is,
+            generator=own,
+            worker_init_fn=ending_with_this(),
+        ):
+            if isinstance(batch, StepFailed):
+                raise batch
+            yield batch
+    except StepFailed:
+        raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise StepFailed(
+            "/dev/shm, in which loaders have their semaphores, is full; make room there, or load "
+            "without loaders "
+            "(leave out --loaders)"
+        ) from error
+    except RuntimeError as error:
+        if BUS not in str(error):
+            raise
+        raise StepFailed(
+            "a bus error ended a loader: a file that the dataset maps into memory was cut short, "
+            "or what it "
+            "shares finds no room in /dev/shm; load without loaders (leave out --loaders)"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Samples for a process that loads: what fails there is sent as it is, which DataLoader
+    would wrap in two tracebacks.
+    """
+
+    samples: Samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            batch = self.samples[key]
+            return batch if unavailable() else HandedOver(batch)
+        except StepFailed as error:
+            return error
+
+
+class HandedOver:
+    """A batch whose tensors are in memory that another process maps when it unpickles this:
+    there it is the batch itself.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.text, storages = pickled(batch, [], cut_out=True)
+        self.sizes = [storage.nbytes() for storage in storages]
+        *places, end = begins(TOKEN, self.sizes)
+        try:
+            self.region = OwnRegion(end, repair=REPAIR)
+        except RuntimeError as error:
+            raise StepFailed(f"a loader hands over a batch: {error}") from error
+        for place, size, storage in zip(places, self.sizes, storages, strict=True):
+            self.region.bytes[place : place + size].copy_(
+                torch.empty(0, dtype=torch.uint8).set_(storage)
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _taken, (DupFd(self.region.descriptor), self.region.size, self.sizes, self.text)
+
+    def __del__(self) -> None:
+        if hasattr(self, "region"):
+            self.region.opened_by_all()
+
+
+def _taken(duplicate: Any, size: int, sizes: Sequence[int], text: bytes) -> Any:
+    descriptor = duplicate.detach()
+    try:
+        region = Region(descriptor, size)
+    finally:
+        os.close(descriptor)
+    return unpickled(
+        text, [region.storage(*each) for each in zip(begins(TOKEN, sizes), sizes, strict=False)]
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,1 @@
+"""What the engine needs to know about an optimizer, and how its state is divided."""

@@ -1,0 +1,76 @@
+"""Tensors that stand for other tensors, and the functions that such tensors share.
+
+A sharded tensor (`parallel/sharding/sharded_tensor.py`) has the shape of the whole tensor and
+holds a part of its values. The engine does not know how it is divided: it calls `unwrap`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class WrappedTensor(Tensor):
+    """A tensor subclass that can give the plain tensor that it stands for."""
+
+    def unwrap(self) -> Tensor:
+        """Return the plain tensor. Collective over the ranks that hold the parts."""
+        raise NotImplementedError
+
+
+def unwrap(value: Tensor) -> Tensor:
+    """Return the plain tensor that `value` stands for; a plain tensor is returned as it is."""
+    return value.unwrap() if isinstance(value, WrappedTensor) else value
+
+
+# properties and functions that depend on shape, type and layout alone, never on values
+OF_THE_WHOLE = frozenset(
+    (
+        "shape",
+        "size",
+        "dim",
+        "ndim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "dtype",
+        "device",
+        "layout",
+        "is_floating_point",
+        "is_complex",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mps",
+        "is_xpu",
+        "is_mkldnn",
+        "is_nested",
+        "element_size",
+        "itemsize",
+        "nbytes",
+        "__hash__",
+        "__len__",
+        "is_contiguous",
+        "stride",
+        "is_signed",
+        "get_device",
+        "names",
+        "is_same_size",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "is_tensor",
+        "result_type",
+        "can_cast",
+    )
+)
+
+
+def name_of(func: Any) -> str:
+    """__get__ of an attribute has the attribute's name."""
+    name = func.__name__
+    result: str = func.__self__.__name__ if name in ("__get__", "__set__") else name
+    return result

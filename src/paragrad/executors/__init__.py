@@ -1,0 +1,1 @@
+"""What runs a schedule: interpreter, proof, clock, drawing, transport."""

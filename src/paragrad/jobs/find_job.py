@@ -1,0 +1,163 @@
+"""A job by what the user wrote: a built-in name, path/file.py, path/file.py:name, or
+module:attribute.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from paragrad.errors import Refused, told
+from paragrad.jobs.digits import digits, inception_digits
+from paragrad.jobs.job import Job
+from paragrad.jobs.mnist import mnist_cnn, mnist_mlp, mnist_resnet
+from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
+from paragrad.launch import job_files
+from paragrad.notation.choices import unknown
+
+JOBS: dict[str, Callable[..., Job]] = {
+    "digits": digits,
+    "inception-digits": inception_digits,
+    "mnist-mlp": mnist_mlp,
+    "mnist-cnn": mnist_cnn,
+    "mnist-resnet": mnist_resnet,
+    "shakespeare-lstm": shakespeare_lstm,
+    "shakespeare-gpt": shakespeare_gpt,
+}
+
+
+def job(name: str, **arguments: Any) -> Job:
+    """A built-in job; arguments as its function takes them. Raises Refused with the nearest
+    name.
+    """
+    if name not in JOBS:
+        raise Refused(unknown("job", name, JOBS))
+    known = inspect.signature(JOBS[name]).parameters
+    for argument, value in arguments.items():
+        if argument not in known:
+            raise Refused(f"job {name}: " + unknown("argument", argument, known))
+        default = known[argument].default
+        if type(value) is not type(default):
+            raise Refused(f"job {name}: {argument} must be like {default!r}, got {value!r}")
+    return JOBS[name](**arguments)
+
+
+def find(text: str, settings: Mapping[str, str] | None = None) -> Job:
+    """The job that `text` names. settings: `--set name=value` for a built-in job. Raises
+    Refused.
+    """
+    settings = settings or {}
+    if text in JOBS:
+        return job(text, **{name: _literal(value) for name, value in settings.items()})
+    if settings:
+        raise Refused(
+            f"--set is for the arguments of built-in jobs ({', '.join(JOBS)}); {text} is none of "
+            f"them"
+        )
+    if text.endswith(".py"):
+        return _only_job(_loaded(Path(text)), text)
+    if ":" in text:
+        place, _, name = text.rpartition(":")
+        return _as_job(
+            _attribute(
+                _loaded(Path(place)) if place.endswith(".py") else _imported(place, text),
+                name,
+                text,
+            ),
+            text,
+        )
+    raise Refused(
+        unknown("job", text, JOBS) + "; or give path/file.py, path/file.py:name or module:attribute"
+    )
+
+
+def _loaded(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise Refused(
+            f"there is no job file {path}; give the path of a Python file that holds a paragrad.Job"
+        )
+    module: ModuleType = _guarded(str(path), lambda: job_files.load(path))
+    return module
+
+
+def _imported(name: str, where: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        # as `python -m` has it: modules of the working directory can be imported
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    found: ModuleType = _guarded(where, lambda: job_files.load_named(name))
+    return found
+
+
+def _attribute(module: ModuleType, name: str, where: str) -> Any:
+    if not hasattr(module, name):
+        raise Refused(f"{where}: " + unknown("job", name, _jobs_of(module)))
+    return getattr(module, name)
+
+
+def _jobs_of(module: ModuleType) -> dict[str, Job]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, Job)}
+
+
+def _only_job(module: ModuleType, where: str) -> Job:
+    if "job" in vars(module):
+        return _as_job(vars(module)["job"], f"{where}: job")
+    jobs = _jobs_of(module)
+    if not jobs:
+        raise Refused(f"{where} holds no Job; write `job = paragrad.Job(...)` at its top level")
+    if len(jobs) > 1:
+        raise Refused(
+            f"{where} holds {len(jobs)} jobs ({', '.join(jobs)}); name one of them: "
+            f"{where}:{next(iter(jobs))}"
+        )
+    return next(iter(jobs.values()))
+
+
+def _as_job(found: Any, where: str) -> Job:
+    made = _guarded(where, found) if callable(found) and not isinstance(found, Job) else found
+    if not isinstance(made, Job):
+        raise Refused(f"{where} is a {type(made).__name__}, not a Job; make it a paragrad.Job(...)")
+    return made
+
+
+def _guarded(where: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{where} raised {told(error)}") from error
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def as_typed(name: str, settings: list[str], **changes: Any) -> Job:
+    """The job of a command: with what was set (NAME=VALUE) of a built-in one, and what was
+    changed of it. Raises Refused.
+    """
+    pairs = [setting.partition("=") for setting in settings]
+    for each, sign, _ in pairs:
+        if not sign:
+            raise Refused(f"--set {each}: write --set name=value")
+    batch = changes.get("batch")
+    if isinstance(batch, str) and batch != "fit":
+        try:
+            changes["batch"] = int(batch)
+        except ValueError:
+            raise Refused(
+                f"--batch {batch}: give a whole number, or fit with --memory 2GB"
+            ) from None
+    given: dict[str, Any] = {what: value for what, value in changes.items() if value is not None}
+    return find(name, {each: value for each, _, value in pairs}).replace(**given)

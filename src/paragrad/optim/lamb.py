@@ -1,0 +1,67 @@
+"""LAMB: Adam, whose move of every layer is as long as the layer says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paragrad.optim.layerwise import Layered
+
+
+class Lamb(Layered):
+    """Layer-wise adaptive moments for batch training (You et al. 2020, arXiv 1904.00962,
+    algorithm 2). In step t, for a parameter w with gradient g,
+
+        m = b1 m + (1 - b1) g           v = b2 v + (1 - b2) g^2
+        r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w
+        w = w - lr |w| / |r| r          lr r where |w| or |r| is 0
+
+    betas: (b1, b2);  adapted: False in a group whose parameters are AdamW's (biases, norms).
+    The paper's function phi of |w| is the identity. The norms are those of whole tensors, as
+    Lars says. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adapted: bool = True,
+    ) -> None:
+        if len(betas) != 2 or not all(0 <= each < 1 for each in betas):
+            raise ValueError(f"betas must be two numbers from 0 and below 1, got {betas}")
+        super().__init__(
+            params,
+            {"lr": lr, "eps": eps, "weight_decay": weight_decay},
+            betas=tuple(betas),
+            adapted=adapted,
+        )
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        first, second = group["betas"]
+        if parameter.is_complex():
+            raise ValueError(
+                "a parameter is complex, of which the paper says nothing; use torch.optim.Adam, or "
+                "Lars"
+            )
+        state = self.state[parameter]
+        if not state:
+            state.update(
+                step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter)
+            )
+        state["step"] += 1
+        mean = state["mean"].mul_(first).add_(gradient, alpha=1 - first)
+        square = state["square"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        move = mean / (1 - first ** state["step"])
+        move.div_(square.sqrt().div_(math.sqrt(1 - second ** state["step"])).add_(group["eps"]))
+        move.add_(parameter, alpha=group["weight_decay"])
+        if group["adapted"]:
+            length = torch.linalg.vector_norm(parameter)
+            far = torch.linalg.vector_norm(move)
+            move.mul_(torch.where((length > 0) & (far > 0), length / far, 1.0))
+        parameter.sub_(group["lr"] * move)

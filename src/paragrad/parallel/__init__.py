@@ -1,0 +1,1 @@
+"""Everything that a strategy runs inside a rank: one folder per family."""

@@ -1,0 +1,1 @@
+"""Replicas that average their weights: local SGD, elastic averaging, federated averaging."""

@@ -1,0 +1,1 @@
+"""Branch parallelism: independent sub-networks on different ranks."""

@@ -1,0 +1,58 @@
+"""Whole numbers of eight bits, and a scale for each chunk (QSGD, Alistarh et al. 2017, with the
+largest entry for its norm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paragrad.parallel.compression.codec import Codec, Payload, chunked, finite
+from paragrad.strategies.compressors import CHUNK, Int8
+
+MOST = 127
+
+
+class Quantized(Codec):
+    """A payload is (numbers; the scale of each chunk, in float32). A number is rounded up with
+    the probability of what is above the one below, so its expectation is what it stands for.
+    """
+
+    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
+        rows = chunked(vector, CHUNK)
+        scales = rows.abs().amax(1, keepdim=True).div_(MOST).float()
+        finite(scales)
+        numbers = (
+            (rows / scales.where(scales > 0, 1.0))
+            .add_(drawn(rows, draw))
+            .floor_()
+            .clamp_(-MOST, MOST)
+        )
+        return numbers.to(torch.int8).view(-1)[: self.elements], scales
+
+    def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
+        numbers, scales = payload
+        return (chunked(numbers, CHUNK) * scales).view(-1)[: self.elements]
+
+
+def drawn(rows: Tensor, draw: int) -> Tensor:
+    """Numbers in (0, 1), odd multiples of 2^-17: near 127 float32 knows no finer ones. Four of
+    a draw, for draws take time.
+    """
+    generator = torch.Generator(rows.device).manual_seed(draw)
+    draws = torch.empty(-(-rows.numel() // 4), dtype=torch.int64, device=rows.device).random_(
+        -(2**63), None, generator=generator
+    )
+    return (
+        draws.view(torch.int16)[: rows.numel()]
+        .view_as(rows)
+        .float()
+        .mul_(2**-16)
+        .add_(0.5 + 2**-17)
+    )
+
+
+def codec(compressor: Int8, shape: Sequence[int], key: int) -> Quantized:
+    return Quantized(shape)

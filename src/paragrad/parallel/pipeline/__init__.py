@@ -1,0 +1,1 @@
+"""Layers in sequence on different ranks: place and pipeline."""

@@ -1,0 +1,1 @@
+"""Tensors divided over ranks: partitions, collectives with gradients, the sharded tensor."""

@@ -1,0 +1,1 @@
+"""Spatial parallelism: images divided along rows and columns."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the rules by which operators act on sharded tensors."""

@@ -1,0 +1,90 @@
+"""What crosses the cuts of a model: found by one forward without values, for inputs of some
+shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.parallel.tracing.input_guards import Tape
+from paragrad.parallel.tracing.sequential_stage import Straight
+from paragrad.parallel.tracing.tracer import Place
+
+HIDDEN = (
+    "a tensor goes from one module to another in an object that is no tuple, list or dict, or in "
+    "an attribute of a "
+    "module, where a rank does not see that it comes from another one; let modules give and take "
+    "tensors, tuples, lists "
+    "and dicts (torch.export.register_dataclass makes your dataclass one), or train it with data(n)"
+)
+
+NESTED = (
+    "in a test torch's TransformerEncoder takes another way for padding (nested tensors), which "
+    "cannot be cut, and gives "
+    "zeros in padded places; build it with enable_nested_tensor=False, or train it with data(n)"
+)
+
+ANOTHER_WAY = (
+    "the model went another way here than a forward without values did, by which every rank knows "
+    "what the others' "
+    "modules give: a number that is drawn decided (layer drop), or a value that was looked at "
+    "otherwise than by if, "
+    "item() or tolist(); multiply by it, or train it with data(n)"
+)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that goes from one part to the next. strides: of it where it is dense, for a
+    module may ask for a view; grad: its gradient comes back.
+    """
+
+    place: Place
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    @classmethod
+    def of(cls, place: Place, tensor: Tensor) -> Crossing:
+        return cls(
+            place,
+            tuple(tensor.shape),
+            tuple(torch.empty_like(tensor).stride()),
+            tensor.dtype,
+            tensor.requires_grad,
+        )
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What a call of a unit gave without values, for ranks that do not run it. found: its
+    tensors and their places; kept: what its modules have in Python attributes after it.
+    """
+
+    name: str
+    out: Any
+    found: list[tuple[Tensor, Place]]
+    kept: Mapping[tuple[nn.Module, str], Any]
+
+
+@dataclass
+class Plan:
+    """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: of each call of
+    a unit;  tape: by which inputs of these shapes are known to go the same way;  writes:
+    something is changed in place between units, which may be a stand-in; changes: the model
+    changes its inputs in place, which are to be copied for each forward;  straight: parts that
+    are modules in turn need not be watched.
+    """
+
+    crossing: list[list[Crossing]]
+    stand_ins: list[StandIn]
+    tape: Tape
+    writes: bool
+    changes: bool = False
+    straight: Straight | None = None

@@ -1,0 +1,1 @@
+"""Is it the same training? A strategy compared with serial, step by step."""

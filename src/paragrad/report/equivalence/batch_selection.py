@@ -1,0 +1,106 @@
+"""Which batches are compared: the first, those that differ most from the others, the short last
+one, then the next ones.
+
+What a strategy gets wrong often shows in a few batches only: most padding or least, most
+targets ignored or none, a share without one label. They come early, because a model may magnify
+rounding from step to step until nothing can be compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor
+
+from paragrad.datasets.loading import Samples, tensors_of
+from paragrad.datasets.sample_order import Order
+from paragrad.strategies.shares import Division, micro_batches
+
+LOOKED = 200  # batches of the first epoch that are looked at, at most
+SECONDS = 3.0  # after which no further one is
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one global batch is like."""
+
+    size: float  # elements of its tensors per sample: padding
+    ignored: float  # targets below 0 per sample
+    bare: int  # parts (of a rank, in a micro-batch) without one target that counts
+
+
+EXTREMES: tuple[Callable[[Look], float], ...] = (
+    lambda look: look.size,
+    lambda look: -look.size,
+    lambda look: look.ignored,
+    lambda look: -look.ignored,
+    lambda look: look.bare,
+)
+
+
+def first_batches(order: Order, steps: int) -> list[tuple[int, range]]:
+    """(epoch, batch) of the first steps: whole epochs, one after the other."""
+    return [(step // order.steps, order.at(step % order.steps)) for step in range(steps)]
+
+
+def telling_batches(
+    samples: Samples, order: Order, steps: int, division: Division
+) -> list[tuple[int, range]]:
+    """(epoch, batch) of the steps that are compared, none twice: all in their order where an
+    epoch has no more of them.
+    """
+    if steps >= order.steps:
+        return first_batches(order, steps)
+    chosen = [
+        order.at(0),
+        *extremes(samples, order, division),
+        order.at(order.steps - 1),
+        *map(order.at, range(1, steps)),
+    ]
+    return [(0, batch) for batch in list(dict.fromkeys(chosen))[:steps]]
+
+
+def extremes(samples: Samples, order: Order, division: Division) -> list[range]:
+    """Of an epoch's batches those with the most and the least of something that not all have
+    alike.
+    """
+    looks: dict[range, Look] = {}
+    end = time.monotonic() + SECONDS
+    for batch in map(order.at, range(0, order.steps, -(-order.steps // LOOKED))):
+        looks[batch] = look_at(samples, order, batch, division)
+        if time.monotonic() > end:
+            break
+    return [
+        max(looks, key=lambda batch: measure(looks[batch]))
+        for measure in EXTREMES
+        if len({measure(look) for look in looks.values()}) > 1
+    ]
+
+
+def look_at(samples: Samples, order: Order, batch: range, division: Division) -> Look:
+    tensors = tensors_of(samples[0, order.indices(0, batch)])
+    marked = [
+        tensor
+        for tensor in tensors
+        if not tensor.is_floating_point() and not tensor.is_complex() and (tensor < 0).any()
+    ]
+    bare = 0
+    for part in chain.from_iterable(micro_batches(batch, division)):
+        own = [
+            target[part.start - batch.start : part.stop - batch.start]
+            for target in marked
+            if _by_sample(target, batch)
+        ]
+        bare += len(part) > 0 and any(bool((target < 0).all()) for target in own)
+    return Look(
+        sum(map(Tensor.numel, tensors)) / len(batch),
+        sum(int((each < 0).sum()) for each in marked) / len(batch),
+        bare,
+    )
+
+
+def _by_sample(target: Tensor, batch: range) -> bool:
+    return target.dim() > 0 and len(target) == len(batch)

@@ -1,0 +1,227 @@
+"""A schedule drawn, below the parts of the model: as text, and as a space-time diagram in SVG,
+a line for each rank, a column for each round, an arrow for each message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paragrad.errors import Refused
+from paragrad.executors.message_count import refuse_long
+from paragrad.executors.proof import check
+from paragrad.executors.text_drawing import Arrow, Diagram
+from paragrad.executors.text_drawing import draw as as_text
+from paragrad.parallel.pipeline.stage_summary import Piece
+from paragrad.report.charts import COLOURS, FAINT, INK, MUTED, PAPER, TEXT, drawing, inline
+from paragrad.report.comparison_table import sized
+from paragrad.schedules.actions import Schedule, ScheduleError, shown
+from paragrad.strategies.strategy import Plan
+
+# units beside the first round; between two ranks
+MARGIN = 34
+ROW = 62
+# units of a round for its arrows; of a letter of its labels
+SLOPE = 46
+LETTER = 6.6
+
+
+# messages that are drawn as text, and as a diagram: some seconds
+LETTERS = 10_000
+ARROWS = 2_000
+
+
+def draw(plan: Plan, parts: Sequence[Piece] = (), svg: Path | None = None) -> str:
+    """The drawing of a schedule, below the parts of the model, if any. svg: a file for it as a
+    space-time diagram, too. Raises Refused.
+    """
+    check(plan.schedule, plan.size, plan.what)
+    try:
+        refuse_long(plan.schedule, plan.size, ARROWS if svg else LETTERS, "drawn")
+    except ScheduleError as error:
+        raise Refused(str(error)) from None
+    if svg:
+        told = [
+            "; ".join(
+                f"{each.modules} ({each.parameters:,} parameters)"
+                for each in parts
+                if each.rank == rank
+            )
+            for rank in range(plan.size)
+        ]
+        write_space_time(plan.schedule, plan.size, svg, told)
+    return "\n".join(
+        (
+            *_pieces(parts),
+            f"{plan.schedule}, {plan.size} ranks; a line is a rank, a column a round. "
+            ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits",
+            as_text(plan.schedule, plan.size),
+        )
+    )
+
+
+def _pieces(parts: Sequence[Piece]) -> list[str]:
+    """A line for each part of a model, in columns."""
+    if not parts:
+        return []
+    work = sum(each.work for each in parts) or 1
+    rows = [
+        (
+            "part",
+            "rank",
+            "modules",
+            "parameters",
+            "matrix products",
+            "measured alone",
+            "goes on",
+            "comes back",
+        ),
+        *(
+            (
+                str(number),
+                str(each.rank),
+                each.modules,
+                f"{each.parameters:,}",
+                f"{each.work:,} ({each.work / work:.0%})",
+                f"{1e3 * each.seconds:.3g} ms",
+                sized(each.on),
+                sized(each.back),
+            )
+            for number, each in enumerate(parts)
+        ),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return [
+        *lines,
+        "products: of a forward; measured: forward and backward; on and back: activations and "
+        "their gradients; "
+        "all of a micro-batch",
+        "",
+    ]
+
+
+def write_space_time(schedule: Schedule, size: int, file: Path, told: Sequence[str] = ()) -> None:
+    """The diagram as an SVG file. told: what stands over the line of each rank. Raises Refused
+    where it cannot be written.
+    """
+    try:
+        file.write_text(space_time(schedule, size, told))
+    except OSError as error:
+        raise Refused(
+            f"--svg {file}: {error.strerror}; give a file in a folder that is there and can be "
+            f"written"
+        ) from None
+
+
+def space_time(schedule: Schedule, size: int, told: Sequence[str] = ()) -> str:
+    """The diagram of a schedule over `size` ranks, the rounds being those of `paragrad draw`;
+    told: of each rank.
+
+    A message leaves its sender's line at the left of the round it is sent in, and comes to its
+    receiver's at the right of the round it is received in, where its slot stands, with + where
+    it is added. What is computed is a box.
+    """
+    diagram = Diagram.of(schedule, size)
+    labels = [shown(arrow.slot) + ("+" if arrow.added else "") for arrow in diagram.arrows]
+    boxes = [text for _, _, text in diagram.computed]
+    column = max(
+        SLOPE + LETTER * max(map(len, labels), default=1) + 14,
+        LETTER * max(map(len, boxes), default=0) + 26,
+    )
+    width = 2 * MARGIN + column * max(1, diagram.columns)
+    height = ROW * size
+    with drawing("schedule", width, height) as figure:
+        axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        axes.set_axis_off()
+        axes.set(xlim=(0, width), ylim=(height, 0))
+        for rank in range(size):
+            axes.plot(
+                [MARGIN, width - MARGIN], [_line(rank)] * 2, color=MUTED, linewidth=1, zorder=1
+            )
+            axes.text(MARGIN - 12, _line(rank), str(rank), color=INK, ha="right", va="center")
+        for place in range(1, diagram.columns):
+            axes.plot(
+                [MARGIN + column * place] * 2, [0, height], color=FAINT, linewidth=1, zorder=0
+            )
+        for rank, text in enumerate(told):
+            axes.text(
+                MARGIN, _line(rank) - ROW * 0.36, text, color=MUTED, fontsize=TEXT - 2, va="center"
+            )
+        for rank, place, text in diagram.computed:
+            _box(axes, rank, MARGIN + column * place + 5, text)
+        for number, (arrow, label) in enumerate(zip(diagram.arrows, labels, strict=True)):
+            _message(axes, number, arrow, label, column)
+        alternative = (
+            f"{schedule} over {size} ranks: {len(diagram.arrows)} messages in "
+            f"{diagram.columns} rounds"
+        )
+        sized_as = f' width="{width:g}" height="{height:g}" viewBox'
+        return inline(figure, "schedule", alternative).replace(" viewBox", sized_as, 1) + "\n"
+
+
+def _line(rank: int) -> float:
+    return ROW * (rank + 0.5)
+
+
+def _box(axes: Any, rank: int, left: float, text: str) -> None:
+    """What a rank computes, at the left of a round."""
+    from matplotlib.patches import Rectangle
+
+    width = LETTER * len(text) + 8
+    axes.add_patch(
+        Rectangle(
+            (left, _line(rank) - 9),
+            width,
+            18,
+            facecolor=PAPER,
+            edgecolor=INK,
+            linewidth=1,
+            zorder=4,
+        )
+    )
+    axes.text(
+        left + width / 2,
+        _line(rank),
+        text,
+        color=INK,
+        fontsize=TEXT - 1,
+        ha="center",
+        va="center",
+        zorder=5,
+    )
+
+
+def _message(axes: Any, number: int, arrow: Arrow, label: str, column: float) -> None:
+    """Coloured by its sender; the label beside its head, on the side it does not come from."""
+    from matplotlib.patches import FancyArrowPatch
+
+    colour = COLOURS[arrow.source % len(COLOURS)]
+    start = MARGIN + column * arrow.sent + 5, _line(arrow.source)
+    end = MARGIN + column * arrow.received + SLOPE, _line(arrow.target)
+    axes.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=9,
+            shrinkA=0,
+            shrinkB=0,
+            color=colour,
+            linewidth=1.3,
+            zorder=2,
+            gid=f"message-{number}",
+        )
+    )
+    below = arrow.source < arrow.target
+    axes.annotate(
+        label,
+        end,
+        (3, -3 if below else 3),
+        textcoords="offset points",
+        color=colour,
+        fontsize=TEXT - 1,
+        va="top" if below else "bottom",
+        zorder=3,
+    )

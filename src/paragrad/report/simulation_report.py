@@ -1,0 +1,228 @@
+"""What `paragrad simulate` prints and writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from math import isinf
+from pathlib import Path
+from typing import Any
+
+from paragrad.errors import Refused
+from paragrad.executors.machine import Link, Machine
+from paragrad.planner.compression_cost import Compressing
+from paragrad.planner.simulation import Simulation
+from paragrad.report.printing import print_facts
+
+BUSY = 0.5  # cores
+
+
+def simulation(found: Simulation, as_json: bool) -> None:
+    """Print a simulation: a line per fact, or JSON with plain numbers."""
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "strategy": str(found.strategy),
+                    "workers": found.workers,
+                    "bytes": found.bytes,
+                    "seconds": found.timeline.seconds,
+                    "interval": found.interval,
+                    "closed_form": found.closed,
+                    "messages": found.timeline.messages,
+                    "price": found.price and asdict(found.price),
+                    "least": asdict(found.least),
+                    "work": found.work and found.work.work,
+                    "depth": found.work and found.work.depth,
+                    "cluster": asdict(found.cluster),
+                    "measured": found.machine.measured,
+                },
+                indent=1,
+            )
+        )
+    else:
+        print_facts((name, value) for name, value in _told(found).items() if value is not None)
+
+
+def compressing(found: Compressing, as_json: bool) -> None:
+    """The same of an exchange with a compressor, beside the one without."""
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "strategy": str(found.strategy),
+                    "workers": found.workers,
+                    "bytes": found.bytes,
+                    "payload": found.payload,
+                    "sent_whole": found.whole,
+                    "plain": found.plain,
+                    "exchange": found.exchange,
+                    "compute": found.compute,
+                    "pays": found.pays,
+                    "bandwidth": None if isinf(found.bandwidth) else found.bandwidth,
+                    "lengths": [
+                        [first, None if isinf(end) else end] for first, end in found.lengths
+                    ],
+                    "measured": found.machine.measured,
+                },
+                indent=1,
+            )
+        )
+        return
+    total = found.exchange + found.compute
+    below = (
+        "of none"
+        if not found.bandwidth
+        else "of any bandwidth"
+        if isinf(found.bandwidth)
+        else (f"below {found.bandwidth / 1e9:.3g} GB/s ({8 * found.bandwidth / 1e6:,.0f} Mbit/s)")
+    )
+    print_facts(
+        {
+            "strategy": str(found.strategy),
+            "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
+            "machine": found.machine.measured,
+            "without compressing": f"{_seconds(found.plain)}, along {found.along}, by closed form",
+            "with it": f"{_seconds(total)}: {_seconds(found.exchange)} of the exchange, and "
+            f"{_seconds(found.compute)} of "
+            "compressing and extracting (measured here, on one thread)",
+            "what stands for a vector": f"{found.payload:,.0f} bytes"
+            + (
+                ", which all ranks would send more of than of whole vectors: these are sent"
+                if found.whole
+                else ""
+            ),
+            "does it pay?": f"yes, {found.plain / total:.3g} times as fast"
+            if found.pays
+            else f"no: {total / found.plain:.3g} times as long"
+            if found.plain
+            else "no: nothing is exchanged",
+            "it pays on links": below,
+            "on this link it pays": ", ".join(
+                f"from {first:,.0f} bytes " + ("on" if isinf(end) else f"to {end:,.0f}")
+                for first, end in found.lengths
+            )
+            or "for no vector",
+        }.items()
+    )
+
+
+def _told(found: Simulation) -> dict[str, Any]:
+    link = found.cluster.link
+    gamma = found.cluster.gamma
+    bounds = found.least
+    element = found.element
+    terms = {
+        "rounds": bounds.rounds * link.alpha,
+        "bytes": element * bounds.carried * link.beta,
+        "additions": element * bounds.added * gamma,
+    }
+    plain = (
+        ""
+        if found.cluster.group == 1 and not found.cluster.slow
+        else ", every rank with a link of its own and none slow"
+    )
+    return {
+        "strategy": str(found.strategy),
+        "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
+        "machine": found.machine.measured,
+        "time by the clock": _seconds(found.timeline.seconds) + _around(found),
+        "time by closed form": None if found.closed is None else _seconds(found.closed) + plain,
+        "lower bounds": ", ".join(f"{name} {_seconds(value)}" for name, value in terms.items()),
+        "messages": f"{found.timeline.messages:,} in all",
+        "rounds": None
+        if found.price is None
+        else f"{found.price.rounds:,} messages, one after the other",
+        "sent by the busiest rank": None
+        if found.price is None
+        else f"{element * found.price.sent:,} bytes",
+        "scratch": None if found.price is None else f"{element * found.price.scratch:,} bytes",
+        "work W": None if found.work is None else f"{found.work.work:,} additions",
+        "depth D": None
+        if found.work is None
+        else f"{found.work.depth:,} additions one after the other",
+        "average parallelism W/D": None if found.work is None else f"{found.work.parallelism:,.1f}",
+        "additions in time on these ranks": None
+        if found.work is None
+        else " to ".join(f"{bound:,.0f}" for bound in found.work.bounds(found.workers))
+        + " (Brent: max(W/P, D) to W/P + D)",
+    }
+
+
+def _around(found: Simulation) -> str:
+    """Between which seconds most exchanges lie."""
+    if found.interval is None:
+        return ""
+    return "; four exchanges in five: " + " to ".join(map(_seconds, found.interval))
+
+
+def machine(found: Machine, path: Path, as_json: bool) -> None:
+    """Write a machine file and say what is in it. Raises Refused where it cannot be written."""
+    try:
+        found.write(path)
+    except OSError as error:
+        raise Refused(
+            f"cannot write {path} ({error.strerror}); give --output a file in a folder that is "
+            f"there"
+        ) from None
+    if as_json:
+        print(path.read_text(), end="")
+        return
+    errors = found.errors or {}
+    facts: dict[str, Any] = {
+        name: f"alpha {_seconds(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency "
+        f"{_seconds(link.latency)}, "
+        f"{_seconds(link.overhead)} of a core a message, {1e9 * link.work:.3g} ns a byte; a "
+        f"straight line errs by at "
+        f"most {errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} "
+        f"points{_disturbed(link)}"
+        for name, link in found.links.items()
+    }
+    facts |= {"gamma": f"{1 / found.gamma / 1e9:.3g} GB/s added", "cores": found.cores}
+    if found.memory and found.matmul:
+        facts |= {
+            "memory": f"{found.memory / 1e9:.3g} GB/s",
+            "matrix products": f"{found.matmul / 1e9:.3g} Gflop/s, one core",
+        }
+    if found.load is not None:
+        facts["load average before"] = f"{found.load:.2f}" + (
+            ": the host was busy in the minute before; if it still is, what was measured scatters: "
+            "measure again when it is not"
+            if found.load > BUSY
+            else ""
+        )
+    print_facts({**facts, "measured": found.measured, "machine file": path}.items())
+
+
+def _disturbed(link: Link) -> str:
+    """How much slower it was in the slowest rounds."""
+    if link.disturbed is None:
+        return ""
+    slower = [link.disturbed.held(size) / seconds for size, seconds in link.points]
+    return (
+        f"; one round in ten took {min(slower):.2f} to {max(slower):.2f} times as long, or longer"
+    )
+
+
+def timeline(found: Simulation, path: Path) -> None:
+    """Write the clock's spans as the record has them. Raises Refused where the file cannot be
+    written.
+    """
+    try:
+        with path.open("w") as file:
+            for span in found.timeline.spans:
+                file.write(json.dumps({"kind": "span", "step": 0, **asdict(span)}) + "\n")
+    except OSError as error:
+        raise Refused(
+            f"cannot write {path} ({error.strerror}); give a file in a folder that is there"
+        ) from None
+
+
+def _seconds(value: float) -> str:
+    return (
+        f"{value:.3g} s"
+        if value >= 1
+        else f"{1e3 * value:.3g} ms"
+        if value >= 1e-3
+        else f"{1e6 * value:.3g} us"
+    )

@@ -1,0 +1,339 @@
+"""What single verbs print: a run's summary, a dry run, drawings, lists of jobs and
+strategies.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paragrad.record.record import Record
+from paragrad.report.certificate import Certificate
+from paragrad.report.comparison_table import COMPUTED, Table, held, sent, show
+from paragrad.report.printing import print_facts, print_rows
+from paragrad.report.run import Run
+from paragrad.report.timing import times_of
+from paragrad.strategies.compressors import Compressor
+from paragrad.strategies.registry import algorithms, known
+from paragrad.strategies.shares import Division, micro_batches
+from paragrad.trainer.checkpoint.checkpoint_files import folders, step_of
+from paragrad.validation.validate import Admitted
+
+
+def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")) -> None:
+    """The summary of one run. typed: the command that made it, program first, as sys.argv has
+    it.
+    """
+    go_on = (
+        again(typed, finished.folder, finished.header["settings"].get("data"))
+        if finished.stopped
+        else None
+    )
+    found = {**finished.as_json(), "go_on_with": go_on}
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_facts(
+            (name, value) for name, value in _told(finished, found).items() if value is not None
+        )
+
+
+def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A run for people: every number with what it is and its unit."""
+    seconds = found["seconds_per_step"]
+    moved = sent(found["sent"])
+    unit = finished.header["job"]["unit"]
+    taken = times_of([finished])
+    return {
+        "strategy": found["strategy"],
+        "resolved": found["resolved"],
+        **{each["what"]: f"{each['picked']}: {each['because']}" for each in finished.choices},
+        "of the checkpoint": "; ".join(
+            f"{each['picked']}: {each['because']}"
+            for each in finished.of("choice")
+            if each["what"] == "checkpoint"
+        )
+        or None,
+        f"test {found['metric']}": None
+        if found["test"] is None
+        else f"{found['test']:.2f} {unit}".strip(),
+        "loss of the last step (mean over its samples)": None
+        if found["loss"] is None
+        else f"{found['loss']:.4f}",
+        f"time per step ({_whose(finished)})": None
+        if seconds is None
+        else f"{1e3 * seconds:.2f} ms",
+        "meanwhile": f"others kept {taken.load.others:.1f} of {taken.load.cores} cores busy, so "
+        f"that time says little"
+        if taken and taken.load and taken.crowded
+        else None,
+        "bytes sent per rank and step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
+        "memory of a rank (the most that any holds)": held(found["memory"]) or None,
+        "audit": str(finished.audit),
+        "first step": found["first_step"],
+        "what happened": some_of(found["events"]),
+        "gradient noise scale": noise(finished),
+        "difference from serial (relative, float64, 20 steps)": found["difference"]
+        and f"{found['difference']:.1e}",
+        "where largest": found["tensor"],
+        "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
+        "go on with": found["go_on_with"],
+        "record": found["folder"],
+        "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens",
+    }
+
+
+def noise(run: Run) -> str | None:
+    """What was found of it, where that was asked for."""
+    if not run.header["settings"].get("noise_scale"):
+        return None
+    if run.noise is None:
+        return "not measured: no step had a gradient of a part and of all"
+    if run.noise.scale is None:
+        lost = (
+            "noise is lost beside the gradient"
+            if run.noise.trace < 0
+            else "gradient is lost in its noise"
+        )
+        return f"the {lost} after {run.noise.count} measurements; measure more steps"
+    return (
+        f"{run.noise.scale:.4g}: a batch that weighs more than that is hardly useful, and this one "
+        f"weighs "
+        f"{run.noise.batch:.4g} (in what the loss counts; smoothed over {run.noise.count} "
+        f"measurements)"
+    )
+
+
+def _whose(run: Record) -> str:
+    if run.rounds:
+        return "a batch of a client: median, of all workers together"
+    return (
+        "a batch of shares: median, of all workers together"
+        if run.apart
+        else "median of the slowest rank"
+    )
+
+
+def some_of(events: Sequence[str]) -> str | None:
+    """The first of what happened, and how much more did."""
+    return (
+        None
+        if not events
+        else events[0] + (f"; and {len(events) - 1} more, in the record" if events[1:] else "")
+    )
+
+
+def comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:
+    """The table of a comparison, and how to finish it where it ended early."""
+    if found.records and as_json:
+        print(json.dumps(found.as_json(), indent=1))
+    elif found.records:
+        show(found, Console())
+    if found.ended["status"] != "finished" and found.missing:
+        print(f"finish it with: {again(typed, found.folder, data)}", file=sys.stderr)
+
+
+def interrupted(folder: Path, typed: Sequence[str]) -> None:
+    """How to go on with a run that was saved before Ctrl-C."""
+    if saved := folders(folder):
+        data = Record(folder, spans=False).header.get("settings", {}).get("data")
+        print(
+            f"saved at step {step_of(saved[0])}; go on with: {again(typed, folder, data)}",
+            file=sys.stderr,
+        )
+
+
+def again(typed: Sequence[str], folder: Path, data: str | None) -> str:
+    """The command that goes on where a run or a comparison stopped: all that was typed, and
+    --resume with its folder.
+    """
+    program, *words = typed
+    rest = iter(words)
+    kept = []
+    for word in rest:
+        if word == "--resume":
+            next(rest, None)
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    if data and not any(word.split("=")[0] == "--data" for word in kept):
+        # from the environment, which the next shell may not have
+        kept += ["--data", data]
+    return shlex.join([*called_as(program), *kept, "--resume", str(folder)])
+
+
+def called_as(program: str) -> list[str]:
+    """How to call what sys.argv[0] names: by its name where that finds it."""
+    if Path(program).name == "__main__.py":  # python -m paragrad, or a launcher that does so
+        return [
+            "python" if shutil.which("python") == sys.executable else sys.executable,
+            "-m",
+            "paragrad",
+        ]
+    return [
+        Path(program).name
+        if shutil.which(Path(program).name) == str(Path(program).absolute())
+        else program
+    ]
+
+
+def certificate(found: Certificate, as_json: bool) -> None:
+    """Every tensor's difference, who left the bound first, and the verdict."""
+    if as_json:
+        print(json.dumps(found.as_json(), indent=1))
+        return
+    print_rows(
+        ("tensor", "difference", "rounding twin"),
+        [
+            (name, f"{value:.1e}", f"{found.twins[name]:.1e}" if name in found.twins else "-")
+            for name, value in found.tensors.items()
+        ],
+    )
+    facts: dict[str, Any] = {
+        "job": f"{found.job} ({found.digest[:12]})",
+        "strategy": found.resolved,
+        "planted": found.sabotage,
+        "steps": found.steps,
+        "failure": found.failure,
+    }
+    if found.first:
+        facts["first difference"] = f"tensor {found.first[0]}, step {found.first[1]}"
+    if found.difference is not None:
+        facts["largest difference"] = f"{found.difference:.1e}" + (
+            f" at {found.tensor}" if found.tensor else ""
+        )
+        facts["of the rounding twin"] = f"{found.twin:.1e}"
+    facts["chaotic"] = (
+        found.chaotic and f"from step {found.chaotic} on rounding decides, and nothing is compared"
+    )
+    facts["not in float64"], facts["cause"] = found.why, found.cause
+    excused = found.same and found.difference is not None and found.difference > found.bound
+    by = (
+        f"beyond {found.bound:.0e}, by no more than rounding does"
+        if excused
+        else f"bound {found.bound:.0e}"
+    )
+    facts[f"same training as {found.reference}"] = (
+        f"{'yes' if found.same else 'NO'} ({by}, {found.dtype})"
+    )
+    facts["certificate"] = found.folder / "certificate.json"
+    print_facts((name, value) for name, value in facts.items() if value is not None)
+
+
+def dry_run(checked: Admitted, as_json: bool) -> None:
+    """What a run would do: shares, steps, resolved choices."""
+    order = checked.facts.order
+    job = checked.job
+    rounds = checked.rounds
+    division = checked.resolved.division
+    first = order.at(0)
+    last = order.at(order.steps - 1)
+    found: dict[str, Any] = {
+        "job": job.name,
+        "strategy": str(checked.asked),
+        "resolved": str(checked.resolved),
+        "workers": checked.size - checked.resolved.servers,
+        "servers": checked.resolved.servers,
+        "threads": checked.threads,
+        "samples": order.samples,
+        "batch": job.batch,
+        "steps_per_epoch": order.steps,
+        "epochs": job.epochs,
+        "steps": rounds.begins[-1] if rounds else order.steps * job.epochs,
+        "rounds": rounds and rounds.told,
+        "shares": _shares(first, division),
+        "last_shares": _shares(last, division),
+    }
+    if as_json:
+        print(json.dumps(found))
+        return
+    named = {"threads": "threads per rank", "last_shares": "shares of the short last batch"}
+    people = found | {
+        "strategy": None,
+        "servers": found["servers"] or None,
+        "rounds": rounds and str(rounds),
+    }
+    if rounds:  # a batch is one client's
+        people |= {"shares": None, "last_shares": None}
+    elif found["shares"] == found["last_shares"]:
+        people["last_shares"] = None
+    print_facts(
+        (named.get(name, name.replace("_", " ")), value)
+        for name, value in people.items()
+        if value is not None
+    )
+
+
+def _shares(batch: range, division: Division) -> list[list[int]]:
+    """For each rank, the samples of its micro-batches."""
+    pieces = micro_batches(batch, division)
+    return [[len(piece[rank]) for piece in pieces] for rank in range(len(division.shares))]
+
+
+def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
+    """Every built-in job: name, arguments, one line."""
+    rows = [
+        (
+            name,
+            {
+                argument.name: argument.default
+                for argument in inspect.signature(make).parameters.values()
+            },
+            _line(make),
+        )
+        for name, make in known.items()
+    ]
+    if as_json:
+        print(
+            json.dumps(
+                [dict(zip(("job", "arguments", "what"), row, strict=True)) for row in rows],
+                indent=1,
+                default=str,
+            )
+        )
+    else:
+        print_rows(
+            ("job", "arguments", "what it trains"),
+            [
+                (
+                    name,
+                    ", ".join(f"{argument}={value}" for argument, value in arguments.items()),
+                    what,
+                )
+                for name, arguments, what in rows
+            ],
+        )
+
+
+def strategies(as_json: bool) -> None:
+    """Every strategy, all-reduce and compressor: how it is written, one line with its
+    source.
+    """
+    rows = [
+        (kind, cls.name, _line(cls))
+        for kind, classes in (
+            ("strategy", known()),
+            ("reduce", algorithms()),
+            ("compress", Compressor.members),
+        )
+        for cls in classes.values()
+    ]
+    if as_json:
+        print(
+            json.dumps(
+                [dict(zip(("kind", "name", "what"), row, strict=True)) for row in rows], indent=1
+            )
+        )
+    else:
+        print_rows(("kind", "name", "what it is, and its source"), rows)
+
+
+def _line(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").splitlines()[0]

@@ -1,0 +1,112 @@
+"""What `paragrad work` prints: a line for every pass of every layer, the sums, and what they
+mean for many processors.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from paragrad.planner.layer_costs import Layer, Pass
+from paragrad.planner.profile import Profile
+from paragrad.report.printing import print_facts, print_rows
+
+PASSES = ("output", "input_gradient", "weight_gradient")
+COLUMNS = ("layer", "kind", "pass", "work W", "depth D", "W/D", "bytes")
+SHOWN = 64  # processors up to which every power of two has its line
+
+
+def work(found: Profile, as_json: bool) -> None:
+    """Print a profile: JSON, a table at a terminal, tab-separated lines in a pipe."""
+    if as_json:
+        print(json.dumps(_as_json(found), indent=1))
+        return
+    rows = [
+        _row(layer, name)
+        for layer in found.layers
+        for name in PASSES
+        if name == "output" or getattr(layer, name).bytes or getattr(layer, name).work
+    ]
+    print_rows(COLUMNS, rows)
+    print_facts(_summary(found).items())
+    print_facts(("not counted", each) for each in found.not_counted)
+
+
+def _row(layer: Layer, name: str) -> tuple[str, ...]:
+    one: Pass = getattr(layer, name)
+    told = f"{layer.kind}, {layer.calls} calls" if layer.calls > 1 else layer.kind
+    return (
+        layer.name,
+        told,
+        name.replace("_", " "),
+        f"{one.work:,}",
+        f"{one.depth:,}",
+        f"{one.work / max(one.depth, 1):,.0f}",
+        f"{one.bytes:,}",
+    )
+
+
+def _summary(found: Profile) -> dict[str, str]:
+    explained = "all of them" if found.products == found.torch_products else f"{found.products:,}"
+    sequence = "one after the other (calls in sequence: an upper bound where there are branches)"
+    facts = {
+        "job": f"{found.job}, one step of a batch of {found.batch}; without loss and update",
+        "work W": f"{found.work:,} operations",
+        "depth D": f"{found.depth:,} operations {sequence}",
+        "average parallelism W/D": f"{found.parallelism:,.0f} processors",
+        "matrix products": f"torch counts {found.torch_products:,} operations, the layers above "
+        f"explain {explained}",
+    }
+    for processors in _processors(found):
+        least, most = found.bounds(processors)
+        facts[f"time of {processors:,} processor(s)"] = (
+            f"{least:,} to {most:,} operations (max(W/P, D) to W/P + D)"
+        )
+    facts["what it means"] = (
+        f"up to some {found.parallelism:,.0f} processors it is not the layers that limit the "
+        f"speed, but what processors have "
+        "to tell each other, which is not in these numbers"
+    )
+    return facts
+
+
+def _processors(found: Profile) -> list[int]:
+    """Powers of two: the first ones, and the one from which the depth alone is the bound."""
+    last = 1 << max(int(found.parallelism) - 1, 0).bit_length()
+    return [*(1 << power for power in range(SHOWN.bit_length()) if 1 << power < last), last]
+
+
+def _as_json(found: Profile) -> dict[str, Any]:
+    layers = [
+        {
+            "name": layer.name,
+            "kind": layer.kind,
+            "function": layer.function,
+            "calls": layer.calls,
+            **{name: asdict(getattr(layer, name)) for name in PASSES},
+        }
+        for layer in found.layers
+    ]
+    bounds = [
+        dict(
+            zip(
+                ("processors", "at_least", "at_most"),
+                (processors, *found.bounds(processors)),
+                strict=True,
+            )
+        )
+        for processors in _processors(found)
+    ]
+    return {
+        "job": found.job,
+        "batch": found.batch,
+        "layers": layers,
+        "work": found.work,
+        "depth": found.depth,
+        "parallelism": found.parallelism,
+        "products": found.products,
+        "torch_products": found.torch_products,
+        "bounds": bounds,
+        "not_counted": list(found.not_counted),
+    }

@@ -1,0 +1,1 @@
+"""The ranks of a training: world, rendezvous, launcher variables, mesh, signals."""

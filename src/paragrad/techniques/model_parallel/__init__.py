@@ -1,1 +1,0 @@
-"""Techniques that cut the model."""

@@ -1,0 +1,1 @@
+"""One rank's training step: its setup, its state and the step."""

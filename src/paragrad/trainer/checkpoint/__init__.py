@@ -1,0 +1,1 @@
+"""Checkpoints: what is saved, the files, reading them back."""

@@ -1,0 +1,1 @@
+"""The check of the first step against one worker, before the update."""

@@ -1,0 +1,304 @@
+"""What a part of the model, or a shard, would not follow: how loss or model read parameters,
+and what a user changes later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from paragrad.datasets.loading import called
+from paragrad.engine.layout import Layout, vacate
+from paragrad.engine.passes import Passes
+from paragrad.engine.state.empty_parameter import NO_VALUES
+from paragrad.engine.state.preserve_state import (
+    INTERNAL,
+    State,
+    hooks_of,
+    owners,
+    seen_of,
+    untouched,
+)
+from paragrad.engine.state.values import keeping, same
+from paragrad.errors import StepFailed
+from paragrad.jobs.loss import Summed
+
+# the last is an LSTM's, which hears of new ones
+OWN = {"_parameters", "_buffers", "_modules", "_flat_weights"}
+# copies are exchanged nowhere: each rank makes their gradients for itself, and these are alike
+# if torch's are from run to run
+IN_ANY_ORDER = (
+    "If its gradient is a sum that several threads make in any order (of x[index], say), call "
+    "torch.use_deterministic_algorithms(True) where the job begins"
+)
+
+
+def refuse_views(model: nn.Module) -> None:
+    """Raises StepFailed where a module keeps a parameter, or its values, in an attribute that
+    is none: on a rank the parameter moves elsewhere, and the attribute stays what it was. Nor
+    can those of a script be moved.
+    """
+    if scripts := [
+        name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)
+    ]:
+        raise StepFailed(
+            f"{scripts[0] or 'the model'} is a script of torch.jit, which keeps its parameters to "
+            f"itself; give "
+            "the module that it was made of, or train it with data(n)"
+        )
+    places = {
+        each.untyped_storage()._cdata: name
+        for name, each in model.named_parameters()
+        if each.layout == torch.strided
+    }
+    known = {id(each) for each in model.buffers()}
+    names = {id(each): name for name, each in model.named_parameters()}
+    for name, module in model.named_modules():
+        # as spectral_norm makes it
+        anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for key, value in vars(module).items():
+            for each in _tensors_in(value) if key not in OWN | anew else ():
+                if id(each) in names:
+                    raise StepFailed(
+                        f"the attribute {key} of {name or 'the model'} keeps the parameter "
+                        f"{names[id(each)]}, "
+                        "and would not follow it; take it from its module in forward, or train it "
+                        "with data(n)"
+                    )
+                if (
+                    id(each) not in known
+                    and each.layout == torch.strided
+                    and each.untyped_storage()._cdata in places
+                ):
+                    parameter = places[each.untyped_storage()._cdata]
+                    raise StepFailed(
+                        f"the attribute {key} of {name or 'the model'} is a view of the parameter "
+                        f"{parameter}, "
+                        "and would not follow it; take the view in forward, or train it with "
+                        "data(n)"
+                    )
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Of an attribute: in containers, and in the attributes of an object that is no module."""
+    leaves = _leaves(value)
+    inside = [
+        _leaves(vars(leaf))
+        for leaf in leaves
+        if hasattr(leaf, "__dict__")
+        and not isinstance(leaf, Tensor | nn.Module | type | FunctionType | ModuleType)
+    ]
+    return [each for each in (*leaves, *itertools.chain(*inside)) if isinstance(each, Tensor)]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Those of sets too; but no proxies, which raise where what they stand for has gone."""
+    leaves = [leaf for leaf in tree_leaves(value) if type(leaf) not in weakref.ProxyTypes]
+    return [
+        each for leaf in leaves for each in (leaf if isinstance(leaf, set | frozenset) else [leaf])
+    ]
+
+
+def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
+    """Raises StepFailed where the loss itself reads parameters of the model, which would be
+    another rank's, or a copy's.
+    """
+    names = {id(each): name for name, each in module.model.named_parameters()}
+    with untouched(module):
+        try:
+            with torch.no_grad():
+                output = called(module.model, inputs)
+            value = module.loss(output, target)
+        except Exception:  # of anything else the step will tell
+            return
+    nodes = [each.grad_fn for each in tree_leaves(value) if isinstance(each, Tensor)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+            raise StepFailed(
+                f"the loss reads the parameter {name} of the model from outside, and it is on "
+                f"another rank, or a "
+                "copy; let the model return what its loss needs of it, such as (output, penalty)"
+            )
+
+
+def refuse_unlike_copies(
+    layout: Layout, parameters: Mapping[str, Tensor], model: nn.Module
+) -> None:
+    """What several ranks of a replica hold is the same to the bit, also where a forward writes
+    to it unseen. Collective.
+    """
+    if unequal := layout.unequal(
+        {**layout.copied(parameters, 1), **dict(model.named_buffers())}, layout.world
+    ):
+        raise StepFailed(
+            "ranks {} and {} hold copies of it with other values: a forward writes to it (by "
+            ".data, or later than "
+            "in the first step), and not on every rank; write to it in the optimizer's step, or "
+            "train it with "
+            "data(n). {}".format(*unequal[:2], IN_ANY_ORDER),
+            tensor=unequal[2],
+            differs=True,
+        )
+
+
+def no_values(*called: object) -> None:
+    """A hook of a model that is cut."""
+    raise StepFailed(NO_VALUES.format("this object"))
+
+
+class Given:
+    """The model and optimizer of a loop of one's own, of which ranks train parts: these do not
+    hear of what is done to it, but for Python attributes, in which they follow it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        # modules, parameters and groups, once it is cut
+        self.were: dict[str, tuple[str, object]] | None = None
+        self.state: State | None = None
+        # on the model while it is cut
+        self.hooks: list[RemovableHandle] = []
+        self.kept: list[object] = []  # that their ids stay theirs
+        self.modes: dict[str, tuple[str, object]] = {}
+
+    def vacate(self) -> None:
+        """It has no values from here on: what they were would be taken for what they are."""
+        vacate(self.model)
+        for module in self.model.modules():
+            self.hooks += [
+                module.register_forward_pre_hook(no_values),
+                module.register_state_dict_pre_hook(no_values),
+                module.register_load_state_dict_pre_hook(no_values),
+            ]
+        self.kept = [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *self.model.modules(),
+            *self._others().values(),
+        ]
+        self.were, self.modes, self.state = self._are(), self._modes(), State(owners(self.model))
+
+    def filled(self) -> None:
+        """The context has ended."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def followed(self, part: nn.Module, passes: Passes | None, modes: bool = True) -> None:
+        """What was set on modules since then, and on objects that they keep, is set on the
+        part's, too. modes: they are to be what they were. Raises StepFailed where something was
+        frozen, set to eval, replaced, given a hook, or given to the optimizer.
+        """
+        if self.were is None or self.state is None:
+            return
+        if change := next(self._changes(modes), None):
+            raise StepFailed(change)
+        known = self.state.owners
+        if changed := {
+            (name, what): value
+            for (name, what), value in self.state.changed().items()
+            if what != "training" or not isinstance(known[name], nn.Module)
+        }:
+            ours = owners(part)
+            for (name, what), value in changed.items():
+                vars(ours[name])[what] = value
+            self.state = State(owners(self.model))
+            if passes is not None:
+                passes.changed()
+
+    def reflects(self, numbers: Mapping[tuple[str, str], Any]) -> None:
+        """Numbers that forwards have changed, on every rank, are so on the model: its user
+        reads them, and may set them back. numbers: by owner and attribute.
+        """
+        if self.state is None:
+            return
+        for (name, what), value in numbers.items():
+            if (owner := self.state.owners.get(name)) is not None and not same(
+                vars(owner).get(what), value
+            ):
+                vars(owner)[what] = value
+                self.state.values[name][what] = value, keeping(value)
+                self.state.names[name].add(what)
+
+    def _changes(self, modes: bool) -> Iterator[str]:
+        assert self.were is not None
+        assert self.state is not None
+        were = self.were
+        are = self._are()
+        are |= {
+            f"the attribute {'.'.join(filter(None, each))}": ("is gone", True)
+            for each in self.state.gone()
+        }
+        if modes:
+            were = were | self.modes
+            are = are | self._modes()
+        for what in dict.fromkeys((*were, *are)):
+            if were.get(what) != are.get(what):
+                now, _ = are.get(what, ("is gone", None))
+                yield (
+                    f"{what} {now}, other than when the model was cut, and its parts on the ranks "
+                    f"would not follow; change "
+                    "it before the first step, or between one parallelize and the next, or train "
+                    "it with data(n)"
+                )
+
+    def _others(self) -> dict[str, object]:
+        """What modules, and objects that they keep, have in attributes that cannot be
+        followed.
+        """
+        return {
+            f"{name}.{what}".lstrip("."): value
+            for name, owner in owners(self.model).items()
+            for what, value in vars(owner).items()
+            if what not in (INTERNAL if isinstance(owner, nn.Module) else ())
+            and (what not in seen_of(owner))
+        }
+
+    def _modes(self) -> dict[str, tuple[str, object]]:
+        return {
+            f"the module {name}" if name else "the model": (
+                f"is in {'training' if module.training else 'eval'} mode",
+                module.training,
+            )
+            for name, module in self.model.named_modules()
+        }
+
+    def _are(self) -> dict[str, tuple[str, object]]:
+        """Of each what to say of it, and what it is compared by."""
+        found: dict[str, tuple[str, object]] = {}
+        for name, module in self.model.named_modules():
+            found[f"what is called {name}" if name else "it"] = "is another module", id(module)
+            found[f"{name or 'the model'}'s list of hooks"] = (
+                "has others",
+                [*map(list, hooks_of(module))],
+            )
+        for name, parameter in self.model.named_parameters():
+            found[f"the parameter {name}"] = "is another tensor", id(parameter)
+            found[f"{name}.requires_grad"] = (
+                f"is {parameter.requires_grad}",
+                parameter.requires_grad,
+            )
+        for name, buffer in self.model.named_buffers():
+            found[f"the buffer {name}"] = "is another tensor", id(buffer)
+        for what, value in self._others().items():
+            found[f"the attribute {what}"] = "is another object", id(value)
+        for number, group in enumerate(self.optimizer.param_groups):
+            found[f"group {number} of the optimizer"] = (
+                "has other parameters",
+                [id(each) for each in group["params"]],
+            )
+        return found

@@ -1,0 +1,248 @@
+"""Settings: how a training is run, beside what is trained (Job) and how it is split
+(Strategy).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paragrad.engine.exchange import How
+from paragrad.errors import Refused
+from paragrad.executors.machine import Machine, machine_of, read_machine
+from paragrad.jobs.job import Job
+from paragrad.notation.choices import unknown
+from paragrad.parallel.server.curve_keys import refuse_folder
+from paragrad.parallel.server.join_endpoint import read_place
+from paragrad.planner.simulation import read_bytes
+from paragrad.record import chrome_trace, tensorboard
+from paragrad.runtime.launcher_env import cores
+from paragrad.runtime.world import TIMEOUT
+from paragrad.schedules.fault_injection import SABOTAGES
+from paragrad.trainer.pace import Slowed, read_slowed
+
+DEVICES = ("cpu", "cuda")
+BACKENDS = ("auto", "shm", "gloo", "nccl")
+LONGEST = 2_000_000  # seconds: of more milliseconds sockets know nothing
+
+
+@dataclass(frozen=True)
+class Until:
+    """Stop a run after the epoch whose test reaches `value`: from below for a metric, from
+    above for the loss.
+    """
+
+    metric: str
+    value: float
+
+    def reached(self, test: float) -> bool:
+        return test <= self.value if self.metric == "loss" else test >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric}={self.value:g}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """data: folder handed to the job's dataset functions;  device: "cpu" or "cuda";  backend:
+    one of BACKENDS; overlap: exchange gradients while backward still runs;  loaders: processes
+    per rank that load samples ahead; save: a checkpoint every so many steps and at the end
+    (None: only when asked to stop);  resume: the folder of a run whose last checkpoint to go on
+    from, or of one checkpoint;  until: "accuracy=97.5", where to stop; tensorboard: write event
+    files too;  trace: a file for what every rank did when, which Perfetto opens; memory: what a
+    rank may hold, with batch="fit": "2GB", or bytes; machine: a machine file, from which `auto`
+    picks an all-reduce;  sabotage: a planted bug in the exchange; unproved: do not prove the
+    schedule at the door; unchecked: do not compare the first step with one worker's, and go on
+    with what is known to be another training; timeout: seconds that a rank waits for another;
+    slow: ranks that wait on purpose, "1=3x" or "random:0.2=3x";  pace: seconds that a step of
+    an equal share takes at least (`training.pace`);  listen: an address of this host, HOST or
+    HOST:PORT, at which workers may join from other hosts, and allow: the folder of their public
+    keys;  noise_scale: measure the gradient noise scale in every so many steps; reverse: every
+    batch back to front (the rounding twin of serial);  limit: stop after so many steps.
+    """
+
+    data: str | Path | None = None
+    device: str = "cpu"
+    backend: str = "auto"
+    overlap: bool = True
+    loaders: int = 0
+    save: int | None = None
+    resume: str | Path | None = None
+    until: str | Until | None = None
+    tensorboard: bool = False
+    trace: str | Path | None = None
+    memory: str | int | None = None
+    machine: str | Path | None = None
+    sabotage: str | None = None
+    unproved: bool = False
+    unchecked: bool = False
+    timeout: float = TIMEOUT
+    slow: str | None = None
+    pace: float | None = None
+    listen: str | None = None
+    allow: str | Path | None = None
+    noise_scale: int | None = None
+    reverse: bool = False
+    limit: int | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of data."""
+        return Path(self.data) if self.data else None
+
+    @property
+    def goal(self) -> Until | None:
+        """`until`, read. Raises Refused."""
+        if not isinstance(self.until, str):
+            return self.until
+        metric, sign, value = self.until.partition("=")
+        try:
+            wanted = float(value if sign else "")
+        except ValueError:
+            wanted = nan
+        if not isfinite(wanted):
+            raise Refused(f"--until {self.until}: write metric=value, for example accuracy=97.5")
+        return Until(metric.strip(), wanted)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that a rank may hold. Raises Refused."""
+        found = read_bytes(self.memory) if isinstance(self.memory, str) else self.memory
+        if found is not None and (
+            isinstance(found, bool) or not isinstance(found, int) or found < 1
+        ):
+            raise Refused(f"memory must be bytes above 0, such as '2GB', got {self.memory!r}")
+        return found
+
+    @property
+    def known_machine(self) -> Machine | None:
+        """The machine of the file. Raises Refused."""
+        return read_machine(Path(self.machine), cores())[0] if self.machine else None
+
+    def enough(self, steps: int) -> bool:
+        """Are as many steps made as were asked for?"""
+        return self.limit is not None and steps >= self.limit
+
+    def reached(self, test: Mapping[str, float] | None) -> bool:
+        """Has a test ({"value", ...}; None: none was made) come to the goal, where there is
+        one?
+        """
+        return bool(self.goal and test and self.goal.reached(test["value"]))
+
+    @property
+    def slowed(self) -> Slowed:
+        """`slow` and `pace`, read. Raises Refused."""
+        return read_slowed(self.slow, self.pace)
+
+    @property
+    def how(self) -> How:
+        """What of it an exchange is told."""
+        return How(self.overlap, self.known_machine, self.sabotage)
+
+    def check(self, job: Job | None = None) -> None:
+        """Refuse what no rank should see (and what does not fit the job). Raises Refused."""
+        self._check_kinds()
+        for name, known in (("device", DEVICES), ("backend", BACKENDS), ("sabotage", SABOTAGES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise Refused(unknown(name, str(value), known))
+        for name, least in (("loaders", 0), ("save", 1), ("limit", 1), ("noise_scale", 1)):
+            value = getattr(self, name)
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < least
+            ):
+                raise Refused(f"{name} must be a whole number from {least}, got {value!r}")
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, int | float)
+            or not 0 < self.timeout <= LONGEST
+        ):
+            raise Refused(
+                f"timeout must be seconds above 0, and at most {LONGEST:,} (some weeks), got "
+                f"{self.timeout!r}"
+            )
+        if self.folder is not None and not os.path.isdir(self.folder):
+            # a job may make it
+            warnings.warn(
+                f"there is no data folder {self.folder} (--data, PARAGRAD_DATA)", stacklevel=2
+            )
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise Refused(
+                "device cuda: torch sees no CUDA device here; leave out --device, or run where a "
+                "GPU is"
+            )
+        if self.backend == "nccl" and self.device != "cuda":
+            raise Refused(
+                "backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend"
+            )
+        read_slowed(self.slow, self.pace)
+        if self.listen is not None or self.allow is not None:
+            self._check_entrance()
+        if self.tensorboard:
+            tensorboard.check()
+        if self.trace is not None:
+            chrome_trace.check(Path(self.trace))
+        if self.machine:
+            # it refuses a file that is none, and warns of another machine's
+            machine_of(Path(self.machine), cores())
+        if self.budget is not None and job is not None and job.batch != "fit":
+            raise Refused(
+                f"memory {self.memory} says what a rank may hold where the batch is to be found; "
+                f"give batch='fit' "
+                f"(--batch fit) in place of {job.batch!r}, or leave it out"
+            )
+        if job is not None:
+            self._check_until(job)
+
+    def _check_kinds(self) -> None:
+        for name in ("data", "resume", "machine", "trace", "allow"):
+            value = getattr(self, name)
+            if value is not None and not (
+                isinstance(value, str | Path) and str(value).isprintable()
+            ):
+                raise Refused(f"{name} must be a path, got {value!r}")
+        for name in ("overlap", "tensorboard", "unproved", "unchecked", "reverse"):
+            if not isinstance(getattr(self, name), bool):
+                raise Refused(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.until, str | Until | None):
+            raise Refused(f"until must be a text such as 'accuracy=97.5', got {self.until!r}")
+
+    def _check_entrance(self) -> None:
+        if self.listen is None or self.allow is None:
+            raise Refused(
+                "--listen says where workers may join from other hosts, and --allow is the folder "
+                "of the public keys "
+                "of those who may; give both, or neither"
+            )
+        if not isinstance(self.listen, str):
+            raise Refused(f"listen must be a text such as '10.0.0.1:4000', got {self.listen!r}")
+        read_place("--listen", self.listen)
+        refuse_folder(Path(self.allow))
+
+    def _check_until(self, job: Job) -> None:
+        goal = self.goal
+        if goal is None:
+            return
+        if job.test is None:
+            raise Refused(f"--until {goal}: job {job.name} has no test set; give it test=...")
+        if goal.metric != job.metric_name:
+            raise Refused(
+                f"--until {goal}: job {job.name} measures {job.metric_name}; "
+                f"write {job.metric_name}={goal.value:g}"
+            )
+
+
+def settings_of(given: dict[str, Any]) -> Settings:
+    """Settings by their names. Raises Refused with the nearest one."""
+    known = [each.name for each in fields(Settings)]
+    for name in given:
+        if name not in known:
+            raise Refused(unknown("setting", name, known))
+    return Settings(**given)

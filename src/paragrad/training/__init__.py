@@ -1,3 +1,0 @@
-"""One rank's training: settings, the door, the step and its proof, batches, evaluation,
-checkpoints, the loop.
-"""

@@ -1,1 +1,0 @@
-"""The first step is proved to be one worker's, before its update."""

@@ -1,0 +1,475 @@
+"""The door for jobs: what is checked before any rank starts, and what is found out on the
+way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.datasets.loading import (
+    Dataset,
+    WholeBatch,
+    brought,
+    called,
+    copied,
+    parted,
+    refuse_loader,
+    why_whole,
+)
+from paragrad.datasets.sample_order import Order, refuse_endless
+from paragrad.engine import batch_norm
+from paragrad.engine.loss_additivity import ASKED, Excerpt, parts_of, wrong_with
+from paragrad.engine.probe import Probe, probed
+from paragrad.engine.rng.draws import Draws
+from paragrad.engine.state.preserve_state import replaced, restored
+from paragrad.errors import Refused, StepFailed, told
+from paragrad.jobs.job import CPU, DTYPES, Job, opened
+from paragrad.jobs.loss import Summed, misshapen
+from paragrad.jobs.precision import in_precision
+from paragrad.optim.rate_scaling import rescaled
+from paragrad.runtime.generators import generator_states, generators_kept
+from paragrad.runtime.world import World
+from paragrad.trainer.evaluation import without_gradients
+from paragrad.trainer.identity import beginning, loss_before
+from paragrad.validation.lazy_modules import Initialised, lazy_names
+from paragrad.validation.repeatability import unlike
+from paragrad.validation.scheduler_check import warn_of_epochs
+
+WANTS_CLOSURE = (
+    "{} wants a closure, which runs the model again inside the update; use an "
+    "optimizer whose step() takes none"
+)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the door found out about a job."""
+
+    samples: int
+    test_samples: int
+    parameters: int
+    order: Order
+    shapes: dict[str, list[int]]  # of the model's state, by its serial names
+    # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
+    training: dict[str, Any]
+    probe: Probe  # what a look at the model showed
+    whole_batch: str | None = None  # why collate must be given whole batches
+    whole_loss: str | None = None  # why the loss of a batch is not that of its parts
+    # of samples from all over the dataset, in eval mode, before training; None: it has none
+    first_loss: float | None = None
+    # inputs that give lazy modules their shapes, where the model has some
+    lazy: Any = None
+    scaled: str | None = None  # what the learning rate is multiplied by, and why
+
+    def ready(self, job: Job) -> Job:
+        """The job as it can be trained: its model has shapes from the beginning, its collate is
+        given what it needs, its rates are those of its batch.
+        """
+        job, _ = rescaled(job, self.samples)
+        job = job if self.lazy is None else job.replace(model=Initialised(job.model, self.lazy))
+        return (
+            job.replace(collate=WholeBatch(job.collate))
+            if self.whole_batch and job.collate
+            else job
+        )
+
+
+def examined(job: Job, data: Path | None = None) -> Findings:
+    """Check a job at the door: build its model once and run one small batch forward and
+    backward. Raises Refused.
+    """
+    _check_fields(job)
+    train = _dataset(job, "train", data)
+    test = _dataset(job, "test", data) if job.test is not None else None
+    job, scaled = rescaled(job, len(train))
+    model = _called(job, "model", job.built_model)
+    lazy = None
+    if lazy_names(model):
+        few = job.samples(train)[0, list(range(min(len(train), 2)))]
+        lazy = brought(parted(few)[0], CPU, torch.get_default_dtype())
+        model = _called(job, "model", job.replace(model=Initialised(job.model, lazy)).built_model)
+    if isinstance(job.loss, nn.Module) and any(
+        parameter.requires_grad for parameter in job.loss.parameters()
+    ):
+        raise Refused(
+            f"job {job.name}: the loss holds parameters with requires_grad, which no optimizer "
+            f"gets; put them into "
+            "the model and let it return what its loss needs of them, such as (output, penalty), "
+            "or freeze them "
+            "(requires_grad_(False))"
+        )
+    _check_values(job, model)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, scheduler = _check_optimizer(job, model)
+    probe, whole_batch, whole_loss = _check_loss(job, model, train)
+    first_loss = loss_before(job, model, train)
+    if test is not None:
+        _check_test(job, model.eval(), test)
+    shapes = {
+        name: list(value.shape)
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    facts = Findings(
+        len(train),
+        len(test) if test is not None else 0,
+        sum(map(Tensor.numel, trainable)),
+        job.order(len(train)),
+        shapes,
+        beginning(job, model, optimizer, scheduler),
+        probe,
+        whole_batch,
+        whole_loss,
+        first_loss,
+        lazy,
+        scaled,
+    )
+    _check_step(job, optimizer)
+    if scheduler is not None:
+        warn_of_epochs(job, scheduler, len(train))
+    return facts
+
+
+def _check_values(job: Job, model: nn.Module) -> None:
+    """What files and other ranks take are dense numbers."""
+    for name, each in model.state_dict().items():
+        if isinstance(each, Tensor) and (each.layout != torch.strided or each.is_quantized):
+            kind = "quantized" if each.is_quantized else "sparse"
+            raise Refused(
+                f"job {job.name}: {name} is {kind}, and no file of a trained model holds that; "
+                f"make it dense, or "
+                "keep it in an attribute that is no buffer"
+            )
+
+
+def _check_fields(job: Job) -> None:
+    if job.batch == "fit":
+        raise Refused(
+            f"job {job.name}: batch='fit' is found by train alone, for one strategy on this host "
+            "(train(job, strategy, memory='2GB'), --batch fit --memory 2GB); give a whole number "
+            "here"
+        )
+    for name, least in (("batch", 1), ("epochs", 0)):
+        value = getattr(job, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise Refused(
+                f"job {job.name}: {name} must be a whole number from {least}, got {value!r}"
+            )
+    if not isinstance(job.seed, int) or not -(2**63) <= job.seed < 2**64:
+        raise Refused(
+            f"job {job.name}: seed must be a whole number of 64 bits, from {-(2**63)} to "
+            f"{2**64 - 1}, got {job.seed!r}"
+        )
+    if (
+        not isinstance(job.name, str)
+        or not job.name.isprintable()
+        or not job.name
+        or "/" in job.name
+        or len(job.name) > 100
+    ):
+        raise Refused(
+            f"job name {job.name!r}: give a text of at most 100 characters without /, of which "
+            f"folders can be named"
+        )
+    for name in ("model", "loss", "optimizer"):
+        if not callable(getattr(job, name)):
+            raise Refused(
+                f"job {job.name}: {name} must be a function, because every rank builds its own; "
+                f"write {name}=lambda ...: ..."
+            )
+    if isinstance(job.model, nn.Module):
+        raise Refused(
+            f"job {job.name}: model must be a function that builds the model, because every rank "
+            f"builds its "
+            "own; write model=lambda: Net()"
+        )
+    for name in ("scheduler", "metric", "collate"):
+        if getattr(job, name) is not None and not callable(getattr(job, name)):
+            raise Refused(f"job {job.name}: {name} must be a function or None")
+    if job.clip_norm is not None and not (
+        isinstance(job.clip_norm, int | float) and job.clip_norm > 0
+    ):
+        raise Refused(f"job {job.name}: clip_norm must be above 0 or None, got {job.clip_norm!r}")
+    if job.dtype not in DTYPES:
+        raise Refused(
+            f"job {job.name}: dtype must be torch.float32, torch.float64 or torch.bfloat16 (by "
+            f"autocast), "
+            f"got {job.dtype}"
+        )
+
+
+def _dataset(job: Job, which: str, data: Path | None) -> Dataset:
+    refuse_loader(getattr(job, which), f"job {job.name}: {which}")
+    dataset = _called(job, which, lambda: opened(getattr(job, which), data))
+    refuse_loader(dataset, f"job {job.name}: {which}")
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise Refused(
+            f"job {job.name}: {which} must be a map-style dataset (with __len__ and __getitem__) "
+            f"or a function "
+            f"that returns one, got {type(dataset).__name__}"
+        )
+    if (samples := _called(job, f"len({which})", lambda: len(dataset))) == 0:
+        raise Refused(f"job {job.name}: {which} has no samples")
+    refuse_endless(samples, f"job {job.name}: {which}")
+    return dataset
+
+
+def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Refused:
+        raise
+    except StepFailed as error:
+        raise Refused(f"job {job.name}: {error}") from error
+    except Exception as error:
+        raise Refused(f"job {job.name}: {name} raised {told(error)}") from error
+
+
+def _check_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = _called(job, "optimizer", lambda: job.optimizer(model.parameters()))
+    make = job.scheduler
+    scheduler = (
+        None
+        if make is None or not isinstance(optimizer, torch.optim.Optimizer)
+        else _called(job, "scheduler", lambda: make(optimizer) or "nothing")
+    )
+    wrong = unfit(model, optimizer, scheduler)
+    if wrong:
+        raise Refused(f"job {job.name}: {wrong}")
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in held
+    ]
+    if left:
+        warnings.warn(
+            f"job {job.name}: the optimizer leaves out {len(left)} trainable parameter(s), which "
+            f"stay as they are: "
+            f"{', '.join(left[:3])}{', ...' if len(left) > 3 else ''}",
+            stacklevel=2,
+        )
+    return optimizer, scheduler
+
+
+def _check_step(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """One step without any gradient, of a model that is looked at no more: some optimizers say
+    only there what they want.
+    """
+    try:
+        with generators_kept():
+            optimizer.step()
+    except Exception as error:  # of anything else the first step will tell
+        if "closure" in str(error):
+            raise Refused(
+                f"job {job.name}: {WANTS_CLOSURE.format(type(optimizer).__name__)} (it says: "
+                f"{error})"
+            ) from error
+
+
+def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None:
+    """What of a model, its optimizer and its scheduler cannot be trained here, with the repair,
+    or None.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return "the model has no trainable parameters; give it at least one with requires_grad"
+    embeddings = (
+        module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    )
+    if any(embedding.sparse for embedding in embeddings):
+        return (
+            "an embedding has sparse gradients, which are not exchanged; build it with sparse=False"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return f"the optimizer is a {type(optimizer).__name__}; make it a torch.optim.Optimizer"
+    if any(
+        each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        for each in list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    ):
+        return WANTS_CLOSURE.format(type(optimizer).__name__)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return "SparseAdam takes sparse gradients alone, which are not exchanged; use Adam"
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if strange := set(held) - set(model.parameters()):
+        return (
+            f"the optimizer holds {len(strange)} parameter(s) that are not the model's; build "
+            f"it from model.parameters()"
+        )
+    if len(held) > len(set(held)):
+        return (
+            f"the optimizer holds {len(held) - len(set(held))} parameter(s) twice; give each once"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return (
+            "the optimizer has differentiable=True, with which no parameter can be updated in "
+            "place; leave it out"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return "ReduceLROnPlateau wants a metric at every step; use a scheduler that counts steps"
+    if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        return (
+            f"the scheduler is a {type(scheduler).__name__}; make it a "
+            f"torch.optim.lr_scheduler.LRScheduler"
+        )
+    return None
+
+
+def _casting(job: Job) -> torch.autocast:
+    return torch.autocast("cpu", job.autocast, enabled=job.autocast is not None)
+
+
+def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
+    """One small batch of the test set through model and metric: otherwise both are first seen
+    at the end of an epoch.
+    """
+    indices = list(range(min(len(test), 8)))
+    inputs, target = brought(
+        _called(job, "fetching a batch of test", lambda: parted(job.samples(test)[0, indices])),
+        CPU,
+        job.parameter_dtype,
+    )
+    with _casting(job):
+        output = _called(
+            job,
+            "one batch of test through the model",
+            lambda: without_gradients(lambda: called(model, copied(inputs))),
+        )
+        metric = job.metric
+        # of what the model returns in evaluation, which may be less than in training
+        if metric is None:
+            _check_loss_of_test(
+                job, Summed(model, job.built_loss()), Excerpt(inputs, target, indices)
+            )
+            return
+        found = _called(
+            job,
+            f"metric {job.metric_name}",
+            lambda: metric(output.detach() if isinstance(output, Tensor) else output, target),
+        )
+    try:
+        _, _ = map(float, found if isinstance(found, tuple | list) else [])
+    except (TypeError, ValueError, RuntimeError):
+        told = ", ".join(
+            f"tensor of shape {tuple(each.shape)}"
+            if isinstance(each, Tensor)
+            else type(each).__name__
+            for each in (found if isinstance(found, tuple | list) else [found])
+        )
+        raise Refused(
+            f"job {job.name}: metric {job.metric_name} returned ({told}) for a batch of "
+            f"{len(indices)}; return a "
+            "pair of numbers (sum, weight) that add up over batches, such as the sum over the "
+            "samples and their "
+            "number"
+        ) from None
+
+
+def _check_loss_of_test(job: Job, module: Summed, part: Excerpt) -> None:
+    """Without a metric the test is the loss in eval mode, summed over ranks: does it add up
+    there?
+    """
+    with generators_kept(), restored(module):
+        before = generator_states()
+        _called(
+            job,
+            "loss of a batch of test (give a metric, if it cannot take what the model returns in "
+            "eval mode)",
+            lambda: without_gradients(lambda: module(*part.copied(), len(part.positions))),
+        )
+        draws = generator_states() != before  # no two batches have the same loss then
+        wrong = None
+        with contextlib.suppress(ValueError):  # it cannot be cut
+            parts = part.in_parts()
+            wrong = _asked(job, module, parts, Draws()) if len(parts) == 3 and not draws else None
+    if wrong:
+        raise Refused(
+            f"job {job.name}: the test, which is the loss in eval mode: {wrong}; or give a metric"
+        )
+
+
+def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str | None, str | None]:
+    """Look at the model, and ask the loss (`additive`). Returns what was seen, why collate must
+    have whole batches, and why the loss of a batch is not that of its parts.
+    """
+    samples = job.samples(train)
+    indices = list(range(min(job.batch, len(train), ASKED)))
+    parts = _called(job, "fetching a batch of train", lambda: parts_of(samples, indices))
+    part = parts[0].to(job.parameter_dtype)
+    module = Summed(model, job.built_loss())
+
+    def repeated(count: int) -> tuple[Any, Any]:
+        return parted(brought(samples[0, indices[:1] * count], CPU, job.parameter_dtype))
+
+    with generators_kept():
+        norm = batch_norm.BatchNorm(World(), model, lambda *_: None, samples=len(indices))
+        there = dict(model.named_parameters())
+        with _casting(job), restored(module) as before, norm:
+            try:
+                probe = replace(
+                    probed(module, part.inputs, part.target, len(indices), norm, repeated),
+                    follows=before.frozen(),
+                    replaced=replaced(module.model, there),
+                )
+            except Exception as error:
+                raise _refusal(job, module, part, error) from error
+        # by which parts would differ; a strategy that splits the batch is refused for that
+        if probe.draws.by_layout:
+            return probe, None, None
+        wrong = _called(job, "loss", lambda: _asked(job, module, parts, probe.draws))
+        because = why_whole(samples, job.batch)
+        if (wrong or because) and job.collate is not None:
+            whole = replace(samples, collate=WholeBatch(job.collate))
+            with contextlib.suppress(ValueError):  # what it makes cannot be cut
+                still = _asked(job, module, parts_of(whole, indices), probe.draws)
+                because = because or (
+                    None if still else "what it makes of a share counts otherwise"
+                )
+                wrong = still
+    return probe, because, wrong and (unlike(samples, indices, parts[0]) or wrong)
+
+
+def _refusal(job: Job, module: Summed, part: Excerpt, error: Exception) -> Refused:
+    """Of a batch that did not go forward and backward: where it ended, tried once more in
+    parts.
+    """
+    where = (
+        " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)"
+        if job.autocast
+        else ""
+    )
+    inputs, target = part.copied()
+    output = _called(
+        job, f"one batch through the model{where}", lambda: called(module.model, inputs)
+    )
+    wrong = misshapen(_called(job, "loss", lambda: module.loss(output, target)))
+    return Refused(
+        f"job {job.name}: "
+        + (wrong or f"one batch forward and backward raised {type(error).__name__}: {error}")
+    )
+
+
+def _asked(job: Job, module: Summed, parts: list[Excerpt], draws: Draws) -> str | None:
+    """What is wrong with the loss: in float64, or in the job's own type where the model
+    cannot.
+    """
+    try:
+        twin = Summed(
+            in_precision(copy.deepcopy(module.model), torch.float64),
+            job.replace(dtype=torch.float64).built_loss(),
+        )
+        return wrong_with(twin, [part.to(torch.float64) for part in parts], draws, tight=True)
+    # constants in float32 that meet float64, a model that cannot be copied
+    except Exception:
+        return wrong_with(
+            module, [part.to(job.parameter_dtype) for part in parts], draws, tight=False
+        )

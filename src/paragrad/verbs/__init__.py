@@ -1,1 +1,0 @@
-"""What users call: train, compare, verify, parallelize, hook, and the command line."""
