@@ -171,7 +171,7 @@ def of_the_limit() -> Prepared:
     import torch.distributed as dist
 
     import paragrad.backends  # noqa: F401
-    from paragrad.shm.region import OwnRegion, opened
+    from paragrad.shm.region import CreatedRegion, open_region
 
     torch.set_num_threads(1)
     dist.init_process_group("shm")
@@ -179,10 +179,10 @@ def of_the_limit() -> Prepared:
     ranks = dist.get_world_size()
 
     def prepare(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        own = OwnRegion(64 + (ranks + 1) * size) if rank == 0 else None
+        own = CreatedRegion(64 + (ranks + 1) * size) if rank == 0 else None
         told = [own.address if own else ""]
         dist.broadcast_object_list(told, src=0)
-        region = own or opened(told[0])
+        region = own or open_region(told[0])
         dist.barrier()
         count = size // 4
         shared = region.bytes[64:].view(torch.float32).view(ranks + 1, count)

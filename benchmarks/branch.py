@@ -30,7 +30,7 @@ from trainings import Loop, backward_of, looped, ours, shuffled, theirs
 from workers import Workers
 
 import paragrad as pg
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 
 RANKS = 2
 CHANNELS = 32
@@ -107,7 +107,7 @@ def main() -> None:
         looped(*bench.options.worker, loop)
         return
     setting = Setting()
-    with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Launcher(RANKS) as ranks:
         peers = {
             kind: Workers(__file__, kind, RANKS) for kind in ("one branch", "one branch, in step")
         }

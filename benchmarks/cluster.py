@@ -46,11 +46,15 @@ from hosts import hosts
 from pages import DOCS, FIGURES, filled, milliseconds, table
 from workers import Stopwatch, Workers, serve
 
-from paragrad.executors.clock import timed
-from paragrad.executors.machine import Cluster, Machine, read_machine
-from paragrad.planner.algorithm_choice import Chooser, candidates, slower
-from paragrad.planner.cost_formulas import seconds as closed_form
-from paragrad.planner.prediction_interval import interval
+from paragrad.executors.clock import time_schedule
+from paragrad.executors.machine import Cluster, Machine, read_machine_file
+from paragrad.planner.algorithm_choice import (
+    AlgorithmChooser,
+    is_slower_by_sign_test,
+    list_candidates,
+)
+from paragrad.planner.cost_formulas import predict_exchange_seconds as closed_form
+from paragrad.planner.prediction_interval import predict_interval
 from paragrad.strategies.data import Data, Native
 from paragrad.strategies.registry import strategy
 
@@ -164,12 +168,12 @@ def barred(figure: dict[str, Any]) -> str:
 
 def ours(count: int) -> list[str]:
     """Whatever auto may pick, and the ring that waits."""
-    return [*map(str, candidates(count)), "ring(blocking=true)"]
+    return [*map(str, list_candidates(count)), "ring(blocking=true)"]
 
 
 def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
     machine = machine_file(workers.ask(("measure",))[0])
-    link = machine.link("gloo")
+    link = machine.select_link("gloo")
     bench.measured["link"] = {
         "alpha": link.alpha,
         "beta": link.beta,
@@ -223,7 +227,7 @@ def machine_file(told: Any) -> Machine:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         path = Path(folder) / "machine.json"
         told.write(path)
-        return read_machine(path, told.cores)[0]
+        return read_machine_file(path, told.cores)[0]
 
 
 def measured(
@@ -267,18 +271,20 @@ def measured(
 
 def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
     """The clock's time of every algorithm beside the measured one."""
-    cluster = Cluster(machine.link("gloo"), machine.gamma, sharing=count, cores=machine.cores)
+    cluster = Cluster(
+        machine.select_link("gloo"), machine.gamma, sharing=count, cores=machine.cores
+    )
     errors = {}
     inside = []
     for size in FORETOLD:
         for name in ours(count):
 
             def clocked(links: Cluster, name: str = name, size: int = size) -> float:
-                return timed(schedule(name), count, size // 4, links).seconds
+                return time_schedule(schedule(name), count, size // 4, links).seconds
 
             clock = clocked(cluster)
             taken = median(found[size][name])
-            low, high = interval(clock, cluster, clocked) or (clock, clock)
+            low, high = predict_interval(clock, cluster, clocked) or (clock, clock)
             errors[f"{name}, {named(size)}"] = clock / taken - 1
             inside += [low <= seconds <= high for seconds in found[size][name]]
             print(
@@ -306,7 +312,7 @@ def automatic(bench: Bench, found: Times, picked: Picks, where: str) -> None:
         bench.figure(f"auto ({picked[size]}) over {best}, {where}, {named(size)}", pairs)
         over.append(median(pairs))
         # where it picked the best it is that, whatever two samples say
-        if picked[size] != best and slower(pairs):
+        if picked[size] != best and is_slower_by_sign_test(pairs):
             if size >= 256 * KB:
                 slower_large.append(median(pairs))
             else:
@@ -337,29 +343,32 @@ def worker(address: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from paragrad.executors.transport import all_reduce
-    from paragrad.planner.link_measurement import links_of, machine_with
-    from paragrad.runtime.rendezvous import joined_from_environment
+    from paragrad.executors.transport import run_all_reduce
+    from paragrad.planner.link_measurement import build_machine, measure_backend_link
+    from paragrad.runtime.rendezvous import join_launched_world
 
     torch.set_num_threads(1)
-    with joined_from_environment("gloo") as world:
+    with join_launched_world("gloo") as world:
 
         def play(algorithm: Any, vector: torch.Tensor) -> None:
             if isinstance(algorithm, Native):
                 dist.all_reduce(vector, group=world.group)
             else:
-                all_reduce(algorithm, vector, world)
+                run_all_reduce(algorithm, vector, world)
 
         # hosts share them here
-        machine = replace(world.agreed(machine_with([links_of(world)])), cores=os.cpu_count() or 1)
-        chooser = Chooser(
+        machine = replace(
+            world.broadcast_object(build_machine([measure_backend_link(world)])),
+            cores=os.cpu_count() or 1,
+        )
+        chooser = AlgorithmChooser(
             world,
             Native(),
             play,
             cluster=Cluster(
                 machine.link("gloo"), machine.gamma, sharing=world.size, cores=machine.cores
             ),
-            known=machine.measured,
+            link_source=machine.measured,
         )
         algorithms: dict[str, Any] = {"native": Native()}
         watch = Stopwatch(world)
@@ -369,12 +378,12 @@ def worker(address: str) -> None:
                 return machine
             vector = torch.zeros(order[-1] // 4)
             if order[0] == "pick":
-                chooser.pick(vector)
-                pick = chooser.picked[vector.numel(), vector.dtype]
+                chooser.choose_algorithm(vector)
+                pick = chooser.choices[vector.numel(), vector.dtype]
                 return str(pick.algorithm), pick.because
             name = order[1]
             algorithms.setdefault(name, None if name == "auto" else schedule(name))
-            algorithm = algorithms[name] or chooser.pick(vector)
+            algorithm = algorithms[name] or chooser.choose_algorithm(vector)
             return watch.seconds(order, lambda: play(algorithm, vector))
 
         serve(address, answer)

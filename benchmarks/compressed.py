@@ -104,11 +104,14 @@ def read(run: pg.Run) -> dict[str, Any]:
     """Bytes are those of the rank that sends most."""
     record = Record(run.folder, spans=False)
     each = [
-        [sum(kind["bytes"] for kind in line["sent"].values()) for line in record.of("step", rank)]
+        [
+            sum(kind["bytes"] for kind in line["sent"].values())
+            for line in record.select_lines("step", rank)
+        ]
         for rank in range(RANKS)
     ]
     per = max(each, key=sum)
-    tests = [line["test"]["value"] for line in record.of("epoch")]
+    tests = [line["test"]["value"] for line in record.select_lines("epoch")]
     steps = len(per) // len(tests)
     return {
         "accuracy": run.test,
@@ -192,7 +195,7 @@ def ours(cluster: Cluster | None, folder: Path, text: str, data: str, steps: int
             [str(Path(__file__).resolve()), "--worker", text, str(place), str(steps)], timeout=900
         )
     (run,) = place.iterdir()
-    return between([line["start"] for line in Record(run).of("step", 0)])
+    return between([line["start"] for line in Record(run).select_lines("step", 0)])
 
 
 def theirs(cluster: Cluster | None, folder: Path, steps: int) -> float:

@@ -122,23 +122,23 @@ def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[floa
 
 def below(text: str) -> list[str]:
     """The bandwidths below which it pays, for vectors of 100 MB."""
-    from paragrad.commands.compression_break_even import measured, pays
-    from paragrad.executors.machine import ASSUMED
-    from paragrad.strategies.compressors import compressor_of
+    from paragrad.commands.compression_break_even import measure_compression_cost, price_compression
+    from paragrad.executors.machine import ASSUMED_MACHINE
+    from paragrad.strategies.compressors import find_compressor
     from paragrad.strategies.registry import strategy
 
     size = 100_000_000
     told = []
     every = [strategy(f"data({ranks}, compress={text})") for ranks in SIZES]
-    compressor = compressor_of(every[0])
+    compressor = find_compressor(every[0])
     assert compressor is not None
-    costs = measured(compressor, size)
+    costs = measure_compression_cost(compressor, size)
     for chosen in every:
-        found = pays(chosen, compressor, size, ASSUMED, costs=costs)
+        found = price_compression(chosen, compressor, size, ASSUMED_MACHINE, costs=costs)
         gigabits = 8 * found.bandwidth / 1e9
         told.append(
             "never"
-            if not gigabits or found.whole
+            if not gigabits or found.sends_whole_vectors
             else f"{gigabits:.{0 if gigabits > 10 else 1}f} Gbit/s"
         )
     return told
@@ -148,7 +148,7 @@ def below(text: str) -> list[str]:
 def measures() -> dict[str, Callable[[], float]]:
     import torch
 
-    from paragrad.parallel.compression.cost import steps_of
+    from paragrad.parallel.compression.cost import make_codec_steps
     from paragrad.strategies.registry import strategy
 
     torch.set_num_threads(1)
@@ -157,7 +157,9 @@ def measures() -> dict[str, Callable[[], float]]:
     other = torch.empty(SIDE, SIDE)
 
     def cost(text: str) -> Callable[[], Any]:
-        compress, extract = steps_of(strategy(f"data(2, compress={text})").compress, (SIDE, SIDE))
+        compress, extract = make_codec_steps(
+            strategy(f"data(2, compress={text})").compress, (SIDE, SIDE)
+        )
         return lambda: (compress(), extract(torch.zeros(SIDE**2)))
 
     steps: dict[str, Callable[[], Any]] = {name: cost(name) for name in TEXTS}

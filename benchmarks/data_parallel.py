@@ -40,8 +40,8 @@ from trainings import Loop, backward_of, looped, ours, theirs
 from workers import Workers
 
 import paragrad as pg
-from paragrad.launch import Ranks
-from paragrad.launch.processes import server
+from paragrad.launch import Launcher
+from paragrad.launch.processes import get_fork_server
 
 SAMPLES = 8192
 
@@ -59,7 +59,7 @@ class Setting:
 
     def model(self) -> nn.Module:
         if not self.width:
-            return pg.job("mnist-cnn").built_model()
+            return pg.job("mnist-cnn").build_model()
         width = self.width
         return nn.Sequential(
             nn.Linear(784, width),
@@ -115,7 +115,7 @@ def main() -> None:
         looped(kind, address, partial(loop, kind))
         return
     settings = QUICK if bench.quick else [*MLPS, Setting(0, 64)]
-    with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Launcher(2) as ranks:
         peers = {
             "DDP, gloo": Workers(__file__, "gloo", 2),
             "DDP, shm": Workers(__file__, "shm", 2),
@@ -203,7 +203,7 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
 def memory(bench: Bench) -> None:
     setting = Setting(2048, 256, adam=True)
     ddp = Workers(__file__, "gloo", 4)
-    with tempfile.TemporaryDirectory() as folder, Ranks(4) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Launcher(4) as ranks:
         ranks.run(idle, size=4)
         pids = processes(ranks)
         found = {
@@ -232,9 +232,9 @@ def idle(world: object) -> None:
     """A rank that has done nothing."""
 
 
-def processes(ranks: Ranks) -> list[int]:
+def processes(ranks: Launcher) -> list[int]:
     """Our ranks, and the server they are forked from."""
-    return [*(process.pid for process in ranks.processes), server().popen.pid]
+    return [*(process.pid for process in ranks.processes), get_fork_server().popen.pid]
 
 
 def peak(pids: list[int], train: Callable[[], object]) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """Digests of trained parameters: did a change of the code change any training?
 
-Trains 20 small jobs under eight strategies, and the job of `make demo` under the strategies that it compares,
-with one thread per rank and a named all-reduce. Prints one SHA-256 digest per training.
+Trains 20 small jobs under eight strategies, and the job of `make demo` under the strategies that it
+compares, with one thread per rank and a named all-reduce. Prints one SHA-256 digest per training.
 
 usage: python benchmarks/digests.py [--json FILE] [--compare FILE] [--jobs NAME ...]
 
 --json FILE     write the digests to FILE
---compare FILE  exit with 1 if a digest differs from the one in FILE, which another commit wrote on this machine
+--compare FILE  exit with 1 if a digest differs from the one in FILE, which another commit wrote on
+this machine
 --jobs NAME     train these jobs only
 
 Only public names of paragrad are used, so that the same script runs on older and newer commits:

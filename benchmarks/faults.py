@@ -49,10 +49,15 @@ from pages import DOCS, FIGURES, filled, table
 
 import paragrad as pg
 from paragrad.launch import process_pool
-from paragrad.launch.processes import Process
-from paragrad.launch.processes import server as processes_of
+from paragrad.launch.processes import RankProcess
+from paragrad.launch.processes import get_fork_server as processes_of
 from paragrad.loops import failure_recovery, queue_coordinator
-from paragrad.parallel.server.curve_keys import PUBLIC, SECRET, Address, make_keys
+from paragrad.parallel.server.curve_keys import (
+    PUBLIC_SUFFIX,
+    SECRET_SUFFIX,
+    Address,
+    make_key_files,
+)
 from paragrad.record.record import Record
 
 BSP = "server(4, servers=2)"
@@ -65,21 +70,21 @@ RESULTS = FIGURES / "faults.json"
 GUESTS = 3  # that are there at a time
 PACE = 0.1  # seconds of a share where workers join: time for them to be there
 ALONE = 10  # seconds without an answer after which one that joined ends
-_started: list[tuple[int, Process]] = []
+_started: list[tuple[int, RankProcess]] = []
 _joined: list[subprocess.Popen[bytes]] = []
 
 
-class Watched(process_pool.Crew):
+class Watched(process_pool.ProcessPool):
     """Remembers whom it started."""
 
-    def start(
+    def start_task(
         self, number: int, function: Callable[..., Any], *arguments: Any, **place: Any
     ) -> None:
-        super().start(number, function, *arguments, **place)
+        super().start_task(number, function, *arguments, **place)
         _started.append((number, self.members[number]))
 
 
-class Open(queue_coordinator.Run):
+class Open(queue_coordinator.QueueCoordinator):
     """Remembers where others join. limit: seconds for a ticket, where it is not that of
     sockets.
     """
@@ -88,14 +93,14 @@ class Open(queue_coordinator.Run):
     key = Path()
     limit = 0.0
 
-    def run(self) -> str:
-        self.office.limit = self.limit or self.office.limit
-        return super().run()
+    def run_training(self) -> str:
+        self.queue.limit = self.limit or self.queue.limit
+        return super().run_training()
 
-    def say_where(self, address: Address) -> None:
-        super().say_where(address)
+    def announce_join_address(self, address: Address) -> None:
+        super().announce_join_address(address)
         Open.key = self.folder / "office.key"
-        Open.address = address.at
+        Open.address = address.endpoint
 
 
 def visit(seed: int, data: str, keys: Path, draws: random.Random, over: threading.Event) -> None:
@@ -137,7 +142,7 @@ def visit(seed: int, data: str, keys: Path, draws: random.Random, over: threadin
                 )
             )
         elif what == "own" and own:
-            draws.choice(own).signal(signal.SIGKILL)
+            draws.choice(own).send_signal(signal.SIGKILL)
         elif what in ("kill", "stop", "leave") and there:
             victim = draws.choice(there)
             victim.send_signal(
@@ -169,10 +174,10 @@ def disturb(
             continue
         victim = draws.choice(alive[-max(workers, servers) :])
         victims = victims - 1
-        victim.signal(signal.SIGSTOP if kind.endswith("stopped") else signal.SIGKILL)
+        victim.send_signal(signal.SIGSTOP if kind.endswith("stopped") else signal.SIGKILL)
         if kind.endswith("stopped"):
             over.wait(2 * LIMIT)
-            victim.signal(signal.SIGCONT)
+            victim.send_signal(signal.SIGCONT)
 
 
 def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> dict[str, Any]:
@@ -189,12 +194,12 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
     )
     more: dict[str, Any] = {}
     if kind == "workers joining":
-        keys = Path(folder) / f"me{SECRET}"
+        keys = Path(folder) / f"me{SECRET_SUFFIX}"
         thread = threading.Thread(target=visit, args=(seed, data, keys, random.Random(seed), over))
         more = {"listen": "127.0.0.1", "allow": Path(folder) / "allow", "pace": PACE}
         if not keys.exists():
             more["allow"].mkdir()
-            make_keys(keys).replace(more["allow"] / f"me{PUBLIC}")
+            make_key_files(keys).replace(more["allow"] / f"me{PUBLIC_SUFFIX}")
     if kind:
         thread.start()
     try:
@@ -205,14 +210,18 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
             thread.join()
         stayed = sum(map(stays, _joined))
     record = Record(run.folder)
-    served = [line for rank in range(len(record.ranks)) for line in record.of("server", rank)]
+    served = [
+        line for rank in range(len(record.ranks)) for line in record.select_lines("server", rank)
+    ]
     samples = record.header["job"]["samples"]
     ends = sorted(
         line["start"] + line["seconds"]
         for rank in range(len(record.ranks))
-        for line in record.of("step", rank)
+        for line in record.select_lines("step", rank)
     )
-    events = [line for line in record.own if line["kind"] == "event" and line["name"] != "open"]
+    events = [
+        line for line in record.run_lines if line["kind"] == "event" and line["name"] != "open"
+    ]
     return {
         "accuracy": run.test,
         "off": sum(abs(line["samples"] + line["lost"]["samples"] - samples) for line in served),
@@ -223,7 +232,7 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
         "deaths": sum(line["name"] == "again" for line in events),
         "stayed": stayed,
         "joined": sum(line["name"] == "joined" for line in events),
-        "audit": str(run.audit),
+        "audit": str(run.sample_count),
     }
 
 
@@ -256,7 +265,7 @@ def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
             if alive := [
                 process for _, process in _started if process.code is None and process.pid
             ]:
-                draws.choice(alive).signal(signal.SIGKILL)
+                draws.choice(alive).send_signal(signal.SIGKILL)
 
     _started.clear()
     thread = threading.Thread(target=kill)
@@ -270,7 +279,7 @@ def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
         float((tensor - serial.model().state_dict()[name]).abs().max())
         for name, tensor in run.model().state_dict().items()
     )
-    events = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
+    events = [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"]
     return {
         "away": away,
         "again": events.count("again"),
@@ -321,9 +330,9 @@ def main() -> None:
     bench = Bench(__doc__, options)
     found = dict[str, list[dict[str, Any]]]()
     missing = 0
-    queue_coordinator.Crew = Watched  # type: ignore[misc]
-    failure_recovery.Crew = Watched
-    queue_coordinator.Run = Open  # type: ignore[misc]
+    queue_coordinator.ProcessPool = Watched  # type: ignore[misc]
+    failure_recovery.ProcessPool = Watched
+    queue_coordinator.QueueCoordinator = Open  # type: ignore[misc]
     rounds = bench.rounds(20, quick=2)
     with tempfile.TemporaryDirectory() as folder:
         for kind, syncs in {"undisturbed": ("asp",), **KINDS}.items():

@@ -54,9 +54,11 @@ def trained(
     text = f"federated({workers}, clients=100, fraction={fraction}, rounds={rounds}, split={split})"
     run = pg.train(job(seed), text, runs=folder, data=data, until=f"accuracy={GOAL:g}")
     record = Record(run.folder, spans=False)
-    every = [line for rank in range(len(record.ranks)) for line in record.of("epoch", rank)]
+    every = [
+        line for rank in range(len(record.ranks)) for line in record.select_lines("epoch", rank)
+    ]
     sent = [(kind, each["bytes"]) for line in every for kind, each in line["sent"].items()]
-    tests = [line["test"]["value"] for line in record.of("epoch")]
+    tests = [line["test"]["value"] for line in record.select_lines("epoch")]
     return {
         "rounds": len(tests) if tests[-1] >= GOAL else None,
         "tests": tests,
@@ -65,10 +67,10 @@ def trained(
         + sum(
             each["bytes"]
             for rank in range(len(record.ranks))
-            for line in record.of("step", rank)
+            for line in record.select_lines("step", rank)
             for each in line["sent"].values()
         ),
-        "off": record.audit.missed + record.audit.twice,
+        "off": record.sample_count.missed + record.sample_count.twice,
     }
 
 

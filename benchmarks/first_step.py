@@ -12,7 +12,7 @@ at most 1.5 |
 1.03, or its spread |
 
 Time added is all that a training takes from its call to its first update (the door, and the
-ranks' first step), less what it takes with unchecked=True; with --against DIR, a checkout of
+ranks' first step), less what it takes with skip_first_step_check=True; with --against DIR, a checkout of
 another commit, less what it takes there, so that the door counts too. Everything is measured in
 processes that take turns; in each, the first training warms up. The spread is the largest ratio
 of a round of the other checkout to their median, or the reverse. GPT-2 draws, so its steps are
@@ -40,14 +40,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.commands.train import run
-from paragrad.launch import Ranks
+from paragrad.commands.train import train_on_ranks
+from paragrad.launch import Launcher
 from paragrad.record.record import Record
 from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 JOBS = ("digits", "mnist-mlp", "mnist-cnn", "gpt2 of 4 layers")
 REPEATS = 5  # first steps in one process, of which the median counts
@@ -107,11 +107,11 @@ def measured(data: str | None, quick: bool) -> dict[str, Any]:
     by strategy.
     """
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Launcher(2) as ranks:
         for name in JOBS[:2] if quick else JOBS:
             made = job(name, data)
             numbers: dict[str, Any] = {"first": []}
-            if hasattr(Settings, "unchecked"):
+            if hasattr(Settings, "skip_first_step_check"):
                 numbers["unchecked"] = []
             for number in range(REPEATS + 1):
                 for kind in [key for key in numbers if key != "steps"]:
@@ -119,9 +119,9 @@ def measured(data: str | None, quick: bool) -> dict[str, Any]:
                     place = Path(folder, f"{name}-{kind}-{number}".replace(" ", "-"))
                     place.mkdir()
                     begun = time.monotonic()
-                    run(
+                    train_on_ranks(
                         ranks,
-                        admitted(made, "data(2)", Settings(data=data, limit=1, **more)),
+                        validate_run(made, "data(2)", Settings(data=data, limit=1, **more)),
                         place,
                     )
                     numbers[kind].append(time.monotonic() - begun)
@@ -129,9 +129,11 @@ def measured(data: str | None, quick: bool) -> dict[str, Any]:
             for strategy in STRATEGIES:
                 place = Path(folder, f"{name}-{strategy}".replace(" ", "-"))
                 place.mkdir()
-                run(
+                train_on_ranks(
                     ranks,
-                    admitted(made.replace(epochs=10), strategy, Settings(data=data, limit=STEPS)),
+                    validate_run(
+                        made.replace(epochs=10), strategy, Settings(data=data, limit=STEPS)
+                    ),
                     place,
                 )
                 found[name][strategy] = Record(place).seconds_per_step
@@ -174,7 +176,7 @@ def drawing(features: int) -> tuple[Callable[[], float], Callable[[], float]]:
         epochs=1,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     )
-    trainer = Trainer.of_job(World(), made, Serial(threads=1))
+    trainer = Trainer.build_for_job(World(), made, Serial(threads=1))
     steps = 400 * 256 // features
 
     def measure(keyed: bool) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 
 from kill_result import Trained, of_loop, of_run
 
-from paragrad.trainer.checkpoint.checkpoint_files import folders, step_of
+from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
 
 # seconds for a training to reach the place, to be restarted, to be gone on with
 LIMIT = 120.0
@@ -230,7 +230,11 @@ class Here:
         """
         runs = self.folder / "runs"
         return max(
-            (step_of(path) for run in (runs, *runs.glob("*-kill-*")) for path in folders(run)),
+            (
+                read_folder_step(path)
+                for run in (runs, *runs.glob("*-kill-*"))
+                for path in list_checkpoint_folders(run)
+            ),
             default=0,
         )
 

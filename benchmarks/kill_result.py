@@ -54,8 +54,8 @@ def of_run(folder: Path) -> Trained:
     """A run, with what it goes on from."""
     record = Record(folder)
     lines, audit, epochs, samples = (
-        record.used(),
-        record.audit,
+        record.collect_step_lines(),
+        record.sample_count,
         *map(record.header["job"].get, ("epochs", "samples")),
     )
     used = Counter(

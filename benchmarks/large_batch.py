@@ -36,7 +36,7 @@ from pages import DOCS, FIGURES, filled, kept, shown, table
 from plots import panels
 
 import paragrad as pg
-from paragrad.record.noise_scale import noise_of
+from paragrad.record.noise_scale import track_noise_scale
 
 # the job's own batch, and the one beside which others are set
 OWN = 128
@@ -69,9 +69,11 @@ def read(run: pg.Run) -> dict[str, Any]:
         "accuracy": run.test,
         "steps": float(len(run.losses)),
         "seconds": run.end["seconds"],
-        "noise": [(each.step, each.scale) for each in noise_of(run.steps()) if each.scale][::-50][
-            ::-1
-        ],
+        "noise": [
+            (each.step, each.scale)
+            for each in track_noise_scale(run.group_step_lines())
+            if each.scale
+        ][::-50][::-1],
     }
 
 

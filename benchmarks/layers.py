@@ -41,8 +41,8 @@ import paragrad as pg
 from paragrad.commands.train import train
 from paragrad.parallel.spatial import spatial
 from paragrad.parallel.tensor import tensor
-from paragrad.parallel.tensor.input_sharding import SAMPLES, Along, Domain
-from paragrad.parallel.tensor.sharding_plan import Plan, planned
+from paragrad.parallel.tensor.input_sharding import SAMPLES, InputAxis, InputSharding
+from paragrad.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paragrad.record.record import Record
 from paragrad.strategies.registry import strategy
 
@@ -224,7 +224,7 @@ class Scheme:
     strategy: str
     form: Form
     scores: bool
-    plan: Callable[[nn.Module, Tensor], Plan]
+    plan: Callable[[nn.Module, Tensor], ShardingPlan]
     replicas: int = 1
     ranks: int = 2
 
@@ -251,7 +251,7 @@ class Scheme:
         )
 
 
-def by(technique: Any, text: str) -> Callable[[nn.Module, Tensor], Plan]:
+def by(technique: Any, text: str) -> Callable[[nn.Module, Tensor], ShardingPlan]:
     return lambda model, images: technique.look(strategy(text), model, images)
 
 
@@ -261,7 +261,9 @@ SCHEMES = [
         "data(2, reduce=ring)",
         of_data,
         False,
-        lambda model, images: planned(model, images, 2, Domain({SAMPLES: Along("samples", 2)})),
+        lambda model, images: plan_sharding(
+            model, images, 2, InputSharding({SAMPLES: InputAxis("samples", 2)})
+        ),
     ),
     Scheme(
         "tensor, one split",
@@ -335,7 +337,9 @@ def counted(bench: Bench, every: list[Layer]) -> None:
         plan = each.plan(Network(), data()[0][: BATCH // each.replicas])
         closed = each.inside(every)
         said = {
-            layer.name: sum(note.bytes for note in plan.notes if belongs(note.at, layer, every))
+            layer.name: sum(
+                note.bytes for note in plan.transfers if belongs(note.module, layer, every)
+            )
             for layer in every
         }
         bench.measured.setdefault("planned", {})[each.name] = said
@@ -372,7 +376,7 @@ def step(cluster: Cluster, scheme: Scheme, folder: Path) -> float:
     place = tempfile.mkdtemp(dir=folder)
     cluster.run([str(Path(__file__).resolve()), "--worker", scheme.strategy, place], timeout=300)
     (run,) = Path(place).iterdir()
-    return between([line["start"] for line in Record(run).of("step", 0)])
+    return between([line["start"] for line in Record(run).select_lines("step", 0)])
 
 
 def run(strategy: str, folder: str) -> None:

@@ -68,7 +68,7 @@ def ours(cluster: Cluster, folder: Path, steps: int) -> float:
     cluster.run([str(Path(__file__).resolve()), "--worker", "ours", place, str(steps)], timeout=600)
     (run,) = Path(place).iterdir()
     # from one meeting to the last one
-    starts = [line["start"] for line in Record(run).of("step", 0)][16:]
+    starts = [line["start"] for line in Record(run).select_lines("step", 0)][16:]
     return BATCH * (len(starts) - 1) / (starts[-1] - starts[0])
 
 
@@ -101,7 +101,7 @@ def compared(bench: Bench, data: str | None, seeds: int) -> None:
             for text in STRATEGIES:
                 run = pg.train(job.replace(seed=seed), text, runs=folder, data=data)
                 record = Record(run.folder)
-                steps = record.of("step", 0)
+                steps = record.select_lines("step", 0)
                 found[text]["accuracy"].append(run.test)
                 found[text]["bytes"].append(
                     sum(kind["bytes"] for line in steps for kind in line["sent"].values())
@@ -110,7 +110,7 @@ def compared(bench: Bench, data: str | None, seeds: int) -> None:
                 found[text]["tests"].append(
                     sum(
                         kind["bytes"]
-                        for line in record.of("epoch", 0)
+                        for line in record.select_lines("epoch", 0)
                         for kind in line.get("sent", {}).values()
                     )
                     / len(steps)

@@ -41,7 +41,7 @@ from trainings import ours
 from workers import Workers, serve
 
 import paragrad as pg
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.trainer.settings import Settings
 
 SIZES = tuple(KB << shift for shift in range(0, 15, 2))  # 1 KB to 16 MB
@@ -134,7 +134,7 @@ class MnistMlp:
 
 
 def steps(bench: Bench) -> None:
-    with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Launcher(2) as ranks:
         for strategy, bar in STRATEGIES.items():
             found = alternated(
                 {
@@ -143,7 +143,7 @@ def steps(bench: Bench) -> None:
                         strategy,
                         MnistMlp(),
                         Path(folder, backend),
-                        Settings(backend=backend, unchecked=True),
+                        Settings(backend=backend, skip_first_step_check=True),
                     )
                     for backend in ("gloo", "shm")
                 },

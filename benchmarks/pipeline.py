@@ -49,8 +49,8 @@ from workers import Workers
 
 import paragrad as pg
 from paragrad.executors.clock import Timeline
-from paragrad.launch import Ranks
-from paragrad.planner.step_timeline import FORETOLD, foretold, measured
+from paragrad.launch import Launcher
+from paragrad.planner.step_timeline import PREDICTED_STEPS, predict_step, read_step_timelines
 from paragrad.record.record import Record
 
 LAYERS = 8
@@ -93,7 +93,8 @@ class Setting:
     def steps(self) -> int:
         """About a second of them."""
         return max(
-            FORETOLD.stop + 4, min(200, int(6e10 / (6 * LAYERS * self.batch * self.width**2)))
+            PREDICTED_STEPS.stop + 4,
+            min(200, int(6e10 / (6 * LAYERS * self.batch * self.width**2))),
         )
 
 
@@ -117,7 +118,7 @@ def main() -> None:
         return
     if bench.options.page and (bench.quick or bench.options.rounds or bench.options.json):
         sys.exit("the page is of everything, in full: give no other option but --check")
-    with tempfile.TemporaryDirectory() as folder, Ranks(STAGES) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Launcher(STAGES) as ranks:
         peers = {
             kind: Workers(__file__, kind, STAGES)
             for kind in ("torch, gloo", "torch, shm", "halves")
@@ -218,8 +219,8 @@ class Steps:
 
 
 def steps_of(record: Record) -> Steps:
-    told = foretold(record)
-    found = list(measured(record, FORETOLD).values())
+    told = predict_step(record)
+    found = list(read_step_timelines(record, PREDICTED_STEPS).values())
     assert told is not None
     return Steps(
         told.timeline.seconds,

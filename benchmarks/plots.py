@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paragrad.report.charts import drawing
+from paragrad.report.charts import open_figure
 
 WIDTH = 760  # of a plot
 
 
 def panels(path: Path, count: int, height: float, draw: Callable[[Sequence[Any]], None]) -> None:
-    with drawing(path.stem, WIDTH, height) as figure:
+    with open_figure(path.stem, WIDTH, height) as figure:
         figure.set_layout_engine("constrained")
         axes = [
             figure.add_subplot(

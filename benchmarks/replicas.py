@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parameters_to_vector
 
-from paragrad.datasets.mnist import Digits
-from paragrad.executors.interpreter import walk
-from paragrad.executors.proof import prove
+from paragrad.datasets.mnist import MnistImages
+from paragrad.executors.interpreter import interpret_schedule
+from paragrad.executors.proof import prove_schedule
 from paragrad.jobs.job import Job
 from paragrad.schedules.actions import (
     Collective,
@@ -30,10 +30,10 @@ from paragrad.schedules.actions import (
     ScheduleError,
     Send,
     Slot,
-    evenly,
-    parts_in,
+    expand_slot,
+    split_evenly,
 )
-from paragrad.schedules.fault_injection import sabotaged
+from paragrad.schedules.fault_injection import inject_fault
 
 REST = "rest left out"
 REUSED = "buffer reused"
@@ -52,10 +52,10 @@ class Numbers:
 
     def __init__(self, rows: np.ndarray, parts: int) -> None:
         self.rows = rows
-        self.parts = evenly(rows.shape[1], parts)
+        self.parts = split_evenly(rows.shape[1], parts)
 
     def at(self, rank: int, slot: Slot) -> np.ndarray:
-        parts = parts_in(slot)
+        parts = expand_slot(slot)
         return self.rows[rank, self.parts[parts[0]].start : self.parts[parts[-1]].stop]
 
     def read(self, rank: int, send: Send) -> np.ndarray:
@@ -93,7 +93,7 @@ def average(rows: Tensor, schedule: Collective, bug: str | None = None) -> None:
     size, length = rows.shape
     reach = length - length % size if bug == REST else length
     reached = rows[:, :reach]
-    walk(
+    interpret_schedule(
         schedule.program,
         size,
         (Reused if bug == REUSED else Numbers)(reached.numpy(), schedule.parts(size)),
@@ -146,7 +146,7 @@ class Replicas:
         if how.averaged == "weights" and (last or how.every == "batch"):
             average(self.rows.detach(), how.schedule, how.bug)
 
-    def correct(self, dataset: Digits, rank: int = 0) -> float:
+    def correct(self, dataset: MnistImages, rank: int = 0) -> float:
         """Per cent of a data set that a replica gets right."""
         with torch.no_grad():
             images, labels = dataset[torch.arange(len(dataset))]
@@ -175,7 +175,7 @@ def loss_of(model: nn.Module, job: Job, vector: Tensor, images: Tensor, labels: 
 
 
 def batches(
-    dataset: Digits, how: Training, epochs: int
+    dataset: MnistImages, how: Training, epochs: int
 ) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
     """(epoch, images [replicas, batch, ...], labels, whether it is the epoch's last) of whole
     global batches, shuffled.
@@ -196,7 +196,11 @@ def batches(
 
 
 def trained(
-    how: Training, train: Digits, test: Digits, epochs: int, told: Callable[[int, float], None]
+    how: Training,
+    train: MnistImages,
+    test: MnistImages,
+    epochs: int,
+    told: Callable[[int, float], None],
 ) -> dict[str, Any]:
     """Accuracy of replica 0 after every epoch, and whether all are equal at the end.
     told(epoch, accuracy).
@@ -211,7 +215,7 @@ def trained(
     return {"accuracies": accuracies, "equal": replicas.equal()}
 
 
-def from_serial(how: Training, train: Digits, steps: int = 20) -> float:
+def from_serial(how: Training, train: MnistImages, steps: int = 20) -> float:
     """Largest difference of a replica's parameters from serial's after some steps in float64,
     over the largest parameter: what `paragrad verify` looks at. Serial: one replica that takes
     the whole batch.
@@ -233,7 +237,7 @@ def from_serial(how: Training, train: Digits, steps: int = 20) -> float:
     return float((ours.rows - alone.rows).detach().abs().max() / alone.rows.detach().abs().max())
 
 
-def checks(how: Training, train: Digits) -> dict[str, Any]:
+def checks(how: Training, train: MnistImages) -> dict[str, Any]:
     """What finds a bug: the proof, of the one that a schedule can say; a sum of whole numbers
     (its largest error); and, where gradients are averaged, the difference from serial.
     """
@@ -244,7 +248,7 @@ def checks(how: Training, train: Digits) -> dict[str, Any]:
     expected = rows.mean(0)
     average(rows, how.schedule, how.bug)
     try:
-        prove(sabotaged(how.schedule, planted), how.count, rows.shape[1])
+        prove_schedule(inject_fault(how.schedule, planted), how.count, rows.shape[1])
         proof = None
     except ScheduleError as error:
         proof = str(error)
@@ -257,7 +261,7 @@ def checks(how: Training, train: Digits) -> dict[str, Any]:
 
 # ---- rounding --------------------------------------------------------------------------------
 def rounding(
-    job: Job, train: Digits, count: int, schedules: dict[str, Collective], batch: int
+    job: Job, train: MnistImages, count: int, schedules: dict[str, Collective], batch: int
 ) -> dict[str, dict[str, float]]:
     """How far mean gradients of one batch are from float64's, in units in the last place:
     median, 99.9 %, and the largest error over the largest gradient. Of serial, of serial with

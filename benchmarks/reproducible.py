@@ -47,17 +47,17 @@ def main() -> None:
 def worker(backend: str, address: str) -> None:
     import torch
 
-    from paragrad.executors.transport import all_reduce
+    from paragrad.executors.transport import run_all_reduce
     from paragrad.parallel.data.reproducible_sum import reproducible_all_reduce
-    from paragrad.runtime.rendezvous import joined_from_environment
+    from paragrad.runtime.rendezvous import join_launched_world
     from paragrad.schedules.ring import Ring
 
     torch.set_num_threads(1)
-    with joined_from_environment(backend) as world:
+    with join_launched_world(backend) as world:
 
         def taken(order: tuple[int, bool]) -> float:
             size, reproducible = order
-            exchange = reproducible_all_reduce if reproducible else all_reduce
+            exchange = reproducible_all_reduce if reproducible else run_all_reduce
             vector = torch.rand(size // 4, generator=torch.Generator().manual_seed(world.rank))
             exchange(Ring(), vector, world)
             world.barrier()

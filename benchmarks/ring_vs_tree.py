@@ -98,7 +98,7 @@ def accuracy(bench: Bench, _: Found) -> dict[str, Any]:
                 listed,
                 runs=folder,
                 seeds=seeds,
-                twin=width == WIDTH,
+                rounding_baseline=width == WIDTH,
                 data=bench.options.data,
                 backend="gloo",
             )

@@ -20,10 +20,10 @@ from hosts import hosts
 from workers import MPIRUN, Stopwatch, Workers, serve
 
 from paragrad.errors import Refused
-from paragrad.executors.clock import timed
+from paragrad.executors.clock import time_schedule
 from paragrad.executors.machine import Cluster, Link
-from paragrad.executors.uniform_clock import simulated
-from paragrad.planner.cost_formulas import seconds as closed_form
+from paragrad.executors.uniform_clock import time_collective
+from paragrad.planner.cost_formulas import predict_exchange_seconds as closed_form
 from paragrad.strategies.data import Data
 from paragrad.strategies.registry import strategy
 
@@ -177,7 +177,7 @@ def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
                     "series": series,
                     "inner": groups(ranks),
                     "form": formed(algorithm, ranks, size, cluster),
-                    "clock": simulated(algorithm, ranks, size // 4, cluster).seconds
+                    "clock": time_collective(algorithm, ranks, size // 4, cluster).seconds
                     if played
                     else None,
                 }
@@ -215,7 +215,9 @@ def exchanged(
             {name: (lambda name=name: seconds(name)) for name in series}, rounds
         ).items():
             algorithm = algorithms.get(name)
-            clock = timed(algorithm, ranks, size // 4, cluster).seconds if algorithm else None
+            clock = (
+                time_schedule(algorithm, ranks, size // 4, cluster).seconds if algorithm else None
+            )
             print(
                 f"{ranks} ranks, {group} per link, {size / 1e6:.3g} MB, {name}: "
                 f"{median(taken):.4g} s"
@@ -297,9 +299,9 @@ def worker(address: str) -> None:
     from torch.utils.data import TensorDataset
 
     import paragrad as pg
-    from paragrad.executors.transport import all_reduce
-    from paragrad.planner.link_measurement import added, measured_link
-    from paragrad.runtime.rendezvous import joined_from_environment
+    from paragrad.executors.transport import run_all_reduce
+    from paragrad.planner.link_measurement import measure_addition, measure_link
+    from paragrad.runtime.rendezvous import join_launched_world
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -309,26 +311,26 @@ def worker(address: str) -> None:
         if name == "native":
             return watch.seconds((name, size), lambda: dist.all_reduce(vector))
         algorithm = schedule(name)
-        return watch.seconds((name, size), lambda: all_reduce(algorithm, vector, world))
+        return watch.seconds((name, size), lambda: run_all_reduce(algorithm, vector, world))
 
     def cluster(group: int) -> Cluster:
         """The links between hosts and inside of one, as rank 0 sees them; all ranks are on one
         machine and share its cores.
         """
         found = Cluster(
-            measured_link(world, peer=group)[0],
-            added(),
-            measured_link(world)[0] if group > 1 else None,
+            measure_link(world, peer=group)[0],
+            measure_addition(),
+            measure_link(world)[0] if group > 1 else None,
             group,
             sharing=world.size,
             cores=os.cpu_count() or 1,
         )
-        return world.agreed(found)  # type: ignore[no-any-return]
+        return world.broadcast_object(found)  # type: ignore[no-any-return]
 
     def step(name: str, width: int) -> float:
         """The median of some steps after the first, each from the same moment on all ranks."""
         job = pg.job("mnist-mlp", width=width)
-        model = job.built_model()
+        model = job.build_model()
         taken = []
         samples = TensorDataset(torch.rand(4 * BATCH, 1, 28, 28), torch.randint(10, (4 * BATCH,)))
         optimizer = job.optimizer(model.parameters())
@@ -352,7 +354,7 @@ def worker(address: str) -> None:
                 taken.append(time.perf_counter() - start)
         return sorted(taken[1:])[1]
 
-    with joined_from_environment("gloo") as world:
+    with join_launched_world("gloo") as world:
         watch = Stopwatch(world)
         serve(
             address,

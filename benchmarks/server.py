@@ -51,16 +51,16 @@ from workers import Workers, serve
 import paragrad as pg
 from paragrad.commands.train import train
 from paragrad.engine.exchange import Replica
-from paragrad.jobs.loss import Summed
-from paragrad.launch import Ranks
+from paragrad.jobs.loss import LossModule
+from paragrad.launch import Launcher
 from paragrad.parallel.server import server_exchange, worker_exchange
-from paragrad.parallel.server.curve_keys import Address, Keys
-from paragrad.parallel.server.message_header import bytes_of
-from paragrad.parallel.server.sockets import Listening
+from paragrad.parallel.server.curve_keys import Address, KeyPair
+from paragrad.parallel.server.message_header import view_bytes
+from paragrad.parallel.server.sockets import Listener
 from paragrad.record.record import Record
-from paragrad.record.step_log import Log
+from paragrad.record.step_log import StepLog
 from paragrad.runtime import allocator
-from paragrad.runtime.rendezvous import joined_from_environment
+from paragrad.runtime.rendezvous import join_launched_world
 from paragrad.runtime.world import World
 
 SIDE = 512
@@ -109,8 +109,8 @@ class Setting:
 def copies(address: str) -> None:
     """Answer (transport, what) with the median of the seconds that it takes."""
     torch.set_num_threads(1)
-    allocator.keep()  # as in the ranks of a training
-    with joined_from_environment("gloo") as world:
+    allocator.keep_freed_memory()  # as in the ranks of a training
+    with join_launched_world("gloo") as world:
         sides = {transport: side(world, transport) for transport in TRANSPORTS}
 
         def answer(order: tuple[str, str]) -> float:
@@ -121,14 +121,18 @@ def copies(address: str) -> None:
         serve(address, answer)
 
 
-def side(world: World, transport: str) -> server_exchange.Serving | worker_exchange.Asking:
+def side(
+    world: World, transport: str
+) -> server_exchange.ServerExchange | worker_exchange.WorkerExchange:
     """This rank's, over a transport. Collective."""
     made = model()
     strategy = pg.strategy("server(2)")
     for parameter in made.parameters():
         parameter.grad = torch.full_like(parameter, 1e-6)
     replica = Replica(
-        Summed(made, nn.functional.mse_loss), torch.optim.SGD(made.parameters(), lr=0.01), full=2
+        LossModule(made, nn.functional.mse_loss),
+        torch.optim.SGD(made.parameters(), lr=0.01),
+        full_batch=2,
     )
     with contextlib.ExitStack() as stack:
         if transport != "ipc":
@@ -138,26 +142,26 @@ def side(world: World, transport: str) -> server_exchange.Serving | worker_excha
         if transport == "TCP":
             stack.enter_context(mock.patch.object(server_exchange, "Listening", bare))
         if world.rank < 2:
-            asks = worker_exchange.Asking(strategy, replica, world, Log(None), None)
-            _ = asks.lie  # they look whether vectors may
+            asks = worker_exchange.WorkerExchange(strategy, replica, world, StepLog(None), None)
+            _ = asks.shared_memory_use  # they look whether vectors may
             return asks
-        serves = server_exchange.Serving(strategy, replica, world, Log(None), None)
+        serves = server_exchange.ServerExchange(strategy, replica, world, StepLog(None), None)
         for _ in range(2 if transport == "ipc" else 0):  # they look whether vectors may lie
             answered(serves)
         return serves
 
 
-def bare(longest: int, host: str, keys: Keys, **more: Any) -> Listening:
+def bare(longest: int, host: str, keys: KeyPair, **more: Any) -> Listener:
     """A server's socket over TCP that encrypts nothing, as paragrad makes none."""
-    found = Listening(longest, None, keys, Address(f"tcp://{host}:*"), **more)
+    found = Listener(longest, None, keys, Address(f"tcp://{host}:*"), **more)
     found.address = Address(found.socket.get_string(zmq.LAST_ENDPOINT))
     return found
 
 
 def turns(own: Any, whose: str) -> Callable[[], object]:
     """A push and a pull of this rank."""
-    if isinstance(own, server_exchange.Serving):
-        own.shard.alike = lambda name, step, update: update() if whose == UPDATED else None
+    if isinstance(own, server_exchange.ServerExchange):
+        own.shard.draw_alike = lambda name, step, update: update() if whose == UPDATED else None
         return partial(handed, own) if whose == THEIRS else partial(taken, own)
     return partial(copied, own) if whose == THEIRS else partial(stepped, own)
 
@@ -169,29 +173,29 @@ def in_step(world: World, turn: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def taken(own: server_exchange.Serving) -> None:
+def taken(own: server_exchange.ServerExchange) -> None:
     # two pushes, two that ask for the update
     for _ in range(4):
         answered(own)
 
 
-def answered(own: server_exchange.Serving) -> None:
-    found = own.listening.take(60.0)
+def answered(own: server_exchange.ServerExchange) -> None:
+    found = own.listener.receive_message(60.0)
     assert found is not None
-    own.reception.taken(found)
+    own.request_handler.handle_message(found)
 
 
-def stepped(own: worker_exchange.Asking) -> None:
+def stepped(own: worker_exchange.WorkerExchange) -> None:
     own.begin()
     own.finish(1.0, 1.0)
     own.average(2.0)
     own.update()
 
 
-def handed(own: server_exchange.Serving) -> None:
+def handed(own: server_exchange.ServerExchange) -> None:
     """What the server does, without what is ours."""
-    line = own.listening.socket
-    vector = bytes_of(WHOLE)
+    line = own.listener.socket
+    vector = view_bytes(WHOLE)
     pushed = [line.recv_multipart(copy=False) for _ in range(2)]
     for whose, *_ in pushed:
         line.send_multipart([whose.bytes, b"done"])
@@ -200,9 +204,9 @@ def handed(own: server_exchange.Serving) -> None:
         line.send_multipart([whose, bytes(104), b"", vector], copy=False)
 
 
-def copied(own: worker_exchange.Asking) -> None:
-    line = own.calling.sockets[0]
-    line.send_multipart([bytes(104), b"", bytes_of(WHOLE)], copy=False)
+def copied(own: worker_exchange.WorkerExchange) -> None:
+    line = own.client.sockets[0]
+    line.send_multipart([bytes(104), b"", view_bytes(WHOLE)], copy=False)
     line.recv_multipart()
     line.send(b"more")
     line.recv_multipart(copy=False)
@@ -262,7 +266,7 @@ def on_hosts(cluster: Cluster, folder: Path, workers: int, servers: int) -> floa
     ]
     cluster.finished(programs, timeout=300.0)
     (run,) = Path(place).iterdir()
-    starts = [line["start"] for line in Record(run).of("step", 0)]
+    starts = [line["start"] for line in Record(run).select_lines("step", 0)]
     return (starts[-1] - starts[3]) / (len(starts) - 4)
 
 
@@ -282,7 +286,7 @@ def pairs() -> Iterator[tuple[int, int]]:
 def steps(bench: Bench, folder: Path) -> None:
     some = [(1, 1), (4, 1), (4, 2)] if bench.quick else list(pairs())
     most = WORKERS[-1] + SERVERS[-1]
-    with Ranks(most) as ranks:
+    with Launcher(most) as ranks:
         found = alternated(
             {
                 f"one host, {workers} to {servers} [ms]": ours(

@@ -36,8 +36,8 @@ from workers import Workers
 
 import paragrad as pg
 from paragrad.commands.train import train
-from paragrad.launch import Ranks
-from paragrad.parallel.spatial.spatial import look
+from paragrad.launch import Launcher
+from paragrad.parallel.spatial.spatial import inspect_model
 from paragrad.record.record import Record
 from paragrad.strategies.registry import strategy
 
@@ -110,7 +110,7 @@ def main() -> None:
     if bench.options.worker:
         looped(*bench.options.worker, loop)
         return
-    with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Launcher(RANKS) as ranks:
         peers = {kind: Workers(__file__, kind, RANKS) for kind in ("halves", "halves, in step")}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
             measures = {
@@ -140,9 +140,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 def counted(bench: Bench) -> None:
     """What is not of time: bytes and memory."""
     setting = SETTINGS[0]
-    plan = look(strategy("spatial(2)"), Convolutions(), setting.data()[0][:1])
+    plan = inspect_model(strategy("spatial(2)"), Convolutions(), setting.data()[0][:1])
     closed = CHANNELS * setting.size * (KERNEL // 2) * 4
-    fetched = [note.bytes for note in plan.notes if note.what == "fetched"]
+    fetched = [note.bytes for note in plan.transfers if note.kind == "fetched"]
     assert len(fetched) == LAYERS
     with tempfile.TemporaryDirectory() as folder:
         runs = {
@@ -150,10 +150,12 @@ def counted(bench: Bench) -> None:
             for each in ("serial", "spatial(2)")
         }
         records = {each: Record(run.folder) for each, run in runs.items()}
-    sent = [line["sent"]["spatial"]["bytes"] for line in records["spatial(2)"].of("step", 0)]
+    sent = [
+        line["sent"]["spatial"]["bytes"] for line in records["spatial(2)"].select_lines("step", 0)
+    ]
     bench.figure(
         "bytes that a rank sends in a step, off the plan's",
-        max(abs(each - plan.bytes) for each in sent),
+        max(abs(each - plan.total_bytes) for each in sent),
         at_most=0,
     )
     bench.figure(

@@ -39,7 +39,7 @@ from trainings import Loop, backward_of, looped, ours, shuffled, theirs
 from workers import Workers
 
 import paragrad as pg
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 
 RANKS = 2
 BATCHES = 4
@@ -154,7 +154,7 @@ def main() -> None:
         kind, address = bench.options.worker
         looped(kind, address, partial(loop, kind))
         return
-    with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Launcher(RANKS) as ranks:
         peers = {kind: Workers(__file__, kind, RANKS) for kind in PEERS if "serial" not in kind}
         times = {}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:

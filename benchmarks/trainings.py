@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from workers import Workers, serve
 
 import paragrad as pg
-from paragrad.commands.train import run
-from paragrad.commands.trial import tried
-from paragrad.jobs.job import opened
-from paragrad.launch import Ranks
-from paragrad.record.record import lines_of
+from paragrad.commands.train import train_on_ranks
+from paragrad.commands.trial import choose_by_trial
+from paragrad.jobs.job import open_dataset
+from paragrad.launch import Launcher
+from paragrad.record.record import read_lines
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 
 class Setting(Protocol):
@@ -37,18 +37,18 @@ class Setting(Protocol):
 
 
 def ours(
-    ranks: Ranks, strategy: str, setting: Setting, folder: Path, settings: Settings | None = None
+    ranks: Launcher, strategy: str, setting: Setting, folder: Path, settings: Settings | None = None
 ) -> Callable[[], float]:
     number = itertools.count()
 
     def milliseconds() -> float:
         place = folder / f"{strategy}-{setting}-{next(number)}"
         place.mkdir(parents=True)
-        run(
+        train_on_ranks(
             ranks,
-            tried(
+            choose_by_trial(
                 ranks,
-                admitted(
+                validate_run(
                     setting.job(), strategy, replace(settings or Settings(), limit=setting.steps)
                 ),
             ),
@@ -57,7 +57,7 @@ def ours(
         return between(
             [
                 line["start"]
-                for line in lines_of(place / "rank-0.jsonl", spans=False)
+                for line in read_lines(place / "rank-0.jsonl", spans=False)
                 if line["kind"] == "step"
             ]
         )
@@ -76,14 +76,14 @@ def of_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    samples = opened(job.train, data)
+    samples = open_dataset(job.train, data)
     inputs, targets = (
         torch.stack([torch.as_tensor(samples[number][place]) for number in range(batch)])[
             dist.get_rank() :: dist.get_world_size()
         ]
         for place in (0, 1)
     )
-    model = nn.parallel.DistributedDataParallel(job.built_model())
+    model = nn.parallel.DistributedDataParallel(job.build_model())
     optimizer = job.optimizer(model.parameters())
     starts = list[float]()
     for _ in range(steps):

@@ -135,10 +135,10 @@ def serve_backwards(
     """
     import torch
 
-    from paragrad.runtime.rendezvous import joined_from_environment
+    from paragrad.runtime.rendezvous import join_launched_world
 
     torch.set_num_threads(1)
-    with joined_from_environment("gloo") as world:
+    with join_launched_world("gloo") as world:
         made = models()
         watch = Stopwatch(world)
         torch.manual_seed(world.rank)

@@ -32,19 +32,19 @@ job = pg.job("digits").replace(epochs=2)
 if __name__ == "__main__":
     from pathlib import Path
 
-    from paragrad.executors.machine import read_machine
-    from paragrad.executors.text_drawing import draw
-    from paragrad.planner.link_measurement import measure
-    from paragrad.planner.simulation import simulate
-    from paragrad.runtime.launcher_env import cores
+    from paragrad.executors.machine import read_machine_file
+    from paragrad.executors.text_drawing import draw_text
+    from paragrad.planner.link_measurement import measure_machine
+    from paragrad.planner.simulation import simulate_exchange
+    from paragrad.runtime.launcher_env import count_cores
 
-    print(draw(Gossip(), 3), "\n")
+    print(draw_text(Gossip(), 3), "\n")
     file = Path("machine.json")
     if not file.exists():
-        measure("shm").write(file)
-    machine, _ = read_machine(file, cores())
+        measure_machine("shm").write_machine_file(file)
+    machine, _ = read_machine_file(file, count_cores())
     for reduce in (Gossip(), pg.Ring()):
-        found = simulate(pg.Data(3, reduce=reduce), 100_000, machine)
+        found = simulate_exchange(pg.Data(3, reduce=reduce), 100_000, machine)
         print(
             f"{reduce}: {1e6 * found.timeline.seconds:.0f} us for 100 KB over 3 ranks, by the "
             f"clock on this machine"

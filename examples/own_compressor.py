@@ -41,7 +41,7 @@ class Drawn(pg.Codec):
         self.count = count
         self.key = key
 
-    def compress(self, vector, agreed=None, draw=0):
+    def compress(self, vector, agreement=None, seed=0):
         drawn = torch.Generator().manual_seed(
             self.key + int(0 if self.memory is None else self.memory)
         )
@@ -49,12 +49,12 @@ class Drawn(pg.Codec):
         return (vector[self.where],)
 
     # what was not sent waits: it is taken out of what it was made of
-    def extract(self, payload, agreed=None):
+    def extract(self, payload, agreement=None):
         return torch.zeros(
             self.elements, dtype=payload[0].dtype, device=payload[0].device
         ).index_copy_(0, self.where, payload[0])
 
-    def summed(self, payload):
+    def adopt_sum(self, payload):
         self.memory = torch.tensor(1) if self.memory is None else self.memory + 1
 
 

@@ -12,4 +12,4 @@ if __name__ == "__main__":
     half = pg.train(job.replace(epochs=1), "data(3)", save=10)
     rest = pg.train(job, "data(2, reduce=ring)", resume=half.folder)
     print(f"straight through {whole.losses[-1]:.4f}, in two halves {rest.losses[-1]:.4f}")
-    print(rest.audit)
+    print(rest.sample_count)

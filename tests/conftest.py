@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from paragrad.commands import memory, train, verify
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 
 # a test never takes its world from the shell that runs it (its data only where it asks for the
 # fixture `data`)
@@ -62,7 +62,7 @@ def data() -> Path:
     return Path(os.environ["PARAGRAD_DATA"])
 
 
-class Kept(Ranks):
+class Kept(Launcher):
     """Ranks that outlive a `with`, and keep the libraries they imported."""
 
     def __exit__(self, *_: object) -> None:
@@ -70,7 +70,7 @@ class Kept(Ranks):
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Ranks]:
+def pool() -> Iterator[Launcher]:
     """Four ranks that serve every test of the session; `pool.run(function, *arguments,
     size=3)`.
 
@@ -87,7 +87,7 @@ def pool() -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def warm(pool: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def warm(pool: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """What trains, verifies or weighs does so on these ranks, one test after another."""
     for module in (train, verify, memory):
         monkeypatch.setattr(module, "Ranks", lambda size: pool)

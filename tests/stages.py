@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paragrad.executors.proof import Goal, Held
+from paragrad.executors.proof import Goal, SlotBits
 from paragrad.schedules.actions import Compute, Program, Recv, ScheduleError, Send
 
 
@@ -31,18 +31,18 @@ class Forwards:
         return {f"x{micro}": length for micro in range(self.micros)}
 
 
-def forward(rank: int, action: Compute, held: Held) -> None:
+def forward(rank: int, action: Compute, held: SlotBits) -> None:
     if held[action.at] != (1 << rank) - 1:
         raise ScheduleError(f"stage {rank} does not get {action.at} from the stage before it")
     held[action.at] |= 1 << rank
 
 
 THROUGH = Goal(
-    before=lambda schedule, size: [{}] * size,
-    after=lambda schedule, size: [
+    initial_slots=lambda schedule, size: [{}] * size,
+    final_slots=lambda schedule, size: [
         *[{}] * (size - 1),
         dict.fromkeys(schedule.slots(1), (1 << size) - 1),
     ],
     compute=forward,
-    named="the forward of stage {}".format,
+    describe_bit="the forward of stage {}".format,
 )

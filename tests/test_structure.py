@@ -32,7 +32,7 @@ from equality import (
 
 import paragrad
 from paragrad.strategies.compressors import COMPRESSORS
-from paragrad.strategies.data import ALGORITHMS
+from paragrad.strategies.data import ALL_REDUCE_ALGORITHMS
 from paragrad.strategies.registry import STRATEGIES, strategy
 
 ROOT = Path(__file__).parents[1]
@@ -200,7 +200,7 @@ NAMED = {
     "replicated",
     "shared_memory",
     "fully_sharded",
-    *(cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS, *COMPRESSORS)),
+    *(cls.name for cls in (*STRATEGIES.values(), *ALL_REDUCE_ALGORITHMS, *COMPRESSORS)),
 }
 
 
@@ -336,7 +336,7 @@ def test_every_strategy_algorithm_and_compressor_has_rows_in_the_equality_table(
         found for text in (*texts, *COMPRESSED) for found in re.findall(r"compress=(\w+)", text)
     }
     assert named | looser | compressed == {
-        cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS, *COMPRESSORS)
+        cls.name for cls in (*STRATEGIES.values(), *ALL_REDUCE_ALGORITHMS, *COMPRESSORS)
     }
 
 
@@ -350,6 +350,6 @@ def test_the_covering_sample_covers() -> None:
 
 def test_every_technique_has_its_page() -> None:
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert {cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS)} - pages == set()
+    assert {cls.name for cls in (*STRATEGIES.values(), *ALL_REDUCE_ALGORITHMS)} - pages == set()
     together = (ROOT / "docs/compression.md").read_text()
     assert {cls.name for cls in COMPRESSORS} <= set(re.findall(r"`(\w+)", together))

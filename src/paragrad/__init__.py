@@ -17,9 +17,9 @@ if typing.TYPE_CHECKING:
     from paragrad.commands.verify import verify
     from paragrad.datasets.loading import WholeBatch
     from paragrad.engine.exchange import Exchange
-    from paragrad.engine.layout import Held
-    from paragrad.engine.model_shard import Share
-    from paragrad.engine.passes import Passes, Sums
+    from paragrad.engine.layout import ShardSpec
+    from paragrad.engine.model_shard import ModelShard
+    from paragrad.engine.passes import LossSums, Passes
     from paragrad.errors import RankFailed, Refused, StepFailed
     from paragrad.jobs.find_job import job
     from paragrad.jobs.job import Job, accuracy
@@ -63,7 +63,7 @@ if typing.TYPE_CHECKING:
     from paragrad.strategies.registry import AllReduce, Strategy, strategy
     from paragrad.strategies.serial import Serial
     from paragrad.strategies.server import Asp, Bsp, Server, Ssp
-    from paragrad.strategies.strategy import Promise
+    from paragrad.strategies.strategy import Guarantees
     from paragrad.strategies.tensor import Tensor
     from paragrad.version import __version__ as __version__
 
@@ -90,14 +90,16 @@ __all__ = [
     "Flag",
     "Fp16",
     "Gpipe",
+    "Guarantees",
     "Halving",
-    "Held",
     "Int8",
     "Integer",
     "Interleaved",
     "Job",
     "Local",
+    "LossSums",
     "Mean",
+    "ModelShard",
     "Native",
     "Nesterov",
     "OneBit",
@@ -107,7 +109,6 @@ __all__ = [
     "PipelineSchedule",
     "Place",
     "PowerSgd",
-    "Promise",
     "RankFailed",
     "Recv",
     "Refused",
@@ -117,12 +118,11 @@ __all__ = [
     "Send",
     "Serial",
     "Server",
-    "Share",
+    "ShardSpec",
     "Ssp",
     "Star",
     "StepFailed",
     "Strategy",
-    "Sums",
     "Table",
     "Tensor",
     "Threshold",
@@ -175,14 +175,14 @@ _HOMES = {
         "strategies.pipeline": "Pipeline Place",
         "strategies.serial": "Serial",
         "strategies.server": "Asp Bsp Server Ssp",
-        "strategies.strategy": "Promise",
+        "strategies.strategy": "Guarantees",
         "strategies.registry": "AllReduce Strategy strategy",
         "strategies.tensor": "Tensor",
         "parallel.compression.codec": "Codec",
-        "engine.model_shard": "Share",
+        "engine.model_shard": "ModelShard",
         "engine.exchange": "Exchange",
-        "engine.layout": "Held",
-        "engine.passes": "Passes Sums",
+        "engine.layout": "ShardSpec",
+        "engine.passes": "Passes LossSums",
         "commands.compare": "compare",
         "commands.hook": "hook",
         "commands.parallelize": "parallelize",

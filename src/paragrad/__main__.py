@@ -10,16 +10,17 @@ import signal
 import sys
 
 from paragrad.errors import Refused
-from paragrad.runtime.launcher_env import launched
-from paragrad.runtime.stop_signals import leaving_at_once
+from paragrad.runtime.launcher_env import detect_launch
+from paragrad.runtime.stop_signals import exit_on_interrupt
 
-STARTING = ("train", "compare", "verify")  # the verbs that start ranks
-ASKING = ("--help", "-h", "--dry-run")  # and what keeps them from it
+RANK_COMMANDS = ("train", "compare", "verify")  # the verbs that start ranks
+MODULES = {"work": "count_work"}  # commands whose module has another name
+INFORMATION_OPTIONS = ("--help", "-h", "--dry-run")  # and what keeps them from it
 
 
 def main() -> None:
     """Run the command line; exits with its code."""
-    open_closed()
+    reopen_standard_streams()
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -28,16 +29,16 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    with leaving_at_once():
+    with exit_on_interrupt():
         if starts_ranks(sys.argv[1:]):
             from paragrad.launch import processes
 
-            processes.server()
-        from paragrad.commands.cli import main as run
+            processes.get_fork_server()
+        from paragrad.commands.cli import run_command_line as run
 
         # a verb imports what it needs: Ctrl-C amid torch would be a traceback
         if uses_torch(sys.argv[1:]):
-            importlib.import_module(f"paragrad.commands.{sys.argv[1]}")
+            importlib.import_module(f"paragrad.commands.{MODULES.get(sys.argv[1], sys.argv[1])}")
     try:
         run()
     finally:
@@ -45,7 +46,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def open_closed() -> None:
+def reopen_standard_streams() -> None:
     """Standard streams that were closed (`>&-`) lead to nobody: a file that is opened later
     would get their number.
     """
@@ -59,7 +60,7 @@ def open_closed() -> None:
 def uses_torch(words: list[str]) -> bool:
     return (
         bool(words)
-        and words[0] in (*STARTING, "work")
+        and words[0] in (*RANK_COMMANDS, "work")
         and not any(word in ("--help", "-h") for word in words)
     )
 
@@ -68,10 +69,14 @@ def starts_ranks(words: list[str]) -> bool:
     """Will this command start ranks? Not where a launcher started it as one, nor where it only
     asks.
     """
-    if not words or words[0] not in STARTING or any(word in ASKING for word in words):
+    if (
+        not words
+        or words[0] not in RANK_COMMANDS
+        or any(word in INFORMATION_OPTIONS for word in words)
+    ):
         return False
     try:
-        return launched() is None
+        return detect_launch() is None
     except Refused:  # the command itself will say why
         return False
 

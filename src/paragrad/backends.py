@@ -2,6 +2,6 @@
 `dist.init_process_group("shm")`.
 """
 
-from paragrad.shm.process_group import register
+from paragrad.shm.process_group import register_backend
 
-register()
+register_backend()

@@ -15,12 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FOLDERS = (Path(__file__).parent, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+LIBRARY_FOLDERS = (
+    Path(__file__).parent,
+    *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+)
 # frames there are no user's; "<": of no file
-LIBRARIES = (*(f"{folder}{os.sep}" for folder in FOLDERS), "<")
+LIBRARY_PREFIXES = (*(f"{folder}{os.sep}" for folder in LIBRARY_FOLDERS), "<")
 
 
-ROOM = {
+SPACE_REPAIRS = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there, or have the quota raised",
     errno.EFBIG: "a process may write no longer files here: raise the limit (ulimit -f unlimited)",
@@ -70,7 +73,7 @@ class RankFailed(RuntimeError):
         self.traceback = traceback
         self.differs = differs
 
-    def saying(self, message: str) -> RankFailed:
+    def with_message(self, message: str) -> RankFailed:
         """The same failure in other words."""
         return RankFailed(
             message,
@@ -96,7 +99,7 @@ class RankFailed(RuntimeError):
         return (
             self.message
             if self.rank is None
-            else where(self.rank, self.step, self.tensor) + self.message
+            else format_location(self.rank, self.step, self.tensor) + self.message
         )
 
 
@@ -124,11 +127,11 @@ class StepFailed(RuntimeError):
         self.when = time.monotonic() if when is None else when
 
     @classmethod
-    def of(cls, error: BaseException, step: int | None = None) -> StepFailed:
+    def wrap_error(cls, error: BaseException, step: int | None = None) -> StepFailed:
         """Any error, with what it knows; one that is no StepFailed is told with its kind. step:
         the one under way, where the error names none.
         """
-        message = error.message if isinstance(error, cls) else told(error)
+        message = error.message if isinstance(error, cls) else describe_error(error)
         own = getattr(error, "step", None)
         return cls(
             message,
@@ -139,10 +142,10 @@ class StepFailed(RuntimeError):
         )
 
     def __str__(self) -> str:
-        return where(None, self.step, self.tensor) + self.message
+        return format_location(None, self.step, self.tensor) + self.message
 
 
-def where(rank: int | None, step: int | None, tensor: str | None) -> str:
+def format_location(rank: int | None, step: int | None, tensor: str | None) -> str:
     """What begins a failure's sentence; what is None is left out."""
     named = [
         f"{what} {value}"
@@ -152,16 +155,16 @@ def where(rank: int | None, step: int | None, tensor: str | None) -> str:
     return f"{', '.join(named)}: " if named else ""
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error of somebody's code in a line: its kind, what it says, the one it began with, and
     where, by the last line that is no library's.
     """
-    if isinstance(error, OSError) and error.filename and error.errno in ROOM:
-        return no_room(error, error.filename)
+    if isinstance(error, OSError) and error.filename and error.errno in SPACE_REPAIRS:
+        return describe_write_error(error, error.filename)
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(LIBRARIES)
+        if not frame.filename.startswith(LIBRARY_PREFIXES)
     ]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -175,7 +178,7 @@ def told(error: BaseException) -> str:
 
 
 @contextmanager
-def naming(file: Any) -> Iterator[None]:
+def add_file_name(file: Any) -> Iterator[None]:
     """Around writing: an OSError has the file's name, which Python's own leaves out where it is
     a write that fails.
     """
@@ -185,14 +188,14 @@ def naming(file: Any) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(file)) from error
 
 
-def no_room(error: OSError, where: str) -> str:
+def describe_write_error(error: OSError, where: str) -> str:
     """What could not be written where, and the repair where it is one of room."""
     return f"{where}: {error.strerror or error}" + (
-        f"; {ROOM[error.errno]}" if error.errno in ROOM else ""
+        f"; {SPACE_REPAIRS[error.errno]}" if error.errno in SPACE_REPAIRS else ""
     )
 
 
-def traced(error: BaseException) -> str:
+def format_user_traceback(error: BaseException) -> str:
     """The traceback of what first went wrong, from the first line of somebody's code on; whole
     where there is none.
     """
@@ -203,7 +206,7 @@ def traced(error: BaseException) -> str:
         (
             place
             for place, frame in enumerate(found.stack)
-            if not frame.filename.startswith(LIBRARIES)
+            if not frame.filename.startswith(LIBRARY_PREFIXES)
         ),
         0,
     )

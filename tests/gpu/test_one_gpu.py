@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.datasets.loading import parted
-from paragrad.launch import Ranks
+from paragrad.datasets.loading import separate_target
+from paragrad.launch import Launcher
 from paragrad.runtime.world import CPU, World
 from paragrad.trainer.trainer import Trainer
 
@@ -59,7 +59,7 @@ def test_digits_on_the_gpu_is_digits_on_the_cpu(text: str, tmp_path: Path) -> No
     there = pg.train(job, text, runs=tmp_path)
     assert here.header["device"] == "cuda"
     assert here.losses == pytest.approx(there.losses, rel=1e-9)
-    assert here.audit.missed == here.audit.twice == 0
+    assert here.sample_count.missed == here.sample_count.twice == 0
 
 
 class Attending(nn.Module):
@@ -248,12 +248,12 @@ def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[in
     CPU.
     """
     here = replace(world, device=torch.device("cuda", 0) if world.rank == 0 else CPU)
-    trainer = Trainer.of_job(here, job, pg.strategy(chosen))
+    trainer = Trainer.build_for_job(here, job, pg.strategy(chosen))
     losses = []
     try:
         for epoch in range(job.epochs):
             for each in trainer.batches(job.train, job.batch, epoch):
-                losses.append(trainer.step(*parted(each)).loss)
+                losses.append(trainer.step(*separate_target(each)).loss)
         return losses, list(trainer.division.shares)
     finally:
         trainer.close()
@@ -265,7 +265,7 @@ def test_shares_follow_a_gpu_beside_a_cpu(tmp_path: Path) -> None:
     """
     job = DIGITS.replace(model=wide, name="wide", dtype=torch.float64, epochs=3, batch=512)
     serial = pg.train(job, "serial", runs=tmp_path)
-    with Ranks(2) as ranks:
+    with Launcher(2) as ranks:
         for losses, shares in ranks.run(beside, job, "data(2, shares=auto, reduce=ring)"):
             assert losses == pytest.approx(serial.losses, rel=1e-9)
             assert sum(shares) == 512
@@ -279,7 +279,7 @@ def test_workers_on_a_gpu_wait_for_nobody(tmp_path: Path) -> None:
     """
     job = DIGITS.replace(model=normed, name="normed")
     run = pg.train(job, "server(2, sync=asp)", runs=tmp_path, device="cuda", save=20)
-    assert (run.audit.twice, run.audit.missed) == (0, 0)
+    assert (run.sample_count.twice, run.sample_count.missed) == (0, 0)
     assert (
         len(
             pg.train(
@@ -293,13 +293,13 @@ def test_workers_on_a_gpu_wait_for_nobody(tmp_path: Path) -> None:
 def settled(world: World, job: pg.Job) -> list[float]:
     """The mean state of a replica on the GPU and one on the CPU: both go on from it."""
     here = replace(world, device=torch.device("cuda", 0) if world.rank == 0 else CPU)
-    trainer = Trainer.of_job(here, job, pg.strategy("local(2, every=3, reduce=ring)"))
+    trainer = Trainer.build_for_job(here, job, pg.strategy("local(2, every=3, reduce=ring)"))
     try:
         batches = trainer.batches(job.train, job.batch, 0)
         for _ in range(4):
-            trainer.step(*parted(next(batches)))
+            trainer.step(*separate_target(next(batches)))
         assert trainer.exchange is not None
-        trainer.exchange.settle()
+        trainer.exchange.adopt_effective_weights()
         for parameter, state in trainer.optimizer.state.items():
             assert {each.device for each in state.values()} == {parameter.device}
         means = [float(state["exp_avg"].abs().sum()) for state in trainer.optimizer.state.values()]
@@ -317,6 +317,6 @@ def test_states_of_replicas_on_two_devices_have_a_mean() -> None:
     job = DIGITS.replace(
         dtype=torch.float64, optimizer=functools.partial(torch.optim.Adam, lr=1e-3, fused=True)
     )
-    with Ranks(2) as ranks:
+    with Launcher(2) as ranks:
         one, other = ranks.run(settled, job, size=2)
     assert one == pytest.approx(other, rel=1e-9)

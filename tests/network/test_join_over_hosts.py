@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hosts import Cluster
 
-from paragrad.parallel.server.curve_keys import make_keys
+from paragrad.parallel.server.curve_keys import make_key_files
 from paragrad.record.record import Record
 
 Clusters = Callable[..., AbstractContextManager[Cluster]]
@@ -61,9 +61,12 @@ def test_a_worker_joins_from_another_host(clusters: Clusters, tmp_path: Path) ->
     assert re.fullmatch(r"worker 4: train \d+(, test \d+)?\n", joined)
     assert "1437 of 1437 samples seen in each of 1 epoch(s), 0 twice, 0 missed" in said
     record = Record(tmp_path / said.split()[0])
-    assert sum(line["samples"] for rank in (2, 3) for line in record.of("server", rank)) == 2 * 1437
-    assert record.of("step", 4)
-    opened = next(line["message"] for line in record.own if line["kind"] == "event")
+    assert (
+        sum(line["samples"] for rank in (2, 3) for line in record.select_lines("server", rank))
+        == 2 * 1437
+    )
+    assert record.select_lines("step", 4)
+    opened = next(line["message"] for line in record.run_lines if line["kind"] == "event")
     assert "paragrad join tcp://host0:4000 JOB" in opened
 
 
@@ -100,7 +103,7 @@ def test_a_vector_that_takes_its_time_travels_once(clusters: Clusters, tmp_path:
     """
     (tmp_path / "trains.py").write_text(textwrap.dedent(WIDE))
     (tmp_path / "allow").mkdir()
-    make_keys(tmp_path / "me.key_secret").rename(tmp_path / "allow" / "host1.key")
+    make_key_files(tmp_path / "me.key_secret").rename(tmp_path / "allow" / "host1.key")
     with clusters(2, megabits=10) as cluster:
         trains = cluster.start(0, [sys.executable, "trains.py"], folder=tmp_path)
         opens = "until ls runs/*/office.key >/dev/null 2>&1; do :; done"
@@ -109,7 +112,10 @@ def test_a_vector_that_takes_its_time_travels_once(clusters: Clusters, tmp_path:
         said, joined = cluster.finished([trains, joins], 110)
     assert re.fullmatch(r"worker 2: train \d+\n", joined)
     record = Record(tmp_path / said.split()[0])
-    steps, (server,) = [len(record.of("step", number)) for number in (0, 2)], record.of("server", 1)
+    steps, (server,) = (
+        [len(record.select_lines("step", number)) for number in (0, 2)],
+        record.select_lines("server", 1),
+    )
     assert min(steps) > 2
     assert server["received"] == sum(steps) * 4 * (64 * 20_000 + 20_000)
     assert sum(steps) == 2 * 6

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hosts import Cluster, HostFailed
 
-from paragrad.executors.machine import read_machine
+from paragrad.executors.machine import read_machine_file
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -213,7 +213,7 @@ def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) ->
             folder=tmp_path,
             timeout=120,
         )
-    machine, _ = read_machine(tmp_path / "machine.json", 1)
+    machine, _ = read_machine_file(tmp_path / "machine.json", 1)
     assert list(machine.links) == ["gloo"]
     assert machine.hosts == 2
     assert "gloo over eth0" in machine.measured

@@ -28,16 +28,16 @@ def assert_proved(
     A run that is ended raises; one that goes on unproved ("not checked", whatever for) fails
     here.
     """
-    has_lstm = any(isinstance(each, nn.LSTM) for each in job.built_model().modules())
+    has_lstm = any(isinstance(each, nn.LSTM) for each in job.build_model().modules())
     if has_lstm and dtype == torch.bfloat16 and not LSTM_IN_BFLOAT16:
         pytest.skip(NO_LSTM)
     run = pg.train(job.replace(dtype=dtype, seed=seed, epochs=1), strategy, runs=runs, limit=limit)
     unproved = [
         f"{line['picked']}: {line['because']}"
-        for line in run.of("choice")
+        for line in run.select_lines("choice")
         if line["what"] == "first step"
     ]
     assert not unproved, f"{strategy}, seed {seed}: {unproved}"
-    told = run.of("event")
+    told = run.select_lines("event")
     assert {event["name"] for event in told} == {"checked"}, told
     assert told[0]["numbers"] == {"step": 0}

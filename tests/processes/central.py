@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import paragrad as pg
-from paragrad.engine.layout import State
+from paragrad.engine.layout import OptimizerState
 from paragrad.runtime.world import World
 
 
@@ -22,13 +22,13 @@ class Central(pg.Strategy):
 
     workers: int = pg.option(pg.Integer())
     servers = 1
-    replica = True
+    is_replicated = True
 
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise()
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees()
 
-    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+    def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:
         return Served(replica, world)
 
 
@@ -38,23 +38,25 @@ class Served(pg.Exchange):
     def __init__(self, replica: Any, world: World) -> None:
         super().__init__(replica)
         # the server first
-        room = world.among([[world.size - 1, *range(world.size - 1)]])
+        room = world.split_ranks([[world.size - 1, *range(world.size - 1)]])
         assert room is not None
         self.room = room
         self.weight = 1.0
         self.trained = {
-            name: each for name, each in self.summed.model.named_parameters() if each.requires_grad
+            name: each
+            for name, each in self.loss_module.model.named_parameters()
+            if each.requires_grad
         }
 
     # ---- a worker's side ---------------------------------------------------------------------
     def ask(self, what: str, value: Any = None) -> Any:
-        self.room.collected((what, value))
-        return self.room.agreed(None)
+        self.room.gather_objects((what, value))
+        return self.room.broadcast_object(None)
 
     def finish(self, weight: float, loss: float) -> None:
-        own = [weight, loss, float(self.stop), self.doubt]
+        own = [weight, loss, float(self.stop_requested), self.doubtful_weight]
         gradients = {name: each.grad for name, each in self.trained.items()}
-        self.count(
+        self.count_bytes(
             "gradients",
             sum(each.nbytes for each in gradients.values() if each is not None),
             computed=False,
@@ -63,7 +65,7 @@ class Served(pg.Exchange):
         for name, parameter in self.trained.items():
             parameter.grad = sums[name]
 
-    def counted(self) -> list[float]:
+    def reduce_totals(self) -> list[float]:
         return self.told
 
     def average(self, weight: float) -> None:
@@ -79,24 +81,24 @@ class Served(pg.Exchange):
         # schedulers want to know
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         with torch.no_grad():
-            for parameter, value in zip(self.every, pulled, strict=True):
+            for parameter, value in zip(self.parameters, pulled, strict=True):
                 parameter.copy_(value)
         for name, parameter in self.trained.items():
             parameter.grad = used[name]
 
-    def state(self) -> State:
+    def gather_optimizer_state(self) -> OptimizerState:
         return self.ask("state")  # type: ignore[no-any-return]
 
-    def dismiss(self) -> None:
+    def dismiss_servers(self) -> None:
         self.ask("end")
 
     # ---- the server's ------------------------------------------------------------------------
     def serve(self) -> None:
         what = ""
         while what != "end":
-            told: list[Any] = self.room.collected(None)[1:]
+            told: list[Any] = self.room.gather_objects(None)[1:]
             what = told[0][0]
-            self.room.agreed(getattr(self, f"on_{what}")([value for _, value in told]))
+            self.room.broadcast_object(getattr(self, f"on_{what}")([value for _, value in told]))
 
     def on_push(self, told: list[Any]) -> tuple[list[float], dict[str, Tensor | None]]:
         for name, parameter in self.trained.items():
@@ -113,10 +115,10 @@ class Served(pg.Exchange):
             group.update(new)
         super().average(weight)
         super().update()
-        return [parameter.detach() for parameter in self.every], self.gradients()
+        return [parameter.detach() for parameter in self.parameters], self.gather_gradients()
 
-    def on_state(self, told: list[Any]) -> State:
-        return super().state()
+    def on_state(self, told: list[Any]) -> OptimizerState:
+        return super().gather_optimizer_state()
 
     def on_end(self, told: list[Any]) -> None:
         """Nothing to do."""

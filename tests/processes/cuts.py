@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import paragrad as pg
-from paragrad.engine.passes import Sums
+from paragrad.engine.passes import LossSums
 from paragrad.runtime.mesh import Axis
 from paragrad.runtime.world import World
-from paragrad.schedules.actions import evenly
+from paragrad.schedules.actions import split_evenly
 
 
 def held_whole(model: nn.Module, axis: World) -> dict[str, pg.Held]:
     """Replicated over the axis: the first rank's copy counts."""
     return {
-        name: pg.Held(name, tuple(tensor.shape), counts=axis.rank == 0)
+        name: pg.ShardSpec(name, tuple(tensor.shape), is_primary=axis.rank == 0)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
 
@@ -40,26 +40,28 @@ class Columns(pg.Strategy):
     workers: int = pg.option(pg.Integer())
 
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise()
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return (Axis("columns", self.workers, "model"),)
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         held = held_whole(model, axis)
         shared = [id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False)]
         for name, module in list(model.named_modules()):
             # tied ones stay whole
             if isinstance(module, nn.Linear) and shared.count(id(module.weight)) == 1:
-                rows = evenly(module.out_features, axis.size)
+                rows = split_evenly(module.out_features, axis.size)
                 parent, _, own = name.rpartition(".")
                 setattr(model.get_submodule(parent), own, ColumnLinear(module, rows, axis))
                 for what, tensor in module.named_parameters():
                     box = (slice(rows[axis.rank].start, rows[axis.rank].stop),)
-                    held[f"{name}.{what}"] = pg.Held(f"{name}.{what}", tuple(tensor.shape), (box,))
-        return pg.Share(model, held)
+                    held[f"{name}.{what}"] = pg.ShardSpec(
+                        f"{name}.{what}", tuple(tensor.shape), (box,)
+                    )
+        return pg.ModelShard(model, held)
 
 
 class ColumnLinear(nn.Module):
@@ -93,7 +95,7 @@ class Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.axis.all_reduced(gradients[0]), None
+        return ctx.axis.all_reduce(gradients[0]), None
 
 
 class Gathered(torch.autograd.Function):
@@ -105,7 +107,8 @@ class Gathered(torch.autograd.Function):
         wide = mine.new_zeros(*mine.shape[:-1], max(map(len, rows)))
         wide[..., : mine.shape[-1]] = mine
         return torch.cat(
-            [each[..., : len(row)] for each, row in zip(axis.gathered(wide), rows, strict=True)], -1
+            [each[..., : len(row)] for each, row in zip(axis.all_gather(wide), rows, strict=True)],
+            -1,
         )
 
     @staticmethod
@@ -124,11 +127,11 @@ class Stages(pg.Strategy):
 
     workers: int = pg.option(pg.Integer(2))
     micro: int = pg.option(pg.Integer(), default=1)
-    cuts_micro = True
+    schedules_micro_batches = True
 
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise()
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -138,9 +141,11 @@ class Stages(pg.Strategy):
     def division(self) -> Any:
         return super().division.__class__((1,), self.micro)
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         children = list(model.named_children())
-        stages = [children[part.start : part.stop] for part in evenly(len(children), axis.size)]
+        stages = [
+            children[part.start : part.stop] for part in split_evenly(len(children), axis.size)
+        ]
         calls = iter(itertools.count())
         draws = [
             [
@@ -161,19 +166,23 @@ class Stages(pg.Strategy):
             stage = next(number for number, each in enumerate(names) if name in each)
             if stage not in owners.setdefault(first[id(tensor)], []):
                 owners[first[id(tensor)]].append(stage)
-        worlds = {name: axis.among([ranks]) for name, ranks in owners.items() if len(ranks) > 1}
+        worlds = {
+            name: axis.split_ranks([ranks]) for name, ranks in owners.items() if len(ranks) > 1
+        }
         mine = nn.Sequential(OrderedDict(stages[axis.rank]))
         held = {}
         for name, tensor in [*mine.named_parameters(), *mine.named_buffers()]:
             serial = first[id(tensor)]
             world = worlds.get(serial)
-            held[name] = pg.Held(
+            held[name] = pg.ShardSpec(
                 serial,
                 tuple(tensor.shape),
-                counts=owners[serial][0] == axis.rank,
-                owners=() if world is None else (world,),
+                is_primary=owners[serial][0] == axis.rank,
+                gradient_worlds=() if world is None else (world,),
             )
-        return pg.Share(mine, held, gives=axis.rank == axis.size - 1, draws=tuple(draws[axis.rank]))
+        return pg.ModelShard(
+            mine, held, has_output=axis.rank == axis.size - 1, draw_calls=tuple(draws[axis.rank])
+        )
 
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
         return OneAfterAnother(within, exchange)
@@ -189,37 +198,37 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 class OneAfterAnother(pg.Passes):
     """Forward from the first stage to the last, backward back."""
 
-    def __init__(self, within: Any, exchange: pg.Exchange) -> None:
-        super().__init__(within, exchange)
-        self.line: World = within.world.along("stages")
+    def __init__(self, host: Any, exchange: pg.Exchange) -> None:
+        super().__init__(host, exchange)
+        self.line: World = host.world.select_axes("stages")
         self.first = self.line.rank == 0
         self.last = self.line.rank == self.line.size - 1
 
-    def gradients(self, micros: Any, count: int) -> Sums:
-        own = Sums()
+    def compute_gradients(self, micros: Any, count: int) -> LossSums:
+        own = LossSums()
         for micro, inputs, target in micros:
             samples = len(micro.positions)
-            self.within.batch_norm.samples = samples
-            with self.within.keyed(micro), self.within.batch_norm:
+            self.host.batch_norm.samples = samples
+            with self.host.key_draws(micro), self.host.batch_norm:
                 x = self._received(inputs)
-                with self.within.casting():
-                    out = self.within.module.model(x if self.first else x.requires_grad_())
+                with self.host.use_autocast():
+                    out = self.host.module.model(x if self.first else x.requires_grad_())
                     if self.last:
-                        total, weight = self.within.module.pair(out, target, samples)
+                        total, weight = self.host.module.compute_loss_sum(out, target, samples)
                 if self.last:
                     total.backward()
-                    own = Sums(own.loss + float(total.detach()), own.weight + weight)
+                    own = LossSums(own.loss + float(total.detach()), own.weight + weight)
                 else:
                     self._send(out, 1)
                     out.backward(self._receive(1))
                 if not self.first:
                     self._send(x.grad, -1)
-        for parameter in self.within.module.model.parameters():
-            self.exchange.ready(parameter)
+        for parameter in self.host.module.model.parameters():
+            self.exchange.mark_ready(parameter)
         return own
 
-    def output(self, inputs: Any) -> Any:
-        out = self.within.module.model(self._received(inputs))
+    def compute_output(self, inputs: Any) -> Any:
+        out = self.host.module.model(self._received(inputs))
         if self.last:
             return out
         self._send(out, 1)
@@ -234,7 +243,7 @@ class OneAfterAnother(pg.Passes):
         )
         for each in (shape, tensor.detach().contiguous()):
             dist.send(each, group=self.line.group, group_dst=self.line.rank + step)
-        self.exchange.count("activations", tensor.nbytes, computed=False)
+        self.exchange.count_bytes("activations", tensor.nbytes, computed=False)
 
     def _receive(self, step: int) -> Tensor:
         shape = torch.zeros(8, dtype=torch.int64)

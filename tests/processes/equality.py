@@ -21,14 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paragrad import Job
-from paragrad.datasets.loading import parted
-from paragrad.launch import Ranks
+from paragrad.datasets.loading import separate_target
+from paragrad.launch import Launcher
 from paragrad.report.certificate import Difference
-from paragrad.report.equivalence.lockstep import STEPS, difference
+from paragrad.report.equivalence.lockstep import COMPARED_STEPS, compare_with_serial
 from paragrad.runtime.world import World
 from paragrad.strategies import compressors
-from paragrad.strategies.registry import resolve, strategy
-from paragrad.strategies.strategy import Here, Strategy
+from paragrad.strategies.registry import resolve_strategy, strategy
+from paragrad.strategies.strategy import Environment, Strategy
 from paragrad.trainer.trainer import Trainer
 
 
@@ -36,16 +36,17 @@ def resolved(text: str) -> Strategy:
     """A strategy as ranks of this host run it; in shared memory only where that was asked
     for.
     """
-    here = Here(2, backend="shm")
-    return resolve(
-        strategy(text), replace(here, unshared=None) if "shared_memory" in text else here
+    here = Environment(2, backend="shm")
+    return resolve_strategy(
+        strategy(text),
+        replace(here, shared_memory_refusal=None) if "shared_memory" in text else here,
     )
 
 
-def found(pool: Ranks, row: str, job: Job, steps: int = STEPS) -> Difference:
+def found(pool: Launcher, row: str, job: Job, steps: int = COMPARED_STEPS) -> Difference:
     """What every rank of a strategy says of its difference from serial."""
     chosen = resolved(row)
-    asks = functools.partial(difference, steps=steps)
+    asks = functools.partial(compare_with_serial, steps=steps)
     asks = functools.partial(however_small, asks) if "compress=" in row else asks
     answers = pool.run(asks, job, chosen, size=chosen.size)
     assert all(answer == answers[0] for answer in answers)
@@ -56,12 +57,12 @@ def seen(
     world: World, made: Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]
 ) -> list[Any]:
     """What is seen of a trainer after each of so many steps."""
-    trainer = Trainer.of_job(world, made, chosen)
+    trainer = Trainer.build_for_job(world, made, chosen)
     found = []
     try:
         for epoch in range(made.epochs):
             for fetched in trainer.batches(made.train, made.batch, epoch):
-                trainer.step(*parted(fetched))
+                trainer.step(*separate_target(fetched))
                 found.append(look(trainer))
                 if len(found) == steps:
                     return found
@@ -74,12 +75,12 @@ def however_small(function: Callable[..., Any], world: World, *args: Any, **more
     """On a rank: a function during which tensors are compressed however small they are, as
     those of these jobs.
     """
-    before = compressors.SMALL
-    compressors.SMALL = 1
+    before = compressors.MIN_COMPRESSED_ELEMENTS
+    compressors.MIN_COMPRESSED_ELEMENTS = 1
     try:
         return function(world, *args, **more)
     finally:
-        compressors.SMALL = before
+        compressors.MIN_COMPRESSED_ELEMENTS = before
 
 
 def numbers(*shape: int, seed: int) -> Tensor:

@@ -25,7 +25,7 @@ from paragrad.engine import batch_norm
 from paragrad.engine import exchange as exchanges
 from paragrad.jobs import loss
 from paragrad.parallel.data import shared_memory
-from paragrad.strategies.strategy import ELEMENT
+from paragrad.strategies.strategy import PER_ELEMENT
 from paragrad.trainer import batch, trainer
 from paragrad.trainer.first_step import inspect_model, reference_step
 from paragrad.trainer.first_step import step_check as first_step
@@ -91,15 +91,15 @@ def later(of: Any, name: str, change: Callable[[Any], Any]) -> None:
 
 
 def weight_off_by_one(net: Net) -> None:
-    later(loss.Summed, "forward", lambda pair: (pair[0], pair[1] + 1))
+    later(loss.LossModule, "forward", lambda pair: (pair[0], pair[1] + 1))
 
 
 def mean_of_means(net: Net) -> None:
-    later(loss.Summed, "forward", lambda pair: (pair[0] / pair[1], 1.0))
+    later(loss.LossModule, "forward", lambda pair: (pair[0] / pair[1], 1.0))
 
 
 def mask_by_rank(net: Net) -> None:
-    original = trainer.keyed
+    original = trainer.key_draws
     mock.patch.object(
         trainer,
         "keyed",
@@ -120,10 +120,10 @@ def stale_gradient(net: Net) -> None:
 
     def forget(exchange: Any) -> None:
         # whose `averaged` meets the other ranks
-        if isinstance(exchange, shared_memory.SharedMemory):
-            exchange.mean[exchange.names.index("out.bias")].zero_()
+        if isinstance(exchange, shared_memory.SharedMemoryExchange):
+            exchange.mean_gradients[exchange.trained_names.index("out.bias")].zero_()
         else:
-            exchange.gradients()["out.bias"].zero_()
+            exchange.gather_gradients()["out.bias"].zero_()
 
     _after_average(forget)
 
@@ -131,9 +131,9 @@ def stale_gradient(net: Net) -> None:
 def noise_by_rank(net: Net) -> None:
     def disturb(exchange: Any) -> None:
         gradient = (
-            exchange.mean[0]
-            if isinstance(exchange, shared_memory.SharedMemory)
-            else exchange.gradients()["conv.weight"]
+            exchange.mean_gradients[0]
+            if isinstance(exchange, shared_memory.SharedMemoryExchange)
+            else exchange.gather_gradients()["conv.weight"]
         )
         gradient.add_(1e-3 * (1 + rank()))
 
@@ -141,7 +141,7 @@ def noise_by_rank(net: Net) -> None:
 
 
 def _after_average(change: Callable[[Any], None]) -> None:
-    for kind in (exchanges.Exchange, shared_memory.SharedMemory):
+    for kind in (exchanges.Exchange, shared_memory.SharedMemoryExchange):
         original = kind.average
 
         def changed(self: Any, weight: float, original: Any = original) -> None:
@@ -152,16 +152,16 @@ def _after_average(change: Callable[[Any], None]) -> None:
 
 
 def sample_twice(net: Net) -> None:
-    original = batch.batch_of
+    original = batch.make_rank_batch
 
     def changed(*arguments: Any, **more: Any) -> Any:
         batch = original(*arguments, **more)
-        first = batch.micros[0]
+        first = batch.micro_batches[0]
         return replace(
             batch,
-            micros=[
+            micro_batches=[
                 replace(first, places=[*first.places[:-1], first.places[0]]),
-                *batch.micros[1:],
+                *batch.micro_batches[1:],
             ],
         )
 
@@ -180,14 +180,14 @@ def statistics_of_a_share(net: Net) -> None:
 
 def running_statistics_of_a_share(net: Net) -> None:
     later(batch_norm, "merged", lambda found: (found[0], found[1], found[2]))
-    original = batch_norm.BatchNorm._whole
+    original = batch_norm.BatchNorm._normalize_globally
 
     def changed(self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, *more: Any) -> Tensor:
         result = original(self, x, weight, bias, mean, *more)
         mean.add_(0.1 * x.mean((0, 2, 3)).detach())
         return result
 
-    mock.patch.object(batch_norm.BatchNorm, "_whole", changed).start()
+    mock.patch.object(batch_norm.BatchNorm, "_normalize_globally", changed).start()
 
 
 def flat_pieces(net: Net) -> None:
@@ -197,7 +197,7 @@ def flat_pieces(net: Net) -> None:
     Of one rank alone it is nothing: all take the most careful answer, as ranks that cut
     differently would wait for one another, or leave elements to nobody.
     """
-    mock.patch.object(shared_memory, "updates_by", return_value=ELEMENT).start()
+    mock.patch.object(shared_memory, "updates_by", return_value=PER_ELEMENT).start()
 
 
 class Centralised(torch.optim.SGD):

@@ -25,20 +25,26 @@ from paragrad.errors import StepFailed
 from paragrad.loops import queue_coordinator
 from paragrad.parallel.server import client as of_calling
 from paragrad.parallel.server import sockets
-from paragrad.parallel.server.client import Calling
-from paragrad.parallel.server.curve_keys import Address, Keys
-from paragrad.parallel.server.message_header import Header, Kind, bytes_of, unpacked
-from paragrad.parallel.server.request_handler import AGAIN, APPLIED
-from paragrad.parallel.server.sockets import Listening
+from paragrad.parallel.server.client import ServerClient
+from paragrad.parallel.server.curve_keys import Address, KeyPair
+from paragrad.parallel.server.message_header import Header, MessageType, unpack_header, view_bytes
+from paragrad.parallel.server.request_handler import ALREADY_APPLIED, APPLIED
+from paragrad.parallel.server.sockets import Listener
 from paragrad.parallel.server.work_queue import LATE
 from paragrad.record.record import Record
 
 WAIT = 20.0  # seconds for anything
 VECTOR = torch.arange(60, dtype=torch.float64)
 PUSH = Header(
-    Kind.PUSH, JOB, 1, shares=2, dtype=VECTOR.dtype, elements=60, numbers=(6.0, 3.0, 0.0, 6.0, 6.0)
+    MessageType.PUSH,
+    JOB,
+    1,
+    shares=2,
+    dtype=VECTOR.dtype,
+    elements=60,
+    numbers=(6.0, 3.0, 0.0, 6.0, 6.0),
 )
-PULL = Header(Kind.PULL, JOB, 1)
+PULL = Header(MessageType.PULL, JOB, 1)
 
 
 class Asker:
@@ -48,47 +54,49 @@ class Asker:
         self,
         at: Address,
         *questions: tuple[int, Header, Any],
-        keys: Keys | None = None,
+        keys: KeyPair | None = None,
         seconds: float = WAIT,
         again: float = 0.05,
     ) -> None:
-        self.calling = Calling([at], 8 * 60, keys or Keys.made(), seconds, again)
-        self.answers: list[Kind] = []
+        self.calling = ServerClient([at], 8 * 60, keys or KeyPair.generate_pair(), seconds, again)
+        self.answers: list[MessageType] = []
         self.failed: StepFailed | None = None
         self.thread = threading.Thread(target=self.ask, args=(questions,))
         self.thread.start()
 
     def ask(self, questions: Any) -> None:
         try:
-            self.answers += [header.kind for _, header, _ in self.calling.asked(questions)]
+            self.answers += [header.kind for _, header, _ in self.calling.send_requests(questions)]
         except StepFailed as error:
             self.failed = error
 
-    def end(self) -> list[Kind]:
+    def end(self) -> list[MessageType]:
         self.thread.join(2 * WAIT)
         self.calling.close()
         return self.answers
 
 
 @contextlib.contextmanager
-def listening(at: Address | None = None, **more: Any) -> Iterator[Listening]:
-    found = Listening(8 * 60, None, Keys.made(), at, **more)
+def listening(at: Address | None = None, **more: Any) -> Iterator[Listener]:
+    found = Listener(8 * 60, None, KeyPair.generate_pair(), at, **more)
     try:
         yield found
     finally:
         found.close()
 
 
-def taken(here: Listening) -> tuple[bytes, Header, int]:
+def taken(here: Listener) -> tuple[bytes, Header, int]:
     """By whom, what, and of how many parts it was."""
-    came = here.take(WAIT)
+    came = here.receive_message(WAIT)
     assert came is not None
-    return came[0].bytes, unpacked(came[1].bytes), len(came)
+    return came[0].bytes, unpack_header(came[1].bytes), len(came)
 
 
 # ---- over one connection ---------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "question", [(0, PULL, ()), (0, PUSH, (b"\1\1\1", bytes_of(VECTOR)))], ids=["a pull", "a push"]
+    "question",
+    [(0, PULL, ()), (0, PUSH, (b"\1\1\1", view_bytes(VECTOR)))],
+    ids=["a pull", "a push"],
 )
 def test_a_question_is_sent_whole_once_however_long_its_answer_takes(question: Any) -> None:
     """It was sent again every silent second, and a pull was answered again with the whole
@@ -99,11 +107,11 @@ def test_a_question_is_sent_whole_once_however_long_its_answer_takes(question: A
         asker = Asker(here.address, question)
         whose, first, parts = taken(here)
         reminders = [taken(here) for _ in range(4)]
-        here.answer(whose, first.answer(Kind.DONE))
-        assert asker.end() == [Kind.DONE]
+        here.send_answer(whose, first.make_answer(MessageType.DONE))
+        assert asker.end() == [MessageType.DONE]
     assert (first.kind, parts) == (question[1].kind, 2 + len(question[2]))
     assert {(each.kind, each.call, parts) for _, each, parts in reminders} == {
-        (Kind.REMIND, first.call, 2)
+        (MessageType.REMIND, first.call, 2)
     }
 
 
@@ -112,17 +120,17 @@ def test_who_is_told_that_its_question_is_there_waits_for_longer_than_its_limit(
     served = server("server(3, sync=bsp(backup=1))")
     waits = 0
     with listening() as here:
-        served.listening = here
-        asker = Asker(here.address, (0, PUSH, (b"\1\1\1", bytes_of(VECTOR))), seconds=2.0)
+        served.listener = here
+        asker = Asker(here.address, (0, PUSH, (b"\1\1\1", view_bytes(VECTOR))), seconds=2.0)
         while waits < 60:  # three seconds, with 0.05 between them
-            came = here.take(WAIT)
+            came = here.receive_message(WAIT)
             assert came is not None
-            waits += unpacked(came[1].bytes).kind == Kind.REMIND
-            served.taken(came)
-        served.taken(push(3.0, step=1, sender=2, shares=2, whose=b"\0another"))
-        assert asker.end() == [Kind.DONE]
+            waits += unpack_header(came[1].bytes).kind == MessageType.REMIND
+            served.handle_message(came)
+        served.handle_message(push(3.0, step=1, sender=2, shares=2, whose=b"\0another"))
+        assert asker.end() == [MessageType.DONE]
     assert asker.failed is None
-    assert served.shard.received == 2 * VECTOR.nbytes
+    assert served.shard.received_bytes == 2 * VECTOR.nbytes
 
 
 def test_every_answer_is_waited_for_as_long() -> None:
@@ -134,8 +142,8 @@ def test_every_answer_is_waited_for_as_long() -> None:
         for whose, header, _ in questions:
             while taken(here)[1].call != questions[-1][1].call:
                 pass
-            here.answer(whose, header.answer(Kind.DONE))
-        assert asker.end() == [Kind.DONE] * 8
+            here.send_answer(whose, header.make_answer(MessageType.DONE))
+        assert asker.end() == [MessageType.DONE] * 8
 
 
 # ---- what a server says to a reminder --------------------------------------------------------
@@ -146,17 +154,17 @@ class Desk:
         self.told = Told()
         self.served = server(text, self.told)
 
-    def said(self, message: list[Any]) -> list[tuple[bytes, Kind, int]]:
+    def said(self, message: list[Any]) -> list[tuple[bytes, MessageType, int]]:
         before = len(self.told.answers)
-        self.served.taken(message)
+        self.served.handle_message(message)
         return [
-            (whose, header.kind, int(header.numbers[0]) if header.kind == Kind.DONE else -1)
+            (whose, header.kind, int(header.numbers[0]) if header.kind == MessageType.DONE else -1)
             for whose, header, _ in self.told.answers[before:]
         ]
 
-    def reminded(self, call: int, whose: bytes = b"w0", sender: int = 1) -> Kind:
+    def reminded(self, call: int, whose: bytes = b"w0", sender: int = 1) -> MessageType:
         ((_, kind, _),) = self.said(
-            frames(Header(Kind.REMIND, JOB, sender, call=call), whose=whose)
+            frames(Header(MessageType.REMIND, JOB, sender, call=call), whose=whose)
         )
         return kind
 
@@ -164,23 +172,23 @@ class Desk:
 def test_what_waits_is_there_and_what_was_lost_with_a_connection_is_missed() -> None:
     desk = Desk("server(3, sync=bsp(backup=1))")
     more: dict[str, Any] = {"shares": 2, "step": 0}
-    assert desk.reminded(7) == Kind.MISSED
+    assert desk.reminded(7) == MessageType.MISSED
     assert desk.said(push(call=7, **more)) == []
-    assert desk.reminded(7) == Kind.WAIT
-    assert desk.reminded(8) == Kind.MISSED
+    assert desk.reminded(7) == MessageType.WAIT
+    assert desk.reminded(8) == MessageType.MISSED
     # and it brings it over this connection
-    assert desk.reminded(7, b"w0 again") == Kind.MISSED
+    assert desk.reminded(7, b"w0 again") == MessageType.MISSED
     for _ in range(1000):
         assert desk.said(push(call=7, whose=b"w0 again", **more)) == []
-    assert desk.reminded(7, b"w0 again") == Kind.WAIT
-    assert len(desk.served.pushes[0].waiting) == 2  # however often it comes
+    assert desk.reminded(7, b"w0 again") == MessageType.WAIT
+    assert len(desk.served.pending_pushes[0].waiting_requests) == 2  # however often it comes
     told = desk.said(push(3.0, step=1, sender=2, shares=2, whose=b"w1"))
     assert sorted(told) == [
-        (b"w0", Kind.DONE, APPLIED),
-        (b"w0 again", Kind.DONE, APPLIED),
-        (b"w1", Kind.DONE, APPLIED),
+        (b"w0", MessageType.DONE, APPLIED),
+        (b"w0 again", MessageType.DONE, APPLIED),
+        (b"w1", MessageType.DONE, APPLIED),
     ]
-    assert desk.reminded(7, b"w0 again") == Kind.MISSED  # it was answered
+    assert desk.reminded(7, b"w0 again") == MessageType.MISSED  # it was answered
 
 
 def test_who_brings_what_somebody_else_brought_does_not_have_it_sent_again() -> None:
@@ -190,26 +198,26 @@ def test_who_brings_what_somebody_else_brought_does_not_have_it_sent_again() -> 
     desk = Desk("server(3, sync=bsp(backup=1))")
     assert desk.said(push(100.0, step=0, call=5)) == []
     assert desk.said(push(1.0, step=0, sender=2, whose=b"w1", call=6)) == []
-    assert [desk.reminded(5), desk.reminded(6, b"w1", 2)] == [Kind.WAIT, Kind.WAIT]
+    assert [desk.reminded(5), desk.reminded(6, b"w1", 2)] == [MessageType.WAIT, MessageType.WAIT]
     told = desk.said(push(3.0, step=1, sender=3, whose=b"w2"))
     assert sorted(told) == [
-        (b"w0", Kind.DONE, AGAIN),
-        (b"w1", Kind.DONE, APPLIED),
-        (b"w2", Kind.DONE, APPLIED),
+        (b"w0", MessageType.DONE, ALREADY_APPLIED),
+        (b"w1", MessageType.DONE, APPLIED),
+        (b"w2", MessageType.DONE, APPLIED),
     ]
     assert torch.equal(
         desk.served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
     )
-    assert desk.said(push(3.0, step=2, sender=4, whose=b"w3")) == [(b"w3", Kind.DONE, LATE)]
+    assert desk.said(push(3.0, step=2, sender=4, whose=b"w3")) == [(b"w3", MessageType.DONE, LATE)]
 
 
 def test_a_pull_is_not_kept() -> None:
     desk = Desk("server(2, sync=asp)")
-    assert [kind for _, kind, _ in desk.said(frames(Header(Kind.PULL, JOB, 1, call=3)))] == [
-        Kind.VALUES
+    assert [kind for _, kind, _ in desk.said(frames(Header(MessageType.PULL, JOB, 1, call=3)))] == [
+        MessageType.VALUES
     ]
     # comes behind the vector, of which it then is no question
-    assert desk.reminded(3) == Kind.MISSED
+    assert desk.reminded(3) == MessageType.MISSED
 
 
 # ---- connections that break ------------------------------------------------------------------
@@ -218,16 +226,16 @@ def test_what_is_lost_with_a_connection_is_asked_for_again() -> None:
     with tempfile.TemporaryDirectory() as folder:  # the path of a socket is a short one
         at = Address(f"ipc://{folder}/server")
         with listening(at) as first:
-            asker = Asker(at, (0, PUSH, (b"\1\1\1", bytes_of(VECTOR))))
+            asker = Asker(at, (0, PUSH, (b"\1\1\1", view_bytes(VECTOR))))
             assert taken(first)[2] == 4
         with listening(at) as second:
             served = server("server(2, sync=asp)", second)
             while not asker.answers:
-                if (came := second.take(0.1)) is not None:
-                    served.taken(came)
-            assert asker.end() == [Kind.DONE]
+                if (came := second.receive_message(0.1)) is not None:
+                    served.handle_message(came)
+            assert asker.end() == [MessageType.DONE]
     assert served.shard.updates == 1
-    assert served.shard.refused == {}
+    assert served.shard.refusals == {}
 
 
 def test_where_nobody_listens_any_more_nobody_is_waited_for(
@@ -236,10 +244,10 @@ def test_where_nobody_listens_any_more_nobody_is_waited_for(
     """Who came back, or joined, at the end of a training waited for all of its limit, and said
     that nobody had answered.
     """
-    monkeypatch.setattr(of_calling, "DESERTED", 0.3)
-    mine = Keys.made()
-    here = Listening(8 * 60, "127.0.0.1", Keys.made())
-    here.allow([mine.public])
+    monkeypatch.setattr(of_calling, "ABANDONED_SECONDS", 0.3)
+    mine = KeyPair.generate_pair()
+    here = Listener(8 * 60, "127.0.0.1", KeyPair.generate_pair())
+    here.allow_keys([mine.public])
     asker = Asker(here.address, (0, PULL, ()), keys=mine, seconds=300.0)
     taken(here)
     here.close()
@@ -266,18 +274,18 @@ def test_who_stands_still_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) 
     one host too: a worker of bsp that was stopped for longer lost the answer that came
     meanwhile, never asked again, and all stood still.
     """
-    monkeypatch.setattr(sockets, "BEAT", 20)
+    monkeypatch.setattr(sockets, "HEARTBEAT_MILLISECONDS", 20)
     with listening() as here:
-        words = [sys.executable, "-c", textwrap.dedent(STANDS), here.address.at]
+        words = [sys.executable, "-c", textwrap.dedent(STANDS), here.address.endpoint]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as asker:
             try:
                 whose, header, _ = taken(here)
                 asker.send_signal(signal.SIGSTOP)
                 os.waitid(os.P_PID, asker.pid, os.WSTOPPED | os.WNOWAIT)
                 # ten times as long as a connection could be silent
-                assert here.take(1.0) is None
-                assert here.connections == 1
-                here.answer(whose, header.answer(Kind.DONE))
+                assert here.receive_message(1.0) is None
+                assert here.connection_count == 1
+                here.send_answer(whose, header.make_answer(MessageType.DONE))
                 asker.send_signal(signal.SIGCONT)
                 assert asker.communicate(timeout=60)[0] == "['DONE']\n"
             finally:
@@ -289,8 +297,8 @@ def test_between_hosts_a_connection_may_be_silent_for_the_limit(
     seconds: float, silent: int
 ) -> None:
     """Where nobody asks again what is lost with it."""
-    here = Listening(8 * 60, "127.0.0.1", Keys.made(), seconds=seconds)
-    calling = Calling([here.address], 8 * 60, Keys.made(), seconds)
+    here = Listener(8 * 60, "127.0.0.1", KeyPair.generate_pair(), seconds=seconds)
+    calling = ServerClient([here.address], 8 * 60, KeyPair.generate_pair(), seconds)
     try:
         assert [
             each.getsockopt(sockets.zmq.HEARTBEAT_TIMEOUT)
@@ -310,29 +318,29 @@ def test_more_that_are_late_than_a_step_can_do_without_end_no_run(
     come for those who do not come back.
     """
 
-    class Halved(queue_coordinator.Run):
+    class Halved(queue_coordinator.QueueCoordinator):
         stopped = False
 
-        def run(self) -> str:
+        def run_training(self) -> str:
             # not that of sockets: a server takes its time to be there
-            self.office.limit = 1.0
-            return super().run()
+            self.queue.limit = 1.0
+            return super().run_training()
 
-        def look(self, epoch: int | None) -> None:
-            super().look(epoch)
+        def poll_events(self, epoch: int | None) -> None:
+            super().poll_events(epoch)
             held = [
-                number for number, each in self.office.members.items() if each.holds is not None
+                number for number, each in self.queue.workers.items() if each.ticket is not None
             ]
-            if not self.stopped and self.done >= 4 and len(held) == 3:
+            if not self.stopped and self.done_shares >= 4 and len(held) == 3:
                 self.stopped = True
                 for number in held[:2]:
-                    self.crew.members[number].signal(signal.SIGSTOP)
+                    self.pool.members[number].send_signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(queue_coordinator, "Run", Halved)
+    monkeypatch.setattr(queue_coordinator, "QueueCoordinator", Halved)
     run = pg.train(vectors(epochs=6), "server(3, sync=bsp(backup=1))", runs=tmp_path, timeout=10)
     assert run.finished
     assert set(applied(run)) == {6 * 29}
-    assert (run.audit.epochs, run.audit.twice, run.audit.missed) == (6, 0, 0)
-    events = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
+    assert (run.sample_count.epochs, run.sample_count.twice, run.sample_count.missed) == (6, 0, 0)
+    events = [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"]
     assert events.count("late") >= 2
     assert "replaced" in events

@@ -291,13 +291,13 @@ def test_a_norm_that_train_keeps_in_eval() -> None:
     """A loop begins with model.train(), for which the model has a way of its own: a job's never
     heard it.
     """
-    model = job("kept", Kept, VECTORS).built_model()
+    model = job("kept", Kept, VECTORS).build_model()
     assert not model.frozen.training
     assert model.rest.training
-    assert not job("kept by a caller", built_in_eval, VECTORS).built_model().rest[1].training
+    assert not job("kept by a caller", built_in_eval, VECTORS).build_model().rest[1].training
     assert (
         not job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS)
-        .built_model()[1]
+        .build_model()[1]
         .training
     )
 
@@ -307,24 +307,24 @@ def test_which_running_statistics_were_changed() -> None:
     frozen norm's.
     """
     found = job("frozen", Frozen, VECTORS)
-    trainer = Trainer.of_job(World(), found, pg.strategy("serial"))
-    assert not trainer.batch_norm.computed
+    trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
+    assert not trainer.batch_norm.has_computed
     trainer.step(*next(trainer.batches(found.train, 12, 0)))
-    assert trainer.batch_norm.computed
-    assert trainer.batch_norm.normed == {"rest.1.running_mean", "rest.1.running_var"}
+    assert trainer.batch_norm.has_computed
+    assert trainer.batch_norm.normalized_buffers == {"rest.1.running_mean", "rest.1.running_var"}
 
 
 def test_nothing_stays_replaced() -> None:
     before = torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward
     found = job("norm", normed_cnn, IMAGES)
-    trainer = Trainer.of_job(World(), found, pg.strategy("serial"))
+    trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
     trainer.step(*next(trainer.batches(found.train, 12, 0)))
     assert before == (torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward)
 
 
 def test_a_batch_of_one_sample_is_refused_as_torch_does() -> None:
     found = job("norm", normed_mlp, VECTORS, batch=1)
-    trainer = Trainer.of_job(World(), found, pg.strategy("serial"))
+    trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
     with pytest.raises(StepFailed, match="Expected more than 1 value per channel when training"):
         trainer.step(*next(trainer.batches(found.train, 1, 0)))
 

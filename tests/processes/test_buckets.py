@@ -14,11 +14,11 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
-from paragrad.commands.train import run
-from paragrad.launch import Ranks
+from paragrad.commands.train import train_on_ranks
+from paragrad.launch import Launcher
 from paragrad.record.record import Line, Record
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 
 def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:
@@ -30,21 +30,25 @@ def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def spans(pool: Ranks, folder: Path, text: str, dtype: torch.dtype = torch.float32) -> list[Line]:
+def spans(
+    pool: Launcher, folder: Path, text: str, dtype: torch.dtype = torch.float32
+) -> list[Line]:
     """Those of rank 1 that are an exchange's, of a training of some steps."""
     job: pg.Job = make_job("small", lambda: just_below_a_megabyte(dtype), VECTORS).replace(
         dtype=dtype
     )
-    run(pool, admitted(job, text, Settings()), folder)
+    train_on_ranks(pool, validate_run(job, text, Settings()), folder)
     record = Record(folder)
-    assert len(record.of("step", rank=1)) > 3
-    return [span for span in record.of("span", rank=1) if span["name"].startswith("reduce")]
+    assert len(record.select_lines("step", rank=1)) > 3
+    return [
+        span for span in record.select_lines("span", rank=1) if span["name"].startswith("reduce")
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("reduce", ["ring", "ring(reproducible=true)", "native"])
 def test_below_a_megabyte_all_gradients_are_one_bucket(
-    pool: Ranks, tmp_path: Path, reduce: str, dtype: torch.dtype
+    pool: Launcher, tmp_path: Path, reduce: str, dtype: torch.dtype
 ) -> None:
     """In every step, also after DDP has built its buckets anew: weight and loss have the
     gradients' type, and go with them.
@@ -57,7 +61,7 @@ def test_below_a_megabyte_all_gradients_are_one_bucket(
 
 @pytest.mark.parametrize("reduce", ["ring", "star(reproducible=true)"])
 def test_the_record_says_what_an_exchange_waited_for(
-    pool: Ranks, tmp_path: Path, reduce: str
+    pool: Launcher, tmp_path: Path, reduce: str
 ) -> None:
     """Late others, messages, and the rest, one after the other within the whole."""
     found = spans(pool, tmp_path, f"data(3, reduce={reduce})")
@@ -77,5 +81,5 @@ def test_the_record_says_what_an_exchange_waited_for(
     assert total[False] > 0.5 * total[True]
 
 
-def test_a_backends_own_all_reduce_cannot_tell(pool: Ranks, tmp_path: Path) -> None:
+def test_a_backends_own_all_reduce_cannot_tell(pool: Launcher, tmp_path: Path) -> None:
     assert {span["lane"] for span in spans(pool, tmp_path, "data(2, reduce=native)")} == {"send"}

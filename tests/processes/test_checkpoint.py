@@ -32,33 +32,33 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.commands.train import run
-from paragrad.datasets.loading import parted
+from paragrad.commands.train import train_on_ranks
+from paragrad.datasets.loading import separate_target
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.record.record import Record
 from paragrad.report import summaries
-from paragrad.report.equivalence.lockstep import differences
+from paragrad.report.equivalence.lockstep import list_tensor_deviations
 from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.checkpoint import json_values, tensor_files, trainer_snapshot
 from paragrad.trainer.checkpoint.checkpoint_files import (
-    FILES,
-    SUMS,
-    Saved,
-    digest_of,
-    folders,
-    newest,
-    step_of,
+    CHECKPOINT_FILES,
+    CHECKSUM_FILE,
+    SavedCheckpoint,
+    compute_sha256,
+    find_newest_checkpoint,
+    list_checkpoint_folders,
+    read_folder_step,
 )
-from paragrad.trainer.identity import SINCE
+from paragrad.trainer.identity import NEW_KEYS
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation import resume_check
-from paragrad.validation.inspect_job import examined
-from paragrad.validation.validate import admitted
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
 
 # 29 samples in batches of 12: three steps an epoch; step 4 is in the middle of the second
 SAVED = 4
@@ -104,7 +104,7 @@ def steps_from(
     world: World,
     job: Job,
     chosen: Strategy,
-    saved: Saved | None,
+    saved: SavedCheckpoint | None,
     first: int,
     count: int,
     folder: Path | None = None,
@@ -112,19 +112,19 @@ def steps_from(
     """The state after steps first..first+count, from a checkpoint or from the start; saved
     below folder, if there is one.
     """
-    trainer = Trainer.of_job(world, job, chosen)
+    trainer = Trainer.build_for_job(world, job, chosen)
     try:
         if saved is not None:
-            trainer_snapshot.restore(trainer, saved)
-        order = job.order(len(job.train))
+            trainer_snapshot.restore_snapshot(trainer, saved)
+        order = job.make_order(len(job.train))
         places = [
-            (step // order.steps, list(order.batches())[step % order.steps])
+            (step // order.steps, list(order.list_batches())[step % order.steps])
             for step in range(first, first + count)
         ]
-        for fetched in trainer.batches_at(job.train, order, places):
-            trainer.step(*parted(fetched))
+        for fetched in trainer.iterate_batches_at(job.train, order, places):
+            trainer.step(*separate_target(fetched))
         if folder is not None:
-            trainer.save(folder, resume_check.identity_of(job, examined(job)))
+            trainer.save(folder, resume_check.build_job_identity(job, inspect_job(job)))
         return {name: tensor.clone() for name, tensor in trainer.state().items()}
     finally:
         trainer.close()
@@ -284,7 +284,7 @@ MOVES += [
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "before", "after"), MOVES)
 def test_saved_here_loaded_there(
-    pool: Ranks, tmp_path: Path, name: str, before: str, after: str
+    pool: Launcher, tmp_path: Path, name: str, before: str, after: str
 ) -> None:
     """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not
     Adam from the start.)
@@ -294,18 +294,21 @@ def test_saved_here_loaded_there(
     late = resolved(after)
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.size)
-    found = resume_check.found(tmp_path, job, examined(job))
+    found = resume_check.find_checkpoint(tmp_path, job, inspect_job(job))
     assert found.step == SAVED
     for state in pool.run(steps_from, job, late, found, SAVED, 5, size=late.size):
-        assert max(differences(state, {key: expected[key] for key in state}).values()) <= 1e-10
+        assert (
+            max(list_tensor_deviations(state, {key: expected[key] for key in state}).values())
+            <= 1e-10
+        )
 
 
-def trained(pool: Ranks, folder: Path, job: Job, text: str, **settings: object) -> pg.Run:
+def trained(pool: Launcher, folder: Path, job: Job, text: str, **settings: object) -> pg.Run:
     folder.mkdir()
-    return run(pool, admitted(job, text, Settings(**settings)), folder)  # type: ignore[arg-type]
+    return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)  # type: ignore[arg-type]
 
 
-def test_a_run_goes_on_where_another_was_saved(pool: Ranks, tmp_path: Path) -> None:
+def test_a_run_goes_on_where_another_was_saved(pool: Launcher, tmp_path: Path) -> None:
     """Saved every 4 steps of 6; resumed from 4: the losses of steps 4 and 5, and an audit over
     both runs.
     """
@@ -317,7 +320,12 @@ def test_a_run_goes_on_where_another_was_saved(pool: Ranks, tmp_path: Path) -> N
     half = trained(pool, tmp_path / "resumed", job, "data(2, reduce=ring)", resume=whole.folder)
     assert half.losses == pytest.approx(whole.losses[4:], rel=1e-10)
     assert half.header["resumed"] == {"run": str(whole.folder), "step": 4}
-    assert (half.audit.epochs, half.audit.seen, half.audit.twice, half.audit.missed) == (
+    assert (
+        half.sample_count.epochs,
+        half.sample_count.seen,
+        half.sample_count.twice,
+        half.sample_count.missed,
+    ) == (
         1,
         29,
         0,
@@ -326,7 +334,7 @@ def test_a_run_goes_on_where_another_was_saved(pool: Ranks, tmp_path: Path) -> N
     longer = trained(
         pool, tmp_path / "longer", job.replace(epochs=3), "serial", resume=whole.folder
     )
-    assert [line["step"] for line in longer.of("step")] == list(range(4, 9))
+    assert [line["step"] for line in longer.select_lines("step")] == list(range(4, 9))
 
 
 class Waves(nn.Module):
@@ -365,7 +373,7 @@ def test_complex_weights_in_float64_are_saved(tmp_path: Path) -> None:
         assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-14)
 
 
-def test_the_newest_two_are_kept_and_nothing_half_written(pool: Ranks, tmp_path: Path) -> None:
+def test_the_newest_two_are_kept_and_nothing_half_written(pool: Launcher, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path / "run", JOBS["mlp"], "data(2)", save=1)
     assert sorted(path.name for path in finished.folder.iterdir()) == [
         "checkpoint-00000005",
@@ -377,19 +385,23 @@ def test_the_newest_two_are_kept_and_nothing_half_written(pool: Ranks, tmp_path:
     ]
 
 
-def test_an_epoch_is_tested_and_counted_once(pool: Ranks, tmp_path: Path) -> None:
+def test_an_epoch_is_tested_and_counted_once(pool: Launcher, tmp_path: Path) -> None:
     """Resumed at an epoch's end, a run tested that epoch again and counted it in its own audit
     too; where the run that was saved ended before its test, the test is the resumed run's to
     make.
     """
     job = in64(JOBS["mlp"]).replace(epochs=1, test=VECTORS)
     first = trained(pool, tmp_path / "first", job, "data(2)", save=3)
-    assert first.audit.epochs == 1
+    assert first.sample_count.epochs == 1
     second = trained(
         pool, tmp_path / "second", job.replace(epochs=2), "serial", resume=first.folder
     )
-    assert [line["epoch"] for line in second.of("epoch")] == [1]
-    assert (second.audit.epochs, second.audit.seen, second.audit.twice) == (1, 29, 0)
+    assert [line["epoch"] for line in second.select_lines("epoch")] == [1]
+    assert (second.sample_count.epochs, second.sample_count.seen, second.sample_count.twice) == (
+        1,
+        29,
+        0,
+    )
     reached = trained(
         pool,
         tmp_path / "reached",
@@ -399,15 +411,19 @@ def test_an_epoch_is_tested_and_counted_once(pool: Ranks, tmp_path: Path) -> Non
         until="loss=1e9",
     )
     # the first run's test was good enough
-    assert (reached.of("step"), reached.of("epoch")) == ([], [])
+    assert (reached.select_lines("step"), reached.select_lines("epoch")) == ([], [])
     lines = (first.folder / "rank-0.jsonl").read_text().splitlines(keepends=True)
     (first.folder / "rank-0.jsonl").write_text(
         "".join(line for line in lines if '"kind":"epoch"' not in line)
     )
     third = trained(pool, tmp_path / "third", job.replace(epochs=2), "serial", resume=first.folder)
-    assert [line["epoch"] for line in third.of("epoch")] == [0, 1]
-    assert third.of("epoch")[0]["test"]["value"] == pytest.approx(first.test, rel=1e-10)
-    assert (third.audit.epochs, third.audit.twice, third.audit.missed) == (2, 0, 0)
+    assert [line["epoch"] for line in third.select_lines("epoch")] == [0, 1]
+    assert third.select_lines("epoch")[0]["test"]["value"] == pytest.approx(first.test, rel=1e-10)
+    assert (third.sample_count.epochs, third.sample_count.twice, third.sample_count.missed) == (
+        2,
+        0,
+        0,
+    )
 
 
 def test_one_checkpoint_is_asked_for_by_its_folder(tmp_path: Path) -> None:
@@ -416,15 +432,19 @@ def test_one_checkpoint_is_asked_for_by_its_folder(tmp_path: Path) -> None:
     """
     job = JOBS["mlp"]
     steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
-    steps_from(World(), job, Serial(threads=1), newest(tmp_path), 2, 1, tmp_path)
-    found = resume_check.found(tmp_path / "checkpoint-00000002", job, examined(job))
-    assert (found.step, found.because, found.folder.parent) == (2, "asked for", tmp_path.resolve())
-    assert newest(tmp_path).step == 3
-    harm(tmp_path / "checkpoint-00000002" / FILES[0], "flipped")
+    steps_from(World(), job, Serial(threads=1), find_newest_checkpoint(tmp_path), 2, 1, tmp_path)
+    found = resume_check.find_checkpoint(tmp_path / "checkpoint-00000002", job, inspect_job(job))
+    assert (found.step, found.choice_reason, found.folder.parent) == (
+        2,
+        "asked for",
+        tmp_path.resolve(),
+    )
+    assert find_newest_checkpoint(tmp_path).step == 3
+    harm(tmp_path / "checkpoint-00000002" / CHECKPOINT_FILES[0], "flipped")
     with pytest.raises(
         pg.Refused, match=r"checkpoint-00000002 is damaged .*; give the folder of its run"
     ):
-        newest(tmp_path / "checkpoint-00000002")
+        find_newest_checkpoint(tmp_path / "checkpoint-00000002")
 
 
 L = torch.optim.lr_scheduler
@@ -456,9 +476,9 @@ def test_every_scheduler_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -
     job = in64(JOBS["mlp"]).replace(scheduler=SCHEDULERS[name])
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
-    found = resume_check.found(tmp_path, job, examined(job))
+    found = resume_check.find_checkpoint(tmp_path, job, inspect_job(job))
     state = steps_from(World(), job, Serial(threads=1), found, SAVED, 5)
-    assert max(differences(state, expected).values()) <= 1e-12
+    assert max(list_tensor_deviations(state, expected).values()) <= 1e-12
 
 
 OPTIMIZERS = (
@@ -489,7 +509,7 @@ def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -
     )
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
-    state = steps_from(World(), job, Serial(threads=1), newest(tmp_path), SAVED, 5)
+    state = steps_from(World(), job, Serial(threads=1), find_newest_checkpoint(tmp_path), SAVED, 5)
     assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
@@ -529,18 +549,18 @@ def test_a_folder_that_holds_another_training_is_not_mixed_with_it(tmp_path: Pat
         steps_from(World(), job, Serial(threads=1), None, 0, 8, tmp_path)
     os.close(held)
     # a damaged one is no training to keep
-    harm(tmp_path / "checkpoint-00000006" / FILES[0], "flipped")
+    harm(tmp_path / "checkpoint-00000006" / CHECKPOINT_FILES[0], "flipped")
     steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
-    assert newest(tmp_path).step == 2
+    assert find_newest_checkpoint(tmp_path).step == 2
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", CHECKPOINT_FILES)
 @pytest.mark.parametrize(
     "damage",
     ["flipped", *(pytest.param(how, marks=pytest.mark.table) for how in ("cut", "removed"))],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
-    pool: Ranks, tmp_path: Path, name: str, damage: str
+    pool: Launcher, tmp_path: Path, name: str, damage: str
 ) -> None:
     job = JOBS["mlp, adam, clipped, scheduled"]
     parent = trained(pool, tmp_path / "run", job, "data(2)", save=2).folder
@@ -548,7 +568,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     with pytest.warns(
         UserWarning, match=f"checkpoint-00000006 is damaged .{name} .*; taking the one before it"
     ):
-        found = newest(parent)
+        found = find_newest_checkpoint(parent)
     assert found.step == 4
     with pytest.warns(UserWarning, match="is damaged"):
         resumed = trained(pool, tmp_path / "resumed", job, "serial", resume=parent)
@@ -560,7 +580,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
         pytest.warns(UserWarning, match="is damaged"),
         pytest.raises(pg.Refused, match="no checkpoint is whole"),
     ):
-        newest(parent)
+        find_newest_checkpoint(parent)
 
 
 def harm(path: Path, damage: str) -> None:
@@ -645,15 +665,15 @@ def wider() -> nn.Module:
     ids=lambda each: each if isinstance(each, str) else " ".join(each),
 )
 def test_another_job_is_refused(
-    pool: Ranks, tmp_path: Path, changes: dict[str, object], message: str
+    pool: Launcher, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     parent = trained(pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3).folder
     with pytest.raises(pg.Refused, match=message):
-        admitted(JOBS["mlp"].replace(**changes), "serial", Settings(resume=parent))
+        validate_run(JOBS["mlp"].replace(**changes), "serial", Settings(resume=parent))
     with pytest.raises(
         pg.Refused, match="holds no checkpoint; give the folder of a run that was saved"
     ):
-        admitted(JOBS["mlp"], "serial", Settings(resume=tmp_path))
+        validate_run(JOBS["mlp"], "serial", Settings(resume=tmp_path))
 
 
 def edited(
@@ -668,7 +688,9 @@ def edited(
         save_file(tensors(load_file(folder / name)), folder / name)
     change(state)
     (folder / "state.json").write_text(json.dumps(state))
-    (folder / SUMS).write_text("".join(f"{digest_of(folder / each)}  {each}\n" for each in FILES))
+    (folder / CHECKSUM_FILE).write_text(
+        "".join(f"{compute_sha256(folder / each)}  {each}\n" for each in CHECKPOINT_FILES)
+    )
 
 
 def in_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -732,7 +754,7 @@ EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
         "KeyError: 'nobody'",
     ),
     "a fifo": (
-        lambda folder: ((folder / SUMS).unlink(), os.mkfifo(folder / SUMS)),
+        lambda folder: ((folder / CHECKSUM_FILE).unlink(), os.mkfifo(folder / CHECKSUM_FILE)),
         "SHA256SUMS is missing",
     ),
 }
@@ -750,20 +772,23 @@ def test_an_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(pg.Refused, match=re.escape(message)):
-            resume_check.found(tmp_path, job, examined(job))
+            resume_check.find_checkpoint(tmp_path, job, inspect_job(job))
 
 
 def test_steps_beyond_eight_digits(tmp_path: Path) -> None:
     """Folders were sorted as text: step 100,000,000 was taken for an earlier one than
     99,999,999, and saving failed.
     """
-    trainer = Trainer.of_job(World(), JOBS["mlp"], Serial(threads=1))
+    trainer = Trainer.build_for_job(World(), JOBS["mlp"], Serial(threads=1))
     for step in (99_999_999, 100_000_000, 100_000_001):
         trainer.steps = step
         trainer.save(tmp_path, {})
     trainer.close()
-    assert newest(tmp_path).step == 100_000_001
-    assert [step_of(folder) for folder in folders(tmp_path)] == [100_000_001, 100_000_000]
+    assert find_newest_checkpoint(tmp_path).step == 100_000_001
+    assert [read_folder_step(folder) for folder in list_checkpoint_folders(tmp_path)] == [
+        100_000_001,
+        100_000_000,
+    ]
 
 
 def test_what_earlier_versions_saved_goes_on(tmp_path: Path) -> None:
@@ -773,11 +798,11 @@ def test_what_earlier_versions_saved_goes_on(tmp_path: Path) -> None:
 
     def as_before(state: dict[str, Any]) -> None:
         del state["tensors"]
-        for name in SINCE:
+        for name in NEW_KEYS:
             del state["identity"][name]
 
     edited(tmp_path / "checkpoint-00000003", as_before)
-    assert resume_check.found(tmp_path, job, examined(job)).step == 3
+    assert resume_check.find_checkpoint(tmp_path, job, inspect_job(job)).step == 3
 
 
 STOPPED = """
@@ -841,9 +866,9 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
     told = json.loads(first.stdout)
     record = Record(Path(told["folder"]))
     assert record.end["status"] == "stopped"  # type: ignore[index]
-    steps = len(record.of("step"))
+    steps = len(record.select_lines("step"))
     assert 0 < steps < 100
-    assert len(record.of("step", rank=1)) == steps
+    assert len(record.select_lines("step", rank=1)) == steps
     assert told["stopped_at"] == steps
     assert "--strategy 'data(2, reduce=ring)'" in told["go_on_with"]
     assert told["go_on_with"].endswith(f"--resume {record.folder}")
@@ -891,14 +916,20 @@ def test_how_to_go_on_is_said_as_it_was_typed(
     """
     monkeypatch.setattr("shutil.which", lambda name: None)
     # PARAGRAD_DATA=there
-    assert summaries.again(shlex.split(typed), Path("runs/new"), "there") == expected
+    assert (
+        summaries.format_resume_command(shlex.split(typed), Path("runs/new"), "there") == expected
+    )
 
 
 def test_how_the_program_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", {"paragrad": "/bin/paragrad", "python": sys.executable}.get)
-    assert summaries.called_as("/bin/paragrad") == ["paragrad"]
-    assert summaries.called_as("/opt/paragrad") == ["/opt/paragrad"]
-    assert summaries.called_as("/lib/paragrad/__main__.py") == ["python", "-m", "paragrad"]
+    assert summaries.format_program_call("/bin/paragrad") == ["paragrad"]
+    assert summaries.format_program_call("/opt/paragrad") == ["/opt/paragrad"]
+    assert summaries.format_program_call("/lib/paragrad/__main__.py") == [
+        "python",
+        "-m",
+        "paragrad",
+    ]
 
 
 @pytest.mark.table
@@ -932,7 +963,11 @@ def test_sigterm_under_torchrun(tmp_path: Path) -> None:
     )
     record = Record(next((tmp_path / "runs").iterdir()))
     assert record.end["status"] == "stopped"  # type: ignore[index]
-    assert newest(record.folder).step == len(record.of("step", rank=1)) == len(record.of("step"))
+    assert (
+        find_newest_checkpoint(record.folder).step
+        == len(record.select_lines("step", rank=1))
+        == len(record.select_lines("step"))
+    )
 
 
 def test_an_own_loop_saves_and_loads(tmp_path: Path) -> None:
@@ -1005,9 +1040,11 @@ def test_saving_leaves_what_others_write_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_mapping_that_would_not_come_back_is_refused_when_it_is_saved() -> None:
-    assert json_values.restored(json.loads(json.dumps(json_values.plain({3: 0.1})))) == {3: 0.1}
+    assert json_values.decode_json_value(
+        json.loads(json.dumps(json_values.encode_json_value({3: 0.1})))
+    ) == {3: 0.1}
     with pytest.raises(StepFailed, match="a checkpoint cannot hold a mappingproxy"):
-        json_values.plain(MappingProxyType({3: 0.1}))
+        json_values.encode_json_value(MappingProxyType({3: 0.1}))
 
 
 def test_signals_are_left_alone_elsewhere() -> None:

@@ -8,12 +8,12 @@ from unittest.mock import patch
 import torch
 
 from paragrad.errors import StepFailed
-from paragrad.executors.machine import ASSUMED, Machine
-from paragrad.executors.proof import prove
-from paragrad.launch import Ranks
+from paragrad.executors.machine import ASSUMED_MACHINE, Machine
+from paragrad.executors.proof import prove_schedule
+from paragrad.launch import Launcher
 from paragrad.notation.choices import Choice
 from paragrad.planner import algorithm_choice
-from paragrad.planner.algorithm_choice import Chooser
+from paragrad.planner.algorithm_choice import AlgorithmChooser
 from paragrad.runtime.world import World
 from paragrad.schedules.actions import Compute, Program
 from paragrad.schedules.butterfly import Butterfly
@@ -50,28 +50,28 @@ def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
 
     def proving(algorithm: Choice, size: int) -> None:
         proved.append(f"{algorithm} of {size}")
-        prove(algorithm, size)  # type: ignore[arg-type]
+        prove_schedule(algorithm, size)  # type: ignore[arg-type]
 
-    chooser = Chooser(
+    chooser = AlgorithmChooser(
         world,
         Native(),
         lambda algorithm, vector: played.append(algorithm),
-        Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"),
+        Machine({"gloo": ASSUMED_MACHINE.select_link()}, ASSUMED_MACHINE.gamma, 2, "given"),
     )
     with (
-        patch.object(algorithm_choice, "candidates", lambda size, group: list(algorithms)),
+        patch.object(algorithm_choice, "list_candidates", lambda size, group: list(algorithms)),
         patch.object(algorithm_choice, "prove", proving),
     ):
         try:
             said = ""
             for length in (100, 1000):
-                said = str(chooser.pick(torch.zeros(length)))
+                said = str(chooser.choose_algorithm(torch.zeros(length)))
         except StepFailed as error:
             said = str(error)
     return said, len(played), proved
 
 
-def test_what_is_no_all_reduce_is_never_played(pool: Ranks) -> None:
+def test_what_is_no_all_reduce_is_never_played(pool: Launcher) -> None:
     """`auto` played whatever stood in its list, while an algorithm that was named was proved at
     the door.
     """
@@ -86,7 +86,7 @@ def test_what_is_no_all_reduce_is_never_played(pool: Ranks) -> None:
         assert proved == (["hasty of 3"] if rank == 0 else [])
 
 
-def test_what_is_tried_is_proved_once_for_all_lengths(pool: Ranks) -> None:
+def test_what_is_tried_is_proved_once_for_all_lengths(pool: Launcher) -> None:
     """Groups of two levels too, by rank 0 for all."""
     for rank, (said, played, proved) in enumerate(
         pool.run(picked, Ring(), TwoLevel(group=2), size=4)
@@ -111,25 +111,27 @@ def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
         DoubleTree(1),
     ]
 
-    def seconds(chooser: Chooser, algorithm: Choice, vector: torch.Tensor, row: int) -> float:
+    def seconds(
+        chooser: AlgorithmChooser, algorithm: Choice, vector: torch.Tensor, row: int
+    ) -> float:
         times[str(algorithm)] += 1
         return native if isinstance(algorithm, Native) else 1e-3 * (1 + others.index(algorithm))
 
-    chooser = Chooser(
+    chooser = AlgorithmChooser(
         world,
         Native(),
         lambda algorithm, vector: None,
-        Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"),
+        Machine({"gloo": ASSUMED_MACHINE.select_link()}, ASSUMED_MACHINE.gamma, 2, "given"),
     )
     with (
-        patch.object(algorithm_choice, "candidates", lambda size, group: others),
-        patch.object(Chooser, "_seconds", seconds),
+        patch.object(algorithm_choice, "list_candidates", lambda size, group: others),
+        patch.object(AlgorithmChooser, "_time_exchanges", seconds),
     ):
-        return str(chooser.pick(torch.zeros(1000))), dict(times)
+        return str(chooser.choose_algorithm(torch.zeros(1000))), dict(times)
 
 
 def test_the_backends_own_is_timed_to_the_last_and_nobody_is_dropped_after_one_turn(
-    pool: Ranks,
+    pool: Launcher,
 ) -> None:
     """One disturbed turn of the first stage dropped what was the quickest, the backend's own
     too.
@@ -138,5 +140,5 @@ def test_the_backends_own_is_timed_to_the_last_and_nobody_is_dropped_after_one_t
         for said, times in pool.run(turns, native, size=3):
             assert said == best
             assert times["native"] == times["ring"] == max(times.values())
-            assert min(times.values()) >= algorithm_choice.LEAST_TURNS
+            assert min(times.values()) >= algorithm_choice.MIN_TURNS
             assert len(set(times.values())) > 1  # there were stages

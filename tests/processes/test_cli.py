@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from paragrad.commands.cli import app
-from paragrad.executors.proof import prove
-from paragrad.jobs.find_job import find
+from paragrad.executors.proof import prove_schedule
+from paragrad.jobs.find_job import find_job
 from paragrad.report.comparison_table import Table
-from paragrad.strategies.data import SCHEDULES, Data
+from paragrad.strategies.data import ALL_REDUCE_SCHEDULES, Data
 from paragrad.strategies.registry import strategy
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
@@ -232,7 +232,7 @@ def test_a_job_of_the_working_directory(
     monkeypatch.setattr(sys, "path", [str(JOB_FILES), *(path for path in sys.path if path)])
     for name in ("mine", "sub", "sub.mine"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert find(text).batch == batch
+    assert find_job(text).batch == batch
 
 
 def test_dry_run_prints_shares_and_steps_and_starts_nothing(tmp_path: Path) -> None:
@@ -440,7 +440,10 @@ def test_draw_several() -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [each.name if each.name != "two_level" else "two_level(group=2)" for each in SCHEDULES],
+    [
+        each.name if each.name != "two_level" else "two_level(group=2)"
+        for each in ALL_REDUCE_SCHEDULES
+    ],
 )
 def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
     """Well-formed, an arrow for every message that the proof counts, the same file every
@@ -457,7 +460,7 @@ def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
     ]
     chosen = strategy(words)
     assert isinstance(chosen, Data)
-    assert len(set(arrows)) == len(arrows) == prove(chosen.reduce, 4, 100).messages
+    assert len(set(arrows)) == len(arrows) == prove_schedule(chosen.reduce, 4, 100).messages
     paragrad("draw", words, "--svg", str(file))
     assert file.read_text() == text
 

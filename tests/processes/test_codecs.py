@@ -13,18 +13,27 @@ from torch import Tensor
 
 import paragrad as pg
 from paragrad.errors import Refused, StepFailed
-from paragrad.parallel.compression.codec import Codec, Payload, codec_of
-from paragrad.parallel.compression.feedback import Corrected, Feedback, key_of, shared_out
-from paragrad.parallel.compression.packing import length_of, packed, unpacked
-from paragrad.parallel.compression.power_sgd import Factors
-from paragrad.parallel.compression.sparse import FEW, largest
+from paragrad.parallel.compression.codec import Codec, Payload, build_codec
+from paragrad.parallel.compression.feedback import (
+    ErrorFeedback,
+    MomentumCorrection,
+    load_residual,
+    make_residual_key,
+)
+from paragrad.parallel.compression.packing import (
+    count_message_bytes,
+    pack_payloads,
+    unpack_payloads,
+)
+from paragrad.parallel.compression.power_sgd import PowerSgdCodec
+from paragrad.parallel.compression.sparse import EXACT_SEARCH_LIMIT, find_largest
 from paragrad.strategies.compressors import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     COMPRESSORS,
-    SMALL,
+    MIN_COMPRESSED_ELEMENTS,
     Compressor,
-    count_of,
-    matrix_of,
+    compute_matrix_shape,
+    count_top_entries,
 )
 from paragrad.strategies.registry import strategy
 
@@ -39,14 +48,14 @@ def compressor(text: str) -> Compressor:
 
 def one_rank(codec: Codec, vector: Tensor, draw: int = 0) -> tuple[Payload, Tensor | None]:
     """What a world of one sends."""
-    asked = codec.asks(vector)
-    agreed = None if asked is None else codec.settled(asked)
+    asked = codec.propose_agreement(vector)
+    agreed = None if asked is None else codec.conclude_agreement(asked)
     return codec.compress(vector, agreed, draw), agreed
 
 
 def through(text: str, vector: Tensor, shape: Sequence[int] | None = None, draw: int = 0) -> Tensor:
     """What comes out at the other end."""
-    codec = codec_of(compressor(text), shape or vector.shape)
+    codec = build_codec(compressor(text), shape or vector.shape)
     payload, agreed = one_rank(codec, vector, draw)
     return codec.extract(payload, agreed).to(vector.dtype)
 
@@ -54,7 +63,7 @@ def through(text: str, vector: Tensor, shape: Sequence[int] | None = None, draw:
 @st.composite
 def vectors(draw: st.DrawFn) -> Tensor:
     """Of odd lengths, with zeros, of all sizes of numbers, on several chunks."""
-    elements = draw(st.integers(1, 3 * CHUNK + 7))
+    elements = draw(st.integers(1, 3 * CHUNK_ELEMENTS + 7))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     vector = torch.randn(
         elements, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64]))
@@ -69,7 +78,7 @@ def vectors(draw: st.DrawFn) -> Tensor:
 def test_top_k_sends_exactly_so_many_and_none_that_is_left_is_larger(
     vector: Tensor, ratio: float
 ) -> None:
-    found = largest(vector, count := count_of(ratio, len(vector)))
+    found = find_largest(vector, count := count_top_entries(ratio, len(vector)))
     assert (
         len(found)
         == len(found.unique())
@@ -88,7 +97,7 @@ def test_top_k_sends_exactly_so_many_and_none_that_is_left_is_larger(
     ) * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("elements", [FEW, FEW + 1, 100_003])
+@pytest.mark.parametrize("elements", [EXACT_SEARCH_LIMIT, EXACT_SEARCH_LIMIT + 1, 100_003])
 @pytest.mark.parametrize("kind", ["normal", "rows", "zeros", "equal", "few large", "sorted"])
 @pytest.mark.parametrize("ratio", [0.0005, 0.01, 0.5])
 def test_the_largest_of_many_whatever_the_sample_says(
@@ -108,7 +117,7 @@ def test_the_largest_of_many_whatever_the_sample_says(
         vector[:: elements // 8192 | 1] *= 1000.0
     elif kind == "sorted":
         vector = vector.sort().values
-    found = largest(vector, count := count_of(ratio, elements))
+    found = find_largest(vector, count := count_top_entries(ratio, elements))
     assert len(found.unique()) == len(found) == count
     assert torch.equal(
         vector[found].abs().sort().values, vector.abs().topk(count, sorted=True).values.flip(0)
@@ -124,10 +133,13 @@ def test_threshold_sends_what_is_above_with_its_values(vector: Tensor, at: float
 @given(vectors(), st.integers(0, 2**32 - 1))
 def test_int8_is_within_a_step_of_its_chunk(vector: Tensor, draw: int) -> None:
     out = through("int8", vector, draw=draw)
-    for start in range(0, len(vector), CHUNK):
-        chunk = vector[start : start + CHUNK]
+    for start in range(0, len(vector), CHUNK_ELEMENTS):
+        chunk = vector[start : start + CHUNK_ELEMENTS]
         step = float(chunk.abs().max()) / 127
-        assert float((out[start : start + CHUNK] - chunk).abs().max()) <= step * (1 + 1e-5) + 1e-38
+        assert (
+            float((out[start : start + CHUNK_ELEMENTS] - chunk).abs().max())
+            <= step * (1 + 1e-5) + 1e-38
+        )
 
 
 def test_int8_is_right_on_average() -> None:
@@ -135,7 +147,7 @@ def test_int8_is_right_on_average() -> None:
     nearest would be off by up to half a step.
     """
     vector = torch.linspace(-1.0, 1.0, 257, dtype=torch.float64)
-    codec = codec_of(compressor("int8"), vector.shape)
+    codec = build_codec(compressor("int8"), vector.shape)
     every = torch.stack([codec.extract(codec.compress(vector, None, draw)) for draw in range(4000)])
     error = (every.mean(0) - vector).abs()
     assert bool((error <= 5 * every.std(0) / math.sqrt(4000) + 1e-9).all())
@@ -145,9 +157,9 @@ def test_int8_is_right_on_average() -> None:
 @given(vectors())
 def test_one_bit_is_the_means_of_a_chunk(vector: Tensor) -> None:
     out = through("one_bit", vector)
-    for start in range(0, len(vector), CHUNK):
-        chunk = vector[start : start + CHUNK]
-        found = out[start : start + CHUNK]
+    for start in range(0, len(vector), CHUNK_ELEMENTS):
+        chunk = vector[start : start + CHUNK_ELEMENTS]
+        found = out[start : start + CHUNK_ELEMENTS]
         for side in (chunk >= 0, chunk < 0):
             if side.any():
                 wanted = float(chunk[side].mean())
@@ -189,10 +201,10 @@ def test_power_sgd_goes_on_from_the_last_step() -> None:
     singular vectors.
     """
     matrix = torch.randn(30, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    codec = codec_of(compressor("power_sgd(2)"), matrix.shape)
+    codec = build_codec(compressor("power_sgd(2)"), matrix.shape)
     for _ in range(200):
         payload, agreed = one_rank(codec, matrix.view(-1))
-        codec.summed(payload)
+        codec.adopt_sum(payload)
     u, s, v = torch.linalg.svd(matrix)
     best = (u[:, :2] * s[:2]) @ v[:2]
     assert torch.allclose(codec.extract(payload, agreed).view(30, 20), best, atol=1e-6)
@@ -203,16 +215,16 @@ def test_power_sgd_begins_anew_where_it_went_on_from_nothing() -> None:
     first rows of the matrix, and where those are always 0 (what an embedding pads with) nothing
     was sent any more.
     """
-    codec = codec_of(compressor("power_sgd(2)"), (100, 60))
-    feedback = Feedback()
+    codec = build_codec(compressor("power_sgd(2)"), (100, 60))
+    feedback = ErrorFeedback()
     generator = torch.Generator().manual_seed(5)
     for step in range(30):
         matrix = torch.randn(100, 60, generator=generator, dtype=torch.float64) * (step > 0)
         matrix[:2] = 0.0
-        vector = feedback.compensated("w", matrix, 1.0)
+        vector = feedback.compensate_gradient("w", matrix, 1.0)
         payload, agreed = one_rank(codec, vector)
-        feedback.sent("w", codec, payload, agreed)
-        codec.summed(payload)
+        feedback.note_sent("w", codec, payload, agreed)
+        codec.adopt_sum(payload)
     assert float(codec.extract(payload, agreed).norm()) > 0
     assert float(feedback.residual["w"].norm()) < 30**0.5 * 60 * 10
 
@@ -242,11 +254,11 @@ def test_a_payload_has_the_bytes_that_the_compressor_says(
 ) -> None:
     chosen = compressor(text)
     vector = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(1))
-    codec = codec_of(chosen, shape)
+    codec = build_codec(chosen, shape)
     payload, _ = one_rank(codec, vector)
     wanted = chosen.sends(shape, 4)
     # the factor that all agree on travels too, before
-    if isinstance(codec, Factors):
+    if isinstance(codec, PowerSgdCodec):
         wanted -= codec.rows * codec.columns * 4
     assert sum(each.nbytes for each in payload) == wanted
 
@@ -257,11 +269,13 @@ def test_small_tensors_are_sent_as_they_are() -> None:
             cls.name, cls.name
         )
         halves = cls.name in ("bf16", "fp16")
-        assert compressor(text).compresses((SMALL - 1,)) is halves
-        assert compressor(text).compresses((2 * SMALL, 2 * SMALL))
+        assert compressor(text).compresses((MIN_COMPRESSED_ELEMENTS - 1,)) is halves
+        assert compressor(text).compresses(
+            (2 * MIN_COMPRESSED_ELEMENTS, 2 * MIN_COMPRESSED_ELEMENTS)
+        )
     # its factors would be twice the matrix
     assert not compressor("power_sgd(64)").compresses((64, 64))
-    assert matrix_of((8, 3, 5, 5)) == (8, 75)
+    assert compute_matrix_shape((8, 3, 5, 5)) == (8, 75)
 
 
 def test_payloads_of_any_types_travel_in_one_message() -> None:
@@ -271,9 +285,9 @@ def test_payloads_of_any_types_travel_in_one_message() -> None:
         (torch.empty(0, dtype=torch.int32), torch.empty(0)),
     ]
     kinds = [[(each.dtype, tuple(each.shape)) for each in payload] for payload in payloads]
-    message = packed(payloads, CPU)
-    assert len(message) == length_of(kinds)
-    for came, sent in zip(unpacked(message, kinds), payloads, strict=True):
+    message = pack_payloads(payloads, CPU)
+    assert len(message) == count_message_bytes(kinds)
+    for came, sent in zip(unpack_payloads(message, kinds), payloads, strict=True):
         assert all(map(torch.equal, came, sent))
 
 
@@ -300,18 +314,18 @@ def test_what_was_sent_and_what_is_kept_is_all(text: str, steps: int, seed: int)
     """In float64, over steps: nothing is lost, nothing counts twice."""
     generator = torch.Generator().manual_seed(seed)
     shape = (60, 70)
-    feedback = Feedback()
-    codec = codec_of(compressor(text), (60, 70))
+    feedback = ErrorFeedback()
+    codec = build_codec(compressor(text), (60, 70))
     whole = torch.zeros(shape, dtype=torch.float64)
     sent = torch.zeros(60 * 70, dtype=torch.float64)
     for _ in range(steps):
         gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
         whole += 0.25 * gradient
-        vector = feedback.compensated("w", gradient, 0.25)
+        vector = feedback.compensate_gradient("w", gradient, 0.25)
         payload, agreed = one_rank(codec, vector)
         codec.add(payload, sent, agreed)
-        feedback.sent("w", codec, payload, agreed)
-        codec.summed(payload)
+        feedback.note_sent("w", codec, payload, agreed)
+        codec.adopt_sum(payload)
     assert torch.allclose(sent + feedback.residual["w"], whole.view(-1), atol=1e-12)
 
 
@@ -329,20 +343,20 @@ def test_momentum_correction_is_the_closed_form(
     """
     generator = torch.Generator().manual_seed(seed)
     elements = 3000
-    feedback = Corrected(lambda name: (momentum, nesterov))
-    codec = codec_of(compressor("dgc(0.05)"), (elements,))
+    feedback = MomentumCorrection(lambda name: (momentum, nesterov))
+    codec = build_codec(compressor("dgc(0.05)"), (elements,))
     gradients = []
     last = torch.full((elements,), -1)
     for step in range(steps):
         gradients.append(torch.randn(elements, generator=generator, dtype=torch.float64))
-        vector = feedback.compensated("w", gradients[-1], 1.0)
+        vector = feedback.compensate_gradient("w", gradients[-1], 1.0)
         payload = codec.compress(vector)
         wanted = torch.zeros(elements, dtype=torch.float64)
         for t, gradient in enumerate(gradients):
             wanted += torch.where(t > last, gradient * updates(step - t, momentum, nesterov), 0.0)
         assert torch.allclose(vector, wanted, atol=1e-12)
         assert torch.equal(payload[1], vector[payload[0].long()])
-        feedback.sent("w", codec, payload, None)
+        feedback.note_sent("w", codec, payload, None)
         last[payload[0].long()] = step
         assert not feedback.residual["w"][payload[0].long()].any()
         # without one there is none
@@ -354,15 +368,15 @@ def test_without_masking_nothing_of_the_momentum_is_lost(nesterov: bool) -> None
     """What was sent and what waits is all that SGD with momentum would have made of all
     gradients.
     """
-    feedback = Corrected(lambda name: (0.9, nesterov), masking=False)
-    codec = codec_of(compressor("dgc(0.05)"), (3000,))
+    feedback = MomentumCorrection(lambda name: (0.9, nesterov), masking=False)
+    codec = build_codec(compressor("dgc(0.05)"), (3000,))
     sent = torch.zeros(3000, dtype=torch.float64)
     gradients = []
     generator = torch.Generator().manual_seed(4)
     for step in range(20):
         gradients.append(torch.randn(3000, generator=generator, dtype=torch.float64))
-        payload = codec.compress(feedback.compensated("w", gradients[-1], 1.0))
-        feedback.sent("w", codec, payload, None)
+        payload = codec.compress(feedback.compensate_gradient("w", gradients[-1], 1.0))
+        feedback.note_sent("w", codec, payload, None)
         codec.add(payload, sent)
         whole = sum(each * updates(step - t, 0.9, nesterov) for t, each in enumerate(gradients))
         assert torch.allclose(sent + feedback.residual["w"], whole, atol=1e-11)
@@ -375,11 +389,15 @@ def updates(after: int, momentum: float, nesterov: bool) -> float:
 
 
 def test_another_number_of_ranks_goes_on_with_equal_parts_of_the_sum() -> None:
-    kept = {"w": {key_of("residual", rank): torch.arange(3.0) + 10 * rank for rank in range(4)}}
-    assert torch.equal(shared_out(kept, "w", "residual", 2, 4), torch.arange(3.0) + 20)
-    parts = [shared_out(kept, "w", "residual", rank, 3) for rank in range(3)]
+    kept = {
+        "w": {
+            make_residual_key("residual", rank): torch.arange(3.0) + 10 * rank for rank in range(4)
+        }
+    }
+    assert torch.equal(load_residual(kept, "w", "residual", 2, 4), torch.arange(3.0) + 20)
+    parts = [load_residual(kept, "w", "residual", rank, 3) for rank in range(3)]
     assert torch.allclose(sum(parts[1:], parts[0]), 4 * torch.arange(3.0) + 60)
-    assert shared_out(kept, "v", "residual", 0, 3) is None
+    assert load_residual(kept, "v", "residual", 0, 3) is None
 
 
 # ---- the notation --------------------
@@ -435,6 +453,6 @@ def test_only_what_loses_nothing_is_exact() -> None:
 
 def test_the_ratio_of_dgc_comes_down_in_equal_factors() -> None:
     """Lin et al. 2018, section 3.3: 75, 93.75, 98.4375, 99.6 and 99.9 % are left out."""
-    found = [pg.Dgc(0.001).in_epoch(epoch).ratio for epoch in range(6)]
+    found = [pg.Dgc(0.001).adapt_to_epoch(epoch).ratio for epoch in range(6)]
     assert found == pytest.approx([0.251, 0.0631, 0.0158, 0.00398, 0.001, 0.001], rel=1e-2)
-    assert pg.Dgc(0.01, warmup=0).in_epoch(0) == pg.Dgc(0.01, warmup=0)
+    assert pg.Dgc(0.01, warmup=0).adapt_to_epoch(0) == pg.Dgc(0.01, warmup=0)

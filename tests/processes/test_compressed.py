@@ -26,14 +26,14 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.errors import StepFailed
-from paragrad.launch import Ranks
-from paragrad.parallel.compression.momentum import Momentum, momentum_of
+from paragrad.launch import Launcher
+from paragrad.parallel.compression.momentum import DgcMomentum, take_over_momentum
 from paragrad.parallel.data import bucketing
 from paragrad.report import summaries
-from paragrad.report.equivalence.lockstep import distances
+from paragrad.report.equivalence.lockstep import measure_distances
 from paragrad.runtime.world import World
-from paragrad.strategies.compressors import count_of
-from paragrad.strategies.shares import divide
+from paragrad.strategies.compressors import count_top_entries
+from paragrad.strategies.shares import apportion_samples
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
@@ -64,7 +64,7 @@ def weights(trainer: Trainer) -> State:
 
 
 def steps_on(
-    pool: Ranks,
+    pool: Launcher,
     made: pg.Job,
     text: str,
     steps: int = STEPS,
@@ -86,10 +86,10 @@ def parts_of(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> A
     """For each step, ranks' parts of the mean gradient by the model's weights of then, and how
     large they are: plain torch.
     """
-    order = made.order(len(made.train))
+    order = made.make_order(len(made.train))
     for step in range(steps):
-        indices = order.indices(step // order.steps, order.at(step % order.steps))
-        sizes = divide(len(indices), shares)
+        indices = order.get_indices(step // order.steps, order.get_batch(step % order.steps))
+        sizes = apportion_samples(len(indices), shares)
         starts = [0, *itertools.accumulate(sizes)]
         parts = []
         for first, stop in itertools.pairwise(starts):
@@ -133,7 +133,7 @@ LOSSLESS = (
 )
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_without_loss_it_is_serials_training(
-    pool: Ranks, row: str, column: str, workers: int
+    pool: Launcher, row: str, column: str, workers: int
 ) -> None:
     text = row.format(n=workers, shares=[3, 1, 2][:workers])
     difference = found(pool, text, JOBS[column], steps=9)
@@ -148,8 +148,8 @@ def test_without_loss_it_is_serials_training(
         "data(2, compress=top_k(1.0)) * place(2)",
     ],
 )
-def test_of_a_model_in_parts_too(pool: Ranks, text: str) -> None:
-    task = functools.partial(however_small, distances)
+def test_of_a_model_in_parts_too(pool: Launcher, text: str) -> None:
+    task = functools.partial(however_small, measure_distances)
     assert (
         max(pool.run(task, vectors(optimizer=heavy), resolved(text), Settings(), STEPS, size=4)[0])
         < 1e-10
@@ -157,7 +157,7 @@ def test_of_a_model_in_parts_too(pool: Ranks, text: str) -> None:
 
 
 # ---- what is sent is what plain torch says --------------------
-def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
+def test_top_k_with_feedback_is_as_published(pool: Launcher) -> None:
     """Each rank's part of the mean gradient, and what it did not send before; of these the
     largest; the optimizer steps by the sum. The short batch too: were sums fed back, and
     divided by its weight, what waits would count more than twice.
@@ -166,7 +166,7 @@ def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
     ranks = 3
     ratio = 0.1
     ours = steps_on(pool, made, f"data({ranks}, compress=top_k({ratio}))")
-    model = made.model_to_train().double()
+    model = made.build_model_to_train().double()
     optimizer = heavy(model.parameters())
     waits = [torch.zeros(220 * 10, dtype=torch.float64) for _ in range(ranks)]
     for step, parts, _ in parts_of(made, model, [1] * ranks, STEPS):
@@ -175,7 +175,7 @@ def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
         total = torch.zeros(2200, dtype=torch.float64)
         for wait, part in zip(waits, parts, strict=True):
             wait += part[LARGE].view(-1)
-            where = wait.abs().topk(count_of(ratio, 2200)).indices
+            where = wait.abs().topk(count_top_entries(ratio, 2200)).indices
             total[where] += wait[where]
             wait[where] = 0.0
         model.get_parameter(LARGE).grad = total.view(220, 10)
@@ -200,7 +200,7 @@ def deep_steps(
     al. 2018, decay beside them. later: (step, ranks): from there on as many go on, with equal
     parts of the sums.
     """
-    model = made.model_to_train().double()
+    model = made.build_model_to_train().double()
     rate = 0.1
     named = dict(model.named_parameters())
     u = [torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)]
@@ -229,7 +229,7 @@ def deep_steps(
             gradient = part[LARGE].view(-1)
             u[rank] = momentum * u[rank] + gradient
             v[rank] = v[rank] + (gradient + momentum * u[rank] if nesterov else u[rank])
-            where = v[rank].abs().topk(count_of(ratio, 2200)).indices
+            where = v[rank].abs().topk(count_top_entries(ratio, 2200)).indices
             total[where] += v[rank][where]
             v[rank][where] = u[rank][where] = 0.0
         with torch.no_grad():
@@ -248,7 +248,7 @@ def deep_steps(
     [{}, {"nesterov": True}, {"decay": 0.01}, {"nesterov": True, "decay": 0.01}, {"clip": 0.3}],
 )
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_dgc_is_as_published(pool: Ranks, ways: dict[str, Any], ranks: int) -> None:
+def test_dgc_is_as_published(pool: Launcher, ways: dict[str, Any], ranks: int) -> None:
     """Momentum correction and factor masking, Nesterov's too; weight decay out of what waits,
     with a momentum of its own; clipping on each rank before anything is added; small tensors
     dense, by SGD's momentum, unmasked.
@@ -266,7 +266,7 @@ def test_dgc_is_as_published(pool: Ranks, ways: dict[str, Any], ranks: int) -> N
         assert close(one, other)
 
 
-def test_dgc_may_have_its_own_momentum_and_clipping(pool: Ranks) -> None:
+def test_dgc_may_have_its_own_momentum_and_clipping(pool: Launcher) -> None:
     ours = steps_on(
         pool, vectors(), "data(2, compress=dgc(0.05, momentum=0.9, warmup=0, clip=0.3))"
     )[0]
@@ -274,7 +274,7 @@ def test_dgc_may_have_its_own_momentum_and_clipping(pool: Ranks) -> None:
         assert close(one, other)
 
 
-def test_who_has_more_of_a_batch_may_have_more_of_its_norm(pool: Ranks) -> None:
+def test_who_has_more_of_a_batch_may_have_more_of_its_norm(pool: Launcher) -> None:
     """All parts were clipped alike, so the larger ones more than their sum would be."""
     ours = steps_on(
         pool,
@@ -300,11 +300,11 @@ def test_a_part_of_a_pipeline_is_clipped_by_its_replicas_share(tmp_path: Path) -
     assert close(plainly.state_dict(), parts.state_dict())
 
 
-def momentum_kept(text: str, momentum: float) -> tuple[Momentum, torch.optim.SGD, nn.Parameter]:
+def momentum_kept(text: str, momentum: float) -> tuple[DgcMomentum, torch.optim.SGD, nn.Parameter]:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum)
     chosen: Any = pg.strategy(f"data(2, compress={text})")
-    kept = momentum_of(chosen.compress, optimizer, {"w": weight})
+    kept = take_over_momentum(chosen.compress, optimizer, {"w": weight})
     assert kept is not None
     return kept, optimizer, weight
 
@@ -314,7 +314,7 @@ def test_a_scheduler_that_sets_momentum_later_is_no_second_owner() -> None:
     silence.
     """
     kept, optimizer, weight = momentum_kept("dgc(0.01, momentum=0.9)", 0.0)
-    weight.grad, kept.given[weight] = torch.ones(3), 0
+    weight.grad, kept.last_given_steps[weight] = torch.ones(3), 0
     optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.95
     with pytest.raises(StepFailed, match=r"given twice, 0\.9 here and 0\.95 by group 0"):
@@ -324,10 +324,10 @@ def test_a_scheduler_that_sets_momentum_later_is_no_second_owner() -> None:
 def test_an_optimizer_that_is_loaded_later_is_looked_at_anew() -> None:
     """Momentum went on by the groups of before, and buffers that were loaded lay unused."""
     kept, optimizer, weight = momentum_kept("dgc(0.01)", 0.9)
-    assert kept.of("w") == (0.9, False)
+    assert kept.get_momentum("w") == (0.9, False)
     other = torch.optim.SGD([weight], lr=0.1, momentum=0.5)
     optimizer.load_state_dict(other.state_dict())
-    assert kept.of("w") == (0.5, False)
+    assert kept.get_momentum("w") == (0.5, False)
     weight.grad = torch.ones(3)
     other.step()
     optimizer.load_state_dict(other.state_dict())
@@ -335,14 +335,14 @@ def test_an_optimizer_that_is_loaded_later_is_looked_at_anew() -> None:
         optimizer.step()
 
 
-def test_dgc_of_everything_is_sgd_without_momentum_where_tensors_are_large(pool: Ranks) -> None:
+def test_dgc_of_everything_is_sgd_without_momentum_where_tensors_are_large(pool: Launcher) -> None:
     """All is sent, and masked."""
     ours = steps_on(pool, vectors(optimizer=heavy), "data(2, compress=dgc(1.0, warmup=0))")[0]
     for one, other in zip(ours, deep_steps(vectors(), 2, 1.0, 0.9), strict=True):
         assert close(one, other)
 
 
-def test_dgc_of_everything_without_masking_is_sgd(pool: Ranks) -> None:
+def test_dgc_of_everything_without_masking_is_sgd(pool: Launcher) -> None:
     """With its momentum and decay, which are in other hands: the sum of both is what SGD's
     buffer was.
     """
@@ -362,18 +362,20 @@ def deeper() -> nn.Module:
 
 
 def in_small_buckets(world: World, *args: Any) -> list[Any]:
-    before = bucketing.BYTES
-    bucketing.BYTES = 1000
+    before = bucketing.BUCKET_BYTES
+    bucketing.BUCKET_BYTES = 1000
     try:
         return seen(world, *args)
     finally:
-        bucketing.BYTES = before
+        bucketing.BUCKET_BYTES = before
 
 
 @pytest.mark.parametrize(
     "text", ["threshold(0.02)", "threshold(1000)", "top_k(0.01)", "dgc(0.01, warmup=0)", "one_bit"]
 )
-def test_what_travels_together_makes_no_difference(pool: Ranks, tmp_path: Path, text: str) -> None:
+def test_what_travels_together_makes_no_difference(
+    pool: Launcher, tmp_path: Path, text: str
+) -> None:
     """Sparse messages of several buckets, of different lengths on each rank, and empty ones."""
     made = vectors(model=deeper, optimizer=heavy)
     strategy = f"data(3, compress={text})"
@@ -383,12 +385,12 @@ def test_what_travels_together_makes_no_difference(pool: Ranks, tmp_path: Path, 
         assert close(one, other)
     run = pg.train(made, strategy, runs=tmp_path, limit=2)
     assert next(
-        line["picked"] for line in run.of("choice") if line["what"] == "message"
+        line["picked"] for line in run.select_lines("choice") if line["what"] == "message"
     ).startswith(text[:-1].split(",")[0])
     large = ("0.weight", "2.weight")
     still = equal(
         {name: run.model().get_parameter(name) for name in large},
-        {name: made.built_model().get_parameter(name) for name in large},
+        {name: made.build_model().get_parameter(name) for name in large},
     )
     assert still == (text == "threshold(1000)")
 
@@ -397,7 +399,7 @@ def cycled(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=99)
 
 
-def test_a_scheduler_that_cycles_momentum_has_it_taken_over_in_every_step(pool: Ranks) -> None:
+def test_a_scheduler_that_cycles_momentum_has_it_taken_over_in_every_step(pool: Launcher) -> None:
     """It would have been SGD's as well, from the second step on: SGD keeps no buffer."""
     made = vectors(optimizer=heavy, scheduler=cycled)
     seen = steps_on(pool, made, "data(2, compress=dgc(0.05, warmup=0))", look=_momenta)[0]
@@ -416,7 +418,7 @@ LOSSY = [text.removeprefix("data(2, compress=")[:-1] for text in COMPRESSED]
 
 
 @pytest.mark.parametrize("text", LOSSY)
-def test_replicas_stay_equal_to_the_bit(pool: Ranks, text: str) -> None:
+def test_replicas_stay_equal_to_the_bit(pool: Launcher, text: str) -> None:
     ranks = steps_on(
         pool, vectors(dtype=torch.float32, optimizer=heavy), f"data(3, compress={text})"
     )
@@ -443,7 +445,7 @@ class Tied(nn.Module):
 
 def by_serial_name(trainer: Trainer) -> State:
     return {
-        trainer.layout.held[name].name: each.detach().clone()
+        trainer.layout.specs[name].name: each.detach().clone()
         for name, each in trainer.parameters.items()
     }
 
@@ -452,7 +454,7 @@ def by_serial_name(trainer: Trainer) -> State:
     "text",
     ["bf16, reduce=ring", "power_sgd(1), reduce=tree", "threshold(0.001)", "dgc(0.3, warmup=0)"],
 )
-def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Ranks, text: str) -> None:
+def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Launcher, text: str) -> None:
     """Each part of the model sums its copy beside other tensors, so a ring of three begins
     elsewhere in it, or one sends it as dense vectors: copies came to differ, and nobody looked,
     for it was no exact training.
@@ -468,7 +470,7 @@ def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Ranks, text: str
 @pytest.mark.parametrize(
     "reduce", ["ring", "tree", "butterfly", "halving", "double_tree", "direct"]
 )
-def test_what_adds_up_travels_along_any_all_reduce(pool: Ranks, text: str, reduce: str) -> None:
+def test_what_adds_up_travels_along_any_all_reduce(pool: Launcher, text: str, reduce: str) -> None:
     made = vectors(dtype=torch.float32)
     native, ours = (
         steps_on(pool, made, f"data(3, compress={text}{more})", 3)
@@ -489,7 +491,9 @@ def test_verify_says_how_far_it_is(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["top_k(0.1)", "one_bit", "dgc(0.1, warmup=0)", "bf16", "power_sgd(1)"]
 )
-def test_parameters_of_any_real_or_complex_type(pool: Ranks, dtype: torch.dtype, text: str) -> None:
+def test_parameters_of_any_real_or_complex_type(
+    pool: Launcher, dtype: torch.dtype, text: str
+) -> None:
     if dtype.is_complex:
         data = TensorDataset(numbers(29, 60, seed=1).to(dtype), numbers(29, 60, seed=2).to(dtype))
         made = vectors(
@@ -515,10 +519,10 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 # ---- what travels --------------------
 def sent_by(trainer: Trainer) -> dict[str, int]:
     assert trainer.exchange is not None
-    return {kind: each["bytes"] for kind, each in trainer.exchange.sent.items()}
+    return {kind: each["bytes"] for kind, each in trainer.exchange.sent_bytes.items()}
 
 
-def test_bytes_on_the_wire(pool: Ranks) -> None:
+def test_bytes_on_the_wire(pool: Launcher) -> None:
     """To each of two others 22 entries of 8 bytes; small tensors (220 + 880 + 4 numbers) along
     a ring.
     """
@@ -532,22 +536,22 @@ def test_bytes_on_the_wire(pool: Ranks) -> None:
     }
 
 
-def test_what_would_be_longer_than_dense_vectors_is_sent_so(pool: Ranks, tmp_path: Path) -> None:
+def test_what_would_be_longer_than_dense_vectors_is_sent_so(pool: Launcher, tmp_path: Path) -> None:
     """r p >= 1 (formulas: wire ratio): of the same entries, so the training is the same
     whatever carries them.
     """
     run = pg.train(vectors(dtype=torch.float32), "data(4, compress=top_k(0.3))", runs=tmp_path)
-    told = [line for line in run.of("choice") if line["what"] == "message"]
+    told = [line for line in run.select_lines("choice") if line["what"] == "message"]
     assert {line["picked"] for line in told} == {"dense"}
     sparse = pg.train(vectors(dtype=torch.float32), "data(2, compress=top_k(0.3))", runs=tmp_path)
-    assert {line["picked"] for line in sparse.of("choice") if line["what"] == "message"} == {
-        "top_k(0.3)"
-    }
+    assert {
+        line["picked"] for line in sparse.select_lines("choice") if line["what"] == "message"
+    } == {"top_k(0.3)"}
 
 
 def test_time_of_compressing_and_extracting_is_in_the_record(tmp_path: Path) -> None:
     run = pg.train(vectors(), "data(2, compress=top_k(0.1))", runs=tmp_path)
-    names = {line["name"] for line in run.of("span")}
+    names = {line["name"] for line in run.select_lines("span")}
     assert {"compress", "exchange", "extract"} <= names
 
 
@@ -570,7 +574,7 @@ class Bad(nn.Module):
 
 
 @pytest.mark.parametrize("text", LOSSY)
-def test_a_gradient_that_is_not_finite_is_named(pool: Ranks, text: str) -> None:
+def test_a_gradient_that_is_not_finite_is_named(pool: Launcher, text: str) -> None:
     with pytest.raises(pg.RankFailed, match="is not finite") as caught:
         steps_on(pool, vectors(model=Bad, dtype=torch.float32), f"data(2, compress={text})")
     assert caught.value.tensor == "inner.0.weight"
@@ -684,7 +688,7 @@ def test_another_number_of_ranks_goes_on_with_the_sum(tmp_path: Path) -> None:
     )
     assert not [
         line
-        for line in second.of("choice")
+        for line in second.select_lines("choice")
         if line["what"] == "checkpoint" and "without" in line["picked"]
     ]
 
@@ -706,7 +710,7 @@ def test_serial_goes_on_with_the_momentum_and_names_what_it_leaves_out(tmp_path:
     run = pg.train(made, "serial", runs=tmp_path, resume=first.folder)
     left = [
         line["picked"]
-        for line in run.of("choice")
+        for line in run.select_lines("choice")
         if line["what"] == "checkpoint" and "without" in line["picked"]
     ]
     assert left == ["without decayed, unsent of 0, unsent of 1, velocity of 0, velocity of 1"]
@@ -740,7 +744,7 @@ def test_what_waits_of_velocities_is_no_residual(
         runs=tmp_path,
         resume=run.folder,
     )
-    told = [line["picked"] for line in on.of("choice") if line["what"] == "checkpoint"]
+    told = [line["picked"] for line in on.select_lines("choice") if line["what"] == "checkpoint"]
     assert [each for each in told if each.startswith("without")] == ([left] if left else [])
     # which loses nothing: serial, from the same checkpoint
     if second == "top_k(1.0)":
@@ -815,7 +819,7 @@ def test_a_terminal_is_told_what_is_left_out(
 ) -> None:
     made = vectors(optimizer=heavy, epochs=1)
     first = pg.train(made, "data(2, compress=top_k(0.1))", runs=tmp_path, save=2)
-    summaries.run(
+    summaries.print_run(
         pg.train(made.replace(epochs=2), "serial", runs=tmp_path, resume=first.folder),
         as_json=False,
     )
@@ -833,7 +837,9 @@ def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
         for text in ("serial", "data(2, compress=dgc(1.0, warmup=0, masking=false))")
     )
     assert len(run.losses) == 6
-    assert [line["picked"] for line in run.of("choice") if line["what"] == "momentum"] == ["0.9"]
+    assert [
+        line["picked"] for line in run.select_lines("choice") if line["what"] == "momentum"
+    ] == ["0.9"]
     assert close(run.model().state_dict(), serial.model().state_dict())
 
 
@@ -856,7 +862,7 @@ def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
     )
 
 
-def test_in_a_loop_of_ones_own(pool: Ranks) -> None:
+def test_in_a_loop_of_ones_own(pool: Launcher) -> None:
     """Afterwards the optimizer is the user's again, with its momentum."""
     found = pool.run(own_loop, "data(2, compress=dgc(0.05, warmup=0))", size=2)
     assert equal(found[0][0], found[1][0])
@@ -909,7 +915,7 @@ def hook_steps(text: str, steps: int = 4) -> list[State]:
                 means[name] += each.grad / ranks  # type: ignore[operator]
             u[rank] = (momentum * u[rank] if deep else 0.0) + named[LARGE].grad.view(-1) / ranks
             v[rank] = v[rank] + u[rank]
-            where = v[rank].abs().topk(count_of(0.05, 2200)).indices
+            where = v[rank].abs().topk(count_top_entries(0.05, 2200)).indices
             total[where] += v[rank][where]
             v[rank][where] = u[rank][where] = 0.0
         with torch.no_grad():
@@ -924,7 +930,7 @@ def hook_steps(text: str, steps: int = 4) -> list[State]:
 
 @pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)"])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_hook_under_plain_ddp(pool: Ranks, text: str, backend: str) -> None:
+def test_a_hook_under_plain_ddp(pool: Launcher, text: str, backend: str) -> None:
     """What is kept is by parameter: DDP builds its buckets anew after the first step."""
     ranks = pool.run(hooked, text, text.startswith("dgc"), size=3, backend=backend)
     for one, other in zip(ranks[0], hook_steps(text), strict=True):
@@ -935,7 +941,7 @@ def test_a_hook_under_plain_ddp(pool: Ranks, text: str, backend: str) -> None:
 @pytest.mark.parametrize(
     "text", ["bf16", "fp16", "int8", "one_bit", "threshold(0.01)", "power_sgd(1)"]
 )
-def test_every_compressor_is_a_hook(pool: Ranks, text: str) -> None:
+def test_every_compressor_is_a_hook(pool: Launcher, text: str) -> None:
     ranks, plain = (pool.run(hooked, each, False, size=2, backend="shm") for each in (text, "ring"))
     assert all(map(equal, *ranks))
     assert all(each.isfinite().all() for each in ranks[0][-1].values())
@@ -990,7 +996,7 @@ def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize(("text", "eps"), [("bf16", 2**-8), ("fp16", 2**-11)])
-def test_halves_are_those_of_torchs_hooks(pool: Ranks, text: str, eps: float) -> None:
+def test_halves_are_those_of_torchs_hooks(pool: Launcher, text: str, eps: float) -> None:
     """Rounded before and after the sum, in both; fp16 is scaled here, so that small numbers
     keep their bits.
     """
@@ -1001,7 +1007,7 @@ def test_halves_are_those_of_torchs_hooks(pool: Ranks, text: str, eps: float) ->
     assert float((ours - mean).norm()) <= 1.1 * float((theirs - mean).norm())
 
 
-def test_power_sgd_feeds_back_as_torchs_does(pool: Ranks) -> None:
+def test_power_sgd_feeds_back_as_torchs_does(pool: Launcher) -> None:
     """Of the same gradient again and again what was sent comes to its sum."""
     # torch's begins with the third
     found = pool.run(beside_torchs, "power_sgd(1)", 40, size=2, backend="gloo")[0][2:]
@@ -1044,7 +1050,7 @@ def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any])
     ],
 )
 def test_a_hook_that_lacks_something_is_refused(
-    pool: Ranks, text: str, momentum: float, more: dict[str, Any], said: str
+    pool: Launcher, text: str, momentum: float, more: dict[str, Any], said: str
 ) -> None:
     assert said in pool.run(hook_refused, text, momentum, more, size=2)[0]
 
@@ -1070,7 +1076,7 @@ def hook_failing(world: World) -> str:
     return "went on"
 
 
-def test_a_hook_that_fails_names_step_and_parameter(pool: Ranks) -> None:
+def test_a_hook_that_fails_names_step_and_parameter(pool: Launcher) -> None:
     said = pool.run(hook_failing, size=2)
     assert "step 2, tensor parameter" in said[1]
     assert "of shape (" in said[1]
@@ -1176,7 +1182,7 @@ def under_ddp(world: World, case: str, text: str) -> State:
 
 
 @pytest.mark.parametrize("text", ["dgc(1.0, warmup=0, masking=false)", "top_k(1.0)"])
-def test_a_hook_that_loses_nothing_is_ddps_own(pool: Ranks, text: str) -> None:
+def test_a_hook_that_loses_nothing_is_ddps_own(pool: Launcher, text: str) -> None:
     """Of complex parameters half was exchanged; decay was that of other places where a
     parameter has strides of its own; a group that was added had neither momentum nor decay;
     where momentum is 0 at first the last gradient stood for it; in a closure it was 0, and for
@@ -1261,7 +1267,7 @@ def hook_misused(world: World, case: str) -> str:
         ),
     ],
 )
-def test_what_a_hook_of_dgc_cannot_be(pool: Ranks, case: str, said: str) -> None:
+def test_what_a_hook_of_dgc_cannot_be(pool: Launcher, case: str, said: str) -> None:
     """Two hooks each put back what the other had set aside, and SGD ended without momentum; so
     did steps on gradients of elsewhere; a group that maximizes decayed to the other side.
     """
@@ -1308,7 +1314,7 @@ def hook_closed(world: World) -> tuple[State, State, bool]:
     )
 
 
-def test_a_hook_that_is_closed_gives_the_optimizer_back(pool: Ranks) -> None:
+def test_a_hook_that_is_closed_gives_the_optimizer_back(pool: Launcher) -> None:
     """Its thread, and what it keeps, stayed for as long as the process."""
     for one, other, gone in pool.run(hook_closed, size=2):
         assert equal(one, other)
@@ -1325,7 +1331,7 @@ class Louder(pg.Compressor):
     sums = True
     feedback = False
 
-    def in_epoch(self, epoch: int) -> Louder:
+    def adapt_to_epoch(self, epoch: int) -> Louder:
         return dataclasses.replace(self, times=self.times + epoch)
 
     def codec(self, shape: Sequence[int], key: int) -> pg.Codec:
@@ -1338,36 +1344,36 @@ class Loud(pg.Codec):
         self.times = times
 
     def compress(
-        self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0
+        self, vector: Tensor, agreement: Tensor | None = None, seed: int = 0
     ) -> tuple[Tensor, ...]:
         return (vector * (self.times * (1 if self.memory is None else 1 + int(self.memory))),)
 
-    def extract(self, payload: tuple[Tensor, ...], agreed: Tensor | None = None) -> Tensor:
+    def extract(self, payload: tuple[Tensor, ...], agreement: Tensor | None = None) -> Tensor:
         return payload[0]
 
-    def summed(self, payload: tuple[Tensor, ...]) -> None:
+    def adopt_sum(self, payload: tuple[Tensor, ...]) -> None:
         self.memory = torch.tensor(1) if self.memory is None else self.memory + 1
 
 
-def test_one_of_a_users_own_is_another_one_in_each_epoch(pool: Ranks) -> None:
+def test_one_of_a_users_own_is_another_one_in_each_epoch(pool: Launcher) -> None:
     """Nobody asked what it is in an epoch, and what its codecs remembered was forgotten where
     it became another.
     """
     made = vectors(optimizer=functools.partial(torch.optim.SGD, lr=0.005))
     ours = steps_on(pool, made, "data(2, compress=louder)")
-    model = made.model_to_train().double()
+    model = made.build_model_to_train().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     for step, parts, _ in parts_of(made, model, [1, 1], STEPS):
         for name, parameter in model.named_parameters():
             parameter.grad = sum(each[name] for each in parts)  # type: ignore[assignment]
-        model.get_parameter(LARGE).grad *= (1 + step // made.order(len(made.train)).steps) * (
+        model.get_parameter(LARGE).grad *= (1 + step // made.make_order(len(made.train)).steps) * (
             1 + step
         )  # type: ignore[operator]
         optimizer.step()
         assert close(ours[0][step], dict(model.named_parameters()))
 
 
-def test_one_of_a_users_own_under_a_hook(pool: Ranks) -> None:
+def test_one_of_a_users_own_under_a_hook(pool: Launcher) -> None:
     """DDP tells of no epochs: the step stood for one."""
     found = pool.run(beside_torchs, "louder", 4, size=2, backend="shm")[0]
     for step, (ours, _, mean) in enumerate(found):

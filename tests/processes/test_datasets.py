@@ -30,19 +30,31 @@ from torch import nn
 from torch.nn import functional
 
 from paragrad.datasets import dataset_files
-from paragrad.datasets.dataset_files import SETS, Original, content, located
-from paragrad.datasets.idx import labelled, read
+from paragrad.datasets.dataset_files import (
+    PUBLISHED_FILES,
+    PublishedFile,
+    locate_files,
+    read_unpacked,
+)
+from paragrad.datasets.idx import read_idx, read_labelled_images
 from paragrad.datasets.loading import Samples
-from paragrad.datasets.mnist import DEVIATION, MEAN, mnist
-from paragrad.datasets.tinyshakespeare import CHARACTERS, NUMBERS, Speeches, pad, speeches, windows
+from paragrad.datasets.mnist import DEVIATION, MEAN, load_mnist
+from paragrad.datasets.tinyshakespeare import (
+    CHARACTER_NUMBERS,
+    CHARACTERS,
+    Speeches,
+    load_speeches,
+    load_windows,
+    pad_speeches,
+)
 from paragrad.errors import Refused
 from paragrad.jobs import find_job
 from paragrad.jobs.digits import inception_digits
 from paragrad.jobs.job import Job, accuracy
-from paragrad.jobs.loss import Summed
+from paragrad.jobs.loss import LossModule
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp, mnist_resnet
 from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
-from paragrad.validation.inspect_job import examined
+from paragrad.validation.inspect_job import inspect_job
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 PLAY = (
@@ -162,10 +174,10 @@ def server(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with Server() as running:
         running.bodies = {"a.gz": gzip.compress(b"first"), "b.txt": b"second"}
         originals = tuple(
-            Original(f"{running.url}/{name}", hashlib.sha256(body).hexdigest())
+            PublishedFile(f"{running.url}/{name}", hashlib.sha256(body).hexdigest())
             for name, body in running.bodies.items()
         )
-        monkeypatch.setitem(SETS, "small", originals)
+        monkeypatch.setitem(PUBLISHED_FILES, "small", originals)
         yield running
 
 
@@ -181,17 +193,17 @@ def test_a_given_folder_holds_the_files(tmp_path: Path, packed: bool, below: boo
     folder.mkdir(exist_ok=True)
     for name, body in SMALL.items():
         (folder / (name + ".gz" * packed)).write_bytes(gzip.compress(body) if packed else body)
-    found = located("mnist", tmp_path)
+    found = locate_files("mnist", tmp_path)
     assert found == {name: folder / (name + ".gz" * packed) for name in SMALL}
-    assert len(mnist(tmp_path, train=True)) == 20
-    assert len(mnist(tmp_path, train=False)) == 7
+    assert len(load_mnist(tmp_path, train=True)) == 20
+    assert len(load_mnist(tmp_path, train=False)) == 7
 
 
 def test_what_a_file_is_decides_not_its_name(small: Path) -> None:
     """Browsers unpack .gz files and leave the name as it was."""
     (small / "train-images-idx3-ubyte").rename(small / "train-images-idx3-ubyte.gz")
     (small / "train-labels-idx1-ubyte").write_bytes(gzip.compress(SMALL["train-labels-idx1-ubyte"]))
-    assert len(mnist(small, train=True)) == 20
+    assert len(load_mnist(small, train=True)) == 20
 
 
 def test_a_folder_that_holds_some_of_the_files_is_refused(small: Path) -> None:
@@ -204,19 +216,19 @@ def test_a_folder_that_holds_some_of_the_files_is_refused(small: Path) -> None:
         Refused,
         match=r"lacks t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte of the data set mnist; put",
     ):
-        located("mnist", small)
+        locate_files("mnist", small)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"there is no data folder .*nowhere; give an existing one"):
-        located("mnist", tmp_path / "nowhere")
+        locate_files("mnist", tmp_path / "nowhere")
 
 
 def test_checksums_are_those_of_the_originals(data: Path) -> None:
     checked = []
-    for dataset, originals in SETS.items():
+    for dataset, originals in PUBLISHED_FILES.items():
         for original in originals:
-            for path in (data / dataset / original.published, data / original.published):
+            for path in (data / dataset / original.packed_name, data / original.packed_name):
                 if path.is_file():
                     assert hashlib.sha256(path.read_bytes()).hexdigest() == original.sha256, path
                     checked.append(original)
@@ -227,8 +239,8 @@ def test_checksums_are_those_of_the_originals(data: Path) -> None:
 def test_downloads_once_then_the_cache(
     server: Server, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = located("small", None)
-    assert {name: content(path) for name, path in found.items()} == {
+    found = locate_files("small", None)
+    assert {name: read_unpacked(path) for name, path in found.items()} == {
         "a": b"first",
         "b.txt": b"second",
     }
@@ -236,7 +248,7 @@ def test_downloads_once_then_the_cache(
         capfd.readouterr().err == f"downloading {server.url}/a.gz\ndownloading {server.url}/b.txt\n"
     )
     assert left(cache) == ["a.gz", "b.txt"]
-    assert located("small", None) == found
+    assert locate_files("small", None) == found
     assert server.asked == ["a.gz", "b.txt"]
     assert capfd.readouterr().err == ""
 
@@ -253,11 +265,11 @@ def test_a_given_folder_without_the_files_starts_no_download(
         match=rf"other holds no file of the data set small; put a and b\.txt there, .*, or name no "
         rf"folder .*: they are then downloaded once, from {server.url}$",
     ):
-        located("small", tmp_path / "other")
+        locate_files("small", tmp_path / "other")
     assert server.asked == []
-    located("small", None)
+    locate_files("small", None)
     with pytest.raises(Refused, match="holds no file of the data set small"):
-        located("small", tmp_path / "other")
+        locate_files("small", tmp_path / "other")
 
 
 def test_a_given_folder_comes_before_the_cache_and_needs_no_checksum(
@@ -265,14 +277,14 @@ def test_a_given_folder_comes_before_the_cache_and_needs_no_checksum(
 ) -> None:
     (tmp_path / "a").write_bytes(b"mine")
     (tmp_path / "b.txt").write_bytes(b"mine too")
-    assert located("small", tmp_path) == {"a": tmp_path / "a", "b.txt": tmp_path / "b.txt"}
+    assert locate_files("small", tmp_path) == {"a": tmp_path / "a", "b.txt": tmp_path / "b.txt"}
     assert server.asked == []
 
 
 def test_a_damaged_cache_is_filled_again(server: Server, cache: Path) -> None:
-    located("small", None)
+    locate_files("small", None)
     (cache / "b.txt").write_bytes(b"dirt")
-    assert content(located("small", None)["b.txt"]) == b"second"
+    assert read_unpacked(locate_files("small", None)["b.txt"]) == b"second"
     assert server.asked == ["a.gz", "b.txt", "b.txt"]
 
 
@@ -283,16 +295,16 @@ def spoil(server: Server, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     elif how == "not found":
         del server.bodies["b.txt"]
     elif how == "cut":
-        located("small", None)  # the first file is whole by then
+        locate_files("small", None)  # the first file is whole by then
         (Path(pooch.os_cache("paragrad")) / "small" / "b.txt").unlink()
         server.extra = 5
     elif how == "silent":
-        monkeypatch.setitem(SETS, "small", SETS["small"][1:])
-        monkeypatch.setattr(dataset_files, "SILENCE", 0.05)
+        monkeypatch.setitem(PUBLISHED_FILES, "small", PUBLISHED_FILES["small"][1:])
+        monkeypatch.setattr(dataset_files, "SOCKET_TIMEOUT", 0.05)
         server.answering.clear()
     elif how == "slow":
-        monkeypatch.setitem(SETS, "small", SETS["small"][1:])
-        monkeypatch.setattr(dataset_files, "LONGEST", -1.0)
+        monkeypatch.setitem(PUBLISHED_FILES, "small", PUBLISHED_FILES["small"][1:])
+        monkeypatch.setattr(dataset_files, "MAX_DOWNLOAD_SECONDS", -1.0)
 
 
 @pytest.mark.parametrize(
@@ -310,11 +322,11 @@ def test_nothing_half_written_stays(
 ) -> None:
     spoil(server, monkeypatch, how)
     with pytest.raises(Refused) as refusal:
-        located("small", None)
+        locate_files("small", None)
     assert message in str(refusal.value)
     assert f"{server.url}/b.txt" in str(refusal.value)
     assert str(refusal.value).startswith("data set small: ")
-    assert left(cache) == (["a.gz"] if len(SETS["small"]) == 2 else [])
+    assert left(cache) == (["a.gz"] if len(PUBLISHED_FILES["small"]) == 2 else [])
 
 
 def test_without_network_it_says_what_to_put_where(
@@ -325,9 +337,9 @@ def test_without_network_it_says_what_to_put_where(
         deaf.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         monkeypatch.setitem(
-            SETS,
+            PUBLISHED_FILES,
             "small",
-            tuple(Original(f"{url}/{name}", "0" * 64) for name in ("a.gz", "b.txt", "c.gz")),
+            tuple(PublishedFile(f"{url}/{name}", "0" * 64) for name in ("a.gz", "b.txt", "c.gz")),
         )
         with pytest.raises(
             Refused,
@@ -335,7 +347,7 @@ def test_without_network_it_says_what_to_put_where(
             r"or "
             r"without \.gz, into a folder and give it with --data FOLDER",
         ):
-            located("small", None)
+            locate_files("small", None)
     assert left(cache) == []
 
 
@@ -343,7 +355,7 @@ def test_a_cache_that_cannot_be_written_is_refused(server: Server, cache: Path) 
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where a folder belongs")
     with pytest.raises(Refused, match=r"a\.gz could not be got"):
-        located("small", None)
+        locate_files("small", None)
 
 
 def test_without_pooch_it_says_what_to_install(
@@ -351,8 +363,8 @@ def test_without_pooch_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(Refused, match=r"pip install pooch; or put train-images-idx3-ubyte, "):
-        located("mnist", None)
-    assert len(located("mnist", small)) == 4  # a given folder does without
+        locate_files("mnist", None)
+    assert len(locate_files("mnist", small)) == 4  # a given folder does without
 
 
 # ---- IDX -------------------------------------------------------------------------------------
@@ -362,7 +374,7 @@ def test_every_element_type(tmp_path: Path, code: str, packed: bool) -> None:
     array = (numpy.arange(-12, 12).reshape(2, 3, 4) * (1.25 if code[0] == "f" else 7)).astype(code)
     path = tmp_path / "some"
     path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
-    tensor = read(path)
+    tensor = read_idx(path)
     assert torch.equal(tensor, torch.from_numpy(array))
     assert tensor.dtype == torch.from_numpy(array).dtype
 
@@ -415,7 +427,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, body: bytes, message:
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(body)
     with pytest.raises(Refused) as refusal:
-        read(path)
+        read_idx(path)
     assert str(refusal.value).startswith(str(path))
     assert message in str(refusal.value)
     assert str(refusal.value).endswith("copy or download it again")
@@ -431,7 +443,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, body: bytes, message:
 def test_any_bytes_are_read_or_refused(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "any").write_bytes(body)
     try:
-        elements = read(tmp_path / "any").numel()
+        elements = read_idx(tmp_path / "any").numel()
     except Refused:
         return
     assert elements > 0
@@ -441,7 +453,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         Refused, match=r"cannot be read \(Is a directory\); make it a readable file"
     ):
-        read(tmp_path)
+        read_idx(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -490,13 +502,13 @@ def test_images_and_labels_are_checked_against_each_other(
     (tmp_path / "images").write_bytes(idx(images))
     (tmp_path / "labels").write_bytes(idx(labels))
     with pytest.raises(Refused) as refusal:
-        labelled(tmp_path / "images", tmp_path / "labels")
+        read_labelled_images(tmp_path / "images", tmp_path / "labels")
     assert message.format(folder=tmp_path) in str(refusal.value)
 
 
 # ---- MNIST -----------------------------------------------------------------------------------
 def test_a_batch_of_mnist(small: Path) -> None:
-    dataset = mnist(small, train=True)
+    dataset = load_mnist(small, train=True)
     images, labels = dataset[[3, 0, 13]]
     assert images.shape == (3, 1, 28, 28)
     assert images.dtype == torch.float32
@@ -510,7 +522,7 @@ def test_a_batch_of_mnist(small: Path) -> None:
 
 
 def test_a_whole_batch_is_fetched_at_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = mnist(small, train=True)
+    dataset = load_mnist(small, train=True)
     asked = []
     usual = type(dataset).__getitem__
     monkeypatch.setattr(
@@ -526,7 +538,7 @@ def test_a_whole_batch_is_fetched_at_once(small: Path, monkeypatch: pytest.Monke
     ids=["copy", "pickle"],
 )
 def test_mnist_can_be_copied(small: Path, copied: Callable[[object], object]) -> None:
-    dataset = mnist(small, train=False)
+    dataset = load_mnist(small, train=False)
     assert all(
         torch.equal(*pair) for pair in zip(copied(dataset)[[1, 2]], dataset[[1, 2]], strict=True)
     )
@@ -537,11 +549,11 @@ def test_images_of_another_size_are_refused(small: Path) -> None:
     with pytest.raises(
         Refused, match=r"train-images-idx3-ubyte holds images of 32x32 pixels; give images of 28x28"
     ):
-        mnist(small, train=True)
+        load_mnist(small, train=True)
 
 
 def test_the_real_mnist(data: Path) -> None:
-    train, test = mnist(data, train=True), mnist(data, train=False)
+    train, test = load_mnist(data, train=True), load_mnist(data, train=False)
     assert (len(train), len(test)) == (60_000, 10_000)
     assert torch.bincount(train.tensors[1]).tolist() == [
         5923,
@@ -569,31 +581,33 @@ def plain(sample: torch.Tensor) -> str:
 def test_the_characters_are_in_order_and_65() -> None:
     assert len(CHARACTERS) == 65
     assert list(CHARACTERS) == sorted(set(CHARACTERS))
-    assert all(CHARACTERS[number] == character for character, number in NUMBERS.items())
+    assert all(CHARACTERS[number] == character for character, number in CHARACTER_NUMBERS.items())
 
 
 def test_a_sample_is_a_speech(tmp_path: Path) -> None:
     text = "A:\nOne line.\n\nB:\nTwo\nlines.\n\n\nX\n\nYou\n" + "\n" * 600 + "C:\nThe rest.\n"
     (tmp_path / "input.txt").write_text(text, newline="")
-    assert [plain(sample) for sample in speeches(tmp_path, True, 100).samples] == [
+    assert [plain(sample) for sample in load_speeches(tmp_path, True, 100).samples] == [
         "A:\nOne line.",
         "B:\nTwo\nlines.",
         "You",
     ]
-    assert [plain(sample) for sample in speeches(tmp_path, True, 5).samples] == [
+    assert [plain(sample) for sample in load_speeches(tmp_path, True, 5).samples] == [
         "A:\nOne",
         "B:\nTwo",
         "You",
     ]
-    assert speeches(tmp_path, True, 5)[0].dtype == torch.int64
+    assert load_speeches(tmp_path, True, 5)[0].dtype == torch.int64
 
 
 def test_the_split_is_by_where_a_speech_begins(tmp_path: Path) -> None:
     # speeches begin at 0, 10, ... 90 of 98
     text = "\n\n".join([f"{character * 8}" for character in "abcdefghij"])
     (tmp_path / "input.txt").write_text(text)
-    assert [plain(sample)[0] for sample in speeches(tmp_path, True, 8).samples] == list("abcdefghi")
-    assert [plain(sample)[0] for sample in speeches(tmp_path, False, 8).samples] == ["j"]
+    assert [plain(sample)[0] for sample in load_speeches(tmp_path, True, 8).samples] == list(
+        "abcdefghi"
+    )
+    assert [plain(sample)[0] for sample in load_speeches(tmp_path, False, 8).samples] == ["j"]
 
 
 @pytest.mark.parametrize(
@@ -605,8 +619,8 @@ def test_the_same_text_in_other_clothes(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "input.txt").write_bytes(change(PLAY.encode()))
     pairs = zip(
-        speeches(tmp_path / "other", True, 50).samples,
-        speeches(small, True, 50).samples,
+        load_speeches(tmp_path / "other", True, 50).samples,
+        load_speeches(small, True, 50).samples,
         strict=True,
     )
     assert all(torch.equal(*pair) for pair in pairs)
@@ -632,12 +646,12 @@ def test_a_strange_text_is_refused_by_name_and_place(
 ) -> None:
     (tmp_path / "input.txt").write_bytes(body)
     with pytest.raises(Refused) as refusal:
-        speeches(tmp_path, True, 10)
+        load_speeches(tmp_path, True, 10)
     assert message in str(refusal.value)
 
 
 def test_padding_is_never_a_target() -> None:
-    characters, targets = pad(
+    characters, targets = pad_speeches(
         [torch.tensor([5, 6, 7, 8]), torch.tensor([9, 3]), torch.tensor([1, 2, 4])]
     )
     assert characters.tolist() == [[5, 6, 7], [9, 3, 0], [1, 2, 4]]
@@ -653,29 +667,29 @@ def test_a_padded_batch_weighs_its_characters() -> None:
     torch.manual_seed(0)
     model = shakespeare_lstm(hidden=8).model().double()
     with torch.no_grad():
-        module = Summed(model, functional.cross_entropy)
-        total, weight = module(*pad(samples), 3)
-        alone = [module(x, y, 1) for x, y in (pad([sample]) for sample in samples)]
+        module = LossModule(model, functional.cross_entropy)
+        total, weight = module(*pad_speeches(samples), 3)
+        alone = [module(x, y, 1) for x, y in (pad_speeches([sample]) for sample in samples)]
     assert weight == sum(part[1] for part in alone) == 12 + 12 + 2
     assert float(total) == pytest.approx(float(sum(part[0] for part in alone)), rel=1e-12)
 
 
 def test_the_real_text(data: Path) -> None:
-    train = speeches(data, True, 128)
-    rest = speeches(data, False, 128)
+    train = load_speeches(data, True, 128)
+    rest = load_speeches(data, False, 128)
     assert (len(train), len(rest)) == (6283, 939)
     assert plain(train[0]) == "First Citizen:\nBefore we proceed any further, hear me speak."
     assert {len(sample) for sample in train.samples} == set(
         range(min(map(len, train.samples)), 130)
     )
-    whole = speeches(data, True, 10**6).samples + speeches(data, False, 10**6).samples
+    whole = load_speeches(data, True, 10**6).samples + load_speeches(data, False, 10**6).samples
     assert set(torch.cat(whole).tolist()) == set(range(65))
 
 
 def test_windows_of_the_text(small: Path) -> None:
     """Each begins where the last one ended; the next characters are those one further on."""
-    train = windows(small, True, 20)
-    rest = windows(small, False, 20)
+    train = load_windows(small, True, 20)
+    rest = load_windows(small, False, 20)
     assert len(train) == (int(0.9 * len(PLAY)) - 1) // 20 > len(rest) > 0
     pairs = [(plain(x), plain(y)) for x, y in (train[index] for index in range(len(train)))]
     assert "".join(x for x, _ in pairs) == PLAY[: 20 * len(train)]
@@ -691,7 +705,7 @@ def test_windows_that_do_not_fit(small: Path) -> None:
         match="has 89 characters to test with, and a window is 100 and the next; give a shorter "
         "one",
     ):
-        windows(small, False, 100)
+        load_windows(small, False, 100)
 
 
 # ---- the jobs --------------------------------------------------------------------------------
@@ -730,15 +744,15 @@ def test_making_a_job_reads_no_data_and_it_can_be_shipped(
 )
 def test_a_job_passes_the_door_and_learns(make: Callable[[], Job], small: Path) -> None:
     job = make()
-    facts = examined(job, small)
+    facts = inspect_job(job, small)
     read = job.train(small), job.test(small)
     assert (facts.samples, facts.test_samples) == tuple(map(len, read))
     assert job.name == "shakespeare-gpt" or tuple(map(len, read)) == (
         (18, 2) if job.collate else (20, 7)
     )
-    model = job.built_model()
+    model = job.build_model()
     optimizer = job.optimizer(model.parameters())
-    inputs, target = job.samples(job.train(small))[0, list(range(facts.samples))]
+    inputs, target = job.make_samples(job.train(small))[0, list(range(facts.samples))]
     losses = []
     for _ in range(5):
         optimizer.zero_grad()
@@ -751,7 +765,7 @@ def test_a_job_passes_the_door_and_learns(make: Callable[[], Job], small: Path) 
 
 @pytest.mark.parametrize("width", [1, 100, 256])
 def test_the_width_sets_the_message(width: int) -> None:
-    model = mnist_mlp(width).built_model()
+    model = mnist_mlp(width).build_model()
     assert sum(4 * parameter.numel() for parameter in model.parameters()) == 4 * (
         401_930 + 523 * width
     )
@@ -776,7 +790,7 @@ def test_the_activation_is_used() -> None:
 def test_the_next_character_of_every_position() -> None:
     job = shakespeare_lstm(hidden=8)
     assert job.model()(torch.zeros(3, 11, dtype=torch.int64)).shape == (3, 65, 11)
-    assert (job.metric, job.clip_norm, job.collate) == (None, 1.0, pad)
+    assert (job.metric, job.clip_norm, job.collate) == (None, 1.0, pad_speeches)
     assert mnist_cnn().metric is mnist_mlp().metric is accuracy
 
 

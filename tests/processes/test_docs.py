@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import paragrad
 from paragrad.commands.cli import app
-from paragrad.executors.proof import prove
+from paragrad.executors.proof import prove_schedule
 from paragrad.jobs.job import Job
-from paragrad.strategies.data import SCHEDULES
+from paragrad.strategies.data import ALL_REDUCE_SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,10 +47,10 @@ def test_what_is_shown_is_what_is_printed(
 
 def test_every_algorithm_is_drawn() -> None:
     drawn = " ".join(command for _, command, _ in SHOWN)
-    assert all(f"reduce={name}" in drawn for name in (each.name for each in SCHEDULES))
+    assert all(f"reduce={name}" in drawn for name in (each.name for each in ALL_REDUCE_SCHEDULES))
 
 
-@pytest.mark.parametrize("name", [each.name for each in SCHEDULES])
+@pytest.mark.parametrize("name", [each.name for each in ALL_REDUCE_SCHEDULES])
 def test_what_a_page_counts_is_what_the_proof_counts(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text()
     (schedule,) = re.findall(r"print\(prove\((pg\..+), \d+, 960\)\)", text)
@@ -60,7 +60,7 @@ def test_what_a_page_counts_is_what_the_proof_counts(name: str) -> None:
     ]
     assert len(rows) == 4
     for size, *counts in rows:
-        proof = prove(eval(schedule, {"pg": paragrad}), size, 960)
+        proof = prove_schedule(eval(schedule, {"pg": paragrad}), size, 960)
         assert counts == [proof.messages, proof.sent, proof.scratch]
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from paragrad.engine.rng.draws import Keyed, Recording, seen
-from paragrad.engine.rng.hashing import elements, mixed, rows, uniform
-from paragrad.engine.rng.random_kernels import KERNELS, drawing
+from paragrad.engine.rng.draws import DrawRecorder, KeyedDraws, inspect_draws
+from paragrad.engine.rng.hashing import hash_elements, hash_rows, map_to_uniform, mix_hash
+from paragrad.engine.rng.random_kernels import RANDOM_KERNELS, use_draw_source
 from paragrad.errors import StepFailed
 from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
@@ -73,13 +73,13 @@ OWN: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_part_of_the_batch_draws_its_part(name: str) -> None:
-    draws = seen(lambda samples: OWN[name](X[:samples]))
-    assert draws.by_layout is None
+    draws = inspect_draws(lambda samples: OWN[name](X[:samples]))
+    assert draws.layout_dependence is None
     assert draws.calls
     assert all(call.dim is not None for call in draws.calls)
 
     def drawn(places: list[int], seed: int = 0, step: int = 3) -> Tensor:
-        with drawing(Keyed(draws, seed, step, places)):
+        with use_draw_source(KeyedDraws(draws, seed, step, places)):
             return first(OWN[name](X[places])).detach()
 
     whole = drawn(list(range(6)))
@@ -94,11 +94,13 @@ def test_a_part_of_the_batch_draws_its_part(name: str) -> None:
 def test_a_draw_that_no_sample_owns_is_the_same_for_all() -> None:
     """A dropped weight (DropConnect) was another one on every rank."""
     weight = torch.ones(16, 8)
-    draws = seen(lambda samples: functional.linear(X[:samples], functional.dropout(weight)))
+    draws = inspect_draws(
+        lambda samples: functional.linear(X[:samples], functional.dropout(weight))
+    )
     assert [call.dim for call in draws.calls] == [None]
-    with drawing(Keyed(draws, 0, 0, [0, 1, 2])):
+    with use_draw_source(KeyedDraws(draws, 0, 0, [0, 1, 2])):
         one = functional.dropout(weight)
-    with drawing(Keyed(draws, 0, 0, [5])):
+    with use_draw_source(KeyedDraws(draws, 0, 0, [5])):
         other = functional.dropout(weight)
     assert torch.equal(one, other)
 
@@ -128,8 +130,8 @@ def test_a_draw_that_no_sample_owns_is_the_same_for_all() -> None:
     ],
 )
 def test_what_depends_on_the_layout_is_said(forward: Callable[[int], object], reason: str) -> None:
-    draws = seen(forward)
-    assert reason in (draws.by_layout or "")
+    draws = inspect_draws(forward)
+    assert reason in (draws.layout_dependence or "")
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,9 @@ def test_what_depends_on_the_layout_is_said(forward: Callable[[int], object], re
     ],
 )
 def test_what_does_not_depend_on_it_is_no_matter(forward: Callable[[int], object]) -> None:
-    draws = seen(forward)
+    draws = inspect_draws(forward)
     assert draws
-    assert draws.by_layout is None
+    assert draws.layout_dependence is None
 
 
 def test_padding_moves_no_number() -> None:
@@ -154,19 +156,19 @@ def test_padding_moves_no_number() -> None:
     def forward(samples: int, length: int = 7) -> Tensor:
         return functional.dropout(torch.ones(samples, length, 5))
 
-    draws = seen(forward)
-    with drawing(Keyed(draws, 0, 0, [0, 1, 2])):
+    draws = inspect_draws(forward)
+    with use_draw_source(KeyedDraws(draws, 0, 0, [0, 1, 2])):
         long = forward(3, 7)
-    with drawing(Keyed(draws, 0, 0, [2])):
+    with use_draw_source(KeyedDraws(draws, 0, 0, [2])):
         short = forward(1, 4)
     assert torch.equal(long[2:, :4], short)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_mask_is_random_with_the_right_share(p: float) -> None:
-    row = rows(12345, tuple(range(200)), 1, CPU)
-    element = elements((5000,), CPU)
-    kept = (uniform(mixed(row.view(-1, 1) ^ element), torch.float64) >= p).double()
+    row = hash_rows(12345, tuple(range(200)), 1, CPU)
+    element = hash_elements((5000,), CPU)
+    kept = (map_to_uniform(mix_hash(row.view(-1, 1) ^ element), torch.float64) >= p).double()
     noise = (p * (1 - p)) ** 0.5
     assert abs(float(kept.mean()) - (1 - p)) < 5 * noise / 1000  # 10^6 draws
     centred = (kept - (1 - p)) / noise
@@ -202,7 +204,7 @@ MOMENTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_mean_and_deviation(name: str, dtype: torch.dtype) -> None:
     draw, mean, deviation = MOMENTS[name]
-    with drawing(Recording()):
+    with use_draw_source(DrawRecorder()):
         numbers = draw(torch.empty(200_000, 1, dtype=dtype)).double()
     assert abs(float(numbers.mean()) - mean) < 5 * deviation / len(numbers) ** 0.5
     assert float(numbers.std()) == pytest.approx(deviation, rel=0.05)
@@ -216,15 +218,15 @@ def test_float32_and_float64_draw_the_same_numbers() -> None:
         lambda x: x.exponential_(),
         lambda x: x.bernoulli_(0.3),
     ):
-        with drawing(Recording()):
+        with use_draw_source(DrawRecorder()):
             single = draw(torch.empty(1000))
-        with drawing(Recording()):
+        with use_draw_source(DrawRecorder()):
             double = draw(torch.empty(1000, dtype=torch.float64))
         assert torch.allclose(single.double(), double, rtol=1e-6)
 
 
 def test_outside_of_a_step_torch_draws_as_ever() -> None:
-    with drawing(Recording()):
+    with use_draw_source(DrawRecorder()):
         torch.rand(3)
     torch.manual_seed(1)
     one = torch.rand(5), torch.randn(5), torch.randperm(5), functional.dropout(torch.ones(9))
@@ -236,7 +238,7 @@ def test_outside_of_a_step_torch_draws_as_ever() -> None:
 
 
 def test_every_kernel_that_is_replaced_is_there() -> None:
-    for name in KERNELS:
+    for name in RANDOM_KERNELS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU"), name
 
 
@@ -251,28 +253,28 @@ def test_a_call_keeps_its_place_where_two_ranks_saw_the_same() -> None:
         functional.dropout(functional.dropout(X[:samples, 0]))
         functional.dropout(weight)
 
-    one = seen(forward)
-    both = one | seen(forward)
+    one = inspect_draws(forward)
+    both = one | inspect_draws(forward)
     assert both.calls == one.calls
-    with drawing(Keyed(both, 0, 0, [0, 1, 2, 3])) as draw:
+    with use_draw_source(KeyedDraws(both, 0, 0, [0, 1, 2, 3])) as draw:
         functional.dropout(functional.dropout(X[:4, 0]))
         dropped = functional.dropout(weight)
-    assert [dim for dim, _ in draw.draws.places.values()] == [0, 0, None]
-    with drawing(Keyed(both, 0, 0, [4, 5])):
+    assert [dim for dim, _ in draw.draws.sample_dims.values()] == [0, 0, None]
+    with use_draw_source(KeyedDraws(both, 0, 0, [4, 5])):
         functional.dropout(functional.dropout(X[:2, 0]))
         assert torch.equal(functional.dropout(weight), dropped)
-    of_another = seen(lambda samples: torch.rand(samples, 3))
+    of_another = inspect_draws(lambda samples: torch.rand(samples, 3))
     assert (one | of_another).calls == one.calls + of_another.calls
 
 
 def test_a_draw_that_was_not_seen_at_first_ends_the_step() -> None:
-    draws = seen(lambda samples: functional.dropout(X[:samples]))
+    draws = inspect_draws(lambda samples: functional.dropout(X[:samples]))
     with (
-        drawing(Keyed(draws, 0, 0, [0, 1, 2, 3])),
+        use_draw_source(KeyedDraws(draws, 0, 0, [0, 1, 2, 3])),
         pytest.raises(StepFailed, match="not as in the first step"),
     ):
         functional.dropout(torch.ones(7, 5, 8))
-    with drawing(Keyed(draws, 0, 0, [0, 1, 2, 3], strict=False)):
+    with use_draw_source(KeyedDraws(draws, 0, 0, [0, 1, 2, 3], strict=False)):
         functional.dropout(torch.ones(7, 5, 8))
 
 
@@ -309,12 +311,12 @@ def test_checkpointing_draws_the_same_mask_again(reentrant: bool, by_name: bool)
             hidden = drop(hidden)
         return drop(layers[2](hidden)).sum()
 
-    draws = seen(forward)
+    draws = inspect_draws(forward)
     gradients = []
     for use in (True, False):
         for layer in layers:
             layer.zero_grad()
-        with drawing(Keyed(draws, 0, 0, list(range(8)))):
+        with use_draw_source(KeyedDraws(draws, 0, 0, list(range(8)))):
             forward(8, use).backward()
         gradients.append([layer.weight.grad for layer in layers])
     assert all(map(torch.equal, *gradients))
@@ -324,7 +326,7 @@ def test_a_job_with_checkpointing_is_the_job_without() -> None:
     job = JOBS["dropout, recomputed"].replace(dtype=torch.float64)
 
     def gradient(use: bool) -> torch.Tensor:
-        trainer = Trainer.of_job(World(), job, Serial(threads=1))
+        trainer = Trainer.build_for_job(World(), job, Serial(threads=1))
         original = torch.utils.checkpoint.checkpoint
         if not use:
             equality.checkpoint = lambda function, *arguments, **_: function(*arguments)

@@ -21,28 +21,28 @@ import pytest
 
 from paragrad.errors import Refused
 from paragrad.runtime.launcher_env import (
-    LAUNCH_NAMES,
+    LAUNCH_ID_VARIABLES,
+    LAUNCHER_VARIABLES,
     MPICH,
     OPEN_MPI,
     SRUN,
     TORCHRUN,
-    VARIABLES,
-    Launched,
-    address,
-    first_host,
-    launched,
-    rendezvous_file,
+    LaunchInfo,
+    detect_launch,
+    find_rendezvous_address,
+    find_rendezvous_file,
+    parse_first_host,
 )
 
 Variables = Callable[[int, int], dict[str, str]]
 
 OURS = {
-    *LAUNCH_NAMES,
+    *LAUNCH_ID_VARIABLES,
     "MASTER_ADDR",
     "MASTER_PORT",
     "SLURM_NODEID",
     "SLURM_STEP_NODELIST",
-    *(name for names in VARIABLES.values() for name in names),
+    *(name for names in LAUNCHER_VARIABLES.values() for name in names),
 }
 # no test is itself a rank
 SHELL = {name: value for name, value in os.environ.items() if name not in OURS}
@@ -109,28 +109,28 @@ SBATCH = {
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        (torchrun(1, 3), Launched(1, 3, 1, 3, TORCHRUN)),
+        (torchrun(1, 3), LaunchInfo(1, 3, 1, 3, TORCHRUN)),
         (
             {**torchrun(5, 8), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-            Launched(5, 8, 1, 4, TORCHRUN),
+            LaunchInfo(5, 8, 1, 4, TORCHRUN),
         ),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Launched(1, 2, 1, 2, TORCHRUN)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, LaunchInfo(1, 2, 1, 2, TORCHRUN)),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-            Launched(1, 2, 1, 2, TORCHRUN),
+            LaunchInfo(1, 2, 1, 2, TORCHRUN),
         ),
-        (torchrun(0, 1), Launched(0, 1, 0, 1, TORCHRUN)),
-        (open_mpi(1, 3), Launched(1, 3, 1, 3, OPEN_MPI)),
+        (torchrun(0, 1), LaunchInfo(0, 1, 0, 1, TORCHRUN)),
+        (open_mpi(1, 3), LaunchInfo(1, 3, 1, 3, OPEN_MPI)),
         (
             {
                 **open_mpi(2, 4),
                 "OMPI_COMM_WORLD_LOCAL_RANK": "0",
                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             },
-            Launched(2, 4, 0, 2, OPEN_MPI),
+            LaunchInfo(2, 4, 0, 2, OPEN_MPI),
         ),
-        (mpich(1, 3), Launched(1, 3, 1, 3, MPICH)),
-        (srun(1, 3), Launched(1, 3, 1, 3, SRUN)),
+        (mpich(1, 3), LaunchInfo(1, 3, 1, 3, MPICH)),
+        (srun(1, 3), LaunchInfo(1, 3, 1, 3, SRUN)),
         (
             {
                 **srun(6, 7),
@@ -138,7 +138,7 @@ SBATCH = {
                 "SLURM_NODEID": "3",
                 "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
             },
-            Launched(6, 7, 0, 1, SRUN),
+            LaunchInfo(6, 7, 0, 1, SRUN),
         ),
         (
             {
@@ -147,22 +147,22 @@ SBATCH = {
                 "SLURM_NODEID": "2",
                 "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
             },
-            Launched(4, 7, 0, 2, SRUN),
+            LaunchInfo(4, 7, 0, 2, SRUN),
         ),
         # torchrun under mpirun
-        ({**mpich(1, 3), **torchrun(0, 2)}, Launched(0, 2, 0, 2, TORCHRUN)),
+        ({**mpich(1, 3), **torchrun(0, 2)}, LaunchInfo(0, 2, 0, 2, TORCHRUN)),
         # torchrun under srun
-        ({**srun(1, 4), **torchrun(0, 2)}, Launched(0, 2, 0, 2, TORCHRUN)),
+        ({**srun(1, 4), **torchrun(0, 2)}, LaunchInfo(0, 2, 0, 2, TORCHRUN)),
         # mpirun in an allocation
-        ({**srun(1, 4), **open_mpi(0, 2)}, Launched(0, 2, 0, 2, OPEN_MPI)),
+        ({**srun(1, 4), **open_mpi(0, 2)}, LaunchInfo(0, 2, 0, 2, OPEN_MPI)),
         # its proxies are a step of srun
-        ({**srun(0, 1), **mpich(1, 2)}, Launched(1, 2, 1, 2, MPICH)),
+        ({**srun(0, 1), **mpich(1, 2)}, LaunchInfo(1, 2, 1, 2, MPICH)),
         # srun --mpi=pmi2
-        ({**srun(1, 2), "PMI_RANK": "1", "PMI_SIZE": "2"}, Launched(1, 2, 1, 2, SRUN)),
+        ({**srun(1, 2), "PMI_RANK": "1", "PMI_SIZE": "2"}, LaunchInfo(1, 2, 1, 2, SRUN)),
     ],
 )
-def test_launched(environment: dict[str, str], expected: Launched) -> None:
-    assert launched(environment) == expected
+def test_launched(environment: dict[str, str], expected: LaunchInfo) -> None:
+    assert detect_launch(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_launched(environment: dict[str, str], expected: Launched) -> None:
     ],
 )
 def test_not_launched(environment: dict[str, str]) -> None:
-    assert launched(environment) is None
+    assert detect_launch(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -247,13 +247,13 @@ def test_contradictions_are_refused_with_the_repair(
     environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(Refused, match=re.escape(message)):
-        launched(environment)
+        detect_launch(environment)
 
 
 def where(environment: dict[str, str]) -> tuple[str, int] | None:
-    told = launched(environment)
+    told = detect_launch(environment)
     assert told
-    return address(told, environment)
+    return find_rendezvous_address(told, environment)
 
 
 @pytest.mark.parametrize("variables", [open_mpi, mpich, srun])
@@ -292,7 +292,7 @@ def test_a_step_over_several_hosts_meets_at_its_first_at_a_port_of_its_own() -> 
     ],
 )
 def test_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert parse_first_host(nodes) == first
 
 
 @pytest.mark.parametrize(
@@ -329,24 +329,24 @@ def test_the_rendezvous_file_is_the_users_alone(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     zero, one = (
-        rendezvous_file(Launched(rank, 2, rank, 2, OPEN_MPI), 0, open_mpi(rank, 2))
+        find_rendezvous_file(LaunchInfo(rank, 2, rank, 2, OPEN_MPI), 0, open_mpi(rank, 2))
         for rank in (0, 1)
     )
     folder = zero.parent
     assert zero == one
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert rendezvous_file(Launched(0, 2, 0, 2, OPEN_MPI), 1, open_mpi(0, 2)) != zero
-    assert rendezvous_file(
-        Launched(0, 2, 0, 2, SRUN), 0, {**srun(0, 2), "SLURM_STEP_ID": "9"}
-    ) != rendezvous_file(Launched(0, 2, 0, 2, SRUN), 0, srun(0, 2))
+    assert find_rendezvous_file(LaunchInfo(0, 2, 0, 2, OPEN_MPI), 1, open_mpi(0, 2)) != zero
+    assert find_rendezvous_file(
+        LaunchInfo(0, 2, 0, 2, SRUN), 0, {**srun(0, 2), "SLURM_STEP_ID": "9"}
+    ) != find_rendezvous_file(LaunchInfo(0, 2, 0, 2, SRUN), 0, srun(0, 2))
     folder.chmod(0o750)
     with pytest.raises(Refused, match="must be a folder that you alone can open; remove it"):
-        rendezvous_file(Launched(0, 2, 0, 2, OPEN_MPI), 0, {})
+        find_rendezvous_file(LaunchInfo(0, 2, 0, 2, OPEN_MPI), 0, {})
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Refused, match="must be a folder that you alone can open"):
-        rendezvous_file(Launched(0, 2, 0, 2, OPEN_MPI), 0, {})
+        find_rendezvous_file(LaunchInfo(0, 2, 0, 2, OPEN_MPI), 0, {})
 
 
 # --- real processes ---

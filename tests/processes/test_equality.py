@@ -31,43 +31,47 @@ from equality import (
 from equality import job as make_job
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import brought, called, parted
+from paragrad.datasets.loading import call_model, convert_batch, separate_target
 from paragrad.errors import RankFailed
 from paragrad.jobs.job import CPU, Job
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.parallel.data.reproducible_sum import reproducible_all_reduce
 from paragrad.report.certificate import Difference
-from paragrad.report.equivalence.lockstep import STEPS, difference, differences
+from paragrad.report.equivalence.lockstep import (
+    COMPARED_STEPS,
+    compare_with_serial,
+    list_tensor_deviations,
+)
 from paragrad.runtime.world import World
-from paragrad.schedules.fault_injection import SABOTAGES
+from paragrad.schedules.fault_injection import FAULTS
 from paragrad.schedules.tree import Tree
 from paragrad.strategies.registry import strategy
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.first_step.setup import dismiss, serve
+from paragrad.trainer.first_step.setup import dismiss_run_servers, run_parameter_server
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
 BOUND = 1e-10  # float64
 
 
-def checked(pool: Ranks, text: str, job: Job, steps: int = BRIEF) -> Difference:
+def checked(pool: Launcher, text: str, job: Job, steps: int = BRIEF) -> Difference:
     return found(pool, text, job, steps)
 
 
 @pytest.mark.parametrize(("row", "column", "workers"), covering(), ids=str)
-def test_covering_sample_in_float64(pool: Ranks, row: str, column: str, workers: int) -> None:
+def test_covering_sample_in_float64(pool: Launcher, row: str, column: str, workers: int) -> None:
     assert checked(pool, ROWS[row](workers), JOBS[column]).value <= BOUND
 
 
 @pytest.mark.table
 @pytest.mark.parametrize(("row", "column", "workers"), CELLS, ids=str)
-def test_the_whole_table_in_float64(pool: Ranks, row: str, column: str, workers: int) -> None:
-    assert checked(pool, ROWS[row](workers), JOBS[column], STEPS).value <= BOUND
+def test_the_whole_table_in_float64(pool: Launcher, row: str, column: str, workers: int) -> None:
+    assert checked(pool, ROWS[row](workers), JOBS[column], COMPARED_STEPS).value <= BOUND
 
 
 @pytest.mark.parametrize(("row", "column"), NOT_EXACT, ids=str)
-def test_pairs_that_do_not_apply_say_so(pool: Ranks, row: str, column: str) -> None:
+def test_pairs_that_do_not_apply_say_so(pool: Launcher, row: str, column: str) -> None:
     """Not exact by its own word, and the difference is there: the check can see it."""
     text = ROWS[row](2)
     assert not strategy(text).exact
@@ -90,21 +94,25 @@ def test_serial_is_plain_pytorch(row: str, column: str) -> None:
     whole batch.
     """
     job = JOBS[column].replace(dtype=torch.float64)
-    trainer = Trainer.of_job(World(), job, resolved(SERIAL[row]))
-    order = job.order(len(job.train))
-    model = job.built_model()
+    trainer = Trainer.build_for_job(World(), job, resolved(SERIAL[row]))
+    order = job.make_order(len(job.train))
+    model = job.build_model()
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    for epoch, positions in [(step // 3, list(order.batches())[step % 3]) for step in range(6)]:
-        for fetched in trainer.batches_at(job.train, order, [(epoch, positions)]):
-            trainer.step(*parted(fetched))
-        inputs, target = parted(
-            brought(
-                job.samples(job.train)[epoch, order.indices(epoch, positions)], CPU, torch.float64
+    for epoch, positions in [
+        (step // 3, list(order.list_batches())[step % 3]) for step in range(6)
+    ]:
+        for fetched in trainer.iterate_batches_at(job.train, order, [(epoch, positions)]):
+            trainer.step(*separate_target(fetched))
+        inputs, target = separate_target(
+            convert_batch(
+                job.make_samples(job.train)[epoch, order.get_indices(epoch, positions)],
+                CPU,
+                torch.float64,
             )
         )
         model.zero_grad()
-        loss = job.built_loss()(called(model, inputs), target)
+        loss = job.build_loss()(call_model(model, inputs), target)
         (loss if isinstance(loss, Tensor) else loss[0] / loss[1]).backward()
         if job.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
@@ -113,9 +121,9 @@ def test_serial_is_plain_pytorch(row: str, column: str) -> None:
             scheduler.step()
     noise = 1e3 * torch.finfo(torch.float64).eps if "batch norm" in column else 0.0
     plain = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert max(differences(trainer.gradients(), plain, noise).values()) <= BOUND
+    assert max(list_tensor_deviations(trainer.gradients(), plain, noise).values()) <= BOUND
     if "batch norm, adam" not in column:
-        assert max(differences(trainer.state(), trainer_state(model)).values()) <= BOUND
+        assert max(list_tensor_deviations(trainer.state(), trainer_state(model)).values()) <= BOUND
 
 
 def trainer_state(model: nn.Module) -> dict[str, Tensor]:
@@ -129,18 +137,18 @@ def one_step(
     world: World, job: Job, chosen: Strategy, reverse: bool = False
 ) -> Mapping[str, Tensor | None]:
     """The gradients and parameters after one step, by name; of a server none."""
-    trainer = Trainer.of_job(world, job, chosen, reverse=reverse)
+    trainer = Trainer.build_for_job(world, job, chosen, reverse=reverse)
     try:
-        if trainer.serves:
-            serve(trainer)
+        if trainer.is_server:
+            run_parameter_server(trainer)
             return {}
-        trainer.step(*parted(next(trainer.batches(job.train, job.batch, epoch=0))))
+        trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, epoch=0))))
         gradients = {f"gradient of {name}": value for name, value in trainer.gradients().items()}
         found = {
             name: None if value is None else value.clone()
             for name, value in {**gradients, **trainer.state()}.items()
         }
-        dismiss(trainer)
+        dismiss_run_servers(trainer)
         return found
     finally:
         trainer.close()
@@ -181,7 +189,7 @@ def covered(place: int, cell: tuple[str, str]) -> bool:
         for place, cell in enumerate(IN_FLOAT32)
     ],
 )
-def test_float32_errs_no_more_than_serial_does(pool: Ranks, text: str, column: str) -> None:
+def test_float32_errs_no_more_than_serial_does(pool: Launcher, text: str, column: str) -> None:
     """One step from the same state: error against float64 at most 4 times serial's or the
     rounding twin's.
     """
@@ -204,7 +212,7 @@ def largest(ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None
     others = [name for name in ours if name not in gradients]
     return max(
         max(
-            differences(
+            list_tensor_deviations(
                 {name: in64[name] for name in names}, {name: exact[name] for name in names}, noise
             ).values()
         )
@@ -242,7 +250,7 @@ WHOLE = make_job(
     "workers", [3, *(pytest.param(workers, marks=pytest.mark.table) for workers in (1, 2, 4))]
 )
 @pytest.mark.parametrize("row", ROWS)
-def test_whole_numbers_bit_for_bit(pool: Ranks, row: str, workers: int) -> None:
+def test_whole_numbers_bit_for_bit(pool: Launcher, row: str, workers: int) -> None:
     expected = one_step(World(), WHOLE, Serial(threads=1))
     chosen = resolved(ROWS[row](workers))
     for result in pool.run(one_step, WHOLE, chosen, size=chosen.size)[:workers]:
@@ -250,18 +258,18 @@ def test_whole_numbers_bit_for_bit(pool: Ranks, row: str, workers: int) -> None:
 
 
 def many_steps(world: World, job: Job, chosen: Strategy, steps: int = 40) -> dict[str, Tensor]:
-    trainer = Trainer.of_job(world, job, chosen)
+    trainer = Trainer.build_for_job(world, job, chosen)
     epoch = 0
     while trainer.steps < steps:
         for fetched in trainer.batches(job.train, job.batch, epoch):
-            trainer.step(*parted(fetched))
+            trainer.step(*separate_target(fetched))
         epoch += 1
     trainer.close()
     return trainer.state()
 
 
 @pytest.mark.story
-def test_two_workers_are_bit_identical_whatever_the_algorithm(pool: Ranks) -> None:
+def test_two_workers_are_bit_identical_whatever_the_algorithm(pool: Launcher) -> None:
     """A sum of two floats commutes; in float32, over several epochs."""
     job = make_job("mlp", mlp, VECTORS)
     results = [
@@ -301,7 +309,7 @@ REPRODUCIBLE = (
 @pytest.mark.table
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_reproducible_sums_are_bit_identical_whatever_the_algorithm(
-    pool: Ranks, backend: str
+    pool: Launcher, backend: str
 ) -> None:
     """100 steps in float32 on four ranks; without `reproducible` a ring and a star differ."""
     job = make_job("mlp", mlp, VECTORS)
@@ -328,7 +336,7 @@ def not_finite(world: World) -> None:
     reproducible_all_reduce(Tree(), vector, world)
 
 
-def test_a_number_that_is_not_finite_ends_a_reproducible_sum_by_name(pool: Ranks) -> None:
+def test_a_number_that_is_not_finite_ends_a_reproducible_sum_by_name(pool: Launcher) -> None:
     with pytest.raises(RankFailed, match=r"a gradient is not finite (here|on another rank)"):
         pool.run(not_finite, size=3)
 
@@ -336,21 +344,27 @@ def test_a_number_that_is_not_finite_ends_a_reproducible_sum_by_name(pool: Ranks
 def test_the_difference_is_what_the_document_says() -> None:
     ours = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9]), "c": None}
     theirs = {"a": torch.tensor([1.0, 4.0]), "b": torch.tensor([0.0]), "c": None}
-    assert differences(ours, theirs) == {"a": 0.5, "b": pytest.approx(1e-9 / 4e-6), "c": 0.0}
-    assert differences({"a": None}, {"a": torch.ones(1)}) == {"a": math.inf}
-    assert differences({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)}) == {"a": math.inf}
-    assert differences(
+    assert list_tensor_deviations(ours, theirs) == {
+        "a": 0.5,
+        "b": pytest.approx(1e-9 / 4e-6),
+        "c": 0.0,
+    }
+    assert list_tensor_deviations({"a": None}, {"a": torch.ones(1)}) == {"a": math.inf}
+    assert list_tensor_deviations({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)}) == {
+        "a": math.inf
+    }
+    assert list_tensor_deviations(
         {"a": torch.tensor([1e-20])}, {"a": torch.tensor([math.nan])}, noise=1.0
     ) == {"a": math.inf}
 
 
-@pytest.mark.parametrize("bug", SABOTAGES)
-def test_a_planted_bug_is_seen_and_named(pool: Ranks, bug: str) -> None:
+@pytest.mark.parametrize("bug", FAULTS)
+def test_a_planted_bug_is_seen_and_named(pool: Launcher, bug: str) -> None:
     """The proof refuses both at the door; here they are played, and the comparison with serial
     says what and where.
     """
-    settings = Settings(sabotage=bug)
-    arguments = difference, JOBS["mlp"], resolved("data(2, reduce=ring)"), settings
+    settings = Settings(inject_fault=bug)
+    arguments = compare_with_serial, JOBS["mlp"], resolved("data(2, reduce=ring)"), settings
     if bug == "mean_twice":
         found = pool.run(*arguments, size=2)[0]
         assert found.value >= 0.5

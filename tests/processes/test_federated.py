@@ -33,15 +33,15 @@ from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
 import paragrad as pg
-from paragrad.datasets.clients import Part, Rounds
-from paragrad.launch import Ranks
-from paragrad.loops.rounds import InRounds
+from paragrad.datasets.clients import ClientRounds, ClientTurn
+from paragrad.launch import Launcher
+from paragrad.loops.rounds import RoundTraining
 from paragrad.loops.synchronous import train_rank
-from paragrad.record.record import Record, lines_of
+from paragrad.record.record import Record, read_lines
 from paragrad.report import summaries
 from paragrad.runtime.world import World
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import Admitted, admitted
+from paragrad.validation.validate import ValidatedRun, validate_run
 
 pytestmark = [
     pytest.mark.usefixtures("warm"),
@@ -71,39 +71,45 @@ def close(one: State, other: State, within: float = 1e-10) -> bool:
     )
 
 
-def rounds_of(made: pg.Job, text: str) -> Rounds:
-    found = admitted(made, text).rounds
+def rounds_of(made: pg.Job, text: str) -> ClientRounds:
+    found = validate_run(made, text).rounds
     assert found is not None
     return found
 
 
-def without(rounds: Rounds, *lost: int) -> Rounds:
+def without(rounds: ClientRounds, *lost: int) -> ClientRounds:
     """The same, where these clients take no part."""
 
-    class Left(Rounds):
-        def parts(self, number: int) -> list[Part]:
-            return [part for part in super().parts(number) if part.client not in lost]
+    class Left(ClientRounds):
+        def plan_turns(self, number: int) -> list[ClientTurn]:
+            return [part for part in super().plan_turns(number) if part.client not in lost]
 
     return Left(
-        rounds.clients, rounds.order, 1, rounds.taking, rounds.passes, rounds.epochs, rounds.asked
+        rounds.clients,
+        rounds.order,
+        1,
+        rounds.clients_per_round,
+        rounds.passes,
+        rounds.epochs,
+        rounds.requested_rounds,
     )
 
 
 # ---- it is federated averaging ---------------------------------------------------------------
-def averaged(made: pg.Job, rounds: Rounds) -> State:
+def averaged(made: pg.Job, rounds: ClientRounds) -> State:
     """As McMahan et al. write it, in a loop of plain torch. Which samples, whose turn and which
     order are the rounds'.
     """
-    model = made.built_model()
+    model = made.build_model()
     for number in range(rounds.count):
         begun = {name: each.clone() for name, each in model.state_dict().items()}
         ended = []
         counts = []
-        for part in rounds.parts(number):
+        for part in rounds.plan_turns(number):
             model.load_state_dict(begun)
             optimizer = made.optimizer(model.parameters())
-            for piece in rounds.pieces(part, number):
-                inputs, target = (each[piece.samples] for each in made.train.tensors)
+            for piece in rounds.iterate_client_batches(part, number):
+                inputs, target = (each[piece.indices] for each in made.train.tensors)
                 optimizer.zero_grad()
                 functional.cross_entropy(model(inputs.double()), target).backward()
                 if made.clip_norm:
@@ -152,7 +158,7 @@ def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
     serial, _ = trained(made, "serial", tmp_path / "serial")
     found, record = trained(made, "federated(1, clients=1)", tmp_path / "federated")
     assert close(found, serial, 1e-12)
-    assert len(record.of("epoch")) == 3
+    assert len(record.select_lines("epoch")) == 3
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -187,7 +193,7 @@ def test_it_does_not_matter_how_many_workers_there_are(tmp_path: Path, name: str
         for workers in (1, 2, 3)
     )
     assert all(close(one, other) for other in others)
-    begun = made.built_model().state_dict()
+    begun = made.build_model().state_dict()
     assert not close(one, dict(begun), 1e-3)
 
 
@@ -205,19 +211,19 @@ COLLECTIVES = (
 
 
 def listening(
-    world: World, checked: Admitted, folder: Path, origin: float
+    world: World, checked: ValidatedRun, folder: Path, origin: float
 ) -> list[tuple[str, int]]:
     """Every collective of a world that a rank makes in rounds: (which, bytes that it gives)."""
     heard: list[tuple[str, int]] = []
 
-    class Heard(InRounds):
-        def epoch(self, epoch: int, start: int) -> bool:
+    class Heard(RoundTraining):
+        def train_epoch(self, epoch: int, start: int) -> bool:
             with listened():
-                return super().epoch(epoch, start)
+                return super().train_epoch(epoch, start)
 
-        def end_epoch(self, epoch: int, begun: float) -> bool:
+        def end_epoch(self, epoch: int, start_time: float) -> bool:
             with listened():
-                return super().end_epoch(epoch, begun)
+                return super().end_epoch(epoch, start_time)
 
     @contextlib.contextmanager
     def listened() -> Iterator[None]:
@@ -233,24 +239,26 @@ def listening(
 
         return call
 
-    train_rank(world, checked, folder, origin, loop=Heard)
+    train_rank(world, checked, folder, origin, loop_class=Heard)
     return heard
 
 
 @pytest.mark.parametrize("reduce", ["star", "ring", "native"])
 def test_weights_and_counts_cross_and_nothing_else(
-    pool: Ranks, tmp_path: Path, reduce: str
+    pool: Launcher, tmp_path: Path, reduce: str
 ) -> None:
     """By the record, in the closed form of each; and by every collective that a rank makes in a
     round. A test adds up two numbers.
     """
     made = vectors(test=VECTORS)
-    checked = admitted(made, f"federated(3, clients=6, fraction=0.5, rounds=2, reduce={reduce})")
-    heard = checked.on(pool, listening, checked, tmp_path, 0.0)
+    checked = validate_run(
+        made, f"federated(3, clients=6, fraction=0.5, rounds=2, reduce={reduce})"
+    )
+    heard = checked.run_on_ranks(pool, listening, checked, tmp_path, 0.0)
     counts = 8 * (1 + 3)
     weights = 8 * sum(each.numel() for each in mlp().parameters())
     for rank in range(3):
-        lines = [line for path in [tmp_path / f"rank-{rank}.jsonl"] for line in lines_of(path)]
+        lines = [line for path in [tmp_path / f"rank-{rank}.jsonl"] for line in read_lines(path)]
         assert all(line["sent"] == {} for line in lines if line["kind"] == "step")
         for sent in (line["sent"] for line in lines if line["kind"] == "epoch"):
             assert list(sent) == ["counts", "weights", "tests"]
@@ -299,11 +307,11 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     clients = [each for client, each in enumerate(rounds.clients) if client in others]
     assert sum(map(len, clients)) < 29
     assert close(found, averaged(vectors(), without(rounds, 1, 4)), 1e-12)
-    assert [line["lost"] for line in record.of("epoch")] == [[1, 4]] * 3
+    assert [line["lost"] for line in record.select_lines("epoch")] == [[1, 4]] * 3
     events = [
         line
         for rank in range(workers)
-        for line in record.of("event", rank)
+        for line in record.select_lines("event", rank)
         if line["name"] == "lost"
     ]
     assert sorted((line["numbers"]["round"], line["numbers"]["client"]) for line in events) == [
@@ -312,8 +320,8 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     said = {line["numbers"]["client"]: line["message"] for line in events}
     assert "this file is gone" in said[1]
     assert "not finite" in said[4]
-    assert record.audit.missed > 0
-    assert record.audit.twice == 0
+    assert record.sample_count.missed > 0
+    assert record.sample_count.twice == 0
 
 
 def test_who_was_lost_is_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,20 +330,23 @@ def test_who_was_lost_is_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
     rounds = rounds_of(vectors(), text)
     poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
     run = pg.train(vectors(train=poisoned), text, runs=tmp_path)
-    assert [told.partition(":")[0] for told in run.happened] == [
+    assert [told.partition(":")[0] for told in run.event_messages] == [
         f"client {client} in round {number}" for number in (0, 1) for client in (1, 4)
     ]
-    assert run.as_json()["events"] == run.happened
-    summaries.run(run, False)
-    assert f"what happened: {run.happened[0]}; and 3 more, in the record" in capsys.readouterr().out
+    assert run.to_json()["events"] == run.event_messages
+    summaries.print_run(run, False)
+    assert (
+        f"what happened: {run.event_messages[0]}; and 3 more, in the record"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_round_from_which_nobody_came_back_is_in_the_summary_once(tmp_path: Path) -> None:
     text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
-    poor = rounds_of(vectors(), text).chosen(1)[0]
+    poor = rounds_of(vectors(), text).choose_clients(1)[0]
     samples = list(map(int, rounds_of(vectors(), text).clients[poor]))
     run = pg.train(vectors(train=Poisoned(samples, [])), text, runs=tmp_path)
-    assert [told for told in run.happened if "round 1: no client came back" in told] == [
+    assert [told for told in run.event_messages if "round 1: no client came back" in told] == [
         "round 1: no client came back; the weights stay"
     ]
 
@@ -360,11 +371,11 @@ def test_a_sample_that_does_not_come_loses_its_client_and_not_the_run(
     rounds = rounds_of(vectors(), text)
     stuck = Stuck([int(rounds.clients[3][1])], [])
     found, record = trained(vectors(train=stuck), text, tmp_path, timeout=4.0, loaders=loaders)
-    assert [line["lost"] for line in record.of("epoch")] == [[3]]
+    assert [line["lost"] for line in record.select_lines("epoch")] == [[3]]
     (said,) = [
         line["message"]
         for rank in range(2)
-        for line in record.of("event", rank)
+        for line in record.select_lines("event", rank)
         if line["name"] == "lost"
     ]
     assert f"sample {stuck.raising[0]} of the dataset was not there within 2 s" in said
@@ -397,7 +408,7 @@ def test_a_client_whose_own_connection_breaks_is_lost_and_hangs_up_no_other(tmp_
     rounds = rounds_of(vectors(), text)
     made = vectors(model=functools.partial(Disconnected, os.getpid(), [int(rounds.clients[4][0])]))
     found, record = trained(made, text, tmp_path, backend="gloo")
-    assert [line["lost"] for line in record.of("epoch")] == [[4], [4]]
+    assert [line["lost"] for line in record.select_lines("epoch")] == [[4], [4]]
     assert close(found, averaged(made, without(rounds, 4)), 1e-12)
 
 
@@ -426,12 +437,12 @@ def test_nothing_is_added_of_a_client_that_is_lost(tmp_path: Path, size: int) ->
     rounds = rounds_of(vectors(), text)
     made = vectors(model=functools.partial(Resizing, size, [int(rounds.clients[3][0])]))
     found, record = trained(made, text, tmp_path)
-    assert [line["lost"] for line in record.of("epoch")] == [[3], [3]]
+    assert [line["lost"] for line in record.select_lines("epoch")] == [[3], [3]]
     assert close(found, averaged(made, without(rounds, 3)), 1e-12)
     said = [
         line["message"]
         for rank in range(2)
-        for line in record.of("event", rank)
+        for line in record.select_lines("event", rank)
         if line["name"] == "lost"
     ]
     assert all(
@@ -445,16 +456,16 @@ def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fa
 ) -> None:
     text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
     rounds = rounds_of(vectors(), text)
-    turns = [rounds.chosen(number)[0] for number in range(6)]
+    turns = [rounds.choose_clients(number)[0] for number in range(6)]
     poor = turns[1]
     assert any(each != poor for each in turns)
     found, record = trained(
         vectors(train=Poisoned(list(map(int, rounds.clients[poor])), [])), text, tmp_path
     )
 
-    class Left(Rounds):
-        def parts(self, number: int) -> list[Part]:
-            return [part for part in super().parts(number) if part.client != poor]
+    class Left(ClientRounds):
+        def plan_turns(self, number: int) -> list[ClientTurn]:
+            return [part for part in super().plan_turns(number) if part.client != poor]
 
         @property
         def count(self) -> int:
@@ -463,7 +474,9 @@ def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fa
     begun = averaged_but(vectors(), Left(rounds.clients, rounds.order, 1, 1, 1, 3, 6))
     assert close(found, begun, 1e-12)
     assert [
-        line["numbers"]["round"] for line in record.of("event") if line["name"] == "nobody"
+        line["numbers"]["round"]
+        for line in record.select_lines("event")
+        if line["name"] == "nobody"
     ] == [number for number, turn in enumerate(turns) if turn == poor]
     with pytest.raises(
         pg.RankFailed, match=r"no client of any round came back.*loss is not finite"
@@ -473,31 +486,31 @@ def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fa
         trained(vectors(train=Poisoned(list(range(29)), [])), text, tmp_path)
 
 
-def averaged_but(made: pg.Job, rounds: Rounds) -> State:
+def averaged_but(made: pg.Job, rounds: ClientRounds) -> State:
     """The same where a round may have nobody: its weights stay."""
 
-    class Some(Rounds):
-        def parts(self, number: int) -> list[Part]:
-            return rounds.parts(there[number])
+    class Some(ClientRounds):
+        def plan_turns(self, number: int) -> list[ClientTurn]:
+            return rounds.plan_turns(there[number])
 
         @property
         def count(self) -> int:
             return len(there)
 
-        def pieces(self, part: Part, number: int) -> Any:
-            return rounds.pieces(part, there[number])
+        def iterate_client_batches(self, turn: ClientTurn, number: int) -> Any:
+            return rounds.iterate_client_batches(turn, there[number])
 
-    there = [number for number in range(rounds.count) if rounds.parts(number)]
+    there = [number for number in range(rounds.count) if rounds.plan_turns(number)]
     return averaged(
         made,
         Some(
             rounds.clients,
             rounds.order,
             1,
-            rounds.taking,
+            rounds.clients_per_round,
             rounds.passes,
             rounds.epochs,
-            rounds.asked,
+            rounds.requested_rounds,
         ),
     )
 
@@ -561,21 +574,21 @@ class Centred(nn.Module):
         return loss
 
 
-def centred(made: pg.Job, rounds: Rounds) -> State:
+def centred(made: pg.Job, rounds: ClientRounds) -> State:
     """The same in plain torch."""
-    model = made.built_model()
+    model = made.build_model()
     center = torch.zeros(4, dtype=torch.float64)
     for number in range(rounds.count):
         begun = {name: each.clone() for name, each in model.state_dict().items()}
         ended = []
         counts = []
-        for part in rounds.parts(number):
+        for part in rounds.plan_turns(number):
             model.load_state_dict(begun)
             loss = Centred().double()
             optimizer = made.optimizer(model.parameters())
             loss.center.copy_(center)
-            for piece in rounds.pieces(part, number):
-                inputs, target = (each[piece.samples] for each in made.train.tensors)
+            for piece in rounds.iterate_client_batches(part, number):
+                inputs, target = (each[piece.indices] for each in made.train.tensors)
                 optimizer.zero_grad()
                 loss(model(inputs.double()), target).backward()
                 optimizer.step()
@@ -605,7 +618,7 @@ def test_what_a_loss_keeps_in_buffers_becomes_its_mean(tmp_path: Path, workers: 
     text = f"federated({workers}, clients=3, fraction=1.0, rounds=3)"
     found, record = trained(made, text, tmp_path)
     assert close(found, centred(made, rounds_of(made, text)), 1e-12)
-    (said,) = [line for line in record.of("choice") if line["what"] == "kept in Python"]
+    (said,) = [line for line in record.select_lines("choice") if line["what"] == "kept in Python"]
     assert said["because"] == "forwards change it, and it has no mean: loss.seen"
 
 
@@ -663,7 +676,7 @@ def test_a_scheduler_goes_on_between_rounds_by_samples(tmp_path: Path) -> None:
             {
                 line["lr"]
                 for rank in range(2)
-                for line in record.of("step", rank)
+                for line in record.select_lines("step", rank)
                 if line["epoch"] == number
             }
         )
@@ -681,7 +694,7 @@ def test_a_round_whose_rate_is_nothing_is_told(tmp_path: Path) -> None:
     run = pg.train(
         vectors(scheduler=warming, epochs=1), "federated(2, clients=4, fraction=0.5)", runs=tmp_path
     )
-    assert run.happened == [
+    assert run.event_messages == [
         "round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the "
         "warm-up "
         "begin above 0"
@@ -704,7 +717,7 @@ def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(
             {
                 line["lr"]
                 for rank in range(2)
-                for line in record.of("step", rank)
+                for line in record.select_lines("step", rank)
                 if line["epoch"] == number
             }
         )
@@ -716,7 +729,7 @@ def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(
 def test_a_round_is_tested_and_ends_at_the_goal(tmp_path: Path) -> None:
     text = "federated(2, clients=10, fraction=0.5, local_epochs=2)"
     _, record = trained(images(epochs=40), text, tmp_path, until="accuracy=60")
-    tests = [line["test"]["value"] for line in record.of("epoch")]
+    tests = [line["test"]["value"] for line in record.select_lines("epoch")]
     assert tests[-1] >= 60 > max(tests[:-1], default=0)
     assert len(tests) < 40
 
@@ -727,12 +740,12 @@ def test_saved_between_rounds_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole, full = trained(made, text.format(2, 6), tmp_path)
     _, first = trained(made, text.format(2, 4), tmp_path, save=5)
     resumed, rest = trained(made, text.format(2, 6), tmp_path, resume=first.folder)
-    assert [line["epoch"] for line in rest.of("epoch")] == [4, 5]
+    assert [line["epoch"] for line in rest.select_lines("epoch")] == [4, 5]
     assert close(whole, resumed, 0.0)
-    assert [line["test"] for line in rest.of("epoch")] == [
-        line["test"] for line in full.of("epoch")[4:]
+    assert [line["test"] for line in rest.select_lines("epoch")] == [
+        line["test"] for line in full.select_lines("epoch")[4:]
     ]
-    assert rest.audit.missed == rest.audit.twice == 0
+    assert rest.sample_count.missed == rest.sample_count.twice == 0
     other, _ = trained(made, text.format(3, 6), tmp_path, resume=first.folder)
     assert close(whole, other)
 
@@ -744,7 +757,9 @@ def test_rounds_shorter_than_a_step_of_serial_are_saved_too(tmp_path: Path) -> N
     """
     made = vectors()
     text = "federated(2, clients=20, fraction=0.05, rounds={})"
-    assert [rounds_of(made, text.format(9)).passed(number) for number in (4, 5, 6, 7)] == [
+    assert [
+        rounds_of(made, text.format(9)).count_serial_steps(number) for number in (4, 5, 6, 7)
+    ] == [
         1,
         2,
         2,
@@ -757,7 +772,7 @@ def test_rounds_shorter_than_a_step_of_serial_are_saved_too(tmp_path: Path) -> N
         "checkpoint-00000002",
     ]
     resumed, rest = trained(made, text.format(7), tmp_path, resume=first.folder)
-    assert [line["epoch"] for line in rest.of("epoch")] == [6]
+    assert [line["epoch"] for line in rest.select_lines("epoch")] == [6]
     assert close(whole, resumed, 0.0)
 
 
@@ -769,16 +784,16 @@ def test_the_door_counts_rounds_and_names_what_makes_more(tmp_path: Path) -> Non
     with pytest.raises(
         pg.Refused, match=r"has 4 rounds behind it, and job vectors wants 2; give more rounds=$"
     ):
-        admitted(made, text.format(", rounds=2"), Settings(resume=first.folder))
+        validate_run(made, text.format(", rounds=2"), Settings(resume=first.folder))
     with pytest.warns(
         UserWarning,
         match=r"all 4 rounds were made; nothing is left to train \(more rounds= go on\)",
     ):
-        admitted(made, text.format(", rounds=4"), Settings(resume=first.folder))
+        validate_run(made, text.format(", rounds=4"), Settings(resume=first.folder))
     with pytest.raises(
         pg.Refused, match="has 4 rounds behind it, and job vectors wants 2; give more --epochs"
     ):
-        admitted(made.replace(epochs=1), text.format(""), Settings(resume=first.folder))
+        validate_run(made.replace(epochs=1), text.format(""), Settings(resume=first.folder))
 
 
 def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: Path) -> None:
@@ -790,16 +805,18 @@ def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: 
     assert [path.name for path in first.folder.glob("checkpoint-*")] == ["checkpoint-00000011"]
     for other in ("serial", "data(2)"):
         _, record = trained(made, other, tmp_path, resume=first.folder)
-        assert len(record.steps()) == 12
-        assert record.audit.epochs == 0  # of whose beginning nothing is known
+        assert len(record.group_step_lines()) == 12
+        assert record.sample_count.epochs == 0  # of whose beginning nothing is known
         _, theirs = trained(made, other, tmp_path, save=7, limit=14)
         _, record = trained(made, text, tmp_path, resume=theirs.folder)
         # the second round begins after 11 steps
-        assert [line["epoch"] for line in record.of("epoch")] == []
+        assert [line["epoch"] for line in record.select_lines("epoch")] == []
     longer = made.replace(epochs=2)
     _, record = trained(longer, text, tmp_path, resume=theirs.folder)
-    assert [line["epoch"] for line in record.of("epoch")] == [2, 3]
-    left = [line for line in record.of("choice") if line["what"] in ("checkpoint", "rounds")]
+    assert [line["epoch"] for line in record.select_lines("epoch")] == [2, 3]
+    left = [
+        line for line in record.select_lines("choice") if line["what"] in ("checkpoint", "rounds")
+    ]
     assert [line["picked"] for line in left] == ["without the optimizer's state", "from round 2 on"]
 
 
@@ -809,30 +826,33 @@ def test_a_limit_is_of_steps_of_serial_for_who_goes_on_too(tmp_path: Path) -> No
     """
     made = images(epochs=2)
     text = "federated(2, clients=4, fraction=0.5)"
-    assert (rounds_of(made, text).begins[1], rounds_of(made, text).passed(1)) == (12, 11)
+    assert (rounds_of(made, text).round_starts[1], rounds_of(made, text).count_serial_steps(1)) == (
+        12,
+        11,
+    )
     _, first = trained(made, text, tmp_path, save=1, limit=11)
     for limit, rounds in ((11, []), (12, [1])):
         _, record = trained(made, text, tmp_path, resume=first.folder, limit=limit)
-        assert [line["epoch"] for line in record.of("epoch")] == rounds
+        assert [line["epoch"] for line in record.select_lines("epoch")] == rounds
 
 
-def asked_to_stop(world: World, checked: Admitted, folder: Path, origin: float) -> str:
+def asked_to_stop(world: World, checked: ValidatedRun, folder: Path, origin: float) -> str:
     if world.rank == 1:
         world.stop.set()
     try:
-        return train_rank(world, checked, folder, origin, loop=InRounds)
+        return train_rank(world, checked, folder, origin, loop_class=RoundTraining)
     finally:
         world.stop.clear()
 
 
-def test_the_wish_to_stop_is_heard_when_workers_meet(pool: Ranks, tmp_path: Path) -> None:
-    checked = admitted(vectors(), "federated(2, clients=4, fraction=1.0)")
-    assert checked.on(pool, asked_to_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
+def test_the_wish_to_stop_is_heard_when_workers_meet(pool: Launcher, tmp_path: Path) -> None:
+    checked = validate_run(vectors(), "federated(2, clients=4, fraction=1.0)")
+    assert checked.run_on_ranks(pool, asked_to_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000008"]
     _, record = trained(
         vectors(), "federated(2, clients=4, fraction=1.0)", tmp_path, resume=tmp_path
     )
-    assert [line["epoch"] for line in record.of("epoch")] == [1, 2]
+    assert [line["epoch"] for line in record.select_lines("epoch")] == [1, 2]
 
 
 # ---- refused, and what is no question here ---------------------------------------------------
@@ -870,7 +890,7 @@ def test_tensors_that_hold_others_are_refused() -> None:
     with pytest.raises(
         pg.Refused, match=r"weight is a TwoTensor, .*; make it one, or train it with data\(n\)"
     ):
-        admitted(vectors(model=Wrapped), "federated(2, clients=3)")
+        validate_run(vectors(model=Wrapped), "federated(2, clients=3)")
 
 
 def test_what_a_job_cannot_be_divided_into_is_refused() -> None:
@@ -891,7 +911,7 @@ def test_what_a_job_cannot_be_divided_into_is_refused() -> None:
         ),
     ):
         with pytest.raises(pg.Refused, match=re.escape(says)):
-            admitted(made, text)
+            validate_run(made, text)
     with pytest.raises(pg.Refused, match="leave out --check"):
         pg.train(vectors(), "federated(2, clients=3)", check=True)
     model = mlp()
@@ -908,19 +928,21 @@ def test_a_record_has_every_step_of_every_client(tmp_path: Path) -> None:
     text = "federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=3)"
     _, record = trained(vectors(), text, tmp_path)
     rounds = rounds_of(vectors(), text)
-    assert record.rounds == rounds.told
-    assert len(record.losses) == record.steps_planned == rounds.begins[-1]
-    assert [lines[0]["step"] for lines in record.steps()] == list(range(rounds.begins[-1]))
-    assert [line["clients"] for line in record.of("epoch")] == [
-        rounds.chosen(number) for number in range(3)
+    assert record.rounds == rounds.summary
+    assert len(record.losses) == record.planned_steps == rounds.round_starts[-1]
+    assert [lines[0]["step"] for lines in record.group_step_lines()] == list(
+        range(rounds.round_starts[-1])
+    )
+    assert [line["clients"] for line in record.select_lines("epoch")] == [
+        rounds.choose_clients(number) for number in range(3)
     ]
-    assert record.passed(1) == rounds.places(0) + rounds.places(1)
-    samples = record.passed(2)
-    assert str(record.audit) == (
+    assert record.count_passed_samples(1) == rounds.count_positions(0) + rounds.count_positions(1)
+    samples = record.count_passed_samples(2)
+    assert str(record.sample_count) == (
         f"{samples} of the {samples} samples that clients of 3 round(s) were to train on, 0 twice, "
         "0 missed"
     )
-    assert record.sent_per_step["weights"]["bytes"] == round(3 * 8 * 244 / rounds.begins[-1])
+    assert record.sent_per_step["weights"]["bytes"] == round(3 * 8 * 244 / rounds.round_starts[-1])
     # of a client, which has gone
     assert record.memory["optimizer"] == 8 * 244
 
@@ -936,7 +958,7 @@ def test_beside_others_it_is_judged_by_its_tests(tmp_path: Path) -> None:
         until="accuracy=50",
     )
     row = found.rows[1]
-    assert found.ended["status"] == "finished"
+    assert found.ending["status"] == "finished"
     assert found.missing == []
     assert row.difference is None is row.speed_up
     assert row.test is not None

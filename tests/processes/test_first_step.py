@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.record.record import Record
-from paragrad.trainer.first_step.step_result import Gap, Made, gaps, pooled
+from paragrad.trainer.first_step.step_result import Gap, StepOutcome, compute_gaps, pool_gaps
 
 STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(2, state=fully_sharded)")
 SHOWN = {
@@ -84,7 +84,7 @@ def test_a_planted_wrong_ends_before_the_update(
     record = Record(folder)
     assert record.end is not None
     assert record.end["status"] == "failed"
-    assert not any(record.of("step", rank) for rank in range(2))
+    assert not any(record.select_lines("step", rank) for rank in range(2))
 
 
 @pytest.mark.sample(3)
@@ -110,7 +110,7 @@ def test_what_only_an_update_shows_is_for_verify(
     shown = LATER[wrong]
     job = planted(wrong)
     run = pg.train(job, shown.strategy, runs=tmp_path)
-    assert {event["name"] for event in run.of("event")} == {"checked"}
+    assert {event["name"] for event in run.select_lines("event")} == {"checked"}
     assert len(run.losses) == 6
     certificate = pg.verify(job, shown.strategy, runs=tmp_path)
     assert not certificate.same
@@ -133,9 +133,11 @@ def test_ranks_agree_on_how_to_update(
 
 def test_unchecked_goes_on_and_says_so(tmp_path: Path) -> None:
     wrong = next(iter(SHOWN))
-    run = pg.train(planted(wrong), "data(2, reduce=ring)", runs=tmp_path, unchecked=True)
+    run = pg.train(
+        planted(wrong), "data(2, reduce=ring)", runs=tmp_path, skip_first_step_check=True
+    )
     assert len(run.losses) == 6
-    told = [line for line in run.of("choice") if line["what"] == "first step"]
+    told = [line for line in run.select_lines("choice") if line["what"] == "first step"]
     assert told
     assert (told[0]["picked"], told[0]["because"]) == ("not checked", "asked for")
     assert run.header["settings"]["unchecked"] == "True"
@@ -143,7 +145,7 @@ def test_unchecked_goes_on_and_says_so(tmp_path: Path) -> None:
 
 def test_the_record_says_what_was_checked(tmp_path: Path) -> None:
     run = pg.train(JOBS["cnn with batch norm"], "data(2)", runs=tmp_path)
-    first, *later = run.of("event")
+    first, *later = run.select_lines("event")
     assert first["name"] == "checked"
     assert first["numbers"] == {"step": 0}
     assert "loss, weight, 8 gradients, 6 buffers" in first["message"]
@@ -155,7 +157,7 @@ def test_the_record_says_what_was_checked(tmp_path: Path) -> None:
 def late(first: int) -> TensorDataset:
     """48 samples, of which all count but a few that come late, in the order of seed 5."""
     targets = whole(4, 48, seed=2)
-    order = pg.job("digits").replace(batch=6, seed=5).order(48).indices(0, range(48))
+    order = pg.job("digits").replace(batch=6, seed=5).make_order(48).get_indices(0, range(48))
     for position in range(first, first + 4, 2):
         targets[order[position]] = -100
     return TensorDataset(numbers(48, 10, seed=1), targets)
@@ -181,7 +183,7 @@ def test_rare_ignored_targets_that_come_late_end_the_run(tmp_path: Path) -> None
         "data(2)",
         runs=tmp_path,
     )
-    assert [event["numbers"]["step"] for event in run.of("event")] == [0, 1, 3, 7, 15]
+    assert [event["numbers"]["step"] for event in run.select_lines("event")] == [0, 1, 3, 7, 15]
 
 
 def around(output: Tensor, target: Tensor) -> Tensor:
@@ -199,7 +201,7 @@ def test_a_function_around_cross_entropy_weighs_what_counts(tmp_path: Path) -> N
 
 def test_infinite_buffers_hide_nothing() -> None:
     mask = torch.full((3, 3), -torch.inf).triu(1)
-    serial = Made(
+    serial = StepOutcome(
         1.0,
         4.0,
         {"w": torch.ones(3), "unused": None},
@@ -207,7 +209,7 @@ def test_infinite_buffers_hide_nothing() -> None:
         frozenset({"mean"}),
     )
     eps = torch.finfo(torch.float32).eps
-    assert pooled(gaps(serial, serial)) == {
+    assert pool_gaps(compute_gaps(serial, serial)) == {
         ("loss", ""): Gap(0.0, "loss", 1.0),
         ("weight", ""): Gap(0.0, "weight", 4.0),
         ("gradient", ""): Gap(0.0, None, 1.0, eps),
@@ -215,20 +217,20 @@ def test_infinite_buffers_hide_nothing() -> None:
         ("parameter", ""): Gap(),
         ("state", ""): Gap(),
     }
-    ours = Made(
+    ours = StepOutcome(
         1.0,
         4.0,
         {"w": torch.tensor([1.0, 1.0, torch.nan]), "unused": None},
         {"mask": mask, "mean": torch.zeros(2)},
     )
-    found = gaps(ours, serial)
+    found = compute_gaps(ours, serial)
     assert found["gradient", ""].tensor == "w"
     assert found["gradient", ""].value == torch.inf
     assert (found["buffer", ""].tensor, found["buffer", ""].value) == ("mean", 1.0)
-    zero = Made(1.0, 4.0, {"w": torch.ones(3), "unused": torch.zeros(1)}, serial.buffers)
-    assert gaps(zero, serial)["gradient", ""].tensor == "unused"
-    moved = Made(1.0, 4.0, serial.gradients, {"mask": mask + 1e-9, "mean": torch.ones(2)})
-    assert gaps(moved, serial)["buffer", ""].tensor == "mask"
+    zero = StepOutcome(1.0, 4.0, {"w": torch.ones(3), "unused": torch.zeros(1)}, serial.buffers)
+    assert compute_gaps(zero, serial)["gradient", ""].tensor == "unused"
+    moved = StepOutcome(1.0, 4.0, serial.gradients, {"mask": mask + 1e-9, "mean": torch.ones(2)})
+    assert compute_gaps(moved, serial)["buffer", ""].tensor == "mask"
 
 
 RIGHT = [

@@ -22,18 +22,18 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.datasets.loading import parted
+from paragrad.datasets.loading import separate_target
 from paragrad.errors import StepFailed
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.parallel.pipeline import balance
 from paragrad.runtime.world import World
 from paragrad.trainer.first_step import step_result
-from paragrad.trainer.first_step.diagnosis import likely
-from paragrad.trainer.first_step.step_check import Miss, Proof
+from paragrad.trainer.first_step.diagnosis import diagnose_step
+from paragrad.trainer.first_step.step_check import Mismatch, StepCheck
 from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.story
-FLOOR = step_result.FLOOR
+FLOOR = step_result.EQUAL_EPS
 
 
 class Keeping(nn.Module):
@@ -89,7 +89,7 @@ def test_what_a_forward_keeps_in_python_is_compared(
             pg.train(keeping, strategy, runs=tmp_path)
         return
     run, serial = (pg.train(keeping, each, runs=tmp_path) for each in (strategy, "serial"))
-    assert {event["name"] for event in run.of("event")} == {"checked"}
+    assert {event["name"] for event in run.select_lines("event")} == {"checked"}
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(serial.losses))
 
 
@@ -143,8 +143,8 @@ class Halved(nn.Module):
         self.hooked = hooked
         # in ranks: as if rounding had made the step doubtful
         if dist.is_initialized():
-            mock.patch.object(step_result, "FLOOR", 1).start()
-            mock.patch.object(step_result, "BELIEVED", 0).start()
+            mock.patch.object(step_result, "EQUAL_EPS", 1).start()
+            mock.patch.object(step_result, "BASELINE_EPS", 0).start()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.hidden(x))
@@ -185,18 +185,18 @@ class InPlace(Halved):
         super().__init__(256, False)
         # in ranks: as if nothing but the step in float64 could tell
         if dist.is_initialized():
-            judged = Proof._judged
+            judged = StepCheck._judge_doubtful
 
             def in_double(
-                proof: Proof, ours: step_result.Made, doubtful: list[step_result.Key]
-            ) -> list[Miss]:
-                if not proof.double:
+                proof: StepCheck, ours: step_result.StepOutcome, doubtful: list[step_result.GapKey]
+            ) -> list[Mismatch]:
+                if not proof.rerun_in_float64:
                     return judged(proof, ours, doubtful)
-                with mock.patch.object(step_result, "FLOOR", FLOOR):
-                    return proof.double() or []
+                with mock.patch.object(step_result, "EQUAL_EPS", FLOOR):
+                    return proof.rerun_in_float64() or []
 
-            mock.patch.object(step_result, "FLOOR", 0).start()
-            mock.patch.object(Proof, "_judged", in_double).start()
+            mock.patch.object(step_result, "EQUAL_EPS", 0).start()
+            mock.patch.object(StepCheck, "_judge_doubtful", in_double).start()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(2.0))
@@ -239,10 +239,10 @@ def test_what_is_not_linear_in_a_gradient_is_as_without_this_library(tmp_path: P
     """
     clipped = job("clipped", Clipped, VECTORS, dtype=torch.float64, epochs=1)
     run = pg.train(clipped, runs=tmp_path)
-    model = clipped.built_model()
+    model = clipped.build_model()
     optimizer = clipped.optimizer(model.parameters())
-    for positions in clipped.order(len(VECTORS)).batches():
-        inputs, target = VECTORS[clipped.order(len(VECTORS)).indices(0, positions)]
+    for positions in clipped.make_order(len(VECTORS)).list_batches():
+        inputs, target = VECTORS[clipped.make_order(len(VECTORS)).get_indices(0, positions)]
         optimizer.zero_grad()
         functional.cross_entropy(model(inputs.double()), target).backward()
         optimizer.step()
@@ -296,7 +296,9 @@ def test_where_no_batch_is_split_nothing_is_told_to_mix_samples() -> None:
             module=SimpleNamespace(traced=True, linear=True),
             draws=SimpleNamespace(calls=[]),
         )
-        return likely(trainer, [Miss("gradient", 0, step_result.Gap(1.0, "weight", 2.0), 0.0)])
+        return diagnose_step(
+            trainer, [Mismatch("gradient", 0, step_result.Gap(1.0, "weight", 2.0), 0.0)]
+        )
 
     assert "mixes samples" in cause("data(2)")
     assert "mixes samples" in cause("pipeline(2, micro=2)")
@@ -306,13 +308,15 @@ def test_where_no_batch_is_split_nothing_is_told_to_mix_samples() -> None:
 def cuts(world: World) -> int:
     """How often a rank looks for a cut while a doubtful step is made again."""
     halved = job("halved", lambda: Halved(64, True), VECTORS)
-    trainer = Trainer.of_job(world, halved, resolved("place(2)"))
+    trainer = Trainer.build_for_job(world, halved, resolved("place(2)"))
     with (
-        mock.patch.object(balance, "cut", wraps=balance.cut) as cut,
+        mock.patch.object(
+            balance, "partition_into_stages", wraps=balance.partition_into_stages
+        ) as cut,
         contextlib.suppress(StepFailed),
         contextlib.closing(trainer),
     ):
-        trainer.step(*parted(next(trainer.batches(halved.train, halved.batch, 0))))
+        trainer.step(*separate_target(next(trainer.batches(halved.train, halved.batch, 0))))
     return int(cut.call_count)
 
 
@@ -320,7 +324,7 @@ def test_a_doubtful_step_is_made_again_with_the_same_cut() -> None:
     """It was cut anew, by other measured times: what was wrong at one cut was found right at
     another.
     """
-    with Ranks(2) as ranks:
+    with Launcher(2) as ranks:
         assert ranks.run(cuts) == [1, 0]
 
 
@@ -402,7 +406,7 @@ def test_shares_without_a_label(
     weight says so. Such trainings were 15 to 57 % off, or ended.
     """
     targets = whole(4, 48, seed=2).where(numbers(48, seed=9) > 1.0, 0)
-    order = pg.job("digits").replace(batch=6, seed=5).order(48).indices(0, range(48))
+    order = pg.job("digits").replace(batch=6, seed=5).make_order(48).get_indices(0, range(48))
     targets[order[:6]] = torch.arange(6) % 3 + 1  # step 0 shows nothing of it
     rare = job(
         "rare",

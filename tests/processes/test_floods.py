@@ -33,10 +33,10 @@ import paragrad as pg
 from paragrad.commands import train
 from paragrad.loops.synchronous import train_rank
 from paragrad.parallel.server import server_exchange, worker_exchange
-from paragrad.parallel.server.client import Calling
-from paragrad.parallel.server.curve_keys import Address, Keys
-from paragrad.parallel.server.message_header import DTYPES, Header, Kind, unpacked
-from paragrad.parallel.server.sockets import ROOM, WAITING, Listening
+from paragrad.parallel.server.client import ServerClient
+from paragrad.parallel.server.curve_keys import Address, KeyPair
+from paragrad.parallel.server.message_header import DTYPES, Header, MessageType, unpack_header
+from paragrad.parallel.server.sockets import MESSAGE_LIMIT, TEXT_BYTES, Listener
 from paragrad.record.record import Record
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
@@ -66,7 +66,7 @@ class Insight:
     job: int
     sender: int
     at: Address
-    keys: Keys
+    keys: KeyPair
 
 
 def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
@@ -74,7 +74,7 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
     until the flood goes on.
     """
 
-    def begin(self: worker_exchange.Asking) -> None:
+    def begin(self: worker_exchange.WorkerExchange) -> None:
         nonlocal seen
         if self.step > seen:
             seen = self.step
@@ -84,29 +84,34 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
             meeting.recv()
         begun(self)
 
-    def insight(self: worker_exchange.Asking) -> Insight:
-        return Insight(self.job, self.sender, self.calling.address, self.calling.keys)
+    def insight(self: worker_exchange.WorkerExchange) -> Insight:
+        return Insight(self.job, self.sender, self.client.address, self.client.keys)
 
     def made(
-        self: Calling, servers: Sequence[Address], longest: int, keys: Keys, *rest: Any, **more: Any
+        self: ServerClient,
+        servers: Sequence[Address],
+        longest: int,
+        keys: KeyPair,
+        *rest: Any,
+        **more: Any,
     ) -> None:
         self.address = servers[0]  # type: ignore[attr-defined]
         self.keys = keys
         called(self, servers, longest, keys, *rest, **more)
 
-    def send(self: Calling, number: int, message: Any) -> None:
+    def send(self: ServerClient, number: int, message: Any) -> None:
         sent.append([bytes(each) for each in message])
         sends(self, number, message)
 
-    def allow(self: Listening, keys: Any) -> None:
+    def allow(self: Listener, keys: Any) -> None:
         """Somewhat late: nobody may be there yet, for he would have been sent away, and never
         come again.
         """
-        assert self.take(0.5) is None
+        assert self.receive_message(0.5) is None
         assert not any(self.events)
         allows(self, keys)
 
-    def serve(self: server_exchange.Serving) -> None:
+    def serve(self: server_exchange.ServerExchange) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is of what follows
         before = resident("VmRSS")
         serves(self)
@@ -114,19 +119,19 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
 
     seen = 0
     sent = list[list[bytes]]()
-    begun = worker_exchange.Asking.begin
-    called = Calling.__init__
-    sends = Calling._send
-    allows = Listening.allow
-    serves = server_exchange.Serving.serve
+    begun = worker_exchange.WorkerExchange.begin
+    called = ServerClient.__init__
+    sends = ServerClient._send_frames
+    allows = Listener.allow_keys
+    serves = server_exchange.ServerExchange.serve
     with contextlib.ExitStack() as stack:
         for owner, name, other in (
             (server_exchange, "own_host", lambda world: "127.0.0.1"),
-            (worker_exchange.Asking, "begin", begin),
-            (Calling, "__init__", made),
-            (Calling, "_send", send),
-            (Listening, "allow", allow),
-            (server_exchange.Serving, "serve", serve),
+            (worker_exchange.WorkerExchange, "begin", begin),
+            (ServerClient, "__init__", made),
+            (ServerClient, "_send", send),
+            (Listener, "allow", allow),
+            (server_exchange.ServerExchange, "serve", serve),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))
         if world.rank < 2:
@@ -158,7 +163,7 @@ class Spoiled:
     def gradient(self, body: bytes | None = None, marks: bytes = b"\1" * 4, **more: Any) -> Message:
         """As a worker's, but for what is given; of a step that is long over."""
         header = Header(
-            Kind.PUSH,
+            MessageType.PUSH,
             **{
                 "job": self.told.job,
                 "sender": self.told.sender,
@@ -169,7 +174,7 @@ class Spoiled:
                 **more,
             },
         )
-        return [header.packed(), marks, bytes(LONGEST) if body is None else body]
+        return [header.pack_header(), marks, bytes(LONGEST) if body is None else body]
 
     def cut_off(self) -> Drawn:
         header, marks, body = self.gradient()
@@ -246,7 +251,7 @@ class Spoiled:
 
     def oversized(self) -> Drawn:
         """As long as the socket lets in, at most."""
-        more = ELEMENTS + self.draw.randrange(1, ROOM // 4 - 64)
+        more = ELEMENTS + self.draw.randrange(1, TEXT_BYTES // 4 - 64)
         return (
             "a gradient of N elements for N parameters",
             self.gradient(bytes(4 * more), elements=more),
@@ -261,8 +266,12 @@ class Spoiled:
                     "an update of a later step",
                     [
                         Header(
-                            Kind.UPDATE, self.told.job, self.told.sender, later, numbers=(12.0, 1.0)
-                        ).packed()
+                            MessageType.UPDATE,
+                            self.told.job,
+                            self.told.sender,
+                            later,
+                            numbers=(12.0, 1.0),
+                        ).pack_header()
                     ],
                 ),
             ]
@@ -290,7 +299,7 @@ class Spoiled:
 
 
 @contextlib.contextmanager
-def line_to(at: Address, keys: Keys) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+def line_to(at: Address, keys: KeyPair) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     """A connection, which is not made again; and its end, as an event."""
     with (
         zmq.Context() as context,
@@ -299,13 +308,13 @@ def line_to(at: Address, keys: Keys) -> Iterator[tuple[zmq.Socket[bytes], zmq.So
     ):
         line.linger = 0
         line.reconnect_ivl = -1
-        line.sndhwm = WAITING
+        line.sndhwm = MESSAGE_LIMIT
         line.sndtimeo = int(1000 * WAIT)
         if at.key is not None:
             line.curve_serverkey = at.key
             line.curve_secretkey = keys.secret
             line.curve_publickey = keys.public
-        line.connect(at.at)
+        line.connect(at.endpoint)
         yield line, ended
 
 
@@ -315,17 +324,17 @@ def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Mess
         line.send_multipart(message, copy=False)
         while line.poll(0):
             line.recv_multipart()
-    question = Header(Kind.PULL, told.job, call=1).packed()
+    question = Header(MessageType.PULL, told.job, call=1).pack_header()
     line.send(question)
     while True:
         # who does not take what he is told is told no more: asked again
         if not line.poll(1000):
             line.send(question)
-        elif unpacked(line.recv_multipart()[0]).kind == Kind.VALUES:
+        elif unpack_header(line.recv_multipart()[0]).kind == MessageType.VALUES:
             return
 
 
-def sent_away(at: Address, keys: Keys, message: Message) -> None:
+def sent_away(at: Address, keys: KeyPair, message: Message) -> None:
     """A message over a connection of its own, which the server ends."""
     with line_to(at, keys) as (line, ended):
         with contextlib.suppress(zmq.Again):  # it was sent away before
@@ -335,7 +344,7 @@ def sent_away(at: Address, keys: Keys, message: Message) -> None:
 
 def over_tcp(at: Address, noise: bytes) -> None:
     """Some bytes, until the server has hung up."""
-    host, port = at.at.removeprefix("tcp://").split(":")
+    host, port = at.endpoint.removeprefix("tcp://").split(":")
     with (
         contextlib.suppress(ConnectionError),
         socket.create_connection((host, int(port)), WAIT) as line,
@@ -379,8 +388,8 @@ def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int
             refused.update(why for why, _ in drawn)
             away = [
                 (replace(told.at, key=None), told.keys, BARE),
-                (told.at, Keys.made(), BARE),
-                (told.at, told.keys, [bytes(LONGEST + ROOM + 1)]),
+                (told.at, KeyPair.generate_pair(), BARE),
+                (told.at, told.keys, [bytes(LONGEST + TEXT_BYTES + 1)]),
             ] * max(1, part // 100)
             jobs = [crowd.submit(over_tcp, told.at, noise) for noise in noises(draw, part)]
             jobs += [crowd.submit(sent_away, *each) for each in away]
@@ -417,12 +426,13 @@ def earlier(before: list[Message]) -> list[Message]:
     """Of what workers sent what they may not send again: an update is asked for by each of
     them, so the last one may.
     """
-    headers = [unpacked(message[0]) for message in before]
+    headers = [unpack_header(message[0]) for message in before]
     last = max(header.step for header in headers)
     return [
         message
         for message, header in zip(before, headers, strict=True)
-        if header.kind == Kind.PUSH or (header.kind == Kind.UPDATE and header.step < last)
+        if header.kind == MessageType.PUSH
+        or (header.kind == MessageType.UPDATE and header.step < last)
     ]
 
 
@@ -437,7 +447,7 @@ def test_a_flood_is_refused_by_name_and_the_training_is_the_undisturbed_one(
     that bring something at a time: less than a quarter of what it was sent.
     """
     # servers are ranks of the workers' world, as between hosts
-    monkeypatch.setattr(Server, "recovers", False)
+    monkeypatch.setattr(Server, "can_recover", False)
     undisturbed = pg.train(WIDE, "server(2)", runs=tmp_path)
     monkeypatch.setattr(train, "train_rank", partial(beside, place=str(tmp_path)))
     with ThreadPoolExecutor(1) as other, socket.socket(socket.AF_UNIX) as door:
@@ -449,14 +459,14 @@ def test_a_flood_is_refused_by_name_and_the_training_is_the_undisturbed_one(
             run = pg.train(WIDE, "server(2)", runs=tmp_path)
         finally:
             refused, size = flooding.result(WAIT)
-    (line,) = Record(run.folder).of("server", 2)
+    (line,) = Record(run.folder).select_lines("server", 2)
     assert line["refused"] == refused
-    assert Record(undisturbed.folder).of("server", 2)[0]["refused"] == {}
+    assert Record(undisturbed.folder).select_lines("server", 2)[0]["refused"] == {}
     assert run.losses == undisturbed.losses
     for name, tensor in undisturbed.model().state_dict().items():
         assert torch.equal(run.model().state_dict()[name], tensor), name
     grown = int((tmp_path / "grown").read_text())
-    most = 2 * WAITING * (LONGEST + ROOM)
+    most = 2 * MESSAGE_LIMIT * (LONGEST + TEXT_BYTES)
     print(
         f"{sum(refused.values()):,} refused, {size:,} bytes; the server grew by {grown:,} bytes at "
         f"most"
@@ -476,15 +486,15 @@ def test_names_are_few_whatever_numbers_strangers_choose() -> None:
         number = draw.randrange(2**32)
         for message in (
             frames(draw.randbytes(draw.randrange(99))),
-            frames(whole[:4] + bytes([max(Kind) + 1 + number % 200]) + whole[5:]),
+            frames(whole[:4] + bytes([max(MessageType) + 1 + number % 200]) + whole[5:]),
             frames(whole[:5] + bytes([20 + number % 200]) + whole[6:]),
             frames(whole, *[b""] * (3 + number % 99)),
             frames(whole, b"\1\1\1", bytes(draw.randrange(480))),
             push(share=2 + number // 2),
-            frames(replace(unpacked(whole), elements=number), b"\1\1\1", b""),
+            frames(replace(unpack_header(whole), elements=number), b"\1\1\1", b""),
         ):
-            served.taken(message)
-    assert set(served.shard.refused) == {
+            served.handle_message(message)
+    assert set(served.shard.refusals) == {
         "a header of N bytes, which has N",
         "a message of no known kind (N)",
         "numbers of no known type (N)",
@@ -500,57 +510,57 @@ def test_who_leaves_twice_has_left_once() -> None:
     there.
     """
     listening: Any = Told()
-    listening.refused = {}
+    listening.refusals = {}
     served = server("server(2)", listening)
     for sender in (1, 1, 2):
-        assert len(served.left) < 2
-        served.taken(frames(Header(Kind.END, JOB, sender)))
-    assert served.left == {1, 2}
+        assert len(served.left_senders) < 2
+        served.handle_message(frames(Header(MessageType.END, JOB, sender)))
+    assert served.left_senders == {1, 2}
 
 
 @pytest.fixture
-def listening() -> Iterator[Listening]:
-    found = Listening(LONGEST, "127.0.0.1", Keys.made())
+def listening() -> Iterator[Listener]:
+    found = Listener(LONGEST, "127.0.0.1", KeyPair.generate_pair())
     yield found
     found.close()
 
 
-def test_strangers_are_nobody_and_in_nobodys_way(listening: Listening) -> None:
+def test_strangers_are_nobody_and_in_nobodys_way(listening: Listener) -> None:
     """Each was taken for a worker that had gone: as many strangers as workers, and a server
     thought itself alone. And as their comings and goings were not read while there was work,
     the socket stood still when there were 2000 of them.
     """
-    keys = Keys.made()
+    keys = KeyPair.generate_pair()
     draw = random.Random(2)
-    listening.allow([keys.public])
+    listening.allow_keys([keys.public])
     with line_to(listening.address, keys) as (line, _), ThreadPoolExecutor(4) as crowd:
         line.send(b"first")
-        assert listening.take(WAIT)
+        assert listening.receive_message(WAIT)
         strangers = [
             crowd.submit(over_tcp, listening.address, noise) for noise in noises(draw, 2500)
         ]
         while not all(each.done() for each in strangers):
-            assert listening.take(0.01) is None
+            assert listening.receive_message(0.01) is None
         line.send(b"second")
-        found = listening.take(WAIT)
+        found = listening.receive_message(WAIT)
         assert found is not None
         assert found[1].bytes == b"second"
-        assert listening.take(0) is None
-        assert listening.connections == 1
-        assert listening.refused == {"a connection that is not encrypted, or not ZeroMQ's": 2500}
+        assert listening.receive_message(0) is None
+        assert listening.connection_count == 1
+        assert listening.refusals == {"a connection that is not encrypted, or not ZeroMQ's": 2500}
 
 
-def test_a_server_that_is_busy_is_sent_no_more_than_its_socket_keeps(listening: Listening) -> None:
+def test_a_server_that_is_busy_is_sent_no_more_than_its_socket_keeps(listening: Listener) -> None:
     """Nothing is looked at meanwhile: who sends waits, after as many messages as both sockets
     and the system's own memory keep (some megabytes, of 120 KB each).
     """
-    keys = Keys.made()
-    listening.allow([keys.public])
+    keys = KeyPair.generate_pair()
+    listening.allow_keys([keys.public])
     with line_to(listening.address, keys) as (line, _):
         sent = 0
         while sent < 2000 and line.poll(1000, zmq.POLLOUT):
             line.send_multipart([b"", b"", bytes(LONGEST)], copy=False)
             sent += 1
-        assert 2 * WAITING <= sent <= 2 * WAITING + 16 * 2**20 // LONGEST
+        assert 2 * MESSAGE_LIMIT <= sent <= 2 * MESSAGE_LIMIT + 16 * 2**20 // LONGEST
         for _ in range(sent):
-            assert listening.take(WAIT)
+            assert listening.receive_message(WAIT)

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import TensorDataset
 
 from paragrad import Job, RankFailed, Refused, parallelize, train
-from paragrad.datasets.loading import parted
-from paragrad.launch import Ranks
-from paragrad.parallel.data.fsdp_units import common, groups
-from paragrad.report.equivalence.lockstep import difference
+from paragrad.datasets.loading import separate_target
+from paragrad.launch import Launcher
+from paragrad.parallel.data.fsdp_units import find_fsdp_units, select_common_units
+from paragrad.report.equivalence.lockstep import compare_with_serial
 from paragrad.runtime.world import World
 from paragrad.strategies.registry import strategy
 from paragrad.strategies.serial import Serial
@@ -68,21 +68,21 @@ def alive() -> int:
 def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
     """(what a training holds after two steps, bytes sent in the second)."""
     before = alive()
-    trainer = Trainer.of_job(world, EIGHT, chosen)
+    trainer = Trainer.build_for_job(world, EIGHT, chosen)
     try:
         batches = trainer.batches(EIGHT.train, EIGHT.batch, epoch=0)
         for _ in range(2):
-            trainer.step(*parted(next(batches)))
+            trainer.step(*separate_target(next(batches)))
         batches.close()  # type: ignore[attr-defined]
-        trainer.feed.fetched = None
+        trainer.feed.loaded_batch = None
         assert trainer.exchange is not None
-        return alive() - before, trainer.exchange.sent
+        return alive() - before, trainer.exchange.sent_bytes
     finally:
         trainer.close()
 
 
 @pytest.mark.story
-def test_at_rest_a_rank_holds_its_part_of_parameters_gradients_and_state(pool: Ranks) -> None:
+def test_at_rest_a_rank_holds_its_part_of_parameters_gradients_and_state(pool: Launcher) -> None:
     """Adam: parameters, gradients, two of state. Every live tensor of a rank is counted, those
     left behind too.
     """
@@ -101,17 +101,17 @@ def test_the_first_step_is_compared_and_the_record_says_what_is_held(tmp_path: P
     run = train(
         EIGHT.replace(test=WIDE, metric=None), "data(2, state=fully_sharded)", runs=tmp_path
     )
-    assert [line["message"] for line in run.of("event") if line["name"] == "checked"] == [
+    assert [line["message"] for line in run.select_lines("event") if line["name"] == "checked"] == [
         "loss, weight, 16 gradients, 0 buffers of this step are one worker's"
     ]
-    choices = {line["what"]: line for line in run.of("choice")}
+    choices = {line["what"]: line for line in run.select_lines("choice")}
     assert choices["groups"]["picked"] == "9"
     assert choices["groups"]["because"].startswith("0; 1; 2; 3; 4; 5; 6; 7; the rest")
     assert (
         choices["loss again"]["because"]
         == "the parameters are sharded: no rank can run the model alone any more"
     )
-    for line in run.of("memory"):
+    for line in run.select_lines("memory"):
         assert (line["parameters"], line["gradients"]) == (LAYERS * LAYER // 2, LAYERS * LAYER // 2)
         assert LAYERS * LAYER <= line["optimizer"] <= LAYERS * LAYER + 100
     serial = train(EIGHT.replace(test=WIDE, metric=None), "serial", runs=tmp_path)
@@ -139,7 +139,7 @@ class Penalised(nn.Module):
 
 
 def of(model: nn.Module, example: Tensor) -> list[str]:
-    return groups(model, lambda rehearsed=False: model(example))
+    return find_fsdp_units(model, lambda rehearsed=False: model(example))
 
 
 def test_groups_are_modules_whose_parameters_nobody_uses_but_their_own_call() -> None:
@@ -155,8 +155,8 @@ def test_groups_are_modules_whose_parameters_nobody_uses_but_their_own_call() ->
     assert of(nn.Sequential(*blocks), torch.zeros(2, 8)) == [
         f"{each}.{layer}" for each in range(4) for layer in (1, 2)
     ]
-    assert common([["a", "b"], ["b", "c"]]) == ["b"]
-    assert common([["a", "b"], ["b", "a"]]) == []
+    assert select_common_units([["a", "b"], ["b", "c"]]) == ["b"]
+    assert select_common_units([["a", "b"], ["b", "a"]]) == []
 
 
 ODD: dict[str, Callable[[], nn.Module]] = {"penalised": Penalised}
@@ -185,9 +185,9 @@ ODD["odd parameters"] = Odd
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ODD)
-def test_odd_models_are_serials_training(pool: Ranks, name: str) -> None:
+def test_odd_models_are_serials_training(pool: Launcher, name: str) -> None:
     found = pool.run(
-        difference,
+        compare_with_serial,
         job(name, ODD[name], VECTORS, clip_norm=0.5),
         resolved("data(3, state=fully_sharded)"),
         size=3,
@@ -198,17 +198,23 @@ def test_odd_models_are_serials_training(pool: Ranks, name: str) -> None:
 @pytest.mark.parametrize(
     "column", ["dropout, recomputed", pytest.param("frozen and unused", marks=pytest.mark.table)]
 )
-def test_over_gloo(pool: Ranks, column: str) -> None:
+def test_over_gloo(pool: Launcher, column: str) -> None:
     found = pool.run(
-        difference, JOBS[column], resolved("data(2, state=fully_sharded)"), size=2, backend="gloo"
+        compare_with_serial,
+        JOBS[column],
+        resolved("data(2, state=fully_sharded)"),
+        size=2,
+        backend="gloo",
     )
     assert found[0].value <= BOUND
 
 
 def with_factor_alone(world: World) -> None:
     with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"):
-        trainer = Trainer.of_job(world, JOBS["mlp"], resolved("data(2, state=fully_sharded)"))
-        trainer.step(*parted(next(trainer.batches(JOBS["mlp"].train, 12, epoch=0))))
+        trainer = Trainer.build_for_job(
+            world, JOBS["mlp"], resolved("data(2, state=fully_sharded)")
+        )
+        trainer.step(*separate_target(next(trainer.batches(JOBS["mlp"].train, 12, epoch=0))))
 
 
 # ---- tests of the model, and optimizers with modes -------------------------------------------
@@ -217,11 +223,11 @@ def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
     after steps.
     """
     data = TensorDataset(numbers(515, 10, seed=8), whole(4, 515, seed=9))
-    trainer = Trainer.of_job(world, made, chosen)
+    trainer = Trainer.build_for_job(world, made, chosen)
     try:
         found = [trainer.evaluate(data)]
         for fetched in trainer.batches(made.train, made.batch, epoch=0):
-            trainer.step(*parted(fetched))
+            trainer.step(*separate_target(fetched))
             # one rank has none
             found += [trainer.evaluate(data), trainer.evaluate(TensorDataset(*data[:1]))]
         return found
@@ -232,7 +238,7 @@ def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
 @pytest.mark.parametrize(
     "optimizer", [adam, lambda parameters: Averaging(parameters, lr=0.1)], ids=["adam", "averaging"]
 )
-def test_a_test_has_other_numbers_of_batches_on_every_rank(pool: Ranks, optimizer: Any) -> None:
+def test_a_test_has_other_numbers_of_batches_on_every_rank(pool: Launcher, optimizer: Any) -> None:
     made = job("tested", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64)
     expected = scores(World(), Serial(threads=1), made)
     for found in pool.run(scores, resolved("data(2, state=fully_sharded)"), made, size=2):
@@ -289,16 +295,16 @@ STOPPED: dict[str, tuple[Job, str]] = {
 def test_what_cannot_be_sharded_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
     made, message = STOPPED[what]
     with pytest.raises(RankFailed, match=message):
-        train(made, "data(2, state=fully_sharded)", runs=tmp_path, unchecked=True)
+        train(made, "data(2, state=fully_sharded)", runs=tmp_path, skip_first_step_check=True)
 
 
 def otherwise(world: World, chosen: Strategy, way: str) -> None:
     """In step 1 the model of rank 1 goes another way."""
     made = job("deciding", Deciding, VECTORS)
-    trainer = Trainer.of_job(world, made, chosen)
+    trainer = Trainer.build_for_job(world, made, chosen)
     try:
         for fetched in trainer.batches(made.train, made.batch, epoch=0):
-            trainer.step(*parted(fetched))
+            trainer.step(*separate_target(fetched))
             if world.rank == 1:
                 trainer.model.way = way
     finally:
@@ -317,7 +323,7 @@ def otherwise(world: World, chosen: Strategy, way: str) -> None:
     ],
 )
 def test_a_rank_that_goes_another_way_ends_the_step(
-    pool: Ranks, way: str, wanted: str, told: str
+    pool: Launcher, way: str, wanted: str, told: str
 ) -> None:
     """Parameters are gathered from all ranks when a module is called, and half of them do not
     call it: a sentence, no wait, and no sums of what does not belong together.
@@ -328,7 +334,7 @@ def test_a_rank_that_goes_another_way_ends_the_step(
         pool.run(otherwise, resolved("data(2, state=fully_sharded)"), way, size=2)
 
 
-def test_the_factor_alone_is_not_enough(pool: Ranks) -> None:
+def test_the_factor_alone_is_not_enough(pool: Launcher) -> None:
     """In float32 FSDP2 plays a division by 1.0 as PREMUL_SUM, which no backend of a CPU knows,
     unless it is told to sum.
     """

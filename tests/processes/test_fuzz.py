@@ -32,17 +32,21 @@ from typer.testing import CliRunner
 
 import paragrad as pg
 from paragrad.commands.cli import app
-from paragrad.executors.machine import Link, Machine, read_machine
-from paragrad.planner.simulation import simulate
+from paragrad.executors.machine import Link, Machine, read_machine_file
+from paragrad.planner.simulation import simulate_exchange
 from paragrad.runtime.world import World
 from paragrad.strategies.registry import strategy
 from paragrad.strategies.serial import Serial
-from paragrad.trainer.checkpoint.checkpoint_files import FILES, SUMS, digest_of
+from paragrad.trainer.checkpoint.checkpoint_files import (
+    CHECKPOINT_FILES,
+    CHECKSUM_FILE,
+    compute_sha256,
+)
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation import resume_check
-from paragrad.validation.inspect_job import examined
-from paragrad.validation.validate import admitted
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.story
 BOUND = 20  # seconds for one case
@@ -342,7 +346,7 @@ def test_jobs() -> None:
     )
     def one(changes: list[tuple[str, int]], chosen: str) -> None:
         with in_time(), contextlib.suppress(pg.Refused):
-            admitted(base.replace(**{name: VALUES[place] for name, place in changes}), chosen)
+            validate_run(base.replace(**{name: VALUES[place] for name, place in changes}), chosen)
 
     one()
 
@@ -362,10 +366,10 @@ def test_settings() -> None:
         )
     )
     def one(changes: list[tuple[str, Any]]) -> None:
-        from paragrad.trainer.settings import settings_of
+        from paragrad.trainer.settings import build_settings
 
         with in_time(), contextlib.suppress(pg.Refused):
-            admitted(JOBS["mlp"], "data(2)", settings_of(dict(changes)))
+            validate_run(JOBS["mlp"], "data(2)", build_settings(dict(changes)))
 
     one()
 
@@ -416,11 +420,11 @@ OTHERS = [
 
 def test_checkpoints(tmp_path: Path) -> None:
     job = JOBS["mlp, adam, clipped, scheduled"]
-    facts = examined(job)
-    trainer = Trainer.of_job(World(), job, Serial(threads=1))
+    facts = inspect_job(job)
+    trainer = Trainer.build_for_job(World(), job, Serial(threads=1))
     for inputs, target in trainer.batches(job.train, job.batch, 0):
         trainer.step(inputs, target)
-    trainer.save(tmp_path / "whole", resume_check.identity_of(job, facts))
+    trainer.save(tmp_path / "whole", resume_check.build_job_identity(job, facts))
     trainer.close()
     (folder,) = (tmp_path / "whole").iterdir()
     state = json.loads((folder / "state.json").read_text())
@@ -436,7 +440,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         some.sampled_from(
             ["sums anew", "sums anew", "sums anew", "sums as they were", "cut", "another file"]
         ),
-        some.sampled_from(FILES),
+        some.sampled_from(CHECKPOINT_FILES),
     )
     def one(changes: list[tuple[tuple[Any, ...], int]], how: str, name: str) -> None:
         with tempfile.TemporaryDirectory(dir=tmp_path) as parent, in_time():
@@ -453,11 +457,11 @@ def test_checkpoints(tmp_path: Path) -> None:
             if how == "another file":
                 (copy / name).write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
             if how != "sums as they were":
-                (copy / SUMS).write_text(
-                    "".join(f"{digest_of(copy / each)}  {each}\n" for each in FILES)
+                (copy / CHECKSUM_FILE).write_text(
+                    "".join(f"{compute_sha256(copy / each)}  {each}\n" for each in CHECKPOINT_FILES)
                 )
             with contextlib.suppress(pg.Refused):
-                resume_check.found(Path(parent), job, facts)
+                resume_check.find_checkpoint(Path(parent), job, facts)
 
     one()
 
@@ -476,7 +480,7 @@ def test_machine_files(tmp_path: Path) -> None:
         memory=1e10,
         matmul=1e10,
         hosts=1,
-    ).write(path)
+    ).write_machine_file(path)
     whole = json.loads(path.read_text())
     where = list(places(whole))
 
@@ -495,6 +499,8 @@ def test_machine_files(tmp_path: Path) -> None:
                 changed(edited, place, OTHERS[other])
         path.write_text(json.dumps(edited))
         with in_time(), contextlib.suppress(pg.Refused):
-            simulate(strategy("data(4, reduce=ring)"), 1 << 20, read_machine(path, 2)[0])
+            simulate_exchange(
+                strategy("data(4, reduce=ring)"), 1 << 20, read_machine_file(path, 2)[0]
+            )
 
     one()

@@ -13,9 +13,9 @@ from equality import numbers, whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.launch import Ranks
-from paragrad.parallel.sharding.autograd_collectives import Line
-from paragrad.parallel.sharding.sharded_tensor import whole as gathered
+from paragrad.launch import Launcher
+from paragrad.parallel.sharding.autograd_collectives import AxisGroup
+from paragrad.parallel.sharding.sharded_tensor import gather_whole as gathered
 from paragrad.parallel.tensor import (
     cast_rules,
     convolution_rules,
@@ -26,7 +26,7 @@ from paragrad.parallel.tensor import (
     shape_rules,
     window_rules,
 )
-from paragrad.parallel.tensor.input_sharding import entering
+from paragrad.parallel.tensor.input_sharding import shard_inputs
 from paragrad.runtime.world import World
 
 # which fill the table
@@ -284,14 +284,14 @@ GATHERED = {
 }
 
 
-class Counting(Line):
+class Counting(AxisGroup):
     """How often all ranks' pieces are put together."""
 
     count = 0
 
-    def together(self, *arguments: Any) -> Tensor:
+    def gather_pieces(self, *arguments: Any) -> Tensor:
         self.count += 1
-        return super().together(*arguments)
+        return super().gather_pieces(*arguments)
 
 
 def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
@@ -299,16 +299,16 @@ def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
     gathered).
     """
     run, shapes = CASES[name]
-    world = world.with_axes(("rows", world.size // columns), ("columns", columns))
-    lines = {2: Counting(world.along("rows"))} | (
-        {3: Counting(world.along("columns"))} if columns > 1 else {}
+    world = world.add_axes(("rows", world.size // columns), ("columns", columns))
+    lines = {2: Counting(world.select_axes("rows"))} | (
+        {3: Counting(world.select_axes("columns"))} if columns > 1 else {}
     )
     given = [numbers(*shape, seed=20 + at).double() for at, shape in enumerate(shapes)]
     serial, here = ([each.clone().requires_grad_() for each in given] for _ in range(2))
     expected = run(*serial)
     towards = numbers(expected.numel(), seed=9).double().view(expected.shape)
     (expected * towards).sum().backward()
-    found = run(entering(here[0], lines), *here[1:])
+    found = run(shard_inputs(here[0], lines), *here[1:])
     counts = sum(line.count for line in lines.values())
     found = gathered(found)
     (found * towards).sum().backward()
@@ -318,7 +318,7 @@ def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
         gradient = own.grad
         if own is here[0]:  # of its pieces
             for line in lines.values():
-                gradient = line.summed(gradient)
+                gradient = line.sum_over_ranks(gradient)
         pairs.append((gradient, other.grad))  # type: ignore[arg-type]
     worst = [(a - b).detach().abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
     # not a number where one of them is none
@@ -345,7 +345,7 @@ def all_compared(world: World, columns: int) -> dict[str, tuple[float, bool] | s
         ),
     ],
 )
-def test_every_function_is_that_of_whole_images(pool: Ranks, size: int, columns: int) -> None:
+def test_every_function_is_that_of_whole_images(pool: Launcher, size: int, columns: int) -> None:
     for found in pool.run(all_compared, columns, size=size):
         wrong = {
             name: value

@@ -31,15 +31,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.datasets.loading import parted
-from paragrad.engine.exchange import How, Replica
-from paragrad.jobs.loss import Summed
-from paragrad.launch import Ranks
-from paragrad.parallel.data.bucketing import OwnBuckets
+from paragrad.datasets.loading import separate_target
+from paragrad.engine.exchange import ExchangeOptions, Replica
+from paragrad.jobs.loss import LossModule
+from paragrad.launch import Launcher
+from paragrad.parallel.data.bucketing import GradientBucketExchange
 from paragrad.parallel.pipeline import balance
-from paragrad.parallel.tracing.cut_points import units_of
-from paragrad.parallel.tracing.stage_forward import SHAPES, Flow
-from paragrad.record.step_log import Log
+from paragrad.parallel.tracing.cut_points import find_cut_points
+from paragrad.parallel.tracing.stage_forward import MAX_INPUT_SHAPES, StageForward
+from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.data import Native
 from paragrad.strategies.strategy import Strategy
@@ -49,13 +49,13 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 
 @pytest.mark.parametrize(("row", "column"), sorted(covering_parts()))
-def test_covering_sample(pool: Ranks, row: str, column: str) -> None:
+def test_covering_sample(pool: Launcher, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column], BRIEF).value <= 1e-10
 
 
 @pytest.mark.table
 @pytest.mark.parametrize(("row", "column"), parts_cells())
-def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
+def test_it_is_the_same_training(pool: Launcher, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column]).value <= 1e-10
 
 
@@ -67,7 +67,7 @@ def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
         if each[0] in ("place(3)", "place(2)") and each[1] != "frozen and unused"
     ],
 )
-def test_a_model_of_too_few_modules(pool: Ranks, row: str, column: str) -> None:
+def test_a_model_of_too_few_modules(pool: Launcher, row: str, column: str) -> None:
     with pytest.raises(
         pg.RankFailed,
         match=f"the model calls {MODULES[column]} module.* parts are wanted; give fewer workers",
@@ -97,7 +97,7 @@ WAYS = (
         for turn, row in enumerate(WAYS)
     ],
 )
-def test_models_of_odd_ways(pool: Ranks, name: str, row: str) -> None:
+def test_models_of_odd_ways(pool: Launcher, name: str, row: str) -> None:
     assert found(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
 
 
@@ -156,7 +156,7 @@ def test_a_loss_that_reads_parameters_of_another_rank(tmp_path: Path) -> None:
             pg.Refused,
             match=r"the loss reads the parameter 0.weight .* from outside, .* \(output, penalty\)",
         ):
-            pg.train(job, strategy, runs=tmp_path, unchecked=True)
+            pg.train(job, strategy, runs=tmp_path, skip_first_step_check=True)
 
 
 class Viewing(nn.Module):
@@ -189,7 +189,7 @@ class Slope(nn.SiLU):
         super().__init__(inplace=True)
 
 
-def test_recompute_reads_what_came_in_and_not_what_became_of_it(pool: Ranks) -> None:
+def test_recompute_reads_what_came_in_and_not_what_became_of_it(pool: Launcher) -> None:
     job = make_job(
         "in place",
         lambda: nn.Sequential(
@@ -203,7 +203,7 @@ def test_recompute_reads_what_came_in_and_not_what_became_of_it(pool: Ranks) -> 
     )
 
 
-def test_a_layer_that_is_called_twice_beside_other_replicas(pool: Ranks) -> None:
+def test_a_layer_that_is_called_twice_beside_other_replicas(pool: Launcher) -> None:
     """Under zero_bubble its bucket was sent when the first of its gradients was there."""
     job = make_job("shared", Shared, VECTORS)
     assert (
@@ -230,9 +230,9 @@ class Lazy(nn.Module):
 
 
 def two_steps(world: World, job: pg.Job, chosen: Strategy) -> list[float]:
-    trainer = Trainer.of_job(world, job, chosen, unchecked=True)
+    trainer = Trainer.build_for_job(world, job, chosen, skip_first_step_check=True)
     batches = trainer.batches(job.train, job.batch, epoch=0)
-    found = [trainer.step(*parted(next(batches))).loss for _ in range(2)]
+    found = [trainer.step(*separate_target(next(batches))).loss for _ in range(2)]
     trainer.close()
     return found
 
@@ -244,7 +244,7 @@ def two_steps(world: World, job: pg.Job, chosen: Strategy) -> list[float]:
         "pipeline(2, micro=2, cut=[out])",
     ],
 )
-def test_a_buffer_that_the_first_forward_makes(pool: Ranks, row: str) -> None:
+def test_a_buffer_that_the_first_forward_makes(pool: Launcher, row: str) -> None:
     """Places were counted with it and without it, and the second step failed. Of the whole
     nothing can be told.
     """
@@ -268,7 +268,9 @@ def test_where_a_sequential_is_not_watched() -> None:
         ]
         half = len(names) // parts
         return (
-            Flow(model, [names[:half], names[half:]]).planned(torch.zeros(3, 10)).straight
+            StageForward(model, [names[:half], names[half:]])
+            .find_plan(torch.zeros(3, 10))
+            .sequential_stages
             is not None
         )
 
@@ -283,7 +285,10 @@ def test_where_a_sequential_is_not_watched() -> None:
     assert not is_straight(own)
     model = nn.Sequential(shared, nn.Tanh(), shared)
     assert (
-        Flow(model, [[("0", 0), ("1", 0)], [("0", 1)]]).planned(torch.zeros(3, 10)).straight is None
+        StageForward(model, [[("0", 0), ("1", 0)], [("0", 1)]])
+        .find_plan(torch.zeros(3, 10))
+        .sequential_stages
+        is None
     )
 
 
@@ -327,9 +332,9 @@ def test_parts_are_run_in_calls_as_large_as_can_be() -> None:
     """
 
     def watched(model: nn.Module, at: str) -> list[list[str]]:
-        found = balance.cut(model, torch.randn(6, 10), 2, (at,))
-        assert [name for name, _ in found.parts[0]][:2] == ["h.0.inner", "h.0.act"]
-        return [[name for name, _ in part] for part in found.watched]
+        found = balance.partition_into_stages(model, torch.randn(6, 10), 2, (at,))
+        assert [name for name, _ in found.stages[0]][:2] == ["h.0.inner", "h.0.act"]
+        return [[name for name, _ in part] for part in found.watched_stages]
 
     assert watched(Stacked(), "h.2") == [["h.0", "h.1"], ["h.2", "h.3", "out"]]
     assert watched(Stacked(), "h.2.act") == [["h.0", "h.1", "h.2.inner"], ["h.2.act", "h.3", "out"]]
@@ -346,19 +351,25 @@ def test_parts_are_cut_between_modules_where_that_costs_little() -> None:
     """
     model = Stacked()
     x = torch.randn(6, 10)
-    found = balance.opened(units_of(model, x, 2))
+    found = balance.count_opened_modules(find_cut_points(model, x, 2))
     assert found == [0, 2, 1, 2, 1, 2, 1, 2, 1]
     little = [10, 10, 10, 10, 5, 12, 10, 10, 10]
     much = [10, 10, 10, 10, 10, 30, 10, 10, 10]
-    assert balance.balanced(little, 2) == balance.balanced(much, 2) == [range(5), range(5, 9)]
-    assert balance.balanced(little, 2, found) == [range(4), range(4, 9)]
-    assert balance.balanced(much, 2, found) == [range(5), range(5, 9)]
+    assert (
+        balance.balance_stages(little, 2)
+        == balance.balance_stages(much, 2)
+        == [range(5), range(5, 9)]
+    )
+    assert balance.balance_stages(little, 2, found) == [range(4), range(4, 9)]
+    assert balance.balance_stages(much, 2, found) == [range(5), range(5, 9)]
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("strategy", ["place(2, cut=[h.2])", "pipeline(2, micro=3, cut=[h.2.act])"])
-def test_what_a_block_does_before_its_first_module(pool: Ranks, strategy: str, looks: bool) -> None:
+def test_what_a_block_does_before_its_first_module(
+    pool: Launcher, strategy: str, looks: bool
+) -> None:
     """As cut it belongs to the part before, as run to the block's own: a parameter was on one
     rank, and wanted on another.
     """
@@ -366,7 +377,7 @@ def test_what_a_block_does_before_its_first_module(pool: Ranks, strategy: str, l
     assert found(pool, strategy, job).value <= 1e-10
 
 
-def test_a_mean_over_more_than_samples_is_weighed_where_it_has_a_graph(pool: Ranks) -> None:
+def test_a_mean_over_more_than_samples_is_weighed_where_it_has_a_graph(pool: Launcher) -> None:
     """With recompute the last part's first forward has none, and every mean was taken for one
     over samples.
     """
@@ -378,7 +389,7 @@ def test_a_mean_over_more_than_samples_is_weighed_where_it_has_a_graph(pool: Ran
     assert found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true)", job).value <= 1e-10
 
 
-def test_a_plan_for_one_sample_is_no_batch_norm_inside_of_samples(pool: Ranks) -> None:
+def test_a_plan_for_one_sample_is_no_batch_norm_inside_of_samples(pool: Launcher) -> None:
     """A forward without values, for a share of one sample, took other parts' batch norms for
     such: from then on one replica's asked nobody, and another's waited for it.
     """
@@ -435,7 +446,7 @@ def test_over_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])"])
-def test_a_buffer_that_is_replaced(pool: Ranks, row: str) -> None:
+def test_a_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
     """The look at what crosses left a tensor without values in its place, and the first
     comparison of it ended in torch.
     """
@@ -443,7 +454,7 @@ def test_a_buffer_that_is_replaced(pool: Ranks, row: str) -> None:
     assert found(pool, row, job).value <= 1e-10
 
 
-def test_modules_without_work_are_split_where_more_are_wanted(pool: Ranks) -> None:
+def test_modules_without_work_are_split_where_more_are_wanted(pool: Launcher) -> None:
     """Two units were found, for the first one does no matrix product, and three parts were
     refused.
     """
@@ -464,7 +475,7 @@ POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
 
 
 @pytest.mark.story
-def test_batch_norm_over_one_sample_of_every_replica(pool: Ranks) -> None:
+def test_batch_norm_over_one_sample_of_every_replica(pool: Launcher) -> None:
     """Without values torch divides by their number less one: a ZeroDivisionError, and over all
     ranks there are two.
     """
@@ -506,7 +517,7 @@ def halving(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.story
-def test_an_optimizer_with_a_hook(pool: Ranks, tmp_path: Path) -> None:
+def test_an_optimizer_with_a_hook(pool: Launcher, tmp_path: Path) -> None:
     """It was refused as one that wants all parameters together, and nobody saw that it is for
     its hook.
     """
@@ -595,7 +606,9 @@ def test_a_way_that_depends_on_hidden_values_is_refused_at_the_door(
 def test_a_cut_that_was_asked_for(tmp_path: Path) -> None:
     run = pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[4, 1])", runs=tmp_path)
     assert [
-        (line["what"], line["picked"]) for line in run.of("choice") if line["what"] == "cut"
+        (line["what"], line["picked"])
+        for line in run.select_lines("choice")
+        if line["what"] == "cut"
     ] == [("cut", "0 to 3 | 4")]
     with pytest.raises(
         pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"
@@ -635,7 +648,9 @@ class Blocks(nn.Module):
 )
 def test_a_cut_by_names(cut: str, picked: str, tmp_path: Path) -> None:
     run = pg.train(make_job("blocks", Blocks, VECTORS), f"place(2, cut={cut})", runs=tmp_path)
-    assert [line["picked"] for line in run.of("choice") if line["what"] == "cut"] == [picked]
+    assert [line["picked"] for line in run.select_lines("choice") if line["what"] == "cut"] == [
+        picked
+    ]
     assert "are one worker's" in (run.first_step or "")
 
 
@@ -692,7 +707,7 @@ class Asking(nn.Module):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("cut", ["[second]", "[third]", "[out]"])
-def test_ways_that_depend_on_the_inputs(pool: Ranks, cut: str) -> None:
+def test_ways_that_depend_on_the_inputs(pool: Launcher, cut: str) -> None:
     """A shape that was asked for across a cut ended in a KeyError, and a plan was made anew for
     every micro-batch of a model that looks at its inputs, as masks of transformers do.
     """
@@ -702,20 +717,20 @@ def test_ways_that_depend_on_the_inputs(pool: Ranks, cut: str) -> None:
 
 def test_plans_are_kept_by_what_is_read() -> None:
     model = Asking()
-    flow = Flow(model, [[("first", 0), ("second", 0)], [("third", 0), ("out", 0)]])
+    flow = StageForward(model, [[("first", 0), ("second", 0)], [("third", 0), ("out", 0)]])
     small = torch.zeros(3, 10)
     large = torch.ones(3, 10)
     plans = [
-        flow.planned(each) for each in (small, large, small - 0.1, large * 2, torch.ones(4, 10))
+        flow.find_plan(each) for each in (small, large, small - 0.1, large * 2, torch.ones(4, 10))
     ]
     assert plans[0] is plans[2] is not plans[1]
     assert plans[1] is plans[3] is not plans[4]
     # the second question alone is answered otherwise
     mixed = torch.cat([-torch.ones(3, 1), large[:, 1:]], 1)
-    assert flow.planned(mixed) is not plans[1]
-    for number in range(SHAPES + 3):
-        flow.planned(torch.zeros(5 + number, 10))
-    assert len(flow.plans) == SHAPES
+    assert flow.find_plan(mixed) is not plans[1]
+    for number in range(MAX_INPUT_SHAPES + 3):
+        flow.find_plan(torch.zeros(5 + number, 10))
+    assert len(flow.plans) == MAX_INPUT_SHAPES
 
 
 class Noisy(nn.Module):
@@ -747,7 +762,7 @@ class Noisy(nn.Module):
         "pipeline(3, micro=2, recompute=true)",
     ],
 )
-def test_draws_of_the_inputs_alone(pool: Ranks, strategy: str) -> None:
+def test_draws_of_the_inputs_alone(pool: Launcher, strategy: str) -> None:
     """They were counted as those of the part in which they come, and the ranks after it made
     them too: a failure.
     """
@@ -874,7 +889,7 @@ def decaying(parameters: object) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_what_has_no_gradient_in_serial_has_none_in_parts(pool: Ranks, always: bool) -> None:
+def test_what_has_no_gradient_in_serial_has_none_in_parts(pool: Launcher, always: bool) -> None:
     """It came as zeros from the part after it, and the optimizer made them smaller."""
     job = make_job("detached", lambda: Detached(always), VECTORS, optimizer=decaying)
     assert found(pool, "place(2, cut=[second])", job).value <= 1e-10
@@ -897,7 +912,7 @@ class Mapped(nn.Module):
         return self.out(self.second(torch.tanh(self.first(x))))
 
 
-def test_halves_of_a_backward_and_torch_func(pool: Ranks) -> None:
+def test_halves_of_a_backward_and_torch_func(pool: Launcher) -> None:
     """torch takes no autograd function like ours under vmap, and said so in its own words in
     step 0.
     """
@@ -914,7 +929,7 @@ def spectral() -> nn.Module:
     )
 
 
-def test_a_weight_that_a_hook_makes_anew(pool: Ranks) -> None:
+def test_a_weight_that_a_hook_makes_anew(pool: Launcher) -> None:
     """torch's own view of a weight, which each forward replaces, was refused."""
     assert found(pool, "place(2)", make_job("spectral", spectral, VECTORS)).value <= 1e-10
 
@@ -941,7 +956,12 @@ def fails_on_rank_1(_: nn.Module, inputs: tuple[Tensor]) -> None:
 def test_a_part_that_fails_tells_its_own_story(tmp_path: Path) -> None:
     """It was taken for a failure of the exchange, and who waited for it was told of first."""
     with pytest.raises(pg.RankFailed, match=r"rank 1, step 0: .*no such luck"):
-        pg.train(make_job("failing", Failing, VECTORS), "place(2)", runs=tmp_path, unchecked=True)
+        pg.train(
+            make_job("failing", Failing, VECTORS),
+            "place(2)",
+            runs=tmp_path,
+            skip_first_step_check=True,
+        )
 
 
 def test_two_halves_of_a_backward_give_the_same_bits(tmp_path: Path) -> None:
@@ -957,7 +977,7 @@ def test_two_halves_of_a_backward_give_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(plain[name], halves[name]) for name in plain)
     told = [
         line["picked"]
-        for line in runs["zero_bubble"].of("choice")
+        for line in runs["zero_bubble"].select_lines("choice")
         if line["what"] == "weights' part"
     ]
     assert told == ["92% of the parameters"]
@@ -968,11 +988,13 @@ def in_buckets(world: World) -> tuple[list[bool], list[float]]:
     one parameter has none.
     """
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    exchange = OwnBuckets(
-        Replica(Summed(model, nn.functional.cross_entropy), torch.optim.SGD(model.parameters())),
+    exchange = GradientBucketExchange(
+        Replica(
+            LossModule(model, nn.functional.cross_entropy), torch.optim.SGD(model.parameters())
+        ),
         world,
-        Log(None),
-        How(),
+        StepLog(None),
+        ExchangeOptions(),
         Native(),
     )
     try:
@@ -981,8 +1003,8 @@ def in_buckets(world: World) -> tuple[list[bool], list[float]]:
         for number, parameter in enumerate(used):
             parameter.grad = torch.full_like(parameter, 10.0**number * (1 + world.rank))
         for parameter in reversed([*used, unused]):
-            exchange.ready(parameter)
-        (bucket,) = exchange.sending
+            exchange.mark_ready(parameter)
+        (bucket,) = exchange.sent_buckets
         travels = [
             parameter.grad.untyped_storage().data_ptr()
             == bucket.vector.untyped_storage().data_ptr()
@@ -998,7 +1020,7 @@ def in_buckets(world: World) -> tuple[list[bool], list[float]]:
         exchange.close()
 
 
-def test_gradients_are_where_they_travel(pool: Ranks) -> None:
+def test_gradients_are_where_they_travel(pool: Launcher) -> None:
     """They lay beside their buckets, all of which were there until the next step: twice what
     the record said.
     """

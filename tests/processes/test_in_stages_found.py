@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.engine.state.preserve_state import Before, untouched
-from paragrad.jobs.loss import Summed
-from paragrad.launch import Ranks
-from paragrad.parallel.pipeline.stage import Part
-from paragrad.parallel.tracing.stage_forward import Flow
+from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_all_state
+from paragrad.jobs.loss import LossModule
+from paragrad.launch import Launcher
+from paragrad.parallel.pipeline.stage import StageModule
+from paragrad.parallel.tracing.stage_forward import StageForward
 from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
@@ -171,7 +171,7 @@ class Residual(nn.Module):
         for number, row in enumerate(rows)
     ],
 )
-def test_it_is_the_same_training(pool: Ranks, model: type[nn.Module], row: str) -> None:
+def test_it_is_the_same_training(pool: Launcher, model: type[nn.Module], row: str) -> None:
     """Before: ValueError of zip from three parts on; messages of other lengths than awaited; no
     view of what came; zeros where something had been written; tensors that stood for others
     grew by what each forward did to them.
@@ -179,7 +179,7 @@ def test_it_is_the_same_training(pool: Ranks, model: type[nn.Module], row: str) 
     assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
 
 
-def test_what_needs_no_gradient_takes_none(pool: Ranks) -> None:
+def test_what_needs_no_gradient_takes_none(pool: Launcher) -> None:
     """A frozen trunk: the part after it went back through all of its frozen layers."""
 
     def frozen() -> nn.Module:
@@ -195,11 +195,11 @@ def test_what_needs_no_gradient_takes_none(pool: Ranks) -> None:
 
 def entering(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
     """Of what came in, does it want a gradient?"""
-    trainer = Trainer.of_job(world, job, chosen)
+    trainer = Trainer.build_for_job(world, job, chosen)
     seen = []
     for inputs, target in trainer.batches(VECTORS, job.batch, 0):
         if trainer.exchange is not None and not seen:
-            trainer.passes.part.flow.model[2].register_forward_pre_hook(
+            trainer.passes.part.stage_forward.model[2].register_forward_pre_hook(
                 lambda module, given: seen.append(given[0].requires_grad)
             )
         trainer.step(inputs, target)
@@ -301,17 +301,17 @@ def test_a_forward_without_values_leaves_nothing_in_python(
     where others were wanted.
     """
     job = make_job("counted", model, VECTORS, epochs=3, dtype=torch.float64)
-    reference = pg.train(job, runs=tmp_path, unchecked=True)
-    run = pg.train(job, "place(2)", runs=tmp_path, unchecked=True)
+    reference = pg.train(job, runs=tmp_path, skip_first_step_check=True)
+    run = pg.train(job, "place(2)", runs=tmp_path, skip_first_step_check=True)
     assert run.losses == pytest.approx(reference.losses, rel=1e-10)
 
 
 def test_a_list_that_modules_share_is_shared_after_a_look() -> None:
     """What looked at a model put an empty list of its own into each of its modules."""
     model = Noting()
-    with untouched(Summed(model, torch.nn.functional.mse_loss)):
+    with preserve_all_state(LossModule(model, torch.nn.functional.mse_loss)):
         model(torch.randn(5, 10))
-    assert model.notes is model.first.notes is model.second.notes
+    assert model.notes is model.first_position.notes is model.second.notes
     assert model.notes == []
 
 
@@ -362,7 +362,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(3)"])
-def test_a_module_that_the_first_batch_does_not_call(pool: Ranks, row: str) -> None:
+def test_a_module_that_the_first_batch_does_not_call(pool: Launcher, row: str) -> None:
     """It was taken for one of the part in which it is defined, and the loss was blamed for
     reading it there.
     """
@@ -384,7 +384,7 @@ class Hooked(nn.Module):
         return self.out(self.block(torch.tanh(self.first(x))))
 
 
-def test_a_backward_hook_of_a_block(pool: Ranks, tmp_path: Path) -> None:
+def test_a_backward_hook_of_a_block(pool: Launcher, tmp_path: Path) -> None:
     """Where a cut went through the block, torch called it on no rank, and said nothing."""
     job = make_job("hooked", Hooked, VECTORS)
     assert found(pool, "place(2)", job).value <= 1e-10
@@ -472,7 +472,7 @@ def clamp(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [Handed, Clamped])
-def test_what_stands_for_another_parts_output(pool: Ranks, model: type[nn.Module]) -> None:
+def test_what_stands_for_another_parts_output(pool: Launcher, model: type[nn.Module]) -> None:
     for row in ("place(2, cut=[second])", "place(2, cut=[out])"):
         assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
 
@@ -481,7 +481,7 @@ def test_what_is_read_only_is_left_alone() -> None:
     """An array for reading alone was written to after every look, and ended the training."""
     model = nn.Linear(10, 4)
     model.known = numpy.frombuffer(b"read", dtype=numpy.uint8)
-    with untouched(Summed(model, torch.nn.functional.mse_loss)):
+    with preserve_all_state(LossModule(model, torch.nn.functional.mse_loss)):
         model(torch.randn(5, 10))
 
 
@@ -508,19 +508,19 @@ def test_what_a_forward_changes_is_seen_in_objects() -> None:
     model = Measured()
     loss = nn.MSELoss()
     loss.calls = 0
-    module = Summed(model, loss)
-    with untouched(module):
-        before = Before(module)
+    module = LossModule(model, loss)
+    with preserve_all_state(module):
+        before = ModuleSnapshot(module)
         model(torch.randn(5, 10))
         loss.calls += 1
-        assert before.changed() == ({}, {"meter.calls": 1, "the loss.calls": 1})
+        assert before.collect_module_changes() == ({}, {"meter.calls": 1, "the loss.calls": 1})
     assert model.meter.calls == loss.calls == 0
 
 
 def test_a_part_is_the_model_itself_for_those_who_look() -> None:
     """Whoever put back what a forward changed on modules left the outermost one as it was."""
     model = Counted()
-    part = Part(Flow(model, [[("first", 0), ("second", 0)], [("out", 0)]]), 0, {})
+    part = StageModule(StageForward(model, [[("first", 0), ("second", 0)], [("out", 0)]]), 0, {})
     assert next(part.modules()) is model
     assert list(part.parameters()) == list(model.parameters())
     part.eval()
@@ -549,7 +549,8 @@ def test_what_fills_a_schedule_up_leaves_nothing_behind(tmp_path: Path) -> None:
     job = make_job("short", short_batch, data, test=data, epochs=2, batch=8, dtype=torch.float64)
     strategy = "pipeline(2, micro=4, schedule=interleaved(chunks=2))"
     reference, run = (
-        pg.train(job, each, runs=tmp_path, unchecked=True) for each in ("serial(micro=4)", strategy)
+        pg.train(job, each, runs=tmp_path, skip_first_step_check=True)
+        for each in ("serial(micro=4)", strategy)
     )
     assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)
 
@@ -596,7 +597,7 @@ def test_what_cannot_be_cut_is_told(
     model mixes samples".
     """
     with pytest.raises(pg.Refused, match=told):
-        admitted(make_job("past", model, VECTORS), strategy)
+        validate_run(make_job("past", model, VECTORS), strategy)
 
 
 class Told(nn.Linear):
@@ -627,7 +628,7 @@ def test_what_goes_from_part_to_part_in_an_object_is_refused() -> None:
     with pytest.raises(
         pg.Refused, match="in an object that is no tuple, list or dict, or in an attribute"
     ):
-        admitted(make_job("object", through_an_object, VECTORS), "place(2, cut=[1, 2])")
+        validate_run(make_job("object", through_an_object, VECTORS), "place(2, cut=[1, 2])")
 
 
 class Odd(nn.Linear):
@@ -650,7 +651,7 @@ class Frozen(dict[str, int]):
 
 def test_what_cannot_be_looked_into_is_left_alone() -> None:
     model = Odd()
-    with untouched(Summed(model, nn.functional.mse_loss)):
+    with preserve_all_state(LossModule(model, nn.functional.mse_loss)):
         model(torch.randn(5, 10))
     assert model.words == {"a": 1}
 

@@ -18,10 +18,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.launch import Ranks
-from paragrad.parallel.tracing.stage_forward import Flow
+from paragrad.launch import Launcher
+from paragrad.parallel.tracing.stage_forward import StageForward
 from paragrad.runtime.world import World
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
@@ -55,7 +55,7 @@ def test_an_encoder_that_goes_another_way_in_a_test_is_refused(tmp_path: Path) -
         pg.Refused,
         match=r"takes another way for padding .* build it with enable_nested_tensor=False",
     ):
-        admitted(make_job("encoder", Encoder, SENTENCES, test=SENTENCES), "place(2)")
+        validate_run(make_job("encoder", Encoder, SENTENCES, test=SENTENCES), "place(2)")
     plain = make_job(
         "plain",
         lambda: Encoder(nested=False),
@@ -65,7 +65,7 @@ def test_an_encoder_that_goes_another_way_in_a_test_is_refused(tmp_path: Path) -
         dtype=torch.float64,
     )
     score = [
-        pg.train(plain, each, runs=tmp_path).of("epoch")[0]["test"]
+        pg.train(plain, each, runs=tmp_path).select_lines("epoch")[0]["test"]
         for each in ("serial", "place(2)")
     ]
     assert score[0] == pytest.approx(score[1], rel=1e-12)
@@ -91,8 +91,8 @@ def test_another_output_in_a_test_is_refused() -> None:
     with pytest.raises(
         pg.Refused, match="in eval mode the model gives another output in parts than whole"
     ):
-        admitted(make_job("ways", TwoWays, VECTORS, test=VECTORS), "place(2)")
-    admitted(make_job("ways", TwoWays, VECTORS), "place(2)")
+        validate_run(make_job("ways", TwoWays, VECTORS, test=VECTORS), "place(2)")
+    validate_run(make_job("ways", TwoWays, VECTORS), "place(2)")
 
 
 def masked_mean(output: Tensor, target: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_a_loss_is_weighed_in_a_test_where_the_last_part_trains_nothing(tmp_path
         dtype=torch.float64,
     )
     tested = [
-        pg.train(job, each, runs=tmp_path).of("epoch")[0]["test"]
+        pg.train(job, each, runs=tmp_path).select_lines("epoch")[0]["test"]
         for each in ("serial", "place(2, cut=[2, 1])")
     ]
     assert tested[0]["weight"] == tested[1]["weight"] == float((VECTORS.tensors[1] > 0).sum())
@@ -161,7 +161,7 @@ class Pyramid(nn.Module):
 
 
 @pytest.mark.parametrize("row", ["place(2, cut=[ups.0])", "pipeline(2, micro=3, cut=[ups.1])"])
-def test_a_list_that_a_module_gives_is_taken_apart(pool: Ranks, row: str) -> None:
+def test_a_list_that_a_module_gives_is_taken_apart(pool: Launcher, row: str) -> None:
     """It was the plan's own, and empty in the second forward: ValueError of zip."""
     assert found(pool, row, make_job("pyramid", Pyramid, VECTORS)).value <= 1e-10
 
@@ -185,7 +185,7 @@ class Cropped(nn.Module):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("row", ["place(2, cut=[middle])", "pipeline(2, micro=4, cut=[out])"])
-def test_a_size_that_is_a_tensor_is_looked_at(pool: Ranks, row: str) -> None:
+def test_a_size_that_is_a_tensor_is_looked_at(pool: Launcher, row: str) -> None:
     """Python's functions are not asked: the plan of another length was taken, and a module
     blamed for its shapes.
     """
@@ -207,7 +207,7 @@ class Dropped(nn.Module):
         return self.out(torch.tanh(self.middle(functional.embedding(tokens, weight).mean(1))))
 
 
-def test_a_draw_of_a_weight_of_two_parts_is_made_once(pool: Ranks) -> None:
+def test_a_draw_of_a_weight_of_two_parts_is_made_once(pool: Launcher) -> None:
     """The later part made it again, and the model was said to draw another number of times than
     when it was cut.
     """
@@ -235,7 +235,7 @@ class Averaging(nn.Module):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])", "place(3)"])
-def test_what_is_written_of_a_buffer_that_two_parts_have(pool: Ranks, row: str) -> None:
+def test_what_is_written_of_a_buffer_that_two_parts_have(pool: Launcher, row: str) -> None:
     assert found(pool, row, make_job("averaging", Averaging, VECTORS)).value <= 1e-10
 
 
@@ -272,8 +272,8 @@ def test_an_id_of_a_buffer_that_is_gone_is_nobodys() -> None:
     """Freed within a forward, its id was another tensor's: operations on inputs alone took
     numbers of those that cross.
     """
-    flow = Flow(Replaced(), [[("first", 0)], [("second", 0), ("out", 0)]])
-    held = flow.held()
+    flow = StageForward(Replaced(), [[("first", 0)], [("second", 0), ("out", 0)]])
+    held = flow.collect_model_tensors()
     before = weakref.ref(flow.model.first.mean)
     flow.model.first.mean = torch.ones(10)
     assert before() is not None
@@ -281,7 +281,7 @@ def test_an_id_of_a_buffer_that_is_gone_is_nobodys() -> None:
 
 
 @pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(2, cut=[out])"])
-def test_a_buffer_that_is_replaced(pool: Ranks, row: str) -> None:
+def test_a_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
     assert found(pool, row, make_job("replaced", Replaced, VECTORS)).value <= 1e-10
 
 
@@ -370,7 +370,7 @@ def test_a_count_at_the_end_of_a_forward_is_refused(tmp_path: Path) -> None:
         pg.train(job, "place(2)", runs=tmp_path)
 
 
-def test_a_count_at_the_beginning_is_the_same_training(pool: Ranks) -> None:
+def test_a_count_at_the_beginning_is_the_same_training(pool: Launcher) -> None:
     assert (
         found(
             pool, "place(2)", make_job("counting", lambda: Counting(first=True), VECTORS, batch=4)
@@ -427,7 +427,7 @@ def restarting(world: World, strategy: str) -> tuple[list[float], list[int]]:
         functional.cross_entropy,
         torch.optim.SGD(model.parameters(), lr=0.1),
         strategy,
-        unchecked=strategy == "serial",
+        skip_first_step_check=strategy == "serial",
     ) as trainer:
         for epoch in range(3):
             model.calls = 0
@@ -439,7 +439,7 @@ def restarting(world: World, strategy: str) -> tuple[list[float], list[int]]:
     return losses, [*calls, model.calls]
 
 
-def test_a_count_that_is_set_back(pool: Ranks) -> None:
+def test_a_count_that_is_set_back(pool: Launcher) -> None:
     """The object that was given never ran: its count was 0, and setting it to 0 was no
     change.
     """

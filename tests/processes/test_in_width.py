@@ -38,12 +38,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import paragrad as pg
-from paragrad.commands.train import run
-from paragrad.launch import Ranks
-from paragrad.report.equivalence.lockstep import STEPS
-from paragrad.trainer.parameter_access import refuse_views
+from paragrad.commands.train import train_on_ranks
+from paragrad.launch import Launcher
+from paragrad.report.equivalence.lockstep import COMPARED_STEPS
+from paragrad.trainer.parameter_access import refuse_parameter_views
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -51,26 +51,26 @@ pytestmark = pytest.mark.usefixtures("warm")
 @pytest.fixture
 def steps(request: pytest.FixtureRequest) -> int:
     """A sample's, or those of the whole table."""
-    return STEPS if request.node.get_closest_marker("table") else BRIEF
+    return COMPARED_STEPS if request.node.get_closest_marker("table") else BRIEF
 
 
 @pytest.mark.sample(14)
 @pytest.mark.parametrize(("row", "column"), WIDE)
-def test_it_is_the_same_training(pool: Ranks, row: str, column: str, steps: int) -> None:
+def test_it_is_the_same_training(pool: Launcher, row: str, column: str, steps: int) -> None:
     assert found(pool, row, JOBS[column], steps).value <= 1e-10
 
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize(("row", "column"), OF_PIECES)
 def test_images_in_pieces_are_the_same_training(
-    pool: Ranks, row: str, column: str, steps: int
+    pool: Launcher, row: str, column: str, steps: int
 ) -> None:
     assert found(pool, row, {**JOBS, **OF_IMAGES}[column], steps).value <= 1e-10
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(("row", "column"), OF_BRANCHES)
-def test_branches_are_the_same_training(pool: Ranks, row: str, column: str, steps: int) -> None:
+def test_branches_are_the_same_training(pool: Launcher, row: str, column: str, steps: int) -> None:
     assert found(pool, row, WITH_BRANCHES[column], steps).value <= 1e-10
 
 
@@ -101,7 +101,7 @@ def centred() -> nn.Module:
         "pipeline(2, micro=1, recompute=true) * tensor(2)",
     ],
 )
-def test_a_buffer_that_a_forward_makes_anew(pool: Ranks, row: str) -> None:
+def test_a_buffer_that_a_forward_makes_anew(pool: Launcher, row: str) -> None:
     """It is whole on every rank: pieces that stand for what was there at first would be found
     in every step.
     """
@@ -118,7 +118,7 @@ class Towers(nn.Module):
         return self.out(torch.cat([tower(x) for tower in self.towers], 1))
 
 
-def test_a_buffer_of_a_branch_that_a_forward_makes_anew(pool: Ranks) -> None:
+def test_a_buffer_of_a_branch_that_a_forward_makes_anew(pool: Launcher) -> None:
     with pytest.raises(
         pg.RankFailed,
         match=r"makes the buffer towers\..* anew, which is in a branch; change it in place",
@@ -162,7 +162,7 @@ class CountingTowers(Towers):
     ids=["tensor", "branch"],
 )
 def test_a_buffer_that_a_forward_changes_in_place(
-    pool: Ranks, row: str, model: Callable[[], nn.Module]
+    pool: Launcher, row: str, model: Callable[[], nn.Module]
 ) -> None:
     assert found(pool, row, job("counting", model, VECTORS), BRIEF).value <= 1e-10
 
@@ -293,7 +293,7 @@ def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     ids=["vectors", "parts", "numpy", "images", "branches"],
 )
 def test_draws_of_a_test_are_those_of_serials(
-    pool: Ranks,
+    pool: Launcher,
     tmp_path: Path,
     model: Callable[[], nn.Module],
     data: TensorDataset,
@@ -310,12 +310,12 @@ def test_draws_of_a_test_are_those_of_serials(
     )
 
 
-def assert_tests_alike(pool: Ranks, folder: Path, made: pg.Job, rows: list[str]) -> None:
+def assert_tests_alike(pool: Launcher, folder: Path, made: pg.Job, rows: list[str]) -> None:
     """What a test says after a training."""
     for at in range(len(rows) + 1):
         (folder / str(at)).mkdir()
     serial, *others = [
-        run(pool, admitted(made, text, Settings()), folder / str(at)).test
+        train_on_ranks(pool, validate_run(made, text, Settings()), folder / str(at)).test
         for at, text in enumerate(["serial", *rows])
     ]
     assert others == pytest.approx([serial] * len(rows), rel=1e-12)
@@ -369,21 +369,21 @@ def from_numpy(x: Tensor) -> Tensor:
     ],
 )
 def test_draws_that_begin_late_are_told(
-    pool: Ranks, tmp_path: Path, row: str, draw: Callable[[Tensor], Tensor], told: str
+    pool: Launcher, tmp_path: Path, row: str, draw: Callable[[Tensor], Tensor], told: str
 ) -> None:
     """A branch of which others do not know that it draws is another draw ahead of them from
     then on; numbers of numpy are each rank's own. Neither was said.
     """
     with pytest.raises(pg.RankFailed, match=told):
-        run(
+        train_on_ranks(
             pool,
-            admitted(job("late", functools.partial(Late, draw), VECTORS), row, Settings()),
+            validate_run(job("late", functools.partial(Late, draw), VECTORS), row, Settings()),
             tmp_path,
         )
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "tensor(3)"])
-def test_draws_that_begin_late_are_serials(pool: Ranks, row: str) -> None:
+def test_draws_that_begin_late_are_serials(pool: Launcher, row: str) -> None:
     assert (
         found(pool, row, job("late", functools.partial(Late, multinomial), VECTORS), BRIEF).value
         <= 1e-10
@@ -414,7 +414,9 @@ class Sloping(nn.Module):
 def test_a_model_that_cannot_be_tested_is_refused_at_the_door(text: str, told: str) -> None:
     """It was trained for an epoch, and then a rank died in the test."""
     with pytest.raises(pg.Refused, match=told):
-        admitted(job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings())
+        validate_run(
+            job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings()
+        )
 
 
 class Sensitive(nn.Linear):
@@ -434,7 +436,7 @@ def test_a_loss_that_takes_gradients_is_refused_at_the_door() -> None:
         pg.Refused,
         match=r"the loss, in a test \(eval mode, without gradients\), raised Run.*; give",
     ):
-        admitted(
+        validate_run(
             job("sensitive", lambda: Sensitive(10, 4), VECTORS, test=VECTORS, loss=penalised),
             "tensor(2)",
             Settings(),
@@ -450,7 +452,7 @@ def test_images_of_one_row_are_refused_at_the_door() -> None:
     with pytest.raises(
         pg.Refused, match="images of 1 rows cannot be divided over 2 ranks; train it with data"
     ):
-        admitted(job("lines", model, lines), "spatial(2)", Settings())
+        validate_run(job("lines", model, lines), "spatial(2)", Settings())
 
 
 def test_branches_under_autocast_are_refused_at_the_door() -> None:
@@ -458,7 +460,7 @@ def test_branches_under_autocast_are_refused_at_the_door() -> None:
         pg.Refused,
         match="under autocast the ranks without a branch do not know the types of its values",
     ):
-        admitted(job("plain", Plain, VECTORS, dtype=torch.bfloat16), "branch(2)", Settings())
+        validate_run(job("plain", Plain, VECTORS, dtype=torch.bfloat16), "branch(2)", Settings())
 
 
 class Remembering(nn.Module):
@@ -478,7 +480,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [2, 3])
-def test_a_halo_at_the_end_of_a_checkpoint(pool: Ranks, rows: int) -> None:
+def test_a_halo_at_the_end_of_a_checkpoint(pool: Launcher, rows: int) -> None:
     """One rank stopped before it had answered its neighbour, who waited. Over gloo, where
     nobody else is there to be heard.
     """
@@ -497,7 +499,7 @@ class Viewed(Plain):
         return self.out(torch.cat([before, first + second], 1))  # type: ignore[no-any-return]
 
 
-def test_a_value_that_was_shown_and_is_changed_by_a_view(pool: Ranks) -> None:
+def test_a_value_that_was_shown_and_is_changed_by_a_view(pool: Launcher) -> None:
     assert found(pool, "branch(2)", job("viewed", Viewed, VECTORS), BRIEF).value <= 1e-10
 
 
@@ -515,7 +517,7 @@ class Meshed(nn.Module):
         return self.out(hidden) + 0 * first.sum()  # type: ignore[no-any-return]
 
 
-def test_a_function_that_asks_twice(pool: Ranks) -> None:
+def test_a_function_that_asks_twice(pool: Launcher) -> None:
     assert found(pool, "tensor(2)", job("meshed", Meshed, VECTORS, batch=29), BRIEF).value <= 1e-10
 
 
@@ -533,7 +535,7 @@ class NormedTwice(Plain):
 
 
 @pytest.mark.parametrize("row", ["branch(2)", "data(2) * branch(2)"])
-def test_statistics_that_branches_share(pool: Ranks, row: str) -> None:
+def test_statistics_that_branches_share(pool: Launcher, row: str) -> None:
     """Whose branch it was in changed them alone."""
     assert found(pool, row, job("normed twice", NormedTwice, VECTORS), BRIEF).value <= 1e-10
 
@@ -571,7 +573,7 @@ def test_parameters_that_a_model_keeps_elsewhere_are_refused_at_the_door(row: st
         pg.Refused,
         match=r"the attribute limited of the model keeps the parameter towers\.0\.0\.weight, and",
     ):
-        admitted(job("kept", Kept, VECTORS), row, Settings())
+        validate_run(job("kept", Kept, VECTORS), row, Settings())
 
 
 def test_a_proxy_of_what_has_gone_keeps_no_parameter() -> None:
@@ -579,7 +581,7 @@ def test_a_proxy_of_what_has_gone_keeps_no_parameter() -> None:
     gone = weakref.proxy(nn.Linear(1, 1))
     model = nn.Sequential(nn.Linear(2, 2))
     model.parents = {"all": [gone]}  # type: ignore[assignment]
-    refuse_views(model)
+    refuse_parameter_views(model)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
@@ -594,7 +596,7 @@ def test_what_torch_does_not_copy_is_refused_at_the_door() -> None:
         pg.Refused,
         match=r"cannot be copied, as a cut wants it: .*parametrizations\.weight_norm, not",
     ):
-        admitted(made, "tensor(2)", Settings())
+        validate_run(made, "tensor(2)", Settings())
 
 
 class ByState(nn.Sequential):
@@ -607,7 +609,7 @@ class ByState(nn.Sequential):
         )  # type: ignore[no-any-return]
 
 
-def test_what_goes_by_another_way_is_told_with_the_cause(pool: Ranks, tmp_path: Path) -> None:
+def test_what_goes_by_another_way_is_told_with_the_cause(pool: Launcher, tmp_path: Path) -> None:
     """A model under tensor was to be cut elsewhere, which tensor knows nothing of."""
     made = job(
         "by state",
@@ -619,7 +621,7 @@ def test_what_goes_by_another_way_is_told_with_the_cause(pool: Ranks, tmp_path: 
         pg.RankFailed,
         match=r"by a way that is not seen \(copies of parameters.*train it with data\(n\)",
     ):
-        run(pool, admitted(made, "tensor(2)", Settings()), tmp_path)
+        train_on_ranks(pool, validate_run(made, "tensor(2)", Settings()), tmp_path)
 
 
 class Averaged(Plain):
@@ -658,7 +660,7 @@ class Averaged(Plain):
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "tensor(3, pairs=false)", "branch(2)"])
-def test_a_functional_call(pool: Ranks, tmp_path: Path, row: str) -> None:
+def test_a_functional_call(pool: Launcher, tmp_path: Path, row: str) -> None:
     """Modules found their own pieces first, not what torch.func had put in the place of their
     parameters.
     """
@@ -700,7 +702,7 @@ class Bordered(nn.Module):
     [("tensor(2)", Masking, VECTORS, "zero_"), ("spatial(2)", Bordered, IMAGES, "fill_")],
 )
 def test_a_view_that_was_gathered_is_not_changed(
-    pool: Ranks,
+    pool: Launcher,
     tmp_path: Path,
     row: str,
     model: Callable[[], nn.Module],
@@ -711,7 +713,9 @@ def test_a_view_that_was_gathered_is_not_changed(
     with pytest.raises(
         pg.RankFailed, match=f"{told} changes in place a view of a value that is divided over ranks"
     ):
-        run(pool, admitted(job("masking", model, data, test=data), row, Settings()), tmp_path)
+        train_on_ranks(
+            pool, validate_run(job("masking", model, data, test=data), row, Settings()), tmp_path
+        )
 
 
 class Hooked(nn.Module):
@@ -728,7 +732,7 @@ class Hooked(nn.Module):
         return self.out(hidden).mean((2, 3)) * border.mean((1, 2))[:, None]
 
 
-def test_a_hook_on_a_view_that_was_gathered(pool: Ranks) -> None:
+def test_a_hook_on_a_view_that_was_gathered(pool: Launcher) -> None:
     """It was put on another tensor, which nobody used."""
     assert found(pool, "spatial(2)", job("hooked", Hooked, IMAGES), BRIEF).value <= 1e-10
 
@@ -744,7 +748,7 @@ class OfAnySize(Dataset[tuple[Tensor, int]]):
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "spatial(2)"])
-def test_samples_that_are_never_in_one_batch(pool: Ranks, row: str) -> None:
+def test_samples_that_are_never_in_one_batch(pool: Launcher, row: str) -> None:
     """The door put two of them together, which the job does not."""
     made = job(
         "of any size",
@@ -754,7 +758,7 @@ def test_samples_that_are_never_in_one_batch(pool: Ranks, row: str) -> None:
         OfAnySize(),
         batch=1,
     )
-    admitted(made, row, Settings())
+    validate_run(made, row, Settings())
     assert found(pool, row, made, BRIEF).value <= 1e-10
 
 
@@ -828,7 +832,7 @@ class PreActivation(nn.Module):
     ids=["batch", "data", "plain", "instance"],
 )
 def test_a_branch_that_begins_with_a_norm(
-    pool: Ranks, row: str, norm: Callable[[int], nn.Module]
+    pool: Launcher, row: str, norm: Callable[[int], nn.Module]
 ) -> None:
     """It was taken for one of the trunk, as what it is given is on all ranks, and wrote its
     statistics to copies of its own.
@@ -862,7 +866,7 @@ def test_statistics_of_a_branch_beside_a_weight_of_the_trunk_are_refused() -> No
         pg.Refused,
         match="batch_norm changes a value of a branch that one rank has by what it does not have",
     ):
-        admitted(job("shared", Shared, IMAGES), "branch(2)", Settings())
+        validate_run(job("shared", Shared, IMAGES), "branch(2)", Settings())
 
 
 def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -874,7 +878,9 @@ def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     "of", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
 )
-def test_a_branch_with_a_spectral_norm(pool: Ranks, of: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_branch_with_a_spectral_norm(
+    pool: Launcher, of: Callable[[nn.Module], nn.Module]
+) -> None:
     """Torch's writes its vectors by out=, and assigns what comes back: that was another
     tensor.
     """
@@ -910,7 +916,7 @@ def of_heads(output: Heads, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("row", ["branch(2)", "tensor(2)"])
-def test_heads_in_a_dataclass(pool: Ranks, row: str) -> None:
+def test_heads_in_a_dataclass(pool: Launcher, row: str) -> None:
     """The model was said to have no branches."""
     assert found(pool, row, job("heads", TwoHeads, VECTORS, loss=of_heads), BRIEF).value <= 1e-10
 
@@ -966,13 +972,13 @@ OF_WHOLE = {
 @pytest.mark.parametrize(
     "row", ["spatial(2)", "data(2) * spatial(2)", "branch(2)", "data(2) * branch(2)"]
 )
-def test_an_optimizer_that_wants_whole_tensors_has_them(pool: Ranks, row: str) -> None:
+def test_an_optimizer_that_wants_whole_tensors_has_them(pool: Launcher, row: str) -> None:
     """Where every rank has every parameter, whole, and where each is one rank's, it was
     refused: they were cut, it said.
     """
     model = functools.partial(PreActivation, nn.BatchNorm2d)
     made = job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE["Adafactor"])
-    admitted(made, row, Settings())
+    validate_run(made, row, Settings())
     assert found(pool, row, made, BRIEF).value <= 1e-10
 
 
@@ -1011,6 +1017,6 @@ def test_an_optimizer_that_wants_what_no_rank_has_is_refused(
 ) -> None:
     model = functools.partial(PreActivation, nn.BatchNorm2d)
     with pytest.raises(pg.Refused, match=told):
-        admitted(
+        validate_run(
             job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer]), row, Settings()
         )

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
 import paragrad as pg
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.runtime.world import World
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
@@ -144,7 +144,9 @@ def own_loop(world: World, model: Any, strategy: str) -> tuple[dict[str, Tensor]
         (lambda: nn.Linear(10, 4).bfloat16(), torch.bfloat16),
     ],
 )
-def test_types_of_inputs_in_a_loop_of_ones_own(model: Any, dtype: torch.dtype, pool: Ranks) -> None:
+def test_types_of_inputs_in_a_loop_of_ones_own(
+    model: Any, dtype: torch.dtype, pool: Launcher
+) -> None:
     """A first parameter in bfloat16 turned all inputs into bfloat16, its float32 part's too.
     Now they take the type that all real parameters share; where they share none, inputs stay
     what they were.

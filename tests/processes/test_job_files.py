@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paragrad as pg
-from paragrad.jobs.find_job import find
+from paragrad.jobs.find_job import find_job
 from paragrad.launch import job_files
 
 DATA = """
@@ -42,7 +42,7 @@ def test_registrations(tmp_path: Path) -> None:
     missing there.
     """
     (tmp_path / "table_of_models.py").write_text("MODELS = {}\n")
-    job = find(
+    job = find_job(
         written(
             tmp_path,
             f"""
@@ -99,8 +99,8 @@ around = pg.Job(**{**settings, "loss": lambda output, target: own(output, target
         match=r"^loss cannot be sent to the ranks \(TypeError: cannot pickle .* object\); "
         "put the job into a file and a function around it there",
     ):
-        pg.train(find(f"{path}:sent"), "data(2)", runs=tmp_path)
-    assert len(pg.train(find(f"{path}:around"), "data(2)", runs=tmp_path).losses) == 3
+        pg.train(find_job(f"{path}:sent"), "data(2)", runs=tmp_path)
+    assert len(pg.train(find_job(f"{path}:around"), "data(2)", runs=tmp_path).losses) == 3
 
 
 def test_classes_are_those_that_were_registered(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_classes_are_those_that_were_registered(tmp_path: Path) -> None:
     another one in each rank.
     """
     (tmp_path / "table_of_configs.py").write_text("BUILDERS = {}\n")
-    job = find(
+    job = find_job(
         written(
             tmp_path,
             """
@@ -135,7 +135,7 @@ def test_default_type(tmp_path: Path) -> None:
     """
     before = torch.get_default_dtype()
     try:
-        job = find(
+        job = find_job(
             written(
                 tmp_path,
                 """
@@ -160,7 +160,7 @@ def test_globals_are_one(tmp_path: Path) -> None:
     draws at its top level is the same on all ranks; and a number that a function changed after
     the file was run goes with it.
     """
-    job = find(
+    job = find_job(
         written(
             tmp_path,
             """
@@ -197,8 +197,10 @@ def job():
 
 def test_an_edit_in_between_mixes_nothing(tmp_path: Path) -> None:
     place = written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)\n")
-    first = find(place)
-    second = find(written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 7), **settings)\n"))
+    first = find_job(place)
+    second = find_job(
+        written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 7), **settings)\n")
+    )
     Path(place).write_text("raise RuntimeError('half written')\n")
     shapes = [
         pg.train(each, "data(2)", runs=tmp_path).model().state_dict()["weight"].shape
@@ -221,7 +223,7 @@ job = pg.Job(model=lambda: __import__("table_of_layers").LAYERS["plain"](5, 3),
 """,
         "filed_module.py",
     )
-    assert len(pg.train(find("filed_module:job"), "data(2)", runs=tmp_path).losses) == 3
+    assert len(pg.train(find_job("filed_module:job"), "data(2)", runs=tmp_path).losses) == 3
 
 
 UNGUARDED = """
@@ -279,6 +281,6 @@ def test_a_short_name_within_another_one_names_nothing(
     """
     written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "level.py")
     monkeypatch.syspath_prepend(tmp_path)
-    found = find("level:job")
-    assert [file.name for file in job_files.dumps(found)[1]] == ["level"]
-    assert job_files.dumps(("a level", "two_level", pg.TwoLevel))[1] == ()
+    found = find_job("level:job")
+    assert [file.name for file in job_files.pickle_task(found)[1]] == ["level"]
+    assert job_files.pickle_task(("a level", "two_level", pg.TwoLevel))[1] == ()

@@ -28,29 +28,34 @@ from test_server import Desk, applied, frames
 
 import paragrad as pg
 from paragrad.errors import Refused
-from paragrad.jobs.find_job import find
+from paragrad.jobs.find_job import find_job
 from paragrad.loops import queue_coordinator
-from paragrad.loops.join import known_by, refuse_other
-from paragrad.loops.join_coordinator import Guests
-from paragrad.parallel.server.client import Calling, knock
+from paragrad.loops.join import build_join_identity, refuse_other_job
+from paragrad.loops.join_coordinator import JoinCoordinator
+from paragrad.parallel.server.client import ServerClient, try_handshake
 from paragrad.parallel.server.curve_keys import (
-    PUBLIC,
-    SECRET,
-    Allowed,
-    Keys,
-    make_keys,
-    own_keys,
-    public_key,
-    write_public,
+    PUBLIC_SUFFIX,
+    SECRET_SUFFIX,
+    AllowedKeys,
+    KeyPair,
+    make_key_files,
+    read_key_pair,
+    read_public_key,
+    write_public_key,
 )
-from paragrad.parallel.server.endpoints import Meeting
-from paragrad.parallel.server.join_endpoint import Entrance, Place, read_place, refuse_place
-from paragrad.parallel.server.message_header import Header, Kind, Unfit
-from paragrad.parallel.server.sockets import FROM_ELSEWHERE, Listening
+from paragrad.parallel.server.endpoints import ServerEndpoints
+from paragrad.parallel.server.join_endpoint import (
+    HostPort,
+    JoinEndpoint,
+    parse_host_port,
+    refuse_host_port,
+)
+from paragrad.parallel.server.message_header import Header, InvalidMessage, MessageType
+from paragrad.parallel.server.sockets import REMOTE_PREFIX, Listener
 from paragrad.parallel.server.work_queue import END, KEEP, TEST, TRAIN, Ticket
-from paragrad.record.record import Record, Recorder, lines_of
+from paragrad.record.record import Record, Recorder, read_lines
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 JOB = """
     import torch
@@ -70,7 +75,7 @@ JOB = """
                  train=data, test=data, metric=pg.accuracy, batch=12, epochs=6, dtype=torch.float64)
 """
 SAMPLES = 6 * 29
-TRAINING = queue_coordinator.Run
+TRAINING = queue_coordinator.QueueCoordinator
 
 
 class Ground:
@@ -82,10 +87,10 @@ class Ground:
         self.folder = folder
         self.job = folder / "job.py"
         self.allow = folder / "allow"
-        self.key = folder / f"me{SECRET}"
+        self.key = folder / f"me{SECRET_SUFFIX}"
         self.job.write_text(textwrap.dedent(JOB))
         self.allow.mkdir()
-        make_keys(self.key).replace(self.allow / f"me{PUBLIC}")
+        make_key_files(self.key).replace(self.allow / f"me{PUBLIC_SUFFIX}")
         self.server_key = Path()
         self.address = ""
         self.complaints: Any = subprocess.PIPE
@@ -120,7 +125,7 @@ class Ground:
 
     def train(self, text: str, batch: int = 12, **more: Any) -> pg.Run:
         return pg.train(
-            find(str(self.job)).replace(batch=batch),
+            find_job(str(self.job)).replace(batch=batch),
             text,
             listen="127.0.0.1",
             allow=self.allow,
@@ -134,7 +139,7 @@ def place(tmp_path: Path) -> Ground:
     return Ground(tmp_path)
 
 
-class Open(queue_coordinator.Run):
+class Open(queue_coordinator.QueueCoordinator):
     """Has others join as soon as it is known where, trains when those who are wanted are there,
     and tells of what they did.
     """
@@ -146,26 +151,26 @@ class Open(queue_coordinator.Run):
     # called after every ticket of theirs
     seen: Any = None
 
-    def say_where(self, address: Any) -> None:
-        super().say_where(address)
-        self.place.address = address.at
+    def announce_join_address(self, address: Any) -> None:
+        super().announce_join_address(address)
+        self.place.address = address.module_stack
         self.place.server_key = self.folder / "office.key"
         type(self).joiners = [self.place.join(*options) for options in self.joining]
 
     @property
     def guests(self) -> list[int]:
-        return [number for number in self.office.members if number >= self.strategy.size]
+        return [number for number in self.queue.workers if number >= self.strategy.size]
 
-    def epochs(self) -> str:
+    def train_epochs(self) -> str:
         while (
             len(self.guests) < self.wanted
-            or len(self.office.members) < self.strategy.workers + self.wanted
+            or len(self.queue.workers) < self.strategy.worker_world + self.wanted
         ):
-            self.look(None)
-        return super().epochs()
+            self.poll_events(None)
+        return super().train_epochs()
 
-    def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
-        super().heard(number, ticket, said)
+    def handle_report(self, number: int, ticket: Ticket, report: dict[str, Any]) -> None:
+        super().handle_report(number, ticket, report)
         if number >= self.strategy.size and ticket.what == TRAIN and self.seen is not None:
             self.seen(number)
 
@@ -179,7 +184,7 @@ def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def change(**changes: Any) -> type[Open]:
         made: type[Open] = type("Here", (Open,), {"place": place, "joiners": [], **changes})
-        monkeypatch.setattr(queue_coordinator, "Run", made)
+        monkeypatch.setattr(queue_coordinator, "QueueCoordinator", made)
         found.append(made)
         return made
 
@@ -196,15 +201,15 @@ def ended(joiner: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def events(run: pg.Run) -> list[str]:
-    return [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
+    return [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"]
 
 
 def whole(run: pg.Run) -> bool:
     """Every sample was applied once on every server, and the record has it."""
     return set(applied(run)) == {SAMPLES} and (
-        run.audit.epochs,
-        run.audit.twice,
-        run.audit.missed,
+        run.sample_count.epochs,
+        run.sample_count.twice,
+        run.sample_count.missed,
     ) == (6, 0, 0)
 
 
@@ -233,12 +238,12 @@ def test_who_joins_does_its_part_and_ends_with_the_training(
         assert "train" in printed
     record = Record(run.folder)
     size = pg.strategy(text).size
-    own, theirs = (line for rank in (0, size) for line in record.of("step", rank)[:1])
+    own, theirs = (line for rank in (0, size) for line in record.select_lines("step", rank)[:1])
     assert own.keys() == theirs.keys()
     assert own["sent"].keys() == theirs["sent"].keys()
     assert len(record.ranks) == size + 2
-    assert all(record.of("step", size + guest) for guest in (0, 1))
-    assert record.own[-2]["refused"] == {}
+    assert all(record.select_lines("step", size + guest) for guest in (0, 1))
+    assert record.run_lines[-2]["refused"] == {}
     assert not any(path.name.startswith("entrance") for path in run.folder.rglob("*"))
 
 
@@ -251,8 +256,8 @@ def test_who_is_started_by_a_launcher_joins_as_any(
     """
 
     def say_where(self: Any, address: Any) -> None:
-        TRAINING.say_where(self, address)
-        place.address = address.at
+        TRAINING.announce_join_address(self, address)
+        place.address = address.module_stack
         place.server_key = self.folder / "office.key"
         type(self).joiners = [
             place.join(
@@ -285,7 +290,7 @@ def test_who_leaves_says_so(place: Ground, opened: Callable[..., Any]) -> None:
 
 @pytest.mark.story
 def test_one_that_is_killed_is_missed_by_nobody(place: Ground, opened: Callable[..., Any]) -> None:
-    here = opened(seen=lambda run, number: run.joiners[0].kill())
+    here = opened(seen=lambda run, number: run.joiners[0].kill_members())
     run = place.train("server(2, servers=2, sync=ssp(1))")
     assert ended(here.joiners[0])[0] == -signal.SIGKILL
     assert whole(run)
@@ -299,14 +304,14 @@ def test_one_that_is_stopped_is_late_and_comes_back(
     def run(self: Any) -> str:
         self.office.limit = 0.5
         self.was_late = False
-        return TRAINING.run(self)
+        return TRAINING.run_training(self)
 
     def stop(self: Any, number: int) -> None:
         if not self.was_late:
             self.joiners[0].send_signal(signal.SIGSTOP)
 
     def event(self: Any, name: str, message: str, **numbers: float) -> None:
-        TRAINING.event(self, name, message, **numbers)
+        TRAINING.record_event(self, name, message, **numbers)
         if name == "late" and numbers["rank"] >= self.strategy.size:
             self.was_late = True
             self.joiners[0].send_signal(signal.SIGCONT)
@@ -315,7 +320,7 @@ def test_one_that_is_stopped_is_late_and_comes_back(
         # the last one only when it is back
         while epoch == 5 and not (self.was_late and self.guests):
             self.look(None)
-        return TRAINING.train(self, epoch, start)
+        return TRAINING.train_epoch(self, epoch, start)
 
     here = opened(run=run, seen=stop, event=event, train=train)
     run = place.train("server(2, servers=2, sync=asp)")
@@ -331,14 +336,14 @@ def test_a_server_that_is_killed_is_found_again(place: Ground, opened: Callable[
 
     def kill(run: Any, number: int) -> None:
         if "killed" not in vars(run):
-            run.killed = run.crew.members[2].signal(signal.SIGKILL)
+            run.killed = run.pool.workers[2].send_signal(signal.SIGKILL)
 
     here = opened(seen=kill)
     run = place.train("server(2, servers=2, sync=ssp(1))")
     assert ended(here.joiners[0])[0] == 0
     assert set(applied(run)) == {SAMPLES}
     assert events(run) == ["open", "joined", "again"]
-    assert len(Record(run.folder).of("step", 4)) > 3
+    assert len(Record(run.folder).select_lines("step", 4)) > 3
 
 
 def test_who_waits_for_long_is_told_that_somebody_is_there(
@@ -350,17 +355,17 @@ def test_who_waits_for_long_is_told_that_somebody_is_there(
     waited: list[bytes] = []
 
     def epochs(self: Any) -> str:
-        answer = self.listening.answer
+        answer = self.listening.send_answer
 
         def counting(whose: bytes, header: Header, *rest: Any) -> None:
-            if header.kind == Kind.WAIT and whose[:1] == FROM_ELSEWHERE:
+            if header.kind == MessageType.WAIT and whose[:1] == REMOTE_PREFIX:
                 waited.append(whose)
             answer(whose, header, *rest)
 
-        self.listening.answer = counting
+        self.listening.send_answer = counting
         while len(waited) < 3:
             self.look(None)
-        return TRAINING.epochs(self)
+        return TRAINING.train_epochs(self)
 
     here = opened(joining=(("--timeout", "1.5"),), epochs=epochs)
     run = place.train("server(2, sync=ssp(4))")
@@ -423,38 +428,48 @@ def test_a_stranger_gets_no_answer_and_changes_nothing(
     """Noise over raw TCP, ZeroMQ without a key, an unknown key, another server's key: of the
     training, which one worker makes as serial does, nothing is different.
     """
-    make_keys(tmp_path / f"other{SECRET}")
+    make_key_files(tmp_path / f"other{SECRET_SUFFIX}")
     said: list[str] = []
 
     def epochs(self: Any) -> str:
         office = self.office_at
-        while not all(servers := [self.meeting.entrance(number).address for number in range(2)]):
+        while not all(
+            servers := [self.meeting.build_join_endpoint(number).address for number in range(2)]
+        ):
             self.look(None)
         for address in (office, *servers):
-            at = read_place("", address.at)
+            at = parse_host_port("", address.module_stack)
             for noise in (os.urandom(64), b"GET / HTTP/1.0\r\n\r\n", b"", os.urandom(100_000)):
                 with socket.create_connection((at.host, at.port)) as raw:
                     raw.sendall(noise)
-            said.append(knock(address, own_keys(tmp_path / f"other{SECRET}"), 20.0))
             said.append(
-                knock(type(address)(address.at, Keys.made().public), own_keys(place.key), 20.0)
+                try_handshake(address, read_key_pair(tmp_path / f"other{SECRET_SUFFIX}"), 20.0)
             )
-            said.append(knock(type(address)(address.at), own_keys(place.key), 20.0))
+            said.append(
+                try_handshake(
+                    type(address)(address.module_stack, KeyPair.generate_pair().public),
+                    read_key_pair(place.key),
+                    20.0,
+                )
+            )
+            said.append(
+                try_handshake(type(address)(address.module_stack), read_key_pair(place.key), 20.0)
+            )
             # the office would know it, and did not let it in yet
             if address is not office:
-                said.append(knock(address, own_keys(place.key), 20.0))
-        place.key = tmp_path / f"other{SECRET}"
+                said.append(try_handshake(address, read_key_pair(place.key), 20.0))
+        place.key = tmp_path / f"other{SECRET_SUFFIX}"
         type(self).joiners = [place.join()]
         code, _, complaint = ended(type(self).joiners[0])
         assert code == 2
         assert "does not let in the key of" in complaint
-        return TRAINING.epochs(self)
+        return TRAINING.train_epochs(self)
 
     def say_where(self: Any, address: Any) -> None:
-        place.address = address.at
+        place.address = address.module_stack
         place.server_key = self.folder / "office.key"
         self.office_at = address
-        write_public(address.key, place.server_key)
+        write_public_key(address.key, place.server_key)
 
     opened(epochs=epochs, say_where=say_where)
     run = place.train("server(1, servers=2, sync=asp)", batch=29)
@@ -464,7 +479,7 @@ def test_a_stranger_gets_no_answer_and_changes_nothing(
         "another key",
         *2 * ["unknown", "another key", "another key", "unknown"],
     ]
-    serial = pg.train(find(str(place.job)).replace(batch=29), "serial", runs=tmp_path / "runs")
+    serial = pg.train(find_job(str(place.job)).replace(batch=29), "serial", runs=tmp_path / "runs")
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     assert whole(run)
     assert events(run) == []
@@ -474,7 +489,7 @@ def test_another_job_is_refused_by_name_on_both_sides(
     place: Ground, opened: Callable[..., Any]
 ) -> None:
     """And the training goes on with who trains the same. One key may be added while it runs."""
-    later = place.folder / f"later{SECRET}"
+    later = place.folder / f"later{SECRET_SUFFIX}"
 
     def epochs(self: Any) -> str:
         while self.joiners[0].poll() is None:
@@ -482,19 +497,19 @@ def test_another_job_is_refused_by_name_on_both_sides(
         code, _, complaint = ended(self.joiners[0])
         assert code == 2
         assert "the training has seed 0, and here it is 7; give --seed 0" in complaint
-        make_keys(later).replace(place.allow / f"later{PUBLIC}")
+        make_key_files(later).replace(place.allow / f"later{PUBLIC_SUFFIX}")
         self.joiners.append(place.join(key=later))
-        return Open.epochs(self)
+        return Open.train_epochs(self)
 
     here = opened(joining=(("--seed", "7"),), epochs=epochs)
     run = place.train("server(2, sync=asp)")
     assert ended(here.joiners[1])[0] == 0
     assert whole(run)
-    handed_out = next(line for line in Record(run.folder).own if line["kind"] == "handed_out")
+    handed_out = next(line for line in Record(run.folder).run_lines if line["kind"] == "handed_out")
     assert handed_out["refused"] == {"a job with another seed": 1}
     assert "with the key of later.key" in next(
         line["message"]
-        for line in Record(run.folder).own
+        for line in Record(run.folder).run_lines
         if line["kind"] == "event" and line["name"] == "joined"
     )
 
@@ -521,9 +536,9 @@ KNOWN = {"seed": 0, "model": "Linear(1, 1)", "loss before training": 0.5}
 )
 def test_what_a_job_is_known_by_is_checked(text: bytes, why: str) -> None:
     """What is recorded has no word of who sent it."""
-    with pytest.raises(Unfit, match=why.replace("(", r"\(").replace(")", r"\)")):
-        refuse_other(KNOWN, text)
-    refuse_other(KNOWN, json.dumps(KNOWN).encode())
+    with pytest.raises(InvalidMessage, match=why.replace("(", r"\(").replace(")", r"\)")):
+        refuse_other_job(KNOWN, text)
+    refuse_other_job(KNOWN, json.dumps(KNOWN).encode())
 
 
 STEP = {
@@ -545,9 +560,9 @@ class Hall(Desk):
         self.keys = {7: b"k" * 40}
         self.told = list[Any]()
         self.refusals = list[str]()
-        self.office.guests = self  # type: ignore[assignment]
+        self.office.join_handler = self  # type: ignore[assignment]
 
-    check = Guests.check  # type: ignore[assignment]
+    check = JoinCoordinator.check_report  # type: ignore[assignment]
 
     def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
         self.told.append((number, ticket.number))
@@ -556,21 +571,26 @@ class Hall(Desk):
         del self.keys[number]
 
     def answer(self, whose: bytes, header: Header, text: bytes = b"") -> None:
-        if header.kind == Kind.REFUSED:
+        if header.kind == MessageType.REFUSED:
             self.refusals.append(text.decode())
-        elif header.kind == Kind.GIVEN:
-            super().answer(whose.removeprefix(FROM_ELSEWHERE)[-1:], header, text)
+        elif header.kind == MessageType.GIVEN:
+            super().answer(whose.removeprefix(REMOTE_PREFIX)[-1:], header, text)
 
     def says(
-        self, key: bytes, *text: Any, kind: Kind = Kind.NEXT, call: int = 0, job: int = 77
+        self,
+        key: bytes,
+        *text: Any,
+        kind: MessageType = MessageType.NEXT,
+        call: int = 0,
+        job: int = 77,
     ) -> str:
         """What is refused of a question from elsewhere, or nothing."""
         before = len(self.refusals)
         header = Header(kind, job, call=call or next(self.calls))
-        self.office.taken(
-            self, frames(header, json.dumps(text).encode(), whose=FROM_ELSEWHERE + key + b"7")
+        self.office.handle_message(
+            self, frames(header, json.dumps(text).encode(), whose=REMOTE_PREFIX + key + b"7")
         )  # type: ignore[arg-type]
-        self.office.hand_out(self)  # type: ignore[arg-type]
+        self.office.hand_out_tickets(self)  # type: ignore[arg-type]
         return "".join(self.refusals[before:])
 
 
@@ -587,17 +607,17 @@ def test_a_number_is_its_keys_alone_and_a_ticket_whose_it_was_given() -> None:
     assert "was not given" in hall.says(key, 7, {**given, "what": ["train"]}, {})
     assert "not finite" in hall.says(key, 7, given, {**STEP, "loss": float("nan")})
     assert "cannot be read" in hall.says(key, 7, given, {"loss": 10**400})
-    assert "END is not for those who joined" in hall.says(key, 7, None, {}, kind=Kind.END)
+    assert "END is not for those who joined" in hall.says(key, 7, None, {}, kind=MessageType.END)
     # once it was done for all
     assert "without its loss" in hall.says(key, 7, given, {"became": 1.0})
-    assert hall.office.open == {hall.given[7]: 7}
+    assert hall.office.open_tickets == {hall.given[7]: 7}
     assert hall.says(key, 7, given, STEP) == ""
     assert hall.told == [(7, 0)]
     assert hall.asks(0) is not None  # its own are as they were
 
 
-@pytest.mark.parametrize("kind", [Kind.NEXT, Kind.LEAVE])
-def test_what_nobody_says_anything_of_is_somebody_elses(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [MessageType.NEXT, MessageType.LEAVE])
+def test_what_nobody_says_anything_of_is_somebody_elses(kind: MessageType) -> None:
     """Who left as it was given a ticket took it away: it was open for ever, and the training
     did not end.
     """
@@ -608,13 +628,13 @@ def test_what_nobody_says_anything_of_is_somebody_elses(kind: Kind) -> None:
     taken = hall.given.pop(7)
     hall.says(key, 7, None, {}, kind=kind)
     assert (hall.asks(0) or hall.given.get(7)) == taken
-    assert hall.office.open == {taken: 7 if 7 in hall.given else 0}
+    assert hall.office.open_tickets == {taken: 7 if 7 in hall.given else 0}
 
 
 def test_who_joined_keeps_nothing() -> None:
     """It has not the run's folder; and tests it does as any."""
     hall = Hall()
-    hall.office.give([Ticket(KEEP, keep="model"), Ticket(TEST)])
+    hall.office.add_tickets([Ticket(KEEP, keep="model"), Ticket(TEST)])
     hall.says(b"k" * 40, 7, None, {})
     assert 7 not in hall.given
     assert hall.asks(0) == Ticket(KEEP, keep="model")
@@ -630,19 +650,19 @@ def test_what_one_that_joined_cannot_do_is_somebody_elses_though_it_alone_has_tr
     hall.give(1)
     hall.says(b"k" * 40, 7, None, {})
     hall.says(b"k" * 40, 7, hall.given[7].__dict__, STEP)
-    hall.office.give([Ticket(KEEP, keep="model")])
+    hall.office.add_tickets([Ticket(KEEP, keep="model")])
     assert hall.asks(0) == Ticket(KEEP, keep="model")
 
 
 def test_a_part_of_another_epochs_test_is_no_part_of_this_one() -> None:
     """Who was late with it was believed: the parts of all tests had the same names."""
     hall = Hall()
-    hall.office.give([Ticket(TEST, epoch=0)])
+    hall.office.add_tickets([Ticket(TEST, epoch=0)])
     late = hall.asks(0)
-    hall.office.lost(0)
+    hall.office.drop_worker(0)
     assert hall.asks(1) == late
     hall.asks(1, sum=1.0)
-    hall.office.give([Ticket(TEST, epoch=1)])
+    hall.office.add_tickets([Ticket(TEST, epoch=1)])
     heard = len(hall.heard)
     hall.asks(0, sum=5.0)
     assert len(hall.heard) == heard
@@ -652,23 +672,23 @@ def test_a_part_of_another_epochs_test_is_no_part_of_this_one() -> None:
 def test_who_comes_when_it_is_over_is_told_so() -> None:
     """It was let in, and waited for servers that were gone."""
     hall = Hall()
-    assert hall.says(b"k" * 40, kind=Kind.REMIND) == ""
+    assert hall.says(b"k" * 40, kind=MessageType.REMIND) == ""
     # of its JOIN: it was "of another training"
-    assert hall.says(b"k" * 40, kind=Kind.REMIND, job=0) == ""
-    hall.office.ended = True
-    assert hall.says(b"k" * 40, kind=Kind.JOIN) == "the training is over"
+    assert hall.says(b"k" * 40, kind=MessageType.REMIND, job=0) == ""
+    hall.office.is_ended = True
+    assert hall.says(b"k" * 40, kind=MessageType.JOIN) == "the training is over"
     hall.says(b"k" * 40, 7, None, {})
     assert hall.given[7] == Ticket(END)  # who is back late
 
 
 def test_who_asks_again_while_it_waits_is_told_to() -> None:
     hall = Hall()
-    kinds: list[Kind] = []
+    kinds: list[MessageType] = []
     hall.answer = lambda whose, header, text=b"": kinds.append(header.kind)
     for _ in range(2):
         hall.says(b"k" * 40, 7, None, {}, call=5)
-    assert kinds == [Kind.WAIT]
-    assert len(hall.office.members) == 1
+    assert kinds == [MessageType.WAIT]
+    assert len(hall.office.workers) == 1
 
 
 def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(
@@ -677,13 +697,15 @@ def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(
     """Who asks twice to join has one number, and servers that are not there yet are waited for;
     a step has one line.
     """
-    checked = admitted(
-        find(str(place.job)), "server(2, sync=asp)", Settings(listen="127.0.0.1", allow=place.allow)
+    checked = validate_run(
+        find_job(str(place.job)),
+        "server(2, sync=asp)",
+        Settings(listen="127.0.0.1", allow=place.allow),
     )
-    meeting = Meeting(77, str(tmp_path), 1, place=Place("127.0.0.1"))
+    meeting = ServerEndpoints(77, str(tmp_path), 1, host_port=HostPort("127.0.0.1"))
     happened = list[str]()
     with Recorder(tmp_path / "run.jsonl") as record:
-        guests = Guests(
+        guests = JoinCoordinator(
             checked,
             tmp_path,
             record,
@@ -692,14 +714,14 @@ def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(
             itertools.count(3).__next__,
             lambda name, message, **numbers: happened.append(message),
         )
-        key = own_keys(place.key).public
-        text = json.dumps(known_by(checked.job, checked.facts)).encode()
-        assert guests.admit(key, 1, text) is None
-        entrance = meeting.entrance(0)
+        key = read_key_pair(place.key).public
+        text = json.dumps(build_join_identity(checked.job, checked.inspection)).encode()
+        assert guests.admit_worker(key, 1, text) is None
+        entrance = meeting.build_join_endpoint(0)
         assert entrance is not None
-        entrance.keep(Keys.made(), 4000)
+        entrance.save_state(KeyPair.generate_pair(), 4000)
         first, again, another = (
-            json.loads(guests.admit(key, sender, text) or b"") for sender in (1, 1, 2)
+            json.loads(guests.admit_worker(key, sender, text) or b"") for sender in (1, 1, 2)
         )
         assert first == again
         assert (first["number"], another["number"], first["strategy"]) == (
@@ -712,29 +734,29 @@ def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(
             "worker 3 joined, with the key of me.key",
             "worker 4 joined, with the key of me.key",
         ]
-        assert Allowed(meeting.joined).name(key) == "3"
+        assert AllowedKeys(meeting.joined_folder).find_key_name(key) == "3"
         for bad in (
             {"sent": 1e300},
             {"seconds": -1.0},
             {"weight": -1.0},
             {"loss": 1e308, "weight": 1e308},
         ):
-            with pytest.raises(Unfit, match="cannot be"):
-                guests.check(Ticket(TRAIN, 5, 0, 2, 1), STEP | bad)
-        with pytest.raises(Unfit, match="without its lr"):
-            guests.check(
+            with pytest.raises(InvalidMessage, match="cannot be"):
+                guests.check_report(Ticket(TRAIN, 5, 0, 2, 1), STEP | bad)
+        with pytest.raises(InvalidMessage, match="without its lr"):
+            guests.check_report(
                 Ticket(TRAIN, 5, 0, 2, 1),
                 {name: value for name, value in STEP.items() if name != "lr"},
             )
         # a loss may be so
-        guests.check(Ticket(TEST), {"sum": math.inf, "weight": 2.0})
+        guests.check_report(Ticket(TEST), {"sum": math.inf, "weight": 2.0})
         # somebody else's was applied
-        guests.did(3, Ticket(TRAIN, 4, 0, 2, 0), STEP | {"became": 1.0})
+        guests.record_ticket(3, Ticket(TRAIN, 4, 0, 2, 0), STEP | {"became": 1.0})
         for _ in range(2):
-            guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), STEP)
-        guests.left(3)
-        assert Allowed(meeting.joined).name(key) == "4"
-    (line,) = lines_of(tmp_path / "rank-3.jsonl")
+            guests.record_ticket(3, Ticket(TRAIN, 5, 0, 2, 1), STEP)
+        guests.record_departure(3)
+        assert AllowedKeys(meeting.joined_folder).find_key_name(key) == "4"
+    (line,) = read_lines(tmp_path / "rank-3.jsonl")
     assert (line["step"], line["order"], line["loss"], line["sent"]) == (
         2,
         [27, 29],
@@ -746,11 +768,14 @@ def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(
 
 # ---- files and places ------------------------------------------------------------------------
 def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
-    key = tmp_path / f"me{SECRET}"
-    public = make_keys(key)
+    key = tmp_path / f"me{SECRET_SUFFIX}"
+    public = make_key_files(key)
     assert key.stat().st_mode & 0o777 == 0o600
-    assert own_keys(key).public == public_key("--server-key", public)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"me{PUBLIC}", f"me{SECRET}"]
+    assert read_key_pair(key).public == read_public_key("--server-key", public)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"me{PUBLIC_SUFFIX}",
+        f"me{SECRET_SUFFIX}",
+    ]
     for break_it, repair in (
         (lambda: key.chmod(0o644), "chmod 600"),
         (
@@ -761,11 +786,11 @@ def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
     ):
         break_it()
         with pytest.raises(Refused, match=repair):
-            own_keys(key)
+            read_key_pair(key)
     with pytest.raises(Refused, match="cannot be made"):
-        make_keys(key)  # never over one that is there
-    with pytest.raises(Refused, match=f"give .*me{SECRET}"):
-        make_keys(tmp_path / "me")
+        make_key_files(key)  # never over one that is there
+    with pytest.raises(Refused, match=f"give .*me{SECRET_SUFFIX}"):
+        make_key_files(tmp_path / "me")
 
 
 def test_who_may_join_is_a_folder_of_public_keys(tmp_path: Path) -> None:
@@ -774,41 +799,41 @@ def test_who_may_join_is_a_folder_of_public_keys(tmp_path: Path) -> None:
     for prepare, repair in (
         (lambda: None, "there is no such folder"),
         (folder.mkdir, "holds no public key"),
-        (lambda: (folder / f"a{PUBLIC}").write_text("nothing"), "holds no key of CurveZMQ"),
+        (lambda: (folder / f"a{PUBLIC_SUFFIX}").write_text("nothing"), "holds no key of CurveZMQ"),
         (
             lambda: (
-                make_keys(tmp_path / f"a{SECRET}")
-                .with_suffix(SECRET)
-                .replace(folder / f"a{PUBLIC}")
+                make_key_files(tmp_path / f"a{SECRET_SUFFIX}")
+                .with_suffix(SECRET_SUFFIX)
+                .replace(folder / f"a{PUBLIC_SUFFIX}")
             ),
             "holds a secret key",
         ),
     ):
         prepare()
         with pytest.raises(Refused, match=repair):
-            Settings(listen="127.0.0.1", allow=folder).check(job)
-    public = (tmp_path / f"a{PUBLIC}").replace(folder / f"a{PUBLIC}")
-    Settings(listen="127.0.0.1", allow=folder).check(job)
-    key = public_key("", public)
-    assert Allowed(folder).name(key) == "a"
-    (folder / f"a half{PUBLIC}").write_text("curve\n")  # somebody is copying it
-    assert Allowed(folder).callback("*", key)
+            Settings(listen="127.0.0.1", allow=folder).check_settings(job)
+    public = (tmp_path / f"a{PUBLIC_SUFFIX}").replace(folder / f"a{PUBLIC_SUFFIX}")
+    Settings(listen="127.0.0.1", allow=folder).check_settings(job)
+    key = read_public_key("", public)
+    assert AllowedKeys(folder).find_key_name(key) == "a"
+    (folder / f"a half{PUBLIC_SUFFIX}").write_text("curve\n")  # somebody is copying it
+    assert AllowedKeys(folder).callback("*", key)
     public.unlink()
-    assert not Allowed(folder).callback("*", key)
+    assert not AllowedKeys(folder).callback("*", key)
 
 
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("10.0.0.1", Place("10.0.0.1")),
-        ("host:40", Place("host", 40)),
-        ("[::1]:4", Place("::1", 4)),
-        ("tcp://[fd00::1]:4", Place("fd00::1", 4)),
+        ("10.0.0.1", HostPort("10.0.0.1")),
+        ("host:40", HostPort("host", 40)),
+        ("[::1]:4", HostPort("::1", 4)),
+        ("tcp://[fd00::1]:4", HostPort("fd00::1", 4)),
     ],
 )
-def test_places_are_read_as_they_are_printed(text: str, place: Place) -> None:
-    assert read_place("--listen", text) == place
-    assert read_place("--listen", str(place)) == place
+def test_places_are_read_as_they_are_printed(text: str, place: HostPort) -> None:
+    assert parse_host_port("--listen", text) == place
+    assert parse_host_port("--listen", str(place)) == place
 
 
 @pytest.mark.parametrize(
@@ -816,7 +841,7 @@ def test_places_are_read_as_they_are_printed(text: str, place: Place) -> None:
 )
 def test_other_places_are_refused(text: str) -> None:
     with pytest.raises(Refused, match="write HOST or HOST:PORT"):
-        read_place("--listen", text)
+        parse_host_port("--listen", text)
 
 
 def test_a_port_that_is_in_use_is_refused() -> None:
@@ -825,10 +850,10 @@ def test_a_port_that_is_in_use_is_refused() -> None:
         with pytest.raises(
             Refused, match=f"port {port} of 127.0.0.1 is in use; give another one, or none"
         ):
-            refuse_place(Place("127.0.0.1", port), 1)
+            refuse_host_port(HostPort("127.0.0.1", port), 1)
         with pytest.raises(Refused, match="is in use"):
-            refuse_place(Place("127.0.0.1", port - 2), 3)  # a server's
-    refuse_place(Place("127.0.0.1", port), 1)
+            refuse_host_port(HostPort("127.0.0.1", port - 2), 3)  # a server's
+    refuse_host_port(HostPort("127.0.0.1", port), 1)
 
 
 def test_a_server_is_where_it_was_with_the_key_that_it_had(tmp_path: Path) -> None:
@@ -836,28 +861,28 @@ def test_a_server_is_where_it_was_with_the_key_that_it_had(tmp_path: Path) -> No
     the folder as it is.
     """
     allowed = tmp_path / "allowed"
-    mine = Keys.made()
+    mine = KeyPair.generate_pair()
     allowed.mkdir()
-    entrance = Entrance(Place("127.0.0.1"), allowed, tmp_path / "kept")
-    first = Listening(1000, None, Keys.made(), None, entrance)
+    entrance = JoinEndpoint(HostPort("127.0.0.1"), allowed, tmp_path / "kept")
+    first = Listener(1000, None, KeyPair.generate_pair(), None, entrance)
     address = entrance.address
     assert address is not None
-    assert knock(address, mine, 20.0) == "unknown"
-    write_public(mine.public, allowed / f"1{PUBLIC}")
-    assert knock(address, mine, 20.0) == ""
-    calling = Calling([address], 1000, mine, 30.0, 0.1)
+    assert try_handshake(address, mine, 20.0) == "unknown"
+    write_public_key(mine.public, allowed / f"1{PUBLIC_SUFFIX}")
+    assert try_handshake(address, mine, 20.0) == ""
+    calling = ServerClient([address], 1000, mine, 30.0, 0.1)
     first.close()
-    again = Listening(1000, None, Keys.made(), None, entrance)
+    again = Listener(1000, None, KeyPair.generate_pair(), None, entrance)
     try:
         assert entrance.address == address
-        calling.sockets[0].send_multipart([Header(Kind.PULL, 77).packed()])
-        taken = again.take(20.0)
+        calling.sockets[0].send_multipart([Header(MessageType.PULL, 77).pack_header()])
+        taken = again.receive_message(20.0)
         assert taken is not None
         assert taken[0].bytes[1:41] == mine.public
         calling.close()
         left: list[bytes] = []
         while not left:
-            left = again.left()
+            left = again.take_lost_connections()
         assert left == [taken[0].bytes]
     finally:
         again.close()
@@ -868,18 +893,18 @@ def test_a_flood_of_connections_lets_others_talk() -> None:
     """ZeroMQ tells who comes and goes, and stood still while nobody had heard the last thousand
     of it.
     """
-    mine = Keys.made()
-    listening = Listening(1000, "127.0.0.1", Keys.made())
-    calling = Calling([listening.address], 1000, mine, 30.0)
+    mine = KeyPair.generate_pair()
+    listening = Listener(1000, "127.0.0.1", KeyPair.generate_pair())
+    calling = ServerClient([listening.address], 1000, mine, 30.0)
     try:
-        listening.allow([mine.public])
-        at = read_place("", listening.address.at)
+        listening.allow_keys([mine.public])
+        at = parse_host_port("", listening.address.endpoint)
         for number in range(1500):
             with socket.create_connection((at.host, at.port), 20.0) as raw:
                 raw.sendall(os.urandom(64))
             if number % 100 == 0:
-                calling.sockets[0].send_multipart([Header(Kind.PULL, 77).packed()])
-                assert listening.take(20.0) is not None
+                calling.sockets[0].send_multipart([Header(MessageType.PULL, 77).pack_header()])
+                assert listening.receive_message(20.0) is not None
     finally:
         calling.close()
         listening.close()
@@ -889,23 +914,23 @@ def test_noise_is_not_taken_for_workers_that_left() -> None:
     """A port scan between hosts made the count of connections negative, and the server end: no
     worker is there any more.
     """
-    mine = Keys.made()
-    listening = Listening(1000, "127.0.0.1", Keys.made())
+    mine = KeyPair.generate_pair()
+    listening = Listener(1000, "127.0.0.1", KeyPair.generate_pair())
     try:
-        listening.allow([mine.public])
-        at = read_place("", listening.address.at)
-        calling = Calling([listening.address], 1000, mine, 30.0)
-        calling.sockets[0].send_multipart([Header(Kind.PULL, 77).packed()])
-        assert listening.take(20.0) is not None
+        listening.allow_keys([mine.public])
+        at = parse_host_port("", listening.address.endpoint)
+        calling = ServerClient([listening.address], 1000, mine, 30.0)
+        calling.sockets[0].send_multipart([Header(MessageType.PULL, 77).pack_header()])
+        assert listening.receive_message(20.0) is not None
         for _ in range(3):
             with socket.create_connection((at.host, at.port)) as raw:
                 raw.sendall(os.urandom(64))
                 with contextlib.suppress(ConnectionResetError):
                     while raw.recv(100):  # until it is thrown out
                         pass
-        assert listening.connections >= 1
+        assert listening.connection_count >= 1
         calling.close()
-        while listening.connections:
+        while listening.connection_count:
             pass
     finally:
         listening.close()

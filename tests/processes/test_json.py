@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import paragrad
 from paragrad.commands import cli
-from paragrad.executors.machine import ASSUMED, Machine
+from paragrad.executors.machine import ASSUMED_MACHINE, Machine
 from paragrad.report import simulation_report
 from paragrad.trainer.settings import Settings
 
@@ -106,9 +106,16 @@ def test_the_page_has_every_key_of_a_machine_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = Machine(
-        {"shm": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", {"shm": 0.1}, 1e9, 1e9, 1
+        {"shm": ASSUMED_MACHINE.select_link()},
+        ASSUMED_MACHINE.gamma,
+        2,
+        "by hand",
+        {"shm": 0.1},
+        1e9,
+        1e9,
+        1,
     )
-    simulation_report.machine(machine, tmp_path / "machine.json", True)
+    simulation_report.write_machine_file(machine, tmp_path / "machine.json", True)
     compared("measure", capsys.readouterr().out)
 
 

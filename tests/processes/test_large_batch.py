@@ -19,14 +19,14 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.optim import Lamb, Lars, Scaled
-from paragrad.record.noise_scale import measured, noise_of
+from paragrad.record.noise_scale import estimate_step_noise, track_noise_scale
 from paragrad.record.record import Record
 from paragrad.report import summaries
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -117,14 +117,14 @@ def test_a_job_remembers_for_which_batch_it_was_written() -> None:
     # which is for 24
     assert made.replace(batch=24).replace(optimizer=plain).own_batch is None
     large = made.replace(batch=24, scale_lr="linear").replace(batch=29)
-    checked = admitted(large, "serial")
-    assert checked.facts.scaled is not None
-    assert checked.facts.scaled.startswith(f"{29 / 12:.4g} times the job's own")
+    checked = validate_run(large, "serial")
+    assert checked.inspection.rate_scaling is not None
+    assert checked.inspection.rate_scaling.startswith(f"{29 / 12:.4g} times the job's own")
     optimizer = checked.job.optimizer(nn.Linear(10, 4).parameters())
     assert checked.job.scheduler is not None
     checked.job.scheduler(optimizer)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 29 / 12)
-    assert admitted(checked.job, "serial").facts.scaled is None  # and once is enough
+    assert validate_run(checked.job, "serial").inspection.rate_scaling is None  # and once is enough
 
 
 def test_what_is_no_scheduler_is_still_said_to_be_none() -> None:
@@ -134,7 +134,9 @@ def test_what_is_no_scheduler_is_still_said_to_be_none() -> None:
         (lambda optimizer: 3, "is a int"),
     ):
         with pytest.raises(pg.Refused, match=message):
-            admitted(made.replace(scheduler=wrong).replace(batch=24, scale_lr="linear"), "serial")
+            validate_run(
+                made.replace(scheduler=wrong).replace(batch=24, scale_lr="linear"), "serial"
+            )
 
 
 @pytest.mark.parametrize("text", ["serial", "data(2)", "server(2, servers=2)"])
@@ -150,7 +152,7 @@ def test_a_training_of_a_larger_batch(text: str, tmp_path: Path) -> None:
         scheduler=functools.partial(schedulers.ExponentialLR, gamma=0.95),
     )
     run = pg.train(made.replace(batch=12, scale_lr="linear", warm_up=2), text, runs=tmp_path)
-    lines = Record(run.folder).of("step")
+    lines = Record(run.folder).select_lines("step")
     expected = [0.05 * 0.95 ** (step * 8 // 3) * (1 + 2 * min(1, step / 6)) for step in range(12)]
     assert [line["lr"] for line in lines] == pytest.approx(expected)
     said = [line for line in Record(run.folder).choices if line["what"] == "learning rate"]
@@ -336,7 +338,7 @@ def weights_of(trainer: Trainer) -> State:
     "text", ["data(2, state=replicated)", "data(2)", "data(3, state=shared_memory)"]
 )
 @pytest.mark.parametrize("name", LAYERED)
-def test_their_norms_are_of_whole_tensors(pool: Ranks, name: str, text: str) -> None:
+def test_their_norms_are_of_whole_tensors(pool: Launcher, name: str, text: str) -> None:
     """In shared memory each tensor is updated by one rank."""
     made = job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 4)), VECTORS
@@ -355,7 +357,7 @@ def test_their_norms_are_of_whole_tensors(pool: Ranks, name: str, text: str) -> 
 def test_servers_that_cut_tensors_refuse_them() -> None:
     made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(optimizer=LAYERED["lars"])
     with pytest.raises(pg.Refused, match="Lars does not update element by element"):
-        admitted(made, "server(2, servers=2)")
+        validate_run(made, "server(2, servers=2)")
 
 
 # ---- the noise scale -------------------------------------------------------------------------
@@ -406,9 +408,9 @@ def test_the_scale_of_a_problem_of_which_it_is_known(text: str, tmp_path: Path) 
     """
     made, scale = regression()
     run = pg.train(made, text, runs=tmp_path, noise_scale=1, limit=1000)
-    steps = Record(run.folder).steps()
+    steps = Record(run.folder).group_step_lines()
     assert len(steps) == 1000
-    *_, last = noise_of(steps)
+    *_, last = track_noise_scale(steps)
     assert last.count == 1000
     assert last.scale == pytest.approx(scale, rel=0.2)
 
@@ -430,10 +432,10 @@ def test_norms_are_those_of_plain_torch(text: str, tmp_path: Path) -> None:
     made, _ = regression(samples=100)
     made = made.replace(batch=32, epochs=1)
     run = pg.train(made, text, runs=tmp_path, noise_scale=3)
-    order = made.order(100)
+    order = made.make_order(100)
     division = pg.strategy(text).division
     data: Any = made.train
-    for step, lines in enumerate(Record(run.folder).steps()):
+    for step, lines in enumerate(Record(run.folder).group_step_lines()):
         if step % 3:
             assert [line["noise"] for line in lines] == [None] * len(lines)
             continue
@@ -443,14 +445,16 @@ def test_norms_are_those_of_plain_torch(text: str, tmp_path: Path) -> None:
             few = -(-(stop - first) // division.micro)
 
             def gradient(places: range) -> Tensor:
-                inputs, targets = data[order.indices(0, places)]
+                inputs, targets = data[order.get_indices(0, places)]
                 return (-inputs * targets).mean(0)
 
             assert weight == few
             assert square == pytest.approx(
                 float(gradient(range(first, first + few)).square().sum()), rel=1e-9
             )
-            assert whole == pytest.approx(float(gradient(order.at(step)).square().sum()), rel=1e-9)
+            assert whole == pytest.approx(
+                float(gradient(order.get_batch(step)).square().sum()), rel=1e-9
+            )
 
 
 def test_unequal_shares_count_by_the_harmonic_mean() -> None:
@@ -459,12 +463,12 @@ def test_unequal_shares_count_by_the_harmonic_mean() -> None:
         {"noise": [9.0, 1.0, 3.5], "loss": [0.0, 1.0]},
         {"noise": [3.0, 3.0, 3.5], "loss": [0.0, 3.0]},
     ]
-    found = measured(lines)
+    found = estimate_step_noise(lines)
     assert found is not None
     assert found == pytest.approx((2.5 / (1 / 1.5 - 1 / 4), (4 * 3.5 - 1.5 * 6) / 2.5, 4))
     # one part of one
-    assert measured([{"noise": [9.0, 4.0, 3.5], "loss": [0.0, 4.0]}]) is None
-    assert measured([{"noise": None, "loss": [0.0, 4.0]}]) is None
+    assert estimate_step_noise([{"noise": [9.0, 4.0, 3.5], "loss": [0.0, 4.0]}]) is None
+    assert estimate_step_noise([{"noise": None, "loss": [0.0, 4.0]}]) is None
 
 
 def test_of_tokens_it_is_judged_beside_tokens(
@@ -485,7 +489,7 @@ def test_of_tokens_it_is_judged_beside_tokens(
     run = pg.train(made, "data(2)", runs=tmp_path, noise_scale=1)
     assert run.noise is not None
     assert run.noise.batch == 160
-    summaries.run(run, False)
+    summaries.print_run(run, False)
     assert "this one weighs 160" in capsys.readouterr().out
     assert (
         pg.train(
@@ -519,10 +523,10 @@ def test_it_is_on_the_page_and_printed(tmp_path: Path) -> None:
     assert "the largest that is useful" in page
     run = pg.train(made.replace(epochs=4), "data(2)", runs=tmp_path, noise_scale=1)
     assert run.noise is not None
-    assert run.as_json()["noise"]["count"] == 16
-    assert pg.train(made, "data(2)", runs=tmp_path, limit=2).as_json()["noise"] is None
+    assert run.to_json()["noise"]["count"] == 16
+    assert pg.train(made, "data(2)", runs=tmp_path, limit=2).to_json()["noise"] is None
 
 
 def test_settings_of_the_training_are_all_there_is() -> None:
     with pytest.raises(pg.Refused, match="noise_scale must be a whole number"):
-        Settings(noise_scale=-1).check()
+        Settings(noise_scale=-1).check_settings()

@@ -20,17 +20,17 @@ import torch
 from equality import JOBS
 
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.launch import Ranks, fork_server
-from paragrad.report.equivalence.lockstep import difference
-from paragrad.runtime.launcher_env import cores
+from paragrad.launch import Launcher, fork_server
+from paragrad.report.equivalence.lockstep import compare_with_serial
+from paragrad.runtime.launcher_env import count_cores
 from paragrad.runtime.world import World
-from paragrad.strategies.registry import resolve, strategy
-from paragrad.strategies.strategy import Here
+from paragrad.strategies.registry import resolve_strategy, strategy
+from paragrad.strategies.strategy import Environment
 
 
 @pytest.fixture
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
+def two() -> Iterator[Launcher]:
+    with Launcher(2) as ranks:
         yield ranks
 
 
@@ -42,20 +42,20 @@ def who(world: World, name: str) -> tuple[int, int, str, int]:
     return world.rank, world.size, name, torch.get_num_threads()
 
 
-def test_results_come_in_rank_order_and_the_cores_are_divided(pool: Ranks) -> None:
+def test_results_come_in_rank_order_and_the_cores_are_divided(pool: Launcher) -> None:
     for size in (1, 2, 3, 4):
         assert pool.run(who, "x", size=size) == [
-            (rank, size, "x", max(1, cores() // size)) for rank in range(size)
+            (rank, size, "x", max(1, count_cores() // size)) for rank in range(size)
         ]
     assert pool.run(who, "x", size=2, threads=3)[0][3] == 3
 
 
-def test_functions_need_not_be_importable(pool: Ranks) -> None:
+def test_functions_need_not_be_importable(pool: Launcher) -> None:
     offset = 5
     assert pool.run(lambda world: world.rank + offset, size=3) == [5, 6, 7]
 
 
-def test_reports_arrive(pool: Ranks) -> None:
+def test_reports_arrive(pool: Launcher) -> None:
     told: list[tuple[int, str]] = []
 
     def tell(world: World, report) -> None:  # type: ignore[no-untyped-def]
@@ -71,8 +71,8 @@ def fail_on_one(world: World) -> None:
     world.barrier()
 
 
-def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Ranks) -> None:
-    two._start(2)
+def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Launcher) -> None:
+    two._start_ranks(2)
     pids = [process.pid for process in two.processes]
     with pytest.raises(RankFailed) as caught:
         two.run(fail_on_one)
@@ -91,12 +91,12 @@ def differ_on_one(world: World, differs: bool) -> None:
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_that_a_training_differs_is_told_beside_the_message(two: Ranks, differs: bool) -> None:
+def test_that_a_training_differs_is_told_beside_the_message(two: Launcher, differs: bool) -> None:
     """Also where others tell of it in other words."""
     with pytest.raises(RankFailed) as caught:
         two.run(differ_on_one, differs)
-    assert caught.value.differs == caught.value.saying("so it was").differs == differs
-    assert StepFailed.of(StepFailed("apart", differs=differs), step=3).differs == differs
+    assert caught.value.differs == caught.value.with_message("so it was").differs == differs
+    assert StepFailed.wrap_error(StepFailed("apart", differs=differs), step=3).differs == differs
 
 
 def die(world: World, how: signal.Signals) -> None:
@@ -108,7 +108,7 @@ def die(world: World, how: signal.Signals) -> None:
 @pytest.mark.story
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
 def test_a_killed_rank_is_named_and_not_the_peer_that_complains(
-    two: Ranks, how: signal.Signals
+    two: Launcher, how: signal.Signals
 ) -> None:
     with pytest.raises(RankFailed) as caught:
         two.run(die, how)
@@ -122,7 +122,7 @@ def hang(world: World) -> None:
 
 
 @pytest.mark.story
-def test_a_hang_is_ended_by_the_deadline_and_names_the_rank(two: Ranks) -> None:
+def test_a_hang_is_ended_by_the_deadline_and_names_the_rank(two: Launcher) -> None:
     # the deadline shall not count the start of processes
     two.run(who, "awake")
     pids = [process.pid for process in two.processes]
@@ -138,7 +138,7 @@ def exits(world: World) -> None:
     sys.exit(3)
 
 
-def test_sys_exit_in_a_task_is_a_failure(two: Ranks) -> None:
+def test_sys_exit_in_a_task_is_a_failure(two: Launcher) -> None:
     with pytest.raises(RankFailed, match="SystemExit: 3"):
         two.run(exits)
 
@@ -209,38 +209,38 @@ def wait_for_ends(handles: list[int]) -> None:
 
 
 def proved(world: World) -> bool:
-    world.prove()
+    world.check_collectives()
     return True
 
 
-def test_the_world_proves_its_collectives(pool: Ranks) -> None:
+def test_the_world_proves_its_collectives(pool: Launcher) -> None:
     assert all(pool.run(proved, size=3))
 
 
 def broken_sum(world: World) -> None:
     class Broken(World):
-        def all_reduced(self, tensor: torch.Tensor, operation: str = "SUM") -> torch.Tensor:
-            result = super().all_reduced(tensor, operation)
+        def all_reduce(self, tensor: torch.Tensor, operation: str = "SUM") -> torch.Tensor:
+            result = super().all_reduce(tensor, operation)
             return result / self.size if operation == "SUM" else result
 
-    Broken(world.rank, world.size, world.backend, world.timeout, world.group).prove()
+    Broken(world.rank, world.size, world.backend, world.timeout, world.group).check_collectives()
 
 
-def test_a_backend_that_averages_instead_of_summing_is_found(two: Ranks) -> None:
+def test_a_backend_that_averages_instead_of_summing_is_found(two: Launcher) -> None:
     with pytest.raises(RankFailed, match=r"gives a wrong all_reduce\(SUM\)"):
         two.run(broken_sum)
 
 
 @pytest.mark.table
-def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Ranks) -> None:
+def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Launcher) -> None:
     """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state,
     which held DDP, so the process groups of a finished run lived on, and the whole equality
     table slowed down as it went.
     """
 
     def train() -> int:
-        chosen = resolve(strategy("data(3, reduce=ring)"), Here())
-        pool.run(difference, JOBS["cnn with batch norm"], chosen, size=3)
+        chosen = resolve_strategy(strategy("data(3, reduce=ring)"), Environment())
+        pool.run(compare_with_serial, JOBS["cnn with batch norm"], chosen, size=3)
         return len(list(Path(f"/proc/{pool.processes[1].pid}/fd").iterdir()))
 
     train()
@@ -279,12 +279,12 @@ def test_another_process_of_a_server_that_has_ended_is_refused() -> None:
     """As after a kill of the server, which others had replaced: it was a file that was not
     found.
     """
-    with Ranks(1) as ranks:
-        shutil.rmtree(ranks.meeting())
+    with Launcher(1) as ranks:
+        shutil.rmtree(ranks.open_shared_folder())
         with pytest.raises(
             RankFailed, match="the server of the ranks ended, and its ranks with it"
         ):
-            ranks.another()
+            ranks.start_extra_process()
 
 
 def test_a_signal_amid_the_look_for_another() -> None:
@@ -294,9 +294,9 @@ def test_a_signal_amid_the_look_for_another() -> None:
     launcher, other = socket.socketpair()
     told: list[str] = []
     with launcher, mock.patch.object(select, "poll", Interrupted):
-        with fork_server.ended_with(launcher, lambda: told.append("gone")):
+        with fork_server.watch_launcher(launcher, lambda: told.append("gone")):
             assert not told
         assert Interrupted.signals == 0
-        with fork_server.ended_with(launcher, lambda: told.append("gone")):
+        with fork_server.watch_launcher(launcher, lambda: told.append("gone")):
             other.close()
         assert told

@@ -20,19 +20,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import paragrad as pg
-from paragrad.commands.train import run
-from paragrad.datasets.loader_processes import HandedOver, loaded
-from paragrad.datasets.loading import Samples, brought, called, cut, mapped, parted
-from paragrad.datasets.sample_order import Order
+from paragrad.commands.train import train_on_ranks
+from paragrad.datasets.loader_processes import SharedBatch, load_batches
+from paragrad.datasets.loading import (
+    Samples,
+    call_model,
+    convert_batch,
+    map_leaves,
+    separate_target,
+    slice_batch,
+)
+from paragrad.datasets.sample_order import SampleOrder
 from paragrad.jobs.job import CPU
-from paragrad.launch import Ranks
-from paragrad.record.step_log import Log
+from paragrad.launch import Launcher
+from paragrad.record.step_log import StepLog
 from paragrad.strategies.shares import Division
-from paragrad.trainer.batch import Batch, batch_of
-from paragrad.trainer.batch_feed import Feed
+from paragrad.trainer.batch import Batch, make_rank_batch
+from paragrad.trainer.batch_feed import BatchFeed
 from paragrad.trainer.settings import Settings
-from paragrad.validation.inspect_job import examined
-from paragrad.validation.validate import admitted
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
 
 # more loaders than this machine has cores is what some of these tests want
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -63,7 +70,7 @@ def drawn(
 ) -> list[Tensor]:
     return [
         batch[0]
-        for batch in loaded(
+        for batch in load_batches(
             Samples(Augmented(), seed), [(epoch, list(batch)) for batch in batches], loaders
         )
     ]
@@ -87,9 +94,13 @@ def test_batches_are_made_as_they_are_loaded(loaders: int, most: int) -> None:
     def batches() -> Iterator[Batch]:
         for step in range(20):
             made.append(step)
-            yield batch_of(Order(40, 2, 0), 0, range(2 * step, 2 * step + 2), Division(), (0,))
+            yield make_rank_batch(
+                SampleOrder(40, 2, 0), 0, range(2 * step, 2 * step + 2), Division(), (0,)
+            )
 
-    given = Feed(Log(None), CPU, None).give(Samples(Augmented()), batches(), loaders)
+    given = BatchFeed(StepLog(None), CPU, None).iterate_batches(
+        Samples(Augmented()), batches(), loaders
+    )
     next(given)
     assert len(made) <= most  # each loader has two to go on with
     assert len(list(given)) == 19
@@ -114,7 +125,7 @@ def test_the_generators_of_the_process_stay_as_they_are(loaders: int) -> None:
     assert before[2] == random.getstate()
 
 
-def test_a_training_with_loaders_is_the_same_training(pool: Ranks, tmp_path: Path) -> None:
+def test_a_training_with_loaders_is_the_same_training(pool: Launcher, tmp_path: Path) -> None:
     """Transforms drawn in two processes of each rank, under data(2), give serial's losses and
     parameters.
     """
@@ -139,7 +150,9 @@ def test_a_training_with_loaders_is_the_same_training(pool: Ranks, tmp_path: Pat
     ):
         folder = tmp_path / str(len(runs))
         folder.mkdir()
-        runs.append(run(pool, admitted(job, text, Settings(loaders=loaders)), folder))
+        runs.append(
+            train_on_ranks(pool, validate_run(job, text, Settings(loaders=loaders)), folder)
+        )
     for finished in runs[1:]:
         assert finished.losses == pytest.approx(runs[0].losses, rel=1e-10)
         assert finished.test == runs[0].test
@@ -149,7 +162,7 @@ def test_a_training_with_loaders_is_the_same_training(pool: Ranks, tmp_path: Pat
             )
 
 
-def test_a_loader_that_fails_names_rank_and_error(pool: Ranks, tmp_path: Path) -> None:
+def test_a_loader_that_fails_names_rank_and_error(pool: Launcher, tmp_path: Path) -> None:
     class Broken(Augmented):
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             if index == 39:
@@ -158,7 +171,7 @@ def test_a_loader_that_fails_names_rank_and_error(pool: Ranks, tmp_path: Path) -
 
     job = JOBS["mlp"].replace(train=Broken())
     with pytest.raises(pg.RankFailed, match="picture 39 is broken"):
-        run(pool, admitted(job, "data(2)", Settings(loaders=1)), tmp_path)
+        train_on_ranks(pool, validate_run(job, "data(2)", Settings(loaders=1)), tmp_path)
 
 
 def test_whole_batches_are_asked_for_at_once_where_a_dataset_gives_them() -> None:
@@ -184,37 +197,37 @@ def test_nested_batches() -> None:
         "point": Point(torch.arange(3.0), torch.tensor(5)),
         "n": 7,
     }
-    part = cut(batch, slice(1, 3), 3)
+    part = slice_batch(batch, slice(1, 3), 3)
     assert part["x"].tolist() == [[2, 3], [4, 5]]
     assert part["many"][0].tolist() == [1, 2]
     assert part["many"][1]["deep"].tolist() == [1, 2]
     assert part["texts"] == ["b", "c"]
     # texts, as torch's collate gives them
-    assert cut(("a", "b", "c"), slice(1, 3), 3) == ("b", "c")
+    assert slice_batch(("a", "b", "c"), slice(1, 3), 3) == ("b", "c")
     with pytest.raises(ValueError, match=r"shape \(7, 3\), which cannot be cut into micro-batches"):
-        cut(torch.zeros(7, 3), slice(1, 3), 3)  # time first
+        slice_batch(torch.zeros(7, 3), slice(1, 3), 3)  # time first
     assert isinstance(part["point"], Point)
     assert part["point"].x.tolist() == [1, 2]
     # no first dimension: it is every sample's
     assert part["point"].y == 5
     assert part["n"] == 7
-    moved = brought(batch, CPU, torch.float64)
+    moved = convert_batch(batch, CPU, torch.float64)
     assert moved["x"].dtype == moved["many"][1]["deep"].dtype == torch.float64
     assert moved["many"][0].dtype == torch.int64
-    assert mapped(lambda leaf: leaf, batch)["texts"] is batch["texts"]
+    assert map_leaves(lambda leaf: leaf, batch)["texts"] is batch["texts"]
 
 
 def test_how_a_model_is_called() -> None:
     def model(x: int, y: int = 0) -> tuple[int, int]:
         return x, y
 
-    assert called(model, 1) == (1, 0)
-    assert called(model, (1, 2)) == (1, 2)
-    assert called(model, {"y": 2, "x": 1}) == (1, 2)
-    assert parted((1, 2)) == (1, 2)
-    assert parted({"x": 1}) == ({"x": 1}, {"x": 1})
+    assert call_model(model, 1) == (1, 0)
+    assert call_model(model, (1, 2)) == (1, 2)
+    assert call_model(model, {"y": 2, "x": 1}) == (1, 2)
+    assert separate_target((1, 2)) == (1, 2)
+    assert separate_target({"x": 1}) == ({"x": 1}, {"x": 1})
     with pytest.raises(pg.Refused, match=r"must be a pair .input, target. or a dict, got Tensor"):
-        parted(torch.ones(3))
+        separate_target(torch.ones(3))
 
 
 def test_a_drawing_collate_is_used_on_data_with_whole_batches() -> None:
@@ -235,7 +248,7 @@ def test_complex_buffers_keep_their_imaginary_part() -> None:
             self.register_buffer("turns", torch.polar(torch.ones(2), torch.arange(2.0)))
 
     for dtype, expected in ((torch.float32, torch.complex64), (torch.float64, torch.complex128)):
-        model = JOBS["mlp"].replace(model=Rotary, dtype=dtype).built_model()
+        model = JOBS["mlp"].replace(model=Rotary, dtype=dtype).build_model()
         assert model.turns.dtype == expected  # type: ignore[union-attr]
         assert float(model.turns.imag[1]) == pytest.approx(0.8414710)
 
@@ -252,7 +265,7 @@ def test_a_loader_in_the_place_of_its_dataset_is_refused() -> None:
     loader = DataLoader(VECTORS, batch_size=7)
     for train in (loader, lambda folder: loader):
         with pytest.raises(pg.Refused, match=f"job mlp: train {wanted}"):
-            examined(JOBS["mlp"].replace(train=train))
+            inspect_job(JOBS["mlp"].replace(train=train))
     model = mlp()
     with (
         pg.parallelize(
@@ -282,9 +295,9 @@ def test_a_metric_is_tried_at_the_door(found: object, told: str) -> None:
     job = JOBS["mlp"].replace(test=VECTORS, metric=lambda output, target: found)
     wanted = f"returned ({told}) for a batch of 8; return a pair of numbers (sum, weight)"
     with pytest.raises(pg.Refused, match=re.escape(wanted)):
-        examined(job)
+        inspect_job(job)
     assert (
-        examined(
+        inspect_job(
             job.replace(metric=lambda output, target: [torch.tensor(3), numpy.int64(8)])
         ).test_samples
         == 29
@@ -296,7 +309,7 @@ def test_a_test_set_is_tried_at_the_door() -> None:
     with pytest.raises(
         pg.Refused, match="job mlp: one batch of test through the model raised RuntimeError"
     ):
-        examined(JOBS["mlp"].replace(test=other))
+        inspect_job(JOBS["mlp"].replace(test=other))
 
 
 class Views(torch.utils.data.Dataset[Any]):
@@ -329,11 +342,13 @@ def test_what_loaders_hand_over() -> None:
     """
     keys = [(0, [3]), (0, [0, 1, 5])]
     samples = Samples(Views(), collate=as_drawn)
-    assert HandedOver(samples[keys[0]]).region.size < 3 * 8 * 1024, (
+    assert SharedBatch(samples[keys[0]]).region.size < 3 * 8 * 1024, (
         "of a large tensor the parts alone"
     )
     before = memory_files()
-    for ours, theirs in zip(loaded(samples, keys), loaded(samples, keys, 1), strict=True):
+    for ours, theirs in zip(
+        load_batches(samples, keys), load_batches(samples, keys, 1), strict=True
+    ):
         assert ours.keys() == theirs.keys()
         assert ours["text"] == theirs["text"]
         for name in ("part", "column", "one", "none", "array"):

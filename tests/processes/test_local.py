@@ -28,19 +28,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import paragrad as pg
-from paragrad.datasets.loading import parted
-from paragrad.engine.optimizer.update_probe import keeps_copies
-from paragrad.launch import Ranks
+from paragrad.datasets.loading import separate_target
+from paragrad.engine.optimizer.update_probe import has_weight_copies
+from paragrad.launch import Launcher
 from paragrad.loops.synchronous import train_rank
-from paragrad.parallel.averaging.averageable_state import mean_state
+from paragrad.parallel.averaging.averageable_state import average_state
 from paragrad.record.record import Record
-from paragrad.report.equivalence.lockstep import distances
+from paragrad.report.equivalence.lockstep import measure_distances
 from paragrad.runtime import stragglers
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -71,12 +71,12 @@ def stands(trainer: Trainer) -> State:
 
 def steps_of(world: World, made: pg.Job, chosen: Strategy, steps: int) -> list[tuple[State, State]]:
     """Both, before the first step of all and after each."""
-    begun = copied(made.model_to_train().state_dict())
+    begun = copied(made.build_model_to_train().state_dict())
     return [(begun, begun), *seen(world, made, chosen, steps, both)]
 
 
 def steps_on(
-    pool: Ranks, made: pg.Job, text: str, steps: int = STEPS
+    pool: Launcher, made: pg.Job, text: str, steps: int = STEPS
 ) -> list[list[tuple[State, State]]]:
     chosen = resolved(text)
     return pool.run(steps_of, made, chosen, steps, size=chosen.size)
@@ -102,14 +102,14 @@ def close(one: State, other: State, within: float = 1e-10) -> bool:
         "local(2, every=1, outer=elastic(pull=0.5)) * place(2)",
     ],
 )
-def test_averaged_after_every_step_plain_sgd_is_serials(pool: Ranks, text: str) -> None:
+def test_averaged_after_every_step_plain_sgd_is_serials(pool: Launcher, text: str) -> None:
     """Weighted by samples: of the last batch of 5 four workers have 2, 1, 1 and 1. Elastic with
     a pull of 1/2 on two replicas has its centre in their mean, but replicas do not meet in
     it.
     """
     chosen = resolved(text)
     found = pool.run(
-        distances,
+        measure_distances,
         vectors(optimizer=functools.partial(plain, weight_decay=0.01)),
         chosen,
         Settings(),
@@ -121,17 +121,17 @@ def test_averaged_after_every_step_plain_sgd_is_serials(pool: Ranks, text: str) 
 
 @pytest.mark.parametrize("text", LOOSER)
 def test_with_momentum_it_is_another_training_and_says_how_far(
-    pool: Ranks, tmp_path: Path, text: str
+    pool: Launcher, tmp_path: Path, text: str
 ) -> None:
     chosen = resolved(text)
-    found = pool.run(distances, vectors(optimizer=heavy), chosen, Settings(), 6, size=chosen.size)[
-        0
-    ]
+    found = pool.run(
+        measure_distances, vectors(optimizer=heavy), chosen, Settings(), 6, size=chosen.size
+    )[0]
     assert all(1e-6 < distance < 1.0 for distance in found[4:])
     assert not pg.verify(vectors(optimizer=heavy), text, runs=tmp_path).same
 
 
-def test_replicas_are_apart_between_meetings_and_one_after_them(pool: Ranks) -> None:
+def test_replicas_are_apart_between_meetings_and_one_after_them(pool: Launcher) -> None:
     ranks = steps_on(pool, vectors(), "local(3, every=3)")
     for step in range(1, STEPS + 1):
         stands = [rank[step][0] for rank in ranks]
@@ -165,7 +165,9 @@ LARGE = "0.weight"  # of that: 2,200 numbers; the others are sent as they are
     ],
 )
 @pytest.mark.parametrize("compressor", ["int8", "bf16", "fp16"])
-def test_how_far_weights_moved_may_be_compressed(pool: Ranks, text: str, compressor: str) -> None:
+def test_how_far_weights_moved_may_be_compressed(
+    pool: Launcher, text: str, compressor: str
+) -> None:
     """Up to where they first meet it is the same training, and there the mean is off by what
     the compressor rounds of moves, which for bfloat16 is a 256th of them; replicas are equal to
     the bit where the outer says so.
@@ -207,7 +209,7 @@ def test_a_compressed_meeting_sends_less_and_a_test_is_of_the_mean_itself(tmp_pa
     bytes_of = [
         sum(
             line["sent"].get("weights", {"bytes": 0})["bytes"]
-            for line in Record(run.folder).of("step", 0)
+            for line in Record(run.folder).select_lines("step", 0)
         )
         for run in (whole, less)
     ]
@@ -219,7 +221,9 @@ def test_a_compressed_meeting_sends_less_and_a_test_is_of_the_mean_itself(tmp_pa
     ]
     assert between[0].losses[:9] == between[1].losses[:9]
     assert between[0].losses[9:] != between[1].losses[9:]
-    assert between[0].of("epoch")[1]["test"] == between[1].of("epoch")[1]["test"]
+    assert (
+        between[0].select_lines("epoch")[1]["test"] == between[1].select_lines("epoch")[1]["test"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +234,7 @@ def test_what_feeds_back_is_for_gradients(compressor: str) -> None:
         pg.strategy(f"local(2, compress={compressor})")
 
 
-def test_synchronous_steps_first_are_those_of_data(pool: Ranks) -> None:
+def test_synchronous_steps_first_are_those_of_data(pool: Launcher) -> None:
     """Post-local SGD: with momentum, whose state all replicas then share."""
     local, data = (
         steps_on(pool, vectors(optimizer=heavy), text)
@@ -245,12 +249,12 @@ def beside_plain(world: World, made: pg.Job) -> bool:
     """An epoch in which this replica steps alone, and a loop of plain torch over the same
     shares: are they one?
     """
-    trainer = Trainer.of_job(world, made, resolved("local(2, every=end)"))
-    model = made.model_to_train()
+    trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
+    model = made.build_model_to_train()
     optimizer = made.optimizer(model.parameters())
     try:
         for fetched in trainer.batches(made.train, made.batch, 0):
-            inputs, target = parted(fetched)
+            inputs, target = separate_target(fetched)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), target).backward()
             optimizer.step()
@@ -260,7 +264,7 @@ def beside_plain(world: World, made: pg.Job) -> bool:
         trainer.close()
 
 
-def test_what_is_not_linear_in_a_gradient_sees_that_of_the_own_share(pool: Ranks) -> None:
+def test_what_is_not_linear_in_a_gradient_sees_that_of_the_own_share(pool: Launcher) -> None:
     """A hook that clips saw the sum over a replica's share, by whose mean the replica steps."""
     assert pool.run(beside_plain, vectors(model=Clamped), size=2) == [True, True]
 
@@ -273,11 +277,11 @@ def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> St
     with warnings.catch_warnings(action="ignore"):  # torch's own, of torch.jit
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
-    model = made.model_to_train()
+    model = made.build_model_to_train()
     averager = PeriodicModelAverager(period=every, warmup_steps=after + every - 1)
     optimizer = PostLocalSGDOptimizer(made.optimizer(model.parameters()), averager)
     # for its batches
-    trainer = Trainer.of_job(world, made, resolved("local(2, every=end)"))
+    trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
     try:
         batches = (
             fetched
@@ -285,20 +289,20 @@ def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> St
             for fetched in trainer.batches(made.train, made.batch, epoch)
         )
         for step, fetched in zip(range(steps), batches, strict=False):
-            trainer.feed.taken(*parted(fetched))
-            inputs, target = parted(fetched)
+            trainer.feed.take_batch(*separate_target(fetched))
+            inputs, target = separate_target(fetched)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), target).backward()
             if step < after:
                 for parameter in model.parameters():
-                    parameter.grad = world.all_reduced(parameter.grad) / world.size
+                    parameter.grad = world.all_reduce(parameter.grad) / world.size
             optimizer.step()
     finally:
         trainer.close()
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
-def test_it_is_torchs_own_post_local_sgd(pool: Ranks) -> None:
+def test_it_is_torchs_own_post_local_sgd(pool: Launcher) -> None:
     """Whose averages count all replicas alike: batches are even here. It averages after the
     first step from `warmup_steps` on, ours after `every` steps alone.
     """
@@ -313,7 +317,7 @@ def test_it_is_torchs_own_post_local_sgd(pool: Ranks) -> None:
         assert not close(theirs[0], theirs[1])
 
 
-def test_the_outer_step_is_torchs_sgd_with_nesterovs_momentum(pool: Ranks) -> None:
+def test_the_outer_step_is_torchs_sgd_with_nesterovs_momentum(pool: Launcher) -> None:
     """DiLoCo: the gradient of an outer step is how far the mean came from the centre."""
     ranks = steps_on(pool, vectors(), "local(2, every=2, outer=nesterov(lr=0.5, momentum=0.8))", 6)
     begun = ranks[0][0][1]
@@ -339,16 +343,16 @@ def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
     """The mean of two replicas, weighted by samples, after two steps on their own from some
     weights.
     """
-    trainer = Trainer.of_job(world, made, resolved("local(2, every=end)"))
+    trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
     trainer.model.load_state_dict(begun)
     try:
-        order = made.order(len(made.train))
+        order = made.make_order(len(made.train))
         places = [
-            (step // order.steps, list(order.batches())[step % order.steps])
+            (step // order.steps, list(order.list_batches())[step % order.steps])
             for step in (first, first + 1)
         ]
-        for fetched in trainer.batches_at(made.train, order, places):
-            trainer.step(*parted(fetched))
+        for fetched in trainer.iterate_batches_at(made.train, order, places):
+            trainer.step(*separate_target(fetched))
         return trainer.state()
     finally:
         trainer.close()
@@ -356,14 +360,17 @@ def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
 
 def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
     """What a checkpoint would hold: of the weights, beside them; and what this rank has."""
-    with trainer.standing():
+    with trainer.use_effective_weights():
         assert trainer.exchange is not None
-        kept = {name: values["outer momentum"] for name, values in trainer.exchange.kept().items()}
+        kept = {
+            name: values["outer momentum"]
+            for name, values in trainer.exchange.collect_saved_tensors().items()
+        }
         stood = copied(trainer.model.state_dict())
     return stood, copied(kept), copied(trainer.model.state_dict())
 
 
-def test_the_outer_step_is_of_a_whole_round(pool: Ranks) -> None:
+def test_the_outer_step_is_of_a_whole_round(pool: Launcher) -> None:
     """After one step of a round the run stood for a whole outer step, with all its momentum:
     far beyond the mean. A run that is asked to stop, or tested, is so in the middle of a
     round.
@@ -381,7 +388,7 @@ def test_the_outer_step_is_of_a_whole_round(pool: Ranks) -> None:
         assert any(each.any() for each in momentum.values())
 
 
-def test_elastic_replicas_and_centre_are_pulled_as_published(pool: Ranks) -> None:
+def test_elastic_replicas_and_centre_are_pulled_as_published(pool: Launcher) -> None:
     ranks = steps_on(
         pool,
         vectors(train=torch.utils.data.Subset(VECTORS, range(24))),
@@ -407,7 +414,7 @@ def test_elastic_replicas_and_centre_are_pulled_as_published(pool: Ranks) -> Non
 
 
 # ---- what else a model has -------------------------------------------------------------------
-def test_running_statistics_are_averaged_and_constants_left_alone(pool: Ranks) -> None:
+def test_running_statistics_are_averaged_and_constants_left_alone(pool: Launcher) -> None:
     """A mean over three replicas is off in the last bit, which nobody wants in a table of
     constants.
     """
@@ -426,7 +433,7 @@ def constant_cnn() -> nn.Module:
     return model
 
 
-def test_a_replica_without_a_sample_sits_a_step_out(pool: Ranks) -> None:
+def test_a_replica_without_a_sample_sits_a_step_out(pool: Launcher) -> None:
     """The last batch has one sample, for the first of three workers; a momentum that goes on
     alone would move the others.
     """
@@ -444,7 +451,7 @@ def test_a_replica_without_a_sample_sits_a_step_out(pool: Ranks) -> None:
     assert close(ranks[1][3][0], mean)  # type: ignore[arg-type]
 
 
-def test_no_replica_updates_where_no_target_counts(pool: Ranks) -> None:
+def test_no_replica_updates_where_no_target_counts(pool: Launcher) -> None:
     """A batch whose targets are all ignored ends data(n); here no replica has anything to step
     by, and all go on.
     """
@@ -463,7 +470,10 @@ def test_a_run_with_a_batch_of_which_nothing_counts_has_its_losses(tmp_path: Pat
         TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
     )
     run = pg.train(
-        job("nothing", TiedLstm, data), "local(2, every=2)", runs=tmp_path, unchecked=True
+        job("nothing", TiedLstm, data),
+        "local(2, every=2)",
+        runs=tmp_path,
+        skip_first_step_check=True,
     )
     assert run.losses == [0.0] * 4
 
@@ -478,7 +488,7 @@ def test_a_run_with_a_batch_of_which_nothing_counts_has_its_losses(tmp_path: Pat
         "local(2, every=2, outer=nesterov) * place(2, cut=[3, 1])",
     ],
 )
-def test_a_model_that_is_cut_is_averaged_part_by_part(pool: Ranks, text: str) -> None:
+def test_a_model_that_is_cut_is_averaged_part_by_part(pool: Launcher, text: str) -> None:
     """As the same replicas on one rank each. The last of four modules has no parameters, and a
     part of its own: there its rank left the others alone when they made their copies equal.
     """
@@ -512,7 +522,9 @@ class Momentous(nn.Module):
         return self.student(x) + self.teacher(x) + self.seen.sum()  # type: ignore[no-any-return]
 
 
-def test_what_follows_the_weights_and_what_is_made_anew_become_their_means_too(pool: Ranks) -> None:
+def test_what_follows_the_weights_and_what_is_made_anew_become_their_means_too(
+    pool: Launcher,
+) -> None:
     """They stayed each rank's own, and what was saved was the first one's."""
     ranks = steps_on(pool, vectors(model=Momentous), "local(3, every=3)", 6)
     for step in (3, 6):
@@ -537,10 +549,10 @@ class Following(nn.Module):
         return self.out(x)  # type: ignore[no-any-return]
 
 
-def test_a_buffer_of_another_shape_on_each_rank_is_named(pool: Ranks) -> None:
+def test_a_buffer_of_another_shape_on_each_rank_is_named(pool: Launcher) -> None:
     """The transport said that messages did not match."""
     with (
-        Ranks(2) as two,
+        Launcher(2) as two,
         pytest.raises(pg.RankFailed, match="it has 3 numbers on rank 0 and 2 on rank 1") as caught,
     ):
         two.run(
@@ -557,17 +569,21 @@ class Replacing(torch.optim.SGD):
             parameter.data = parameter.data - 0.1 * parameter.grad
 
 
-def test_an_optimizer_may_put_other_tensors_into_the_parameters(pool: Ranks) -> None:
+def test_an_optimizer_may_put_other_tensors_into_the_parameters(pool: Launcher) -> None:
     """What was averaged was the memory that they had had."""
     made = vectors(optimizer=functools.partial(Replacing, lr=0.1))
     assert (
-        max(pool.run(distances, made, resolved("local(2, every=1)"), Settings(), STEPS, size=2)[0])
+        max(
+            pool.run(
+                measure_distances, made, resolved("local(2, every=1)"), Settings(), STEPS, size=2
+            )[0]
+        )
         < 1e-10
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128])
-def test_weights_of_any_real_or_complex_type(pool: Ranks, dtype: torch.dtype) -> None:
+def test_weights_of_any_real_or_complex_type(pool: Launcher, dtype: torch.dtype) -> None:
     if dtype.is_complex:
         data = torch.utils.data.TensorDataset(
             VECTORS.tensors[0].to(dtype), VECTORS.tensors[0].to(dtype)
@@ -584,11 +600,11 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).abs().square().mean()
 
 
-def test_elastic_replicas_agree_where_they_stand_though_nothing_counted(pool: Ranks) -> None:
+def test_elastic_replicas_agree_where_they_stand_though_nothing_counted(pool: Launcher) -> None:
     """Each took its own weights for the mean, and had a centre of its own from then on."""
     targets = TEXT.tensors[1][:24].clone()
     # of the first batch none counts
-    targets[torch.tensor(vectors().order(24).indices(0, range(12)))] = -100
+    targets[torch.tensor(vectors().make_order(24).get_indices(0, range(12)))] = -100
     data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], targets)
     ranks = steps_on(
         pool,
@@ -600,7 +616,7 @@ def test_elastic_replicas_agree_where_they_stand_though_nothing_counted(pool: Ra
         assert close(ranks[0][step][0], ranks[1][step][0], 0.0)
 
 
-def test_three_meetings_of_elastic_as_published(pool: Ranks) -> None:
+def test_three_meetings_of_elastic_as_published(pool: Launcher) -> None:
     """c += a sum (x_i - c), though replicas have 4, 4 and 4, and then 2, 2 and 1 samples to
     step by.
     """
@@ -623,13 +639,13 @@ def test_three_meetings_of_elastic_as_published(pool: Ranks) -> None:
 
 def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> State:
     """A replica's own weights after that step, from some."""
-    trainer = Trainer.of_job(world, made, resolved("local(3, every=end)"))
+    trainer = Trainer.build_for_job(world, made, resolved("local(3, every=end)"))
     trainer.model.load_state_dict(begun[world.rank])
     try:
-        order = made.order(len(made.train))
-        place = (step // order.steps, list(order.batches())[step % order.steps])
-        for fetched in trainer.batches_at(made.train, order, [place]):
-            trainer.step(*parted(fetched))
+        order = made.make_order(len(made.train))
+        place = (step // order.steps, list(order.list_batches())[step % order.steps])
+        for fetched in trainer.iterate_batches_at(made.train, order, [place]):
+            trainer.step(*separate_target(fetched))
         return copied(trainer.model.state_dict())
     finally:
         trainer.close()
@@ -637,7 +653,9 @@ def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> 
 
 def unequal(trainer: Trainer) -> Any:
     """Copies of what ranks of a replica hold that differ."""
-    return trainer.layout.unequal({**trainer.parameters, **dict(trainer.model.named_buffers())})
+    return trainer.layout.find_unequal_copies(
+        {**trainer.parameters, **dict(trainer.model.named_buffers())}
+    )
 
 
 def odd() -> nn.Module:
@@ -652,11 +670,11 @@ def odd() -> nn.Module:
 
 
 @pytest.mark.parametrize("reduce", ["native", "ring"])
-def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Ranks, reduce: str) -> None:
+def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Launcher, reduce: str) -> None:
     """They lie at other places of buckets on each rank, and sums of three in another order
     differed in the last bit.
     """
-    with Ranks(6) as six:
+    with Launcher(6) as six:
         chosen = resolved(f"local(3, every=1, reduce={reduce}) * tensor(2)")
         assert (
             six.run(seen, vectors(model=odd), chosen, 9, unequal, size=6, timeout=60)
@@ -668,18 +686,18 @@ def scheduled_free(world: World, every: int) -> State:
     """What tests see, on each rank: right after a meeting or not."""
     schedulefree = pytest.importorskip("schedulefree")
     made = vectors(optimizer=functools.partial(schedulefree.SGDScheduleFree, lr=0.1))
-    trainer = Trainer.of_job(world, made, resolved(f"local(2, every={every})"))
+    trainer = Trainer.build_for_job(world, made, resolved(f"local(2, every={every})"))
     try:
         for fetched in trainer.batches(made.train, made.batch, 0):
-            trainer.step(*parted(fetched))
-        with trainer.for_evaluation():
+            trainer.step(*separate_target(fetched))
+        with trainer.use_evaluation_weights():
             return copied(dict(trainer.model.named_parameters()))
     finally:
         trainer.close()
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_an_optimizer_with_modes_is_tested_as_one_model(pool: Ranks, every: int) -> None:
+def test_an_optimizer_with_modes_is_tested_as_one_model(pool: Launcher, every: int) -> None:
     """Of equal weights each rank's own state made another model, and a test added up what was
     of two.
     """
@@ -700,9 +718,9 @@ def test_weights_travel_when_replicas_meet_and_what_a_test_sends_is_told_apart(
     run = pg.train(images(), "local(4, every=4)", runs=tmp_path)
     record = Record(run.folder)
     parameters = 10 * 16 + 16 + 16 * 4 + 4
-    sent = [line["sent"] for line in record.of("step", 0)]
+    sent = [line["sent"] for line in record.select_lines("step", 0)]
     assert [bool(each) for each in sent] == [False, False, False, True] * 3
-    epochs = record.of("epoch", 0)
+    epochs = record.select_lines("epoch", 0)
     assert [set(line["sent"]) for line in epochs] == [{"tests"}] * 4
     assert epochs[3]["sent"]["tests"]["bytes"] < 200  # they have just met, and say so
     whole = sent[3]["weights"]["bytes"]
@@ -721,16 +739,17 @@ def test_a_test_does_not_feed_back(tmp_path: Path) -> None:
     assert close(tested.model().state_dict(), not_tested.model().state_dict(), 0.0)
 
 
-def test_the_saved_model_is_the_mean_at_the_end(tmp_path: Path, pool: Ranks) -> None:
+def test_the_saved_model_is_the_mean_at_the_end(tmp_path: Path, pool: Launcher) -> None:
     """ParallelSGD: replicas never meet before, so each is serial's training on its own
     shares.
     """
     made = vectors(epochs=2)
     run = pg.train(made, "local(2, every=end)", runs=tmp_path)
-    assert not any(line["sent"] for line in Record(run.folder).of("step", 0))
+    assert not any(line["sent"] for line in Record(run.folder).select_lines("step", 0))
     ranks = steps_on(pool, made, "local(2, every=end)", 6)
     weights = [
-        sum(line["loss"][1] for line in Record(run.folder).of("step", rank)) for rank in range(2)
+        sum(line["loss"][1] for line in Record(run.folder).select_lines("step", rank))
+        for rank in range(2)
     ]
     assert sum(weights) == 2 * len(VECTORS)
     mean = {
@@ -753,12 +772,12 @@ def test_optimizers_states_become_their_mean() -> None:
             },
         ),
     ]
-    found = mean_state(told)
+    found = average_state(told)
     assert found["a"]["m"].tolist() == [4.0, 3.0]
     assert found["a"]["z"].tolist() == [5j]
     assert found["a"]["step"] == 3
     assert found["b"]["m"].tolist() == [1.0]
-    assert mean_state([(0.0, each) for _, each in told])["a"]["m"].tolist() == [3.0, 2.0]
+    assert average_state([(0.0, each) for _, each in told])["a"]["m"].tolist() == [3.0, 2.0]
 
 
 def test_a_planted_division_shows(tmp_path: Path) -> None:
@@ -797,7 +816,7 @@ def test_what_is_saved_goes_on_under_other_strategies(tmp_path: Path, outer: str
         assert len(run.losses) == 6
         left = [
             line
-            for line in run.of("choice")
+            for line in run.select_lines("choice")
             if line["what"] == "checkpoint" and line["picked"].startswith("without")
         ]
         assert bool(left) == (outer == "nesterov" and "nesterov" not in other)
@@ -848,7 +867,7 @@ def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, 
 @pytest.mark.parametrize(
     "text", ["local(2, every=3)", "local(2, every=3) * place(2)", "local(2, every=3) * tensor(2)"]
 )
-def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Ranks, text: str) -> None:
+def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Launcher, text: str) -> None:
     """That somebody was asked to stop was heard when they met, and told in the step after it:
     one into the next round.
     """
@@ -873,7 +892,7 @@ def early_end(world: World) -> None:
                     return
 
 
-def test_ranks_that_end_at_other_steps_say_so(pool: Ranks) -> None:
+def test_ranks_that_end_at_other_steps_say_so(pool: Launcher) -> None:
     """The end of one met the meeting of another, and both went on with the mean of two
     different steps.
     """
@@ -881,7 +900,7 @@ def test_ranks_that_end_at_other_steps_say_so(pool: Ranks) -> None:
         r"rank 0 tests, saves or ends in step 4, and rank 1 averages in step 5.*A loop ends on "
         r"all ranks by what all know"
     )
-    with Ranks(2) as two, pytest.raises(pg.RankFailed, match=says):
+    with Launcher(2) as two, pytest.raises(pg.RankFailed, match=says):
         two.run(early_end, size=2, timeout=20)
 
 
@@ -902,7 +921,7 @@ def test_what_is_frozen_or_unfrozen_late_is_named(freeze: bool) -> None:
     was never averaged.
     """
     with (
-        Ranks(2) as two,
+        Launcher(2) as two,
         pytest.raises(pg.RankFailed, match="frozen or unfrozen after step 0") as caught,
     ):
         two.run(frozen_late, freeze, size=2)
@@ -922,7 +941,7 @@ def states_at_the_end(world: World, text: str) -> dict[str, State]:
     "text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"]
 )
 def test_at_its_end_every_rank_has_the_mean_of_the_optimizers_states(
-    pool: Ranks, text: str
+    pool: Launcher, text: str
 ) -> None:
     """Replicas other than the first were left with none, where the model is cut."""
     found = pool.run(states_at_the_end, text, size=resolved(text).size)
@@ -941,11 +960,14 @@ def stopped_at_an_epochs_end(world: World, checked: Any, folder: Path, origin: f
 
 
 def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(
-    pool: Ranks, tmp_path: Path
+    pool: Launcher, tmp_path: Path
 ) -> None:
     """Without a test, under every=end, all epochs were trained first."""
-    checked = admitted(vectors(), "local(2, every=end)")
-    assert checked.on(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0) == ["stopped"] * 2
+    checked = validate_run(vectors(), "local(2, every=end)")
+    assert (
+        checked.run_on_ranks(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0)
+        == ["stopped"] * 2
+    )
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000003"]
 
 
@@ -953,14 +975,14 @@ def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(
     "text", ["local(2, every=2, outer=nesterov)", "local(2, every=2) * place(2)"]
 )
 def test_a_stop_that_is_heard_in_a_meeting_is_acted_on_there(
-    pool: Ranks, tmp_path: Path, text: str
+    pool: Launcher, tmp_path: Path, text: str
 ) -> None:
     """It was saved one step into the next round, at which no replica is where the others
     are.
     """
-    checked = admitted(vectors(), text)
+    checked = validate_run(vectors(), text)
     assert (
-        checked.on(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0)
+        checked.run_on_ranks(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0)
         == ["stopped"] * checked.resolved.size
     )
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000002"]
@@ -1015,8 +1037,8 @@ def test_an_outer_that_would_never_step_is_refused(text: str, says: str) -> None
     third too much of the whole run.
     """
     with pytest.raises(pg.Refused, match=rf"job vectors makes 12 step\(s\), and .*{says}"):
-        admitted(vectors(), text)
-    admitted(vectors(epochs=5), text)
+        validate_run(vectors(), text)
+    validate_run(vectors(epochs=5), text)
 
 
 @pytest.mark.parametrize(
@@ -1040,8 +1062,8 @@ def test_an_outer_that_would_never_step_is_refused(text: str, says: str) -> None
 )
 def test_replicas_that_never_meet_or_never_part_are_told_at_the_door(text: str, says: str) -> None:
     with pytest.warns(UserWarning, match=rf"job vectors makes 12 step\(s\), .*{says}"):
-        admitted(vectors(), text)
-    admitted(vectors(epochs=5), text)
+        validate_run(vectors(), text)
+    validate_run(vectors(epochs=5), text)
 
 
 @pytest.mark.parametrize(
@@ -1054,8 +1076,8 @@ def test_replicas_that_never_meet_or_never_part_are_told_at_the_door(text: str, 
     ],
 )
 def test_nothing_is_told_of_others(text: str) -> None:
-    admitted(vectors(), text)
-    admitted(vectors(epochs=0), text)
+    validate_run(vectors(), text)
+    validate_run(vectors(epochs=0), text)
 
 
 class Masters(torch.optim.SGD):
@@ -1098,7 +1120,7 @@ class Decaying(torch.optim.SGD):
 
 
 def kept_by(kind: Any, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
-    return keeps_copies(
+    return has_weight_copies(
         kind(nn.Sequential(*mlp(), nn.BatchNorm1d(4)).to(dtype).parameters(), lr=0.1, **more)
     )
 
@@ -1141,7 +1163,7 @@ def test_an_optimizer_that_would_undo_the_averaging_is_refused(kind: Any, text: 
     says = f"{kind.__name__} goes on from copies of the weights that it keeps .* data\\(n\\)"
     made = vectors(optimizer=functools.partial(kind, lr=0.1))
     with pytest.raises(pg.Refused, match=says):
-        admitted(made, text)
+        validate_run(made, text)
     with (
         pytest.raises(pg.Refused, match=says),
         pg.parallelize(
@@ -1152,7 +1174,7 @@ def test_an_optimizer_that_would_undo_the_averaging_is_refused(kind: Any, text: 
         ),
     ):
         pass
-    admitted(made, "data(2)")
+    validate_run(made, "data(2)")
 
 
 class Moded(torch.optim.SGD):
@@ -1173,7 +1195,7 @@ def test_an_optimizer_with_modes_beside_a_centre_is_refused_at_the_door(outer: s
     made = vectors(optimizer=functools.partial(Moded, lr=0.1))
     text = f"local(1, outer={outer})"
     with pytest.raises(pg.Refused, match=says):
-        admitted(made, text)
+        validate_run(made, text)
     with (
         pytest.raises(pg.Refused, match=says),
         pg.parallelize(
@@ -1181,20 +1203,20 @@ def test_an_optimizer_with_modes_beside_a_centre_is_refused_at_the_door(outer: s
         ),
     ):
         pass
-    admitted(made, "local(2)")
+    validate_run(made, "local(2)")
 
 
 # ---- waiting ---------------------------------------------------------------------------------
 def slow_one(world: World) -> None:
     """Rank 1 is in its second step until rank 0 has given up waiting for it."""
     made = vectors()
-    trainer = Trainer.of_job(world, made, resolved("local(2, every=2)"))
+    trainer = Trainer.build_for_job(world, made, resolved("local(2, every=2)"))
     try:
         for number, fetched in enumerate(trainer.batches(made.train, made.batch, 0)):
             if number == 1 and world.rank:
                 world.store.get("given up")
                 return
-            trainer.step(*parted(fetched))
+            trainer.step(*separate_target(fetched))
     finally:
         trainer.close()
         world.store.set("given up", "")
@@ -1210,15 +1232,17 @@ def test_a_replica_that_is_slow_over_many_steps_is_no_riddle(backend: str) -> No
         "let "
         "them meet more often"
     )
-    with Ranks(2) as two, pytest.raises(pg.RankFailed, match=says):
+    with Launcher(2) as two, pytest.raises(pg.RankFailed, match=says):
         two.run(slow_one, size=2, timeout=2.0, backend=backend)
 
 
-@pytest.mark.parametrize(("text", "after"), [("local(1)", math.inf), ("data(1)", stragglers.AFTER)])
+@pytest.mark.parametrize(
+    ("text", "after"), [("local(1)", math.inf), ("data(1)", stragglers.SLOW_STEP_SECONDS)]
+)
 def test_nobody_is_missed_who_need_not_have_come(text: str, after: float) -> None:
     """It was said of a slow replica that it was still loading, or gone."""
-    trainer = Trainer.of_job(World(), vectors(), resolved(text))
-    assert trainer.watch.after == after
+    trainer = Trainer.build_for_job(World(), vectors(), resolved(text))
+    assert trainer.straggler_watch.slow_after == after
     trainer.close()
 
 
@@ -1240,5 +1264,7 @@ def test_the_record_says_that_gradients_overlap_where_so(
     """`local` said so, where nothing is sent in a step."""
     run = pg.train(vectors(epochs=2), text, runs=tmp_path, overlap=overlap)
     assert [
-        line["picked"] for line in Record(run.folder).of("choice", 0) if line["what"] == "overlap"
+        line["picked"]
+        for line in Record(run.folder).select_lines("choice", 0)
+        if line["what"] == "overlap"
     ] == told

@@ -27,37 +27,42 @@ from torch.utils.data import Dataset
 import paragrad as pg
 from paragrad.commands import compare as comparing
 from paragrad.commands import train as training
-from paragrad.datasets.loader_processes import loaded
+from paragrad.datasets.loader_processes import load_batches
 from paragrad.datasets.loading import Samples
 from paragrad.errors import Interrupted, RankFailed, StepFailed
-from paragrad.launch import Ranks
-from paragrad.launch.launcher_folder import LONGEST, clear, locked_folder, short_enough
+from paragrad.launch import Launcher
+from paragrad.launch.launcher_folder import (
+    MAX_PATH_BYTES,
+    choose_short_folder,
+    create_locked_folder,
+    remove_stale_folders,
+)
 from paragrad.loops import synchronous
 from paragrad.loops.synchronous import train_rank
 from paragrad.record.record import Record, Recorder
-from paragrad.record.step_log import Log
-from paragrad.runtime.rendezvous import joined, of_this_start
-from paragrad.runtime.stragglers import Watch
+from paragrad.record.step_log import StepLog
+from paragrad.runtime.rendezvous import join_world, make_restart_store
+from paragrad.runtime.stragglers import StragglerMonitor
 from paragrad.runtime.world import World
 from paragrad.trainer.checkpoint import checkpoint
-from paragrad.trainer.checkpoint.checkpoint_files import folders, step_of
+from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import Admitted, admitted
+from paragrad.validation.validate import ValidatedRun, validate_run
 
 JOB = JOBS["mlp"].replace(epochs=2, dtype=torch.float64)
 
 
 # ---- a checkpoint is of a step that all records hold -----------------------------------------
-def killed_before_its_line(world: World, checked: Admitted, folder: Path) -> None:
+def killed_before_its_line(world: World, checked: ValidatedRun, folder: Path) -> None:
     """A training in which rank 1 dies after step 3, before its record has it."""
-    write = Log.step
+    write = StepLog.write_step
 
-    def step(self: Log, number: int, *words: Any, **fields: Any) -> None:
+    def step(self: StepLog, number: int, *words: Any, **fields: Any) -> None:
         if world.rank == 1 and number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, number, *words, **fields)
 
-    with mock.patch.object(Log, "step", step):
+    with mock.patch.object(StepLog, "write_step", step):
         train_rank(world, checked, folder, time.monotonic())
 
 
@@ -65,10 +70,10 @@ def test_a_checkpoint_is_of_a_step_that_all_records_hold(tmp_path: Path) -> None
     """Rank 0 had saved a step whose line rank 1 had not written: the resumed run's audit said
     that samples were missed.
     """
-    checked = admitted(JOB, "data(2, reduce=ring)", Settings(save=1))
-    with Ranks(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
-        checked.on(ranks, killed_before_its_line, checked, tmp_path)
-    assert [step_of(folder) for folder in folders(tmp_path)] == [3, 2]
+    checked = validate_run(JOB, "data(2, reduce=ring)", Settings(save=1))
+    with Launcher(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
+        checked.run_on_ranks(ranks, killed_before_its_line, checked, tmp_path)
+    assert [read_folder_step(folder) for folder in list_checkpoint_folders(tmp_path)] == [3, 2]
 
 
 class Raises(nn.Linear):
@@ -93,7 +98,9 @@ def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, nam
         raise OSError(28, "No space left on device", str(path))
 
     with mock.patch.object(writer, name, full), pytest.raises(OSError, match="No space left"):
-        train_rank(World(), admitted(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
+        train_rank(
+            World(), validate_run(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic()
+        )
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -103,10 +110,10 @@ def test_a_record_on_a_full_disk_is_named() -> None:
         Recorder(Path("/dev/full")) as record,
         pytest.raises(OSError, match="No space left on device: '/dev/full'"),
     ):
-        record.write("step", epoch=0)
+        record.write_line("step", epoch=0)
 
 
-def test_a_failure_is_told_where_its_end_cannot_be_recorded(pool: Ranks, tmp_path: Path) -> None:
+def test_a_failure_is_told_where_its_end_cannot_be_recorded(pool: Launcher, tmp_path: Path) -> None:
     """On a full disk the record's own error stood in the place of the rank's."""
 
     def full(record: Recorder, *_: Any) -> None:
@@ -114,17 +121,17 @@ def test_a_failure_is_told_where_its_end_cannot_be_recorded(pool: Ranks, tmp_pat
 
     job = make_job("raises", lambda: Raises(10, 4), VECTORS)
     with (
-        mock.patch.object(training, "_write_end", full),
+        mock.patch.object(training, "_write_end_line", full),
         pytest.raises(RankFailed, match="enough of it"),
     ):
-        training.run(pool, admitted(job, "data(2)", Settings()), tmp_path)
+        training.train_on_ranks(pool, validate_run(job, "data(2)", Settings()), tmp_path)
 
 
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
     """It stayed for ever where the restarted training saved no checkpoint of the same step."""
     (tmp_path / "checkpoint-00000003.partial").mkdir()
-    train_rank(World(), admitted(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
-    assert [step_of(folder) for folder in folders(tmp_path)] == [6, 5]
+    train_rank(World(), validate_run(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
+    assert [read_folder_step(folder) for folder in list_checkpoint_folders(tmp_path)] == [6, 5]
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -193,7 +200,7 @@ def started_after_another(world: World) -> list[str]:
     there.
     """
     store = torch.distributed.PrefixStore("test", world.store)
-    first = of_this_start(store, world.rank, world.size, 10.0)
+    first = make_restart_store(store, world.rank, world.size, 10.0)
     first.set(f"{world.rank}", f"old {world.rank}")
     begun = store.get("start").decode()
     answers = [f"answers/{begun}/{rank}" for rank in range(1, world.size)]
@@ -203,12 +210,12 @@ def started_after_another(world: World) -> list[str]:
     if world.rank == 0:
         while any(store.get(answer) == old for answer, old in zip(answers, before, strict=True)):
             threading.Event().wait(0.01)
-    second = of_this_start(store, world.rank, world.size, 10.0)
+    second = make_restart_store(store, world.rank, world.size, 10.0)
     second.set(f"{world.rank}", f"new {world.rank}")
     return [second.get(f"{rank}").decode() for rank in range(world.size)]
 
 
-def test_a_start_has_keys_of_its_own(pool: Ranks) -> None:
+def test_a_start_has_keys_of_its_own(pool: Launcher) -> None:
     for found in pool.run(started_after_another, size=3):
         assert found == ["new 0", "new 1", "new 2"]
 
@@ -232,19 +239,19 @@ def waits(world: World) -> str:
     """Ranks 0 and 1 are in step 7; rank 2 comes when somebody has said that it is waited
     for.
     """
-    watch = Watch(world, after=0.1)
+    watch = StragglerMonitor(world, slow_after=0.1)
     said = Said(world)
     with contextlib.redirect_stderr(said):
         if world.rank == 2:
             world.store.get("said")
-        with watch.over(7) if world.rank < 2 else contextlib.nullcontext():
+        with watch.track_step(7) if world.rank < 2 else contextlib.nullcontext():
             world.barrier()
     watch.close()
     return said.getvalue()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_who_is_waited_for_is_said(pool: Ranks, backend: str) -> None:
+def test_who_is_waited_for_is_said(pool: Launcher, backend: str) -> None:
     """A loop that left early on one rank: the others were silent until their bound of 300 s."""
     first, second, _ = pool.run(waits, size=3, backend=backend)
     # by the first of the two that has noticed the other
@@ -309,7 +316,7 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path, strategy: str, message
 
 
 def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
-    with joined(rank, 3, store, backend, timeout=0.5):
+    with join_world(rank, 3, store, backend, timeout=0.5):
         pass
 
 
@@ -317,7 +324,7 @@ def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
     ("backend", "rank", "others"), [("shm", 1, "0, 2"), ("shm", 0, "1, 2"), ("gloo", 2, "0, 1")]
 )
 def test_who_does_not_come_at_all_is_named(
-    pool: Ranks, tmp_path: Path, backend: str, rank: int, others: str
+    pool: Launcher, tmp_path: Path, backend: str, rank: int, others: str
 ) -> None:
     """ "Wait timeout" was all that was said."""
     with pytest.raises(
@@ -332,12 +339,12 @@ def refused_by_the_store(world: World, store: Path) -> None:
         mock.patch.object(
             torch.distributed, "init_process_group", side_effect=RuntimeError("no such interface")
         ),
-        joined(0, 3, store, "gloo", timeout=60),
+        join_world(0, 3, store, "gloo", timeout=60),
     ):
         pass
 
 
-def test_what_fails_at_once_is_nobodys_lateness(pool: Ranks, tmp_path: Path) -> None:
+def test_what_fails_at_once_is_nobodys_lateness(pool: Launcher, tmp_path: Path) -> None:
     """The ranks that had not come yet were blamed for it, within 60 s."""
     with pytest.raises(RankFailed, match="no such interface") as caught:
         pool.run(refused_by_the_store, tmp_path / "store", size=1)
@@ -356,14 +363,14 @@ class Stuck(Dataset):
 
 def loads(world: World, loaders: int) -> str:
     try:
-        list(loaded(Samples(Stuck(), patience=0.5), [(0, [4]), (0, [5])], loaders))
+        list(load_batches(Samples(Stuck(), sample_timeout=0.5), [(0, [4]), (0, [5])], loaders))
     except StepFailed as error:
         return str(error)
     return "loaded"
 
 
 @pytest.mark.parametrize("loaders", [0, 1])
-def test_a_dataset_that_hangs_is_named(pool: Ranks, loaders: int) -> None:
+def test_a_dataset_that_hangs_is_named(pool: Launcher, loaders: int) -> None:
     """It hung the run for ever; now its item is named, with the line where it stands."""
     (told,) = pool.run(loads, loaders, size=1)
     assert told.startswith("sample 5 of the dataset was not there within 0.5 s; it stands at ")
@@ -392,8 +399,8 @@ def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(long)},
     )
     assert ran.returncode == 0, ran.stderr
-    assert short_enough(Path("/" + LONGEST * "x")) != Path("/" + LONGEST * "x")
-    assert short_enough(tmp_path) == tmp_path or len(str(tmp_path)) > LONGEST
+    assert choose_short_folder(Path("/" + MAX_PATH_BYTES * "x")) != Path("/" + MAX_PATH_BYTES * "x")
+    assert choose_short_folder(tmp_path) == tmp_path or len(str(tmp_path)) > MAX_PATH_BYTES
 
 
 # ---- what is left behind ---------------------------------------------------------------------
@@ -402,11 +409,11 @@ def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> 
     with mock.patch("paragrad.launch.launcher_folder.short_enough", return_value=tmp_path):
         # where launched ranks meet: it has no lock
         (tmp_path / "paragrad-0").mkdir()
-        dead, held = locked_folder()
-        alive, other = locked_folder()
+        dead, held = create_locked_folder()
+        alive, other = create_locked_folder()
         assert dead.exists()
         os.close(held)  # as the end of its processes does
-        clear(tmp_path)
+        remove_stale_folders(tmp_path)
         assert not dead.exists()
         assert alive.exists()
         assert (tmp_path / "paragrad-0").exists()
@@ -576,9 +583,9 @@ def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Pat
     assert record.end is not None
     assert record.end["status"] == "stopped"
     assert (
-        step_of(folders(record.folder)[0])
-        == len(record.of("step"))
-        == len(record.of("step", rank=1))
+        read_folder_step(list_checkpoint_folders(record.folder)[0])
+        == len(record.select_lines("step"))
+        == len(record.select_lines("step", rank=1))
     )
     assert list((tmp_path / "temporary").glob("paragrad-*")) == []
 
@@ -629,7 +636,7 @@ def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) 
     finishes it.
     """
     table = compared(tmp_path, status)
-    assert table.ended["status"] == status
+    assert table.ending["status"] == status
     assert table.missing == ["data(2)", "data(2, reduce=ring)", "baseline-serial-threads-1"]
     assert table.rows[0].test is None
     assert table.rows[0].seconds_per_step
@@ -646,7 +653,7 @@ def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) 
     with pytest.raises(pg.Refused, match="go on with the same"):
         pg.compare(JOB.replace(epochs=4), "serial; data(2)", runs=tmp_path, resume=table.folder)
     with (
-        Recorder(whole.folder / "compare.jsonl", alone=True),
+        Recorder(whole.folder / "compare.jsonl", exclusive=True),
         pytest.raises(pg.Refused, match="is still being written to"),
     ):
         pg.compare(JOB.replace(epochs=4), ROWS, runs=tmp_path, resume=table.folder)
@@ -655,15 +662,15 @@ def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) 
 
 
 def test_a_comparison_on_a_full_disk(tmp_path: Path) -> None:
-    run = comparing.run
+    run = comparing.train_on_ranks
 
-    def full(ranks: Ranks, row: Admitted, folder: Path, **more: Any) -> pg.Run:
+    def full(ranks: Launcher, row: ValidatedRun, folder: Path, **more: Any) -> pg.Run:
         if "data" in folder.name:
             raise OSError(28, "No space left on device", str(folder / "run.jsonl"))
         return run(ranks, row, folder, **more)
 
     with mock.patch.object(comparing, "run", full):
         table = pg.compare(JOB, ROWS, runs=tmp_path)
-    assert table.ended["status"] == "failed"
+    assert table.ending["status"] == "failed"
     assert "not done: data(2); data(2, reduce=ring)" in str(table)
     assert "run.jsonl: No space left on device" in str(table)

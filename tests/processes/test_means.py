@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paragrad as pg
-from paragrad.engine.optimizer.optimizer_state import taken
-from paragrad.launch import Ranks
-from paragrad.parallel.averaging.averageable_state import mean_state, nearest
+from paragrad.engine.optimizer.optimizer_state import load_parameter_state
+from paragrad.launch import Launcher
+from paragrad.parallel.averaging.averageable_state import average_state, round_to_type
 from paragrad.record.record import Record
 from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
@@ -38,7 +38,7 @@ def vectors(**changes: Any) -> pg.Job:
 
 
 def ranks_of(
-    pool: Ranks, made: pg.Job, text: str, steps: int, look: Callable[[Trainer], Any]
+    pool: Launcher, made: pg.Job, text: str, steps: int, look: Callable[[Trainer], Any]
 ) -> list[list[Any]]:
     return pool.run(seen, made, resolved(text), steps, look, size=resolved(text).size)
 
@@ -49,7 +49,7 @@ def copied(tensors: Any) -> State:
 
 def everything(trainer: Trainer) -> State:
     """What this rank has, buffers of the loss too."""
-    loss = trainer.module.keeper
+    loss = trainer.module.state_owner
     beside = loss.named_buffers("the loss") if isinstance(loss, nn.Module) else ()
     return copied([*trainer.model.state_dict().items(), *beside])
 
@@ -108,7 +108,7 @@ class Growing(Computing):
 @pytest.mark.parametrize("model", [Filling, Growing])
 @pytest.mark.parametrize("text", ["local(2, every=1)", "local(3, every=2, outer=nesterov)"])
 def test_a_cache_that_state_dict_does_not_hold_is_each_replicas_own(
-    pool: Ranks, model: type[Computing], text: str
+    pool: Launcher, model: type[Computing], text: str
 ) -> None:
     """What one replica had filled and another had not became half of it, while a number in
     Python said that it was there; one that grew ended the run, for it has another length on
@@ -139,7 +139,7 @@ def test_clients_begin_with_the_cache_of_their_round(
         pg.train(vectors(model=each, batch=4), text, runs=tmp_path) for each in (model, Computing)
     )
     assert equal(copied(with_cache.model().state_dict()), copied(without.model().state_dict()))
-    assert not any(line["lost"] for line in Record(with_cache.folder).of("epoch"))
+    assert not any(line["lost"] for line in Record(with_cache.folder).select_lines("epoch"))
 
 
 # ---- what has one ----------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def kept_and_centred(**changes: Any) -> pg.Job:
 @pytest.mark.parametrize(
     "text", ["local(3, every=2)", "local(2, every=2, outer=elastic)", "local(2, every=2, after=2)"]
 )
-def test_replicas_that_met_are_equal_in_all_that_has_a_mean(pool: Ranks, text: str) -> None:
+def test_replicas_that_met_are_equal_in_all_that_has_a_mean(pool: Launcher, text: str) -> None:
     """Whole numbers, flags, and what a loss keeps stayed each one's own: a test added up what n
     different models said.
     """
@@ -209,15 +209,15 @@ def test_replicas_that_met_are_equal_in_all_that_has_a_mean(pool: Ranks, text: s
         alone = ranks_of(pool, kept_and_centred(), f"local({size}, every=end)", 2, everything)
         for name in ("count", "large"):  # all have as many samples
             mean = sum(rank[1][name].double() for rank in alone) / size
-            assert torch.equal(ranks[0][1][name], nearest(mean, ranks[0][1][name].dtype))
+            assert torch.equal(ranks[0][1][name], round_to_type(mean, ranks[0][1][name].dtype))
 
 
 def in_a_test(trainer: Trainer) -> State:
-    with trainer.for_evaluation():
+    with trainer.use_evaluation_weights():
         return everything(trainer)
 
 
-def test_a_test_sees_one_model_and_one_loss(pool: Ranks) -> None:
+def test_a_test_sees_one_model_and_one_loss(pool: Launcher) -> None:
     """In the middle of a round; afterwards each has its own again."""
     tested = ranks_of(pool, kept_and_centred(), "local(3, every=3)", 2, in_a_test)
     assert all(equal(rank[1], tested[0][1]) for rank in tested)
@@ -246,16 +246,16 @@ def own_loop(world: World) -> State:
     return copied([*model.state_dict().items(), *loss.named_buffers("the loss")])
 
 
-def test_at_the_end_of_a_loop_of_ones_own_all_ranks_have_one_model(pool: Ranks) -> None:
+def test_at_the_end_of_a_loop_of_ones_own_all_ranks_have_one_model(pool: Launcher) -> None:
     one, other = pool.run(own_loop, size=2)
     assert equal(one, other)
     assert one["count"] > 0
 
 
 def test_whole_numbers_become_the_nearest_ones() -> None:
-    assert nearest(torch.tensor([2.4, 2.6, -1.7]), torch.int64).tolist() == [2, 3, -2]
-    assert nearest(torch.tensor([0.4, 0.5]), torch.bool).tolist() == [False, True]
-    assert nearest(torch.tensor([0.4]), torch.float64).dtype == torch.float64
+    assert round_to_type(torch.tensor([2.4, 2.6, -1.7]), torch.int64).tolist() == [2, 3, -2]
+    assert round_to_type(torch.tensor([0.4, 0.5]), torch.bool).tolist() == [False, True]
+    assert round_to_type(torch.tensor([0.4]), torch.float64).dtype == torch.float64
 
 
 def normed_and_kept() -> nn.Module:
@@ -275,7 +275,7 @@ def test_what_is_averaged_and_what_is_not_is_said_once(tmp_path: Path, text: str
     for rank in range(2):
         said = [
             line
-            for line in Record(run.folder).of("choice", rank)
+            for line in Record(run.folder).select_lines("choice", rank)
             if line["what"] in ("averaged too", "kept in Python")
         ]
         assert [line["picked"] for line in said if line["what"] == "averaged too"] == [
@@ -300,7 +300,7 @@ def test_of_batch_norms_and_nothing_else_nothing_is_said(tmp_path: Path, text: s
     for rank in range(resolved(text).size):
         said = [
             line
-            for line in Record(run.folder).of("choice", rank)
+            for line in Record(run.folder).select_lines("choice", rank)
             if line["what"] in ("averaged too", "kept in Python")
         ]
         assert [line["because"] for line in said] == []
@@ -334,7 +334,7 @@ def test_codes_are_one_replicas_and_so_is_what_lies_beside_them() -> None:
         ),
     ]
     for order in (told, told[::-1]):
-        found = mean_state(order)
+        found = average_state(order)
         assert found["a"] == order[0][1]["a"]
         assert found["b"]["m"].tolist() == [4.0]
 
@@ -361,11 +361,11 @@ def states_sent(world: World) -> tuple[int, int]:
 
     @contextmanager
     def heard() -> Iterator[None]:
-        collected = World.collected
+        collected = World.gather_objects
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 World,
-                "collected",
+                "gather_objects",
                 lambda own, value: (
                     sent.extend(each for values in value[1].values() for each in values.values()),
                     collected(own, value),
@@ -376,7 +376,7 @@ def states_sent(world: World) -> tuple[int, int]:
     def look(trainer: Trainer) -> None:
         assert trainer.exchange is not None
         with heard():
-            trainer.exchange.state()
+            trainer.exchange.gather_optimizer_state()
 
     seen(
         world,
@@ -390,7 +390,7 @@ def states_sent(world: World) -> tuple[int, int]:
 
 
 def test_states_go_to_another_rank_through_the_host_and_without_what_they_are_views_of(
-    pool: Ranks,
+    pool: Launcher,
 ) -> None:
     """As they were, they came back on the GPUs that they were sent from, and the sum of two
     failed.
@@ -411,7 +411,7 @@ def test_a_state_goes_to_where_the_one_is_that_it_replaces() -> None:
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         optimizer.param_groups[0]["capturable"] = capturable
         optimizer.state[parameter].update(before)
-        taken(optimizer, parameter, here)
+        load_parameter_state(optimizer, parameter, here)
         found = optimizer.state[parameter]
         assert (found["step"].device.type, found["m"].device.type, found["seen"]) == (
             where,
@@ -453,7 +453,7 @@ def test_what_an_optimizer_keeps_beside_its_parameters_is_left_alone(text: str) 
     """It was taken for a parameter's, after the last step of a loop: a KeyError; where the
     model was cut it was forgotten.
     """
-    with Ranks(4) as four:
+    with Launcher(4) as four:
         found = four.run(counted_at_the_end, text, size=resolved(text).size)
     assert all(each == found[0] for each in found)
     assert found[0][0] == 3
@@ -480,14 +480,14 @@ def test_settings_that_differ_between_optimizers_are_told(tmp_path: Path) -> Non
     )
     (said,) = [
         line
-        for line in run.of("choice")
+        for line in run.select_lines("choice")
         if line["what"] == "optimizer" and "settings" in line["picked"]
     ]
     assert "one of each: d (" in said["because"]
     run = pg.train(vectors(), "local(2, every=2)", runs=tmp_path, save=3)
     assert not [
         line
-        for line in run.of("choice")
+        for line in run.select_lines("choice")
         if line["what"] == "optimizer" and "settings" in line["picked"]
     ]
 
@@ -501,14 +501,14 @@ def test_what_saving_sends_is_told_apart(tmp_path: Path) -> None:
     run = pg.train(made, "local(2, every=4, reduce=ring)", runs=tmp_path, save=2)
     weights = 8 * sum(each.numel() for each in mlp().parameters())
     for rank in range(2):
-        lines = Record(run.folder).of("checkpoint", rank)
+        lines = Record(run.folder).select_lines("checkpoint", rank)
         assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
         sent = [line["sent"]["checkpoints"]["bytes"] for line in lines]
         # they have just met: what they say of themselves, and states
         numbers = sent[3] - rank * weights
         assert 0 < numbers < 100
         assert sent[0] == sent[2] == sent[4] == numbers + weights + rank * weights
-        assert [set(line["sent"]) for line in Record(run.folder).of("epoch", rank)] == [
+        assert [set(line["sent"]) for line in Record(run.folder).select_lines("epoch", rank)] == [
             {"tests"}
         ] * 3
 
@@ -529,7 +529,7 @@ def test_rates_that_follow_each_ranks_own_loss_are_named() -> None:
     """Right under data(n); under local replicas went on with other rates for good, without a
     word.
     """
-    with Ranks(2) as two:
+    with Launcher(2) as two:
         one, other = two.run(rated, True, size=2)
         assert one == other != 0.1
         with pytest.raises(

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paragrad as pg
-from paragrad.datasets.clients import Rounds, divided
-from paragrad.datasets.sample_order import Order
+from paragrad.datasets.clients import ClientRounds, assign_samples
+from paragrad.datasets.sample_order import SampleOrder
 from paragrad.record.record import Record
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.usefixtures("warm")
 LOCAL = "local(2, every=3)"
@@ -91,7 +91,7 @@ def test_a_parameter_that_a_forward_replaces_is_found_at_the_door(
     with pytest.raises(
         pg.Refused, match=f"in the place of {name}, ties it or makes it; do that in __init__"
     ):
-        admitted(of(model), text)
+        validate_run(of(model), text)
 
 
 @pytest.mark.parametrize("text", [LOCAL, "federated(2, clients=5, fraction=0.7)"])
@@ -185,7 +185,7 @@ def test_what_nobody_puts_back_before_a_client_is_refused(made: pg.Job, says: st
     workers another training.
     """
     with pytest.raises(pg.Refused, match=says):
-        admitted(made, FEDERATED)
+        validate_run(made, FEDERATED)
 
 
 def test_hooks_of_the_models_own_are_no_matter(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_sparse_tensor(text: str, tmp_path: Path) -> None:
     with pytest.raises(
         pg.Refused, match="near is sparse, and no file of a trained model holds that"
     ):
-        admitted(of(lambda: Graph(True)), text)
+        validate_run(of(lambda: Graph(True)), text)
     assert pg.train(of(lambda: Graph(False)), text, runs=tmp_path).finished
 
 
@@ -260,15 +260,19 @@ def test_a_model_that_is_not_as_it_was_built_is_told(tmp_path: Path) -> None:
 # ---- rounds ----------------------------------------------------------------------------------
 def test_so_many_rounds_are_counted_and_not_drawn() -> None:
     """The door was silent for minutes."""
-    found = Rounds(divided(100, 20, 7), Order(100, 4, 7), 2, 3, 1, 1, 10**9)
-    assert not found.drawn
-    assert (found.begins[10**6], found.begins[-1]) == (6 * 10**6, 6 * 10**9)
-    assert [found.begins[number] for number in range(4)] == [
-        sum(found.length(client) for before in range(number) for client in found.chosen(before))
+    found = ClientRounds(assign_samples(100, 20, 7), SampleOrder(100, 4, 7), 2, 3, 1, 1, 10**9)
+    assert not found.has_varying_steps
+    assert (found.round_starts[10**6], found.round_starts[-1]) == (6 * 10**6, 6 * 10**9)
+    assert [found.round_starts[number] for number in range(4)] == [
+        sum(
+            found.count_client_steps(client)
+            for before in range(number)
+            for client in found.choose_clients(before)
+        )
         for number in range(4)
     ]
     with pytest.raises(pg.Refused, match=r"comes to 30,000 rounds, .*; give at most rounds=20000"):
-        admitted(of(linear), "federated(2, clients=6, fraction=0.7, rounds=30000)")
+        validate_run(of(linear), "federated(2, clients=6, fraction=0.7, rounds=30000)")
 
 
 def test_a_fraction_that_keeps_workers_idle_is_told(tmp_path: Path) -> None:
@@ -282,7 +286,7 @@ def test_a_fraction_that_keeps_workers_idle_is_told(tmp_path: Path) -> None:
         run = pg.train(of(linear), "federated(2, clients=6, rounds=2)", runs=tmp_path)
     told = [
         line["picked"]
-        for line in Record(run.folder).of("choice", 0) + run.choices
+        for line in Record(run.folder).select_lines("choice", 0) + run.choices
         if line["what"] == "rounds"
     ]
     assert told == ["2, with 1 of 6 clients in each"]

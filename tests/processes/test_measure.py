@@ -14,13 +14,17 @@ import pytest
 import torch
 
 import paragrad as pg
-from paragrad.executors.machine import ASSUMED, Cluster, Link, Machine, read_machine
-from paragrad.executors.transport import all_reduce
-from paragrad.launch import Ranks
+from paragrad.executors.machine import ASSUMED_MACHINE, Cluster, Link, Machine, read_machine_file
+from paragrad.executors.transport import run_all_reduce
+from paragrad.launch import Launcher
 from paragrad.planner import algorithm_choice, link_measurement
-from paragrad.planner.algorithm_choice import Chooser, candidates, predicted
-from paragrad.planner.link_measurement import measured_link
-from paragrad.runtime.launcher_env import cores
+from paragrad.planner.algorithm_choice import (
+    AlgorithmChooser,
+    list_candidates,
+    predict_candidate_times,
+)
+from paragrad.planner.link_measurement import measure_link
+from paragrad.runtime.launcher_env import count_cores
 from paragrad.runtime.world import World
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -42,15 +46,15 @@ def invoke(words: list[str]) -> Any:
 
 
 def small_link(world: World) -> tuple[Link, float]:
-    return measured_link(world, sizes=(64, 1 << 12, 1 << 18), rounds=1)
+    return measure_link(world, sizes=(64, 1 << 12, 1 << 18), rounds=1)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_link_is_measured_and_all_ranks_know_it(pool: Ranks, backend: str) -> None:
+def test_a_link_is_measured_and_all_ranks_know_it(pool: Launcher, backend: str) -> None:
     answers = pool.run(small_link, size=3, backend=backend)
     link, error = answers[0]
     assert answers == [(link, error)] * 3
-    assert link.held(1 << 18) >= link.held(64) > 0
+    assert link.compute_port_seconds(1 << 18) >= link.compute_port_seconds(64) > 0
     assert link.beta > 0
     assert link.overhead > 0
     assert [size for size, _ in link.points] == [64, 1 << 12, 1 << 18]
@@ -69,16 +73,16 @@ def disturbed_link(world: World, slow: Callable[[int, int], bool]) -> tuple[Link
     def played(
         world: World, vector: torch.Tensor, program: object, peer: int, times: int
     ) -> tuple[float, float]:
-        size = vector.nbytes // link_measurement.PARTS
-        ping_pong = program is link_measurement._ping_pong
+        size = vector.nbytes // link_measurement.STREAM_PARTS
+        ping_pong = program is link_measurement._make_ping_pong
         rounds[size] += ping_pong if rounds[size] >= 0 else 1
         taken = (50e-6 + 1e-9 * size) * (3 if slow(size, rounds[size]) else 1)
         return times * (
             (2 if ping_pong else 1) * taken + (40e-6 if ping_pong else 0)
         ), times * 10e-6
 
-    with patch.object(link_measurement, "_played", played):
-        link, error = measured_link(world, BYTES)
+    with patch.object(link_measurement, "_time_play", played):
+        link, error = measure_link(world, BYTES)
     return link, error, rounds[1 << 22]
 
 
@@ -92,50 +96,58 @@ def that_moment(size: int, number: int) -> bool:
 
 @pytest.mark.parametrize("slow", [every_other, that_moment])
 def test_what_a_link_can_do_is_found_beside_other_work(
-    pool: Ranks, slow: Callable[[int, int], bool]
+    pool: Launcher, slow: Callable[[int, int], bool]
 ) -> None:
     """The clock was as good as one quiet moment: 4 MB measured beside a few commands, and 16 MB
     was foretold 60 % too slow.
     """
     link, error, rounds = pool.run(disturbed_link, slow, size=2)[0]
-    assert link.held(1 << 24) == pytest.approx(50e-6 + 1e-9 * (1 << 24), rel=1e-3)
+    assert link.compute_port_seconds(1 << 24) == pytest.approx(50e-6 + 1e-9 * (1 << 24), rel=1e-3)
     assert error < 1e-3
-    assert link.disturbed is not None
-    assert link.disturbed.held(1 << 24) > 2.5 * link.held(1 << 24)
+    assert link.build_disturbed_cluster is not None
+    assert link.build_disturbed_cluster.compute_port_seconds(
+        1 << 24
+    ) > 2.5 * link.compute_port_seconds(1 << 24)
     # it contradicted the line, and was measured anew
     assert (rounds > link_measurement.ROUNDS) == (slow is that_moment)
 
 
 def play(world: World, algorithm: object, vector: torch.Tensor) -> None:
     if isinstance(algorithm, Native):
-        vector.copy_(world.all_reduced(vector))
+        vector.copy_(world.all_reduce(vector))
     else:
-        all_reduce(algorithm, vector, world)  # type: ignore[arg-type]
+        run_all_reduce(algorithm, vector, world)  # type: ignore[arg-type]
 
 
 def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     """What is picked for two lengths, asked twice; and whether sums by it are right."""
     told: list[str] = []
-    chooser = Chooser(
+    chooser = AlgorithmChooser(
         world,
         Native(),
         partial(play, world),
         machine,
-        told=lambda bytes_, pick: told.append(f"{bytes_}: {pick}"),
+        on_choice=lambda bytes_, pick: told.append(f"{bytes_}: {pick}"),
     )
     right = True
     for length in (10, 30_000, 10):
         vector = torch.arange(float(length)) + 100 * world.rank
-        play(world, chooser.pick(vector), vector)
+        play(world, chooser.choose_algorithm(vector), vector)
         right &= torch.equal(vector, 3 * torch.arange(float(length)) + 300)
     return told, right
 
 
 @pytest.mark.parametrize(
-    "machine", [pytest.param(None, marks=pytest.mark.table), ASSUMED], ids=["measured", "given"]
+    "machine",
+    [pytest.param(None, marks=pytest.mark.table), ASSUMED_MACHINE],
+    ids=["measured", "given"],
 )
-def test_all_ranks_pick_alike_and_once_for_a_size(pool: Ranks, machine: Machine | None) -> None:
-    given = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given") if machine else None
+def test_all_ranks_pick_alike_and_once_for_a_size(pool: Launcher, machine: Machine | None) -> None:
+    given = (
+        Machine({"gloo": ASSUMED_MACHINE.select_link()}, ASSUMED_MACHINE.gamma, 2, "given")
+        if machine
+        else None
+    )
     answers = pool.run(chosen, given, size=3)
     told, right = answers[0]
     assert right
@@ -160,20 +172,22 @@ def known_on_hosts(
     with (
         patch.object(link_measurement, "ranks_here", lambda: hosts[world.rank]),
         patch.object(algorithm_choice, "measured_link", asked),
-        patch.object(algorithm_choice, "MOMENT", 0.0),
+        patch.object(algorithm_choice, "TRIAL_SECONDS", 0.0),
     ):
-        chooser = Chooser(
+        chooser = AlgorithmChooser(
             world,
             Native(),
             partial(play, world),
             machine,
-            told=lambda _, pick: told.append(pick.because),
+            on_choice=lambda _, pick: told.append(pick.because),
         )
-        chooser.pick(torch.zeros(8))
+        chooser.choose_algorithm(torch.zeros(8))
     return chooser.cluster, told[0].rpartition("links ")[2]
 
 
-GIVEN = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", hosts=2)
+GIVEN = Machine(
+    {"gloo": ASSUMED_MACHINE.select_link()}, ASSUMED_MACHINE.gamma, 2, "by hand", hosts=2
+)
 
 
 @pytest.mark.sample(2)
@@ -202,7 +216,7 @@ GIVEN = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", hosts=2)
     ],
 )
 def test_hosts_and_their_links(
-    pool: Ranks,
+    pool: Launcher,
     hosts: list[int],
     machine: Machine | None,
     link: float,
@@ -216,7 +230,7 @@ def test_hosts_and_their_links(
     answers = pool.run(known_on_hosts, hosts, machine, size=4)
     assert answers == [answers[0]] * 4
     cluster, told = answers[0]
-    assert cluster.link.alpha == pytest.approx(link)
+    assert cluster.select_link.alpha == pytest.approx(link)
     assert (cluster.inside and cluster.inside.alpha) == inside
     assert cluster.group == (2 if inside else 1)
     assert told == known
@@ -225,20 +239,24 @@ def test_hosts_and_their_links(
 def test_what_the_clock_foretells() -> None:
     """Few rounds where messages are short, few bytes where they are long."""
     network = Cluster(Link(20e-6, 1 / 2e9), 1 / 8e9)
-    short, long = (list(predicted(8, length, 4, network)) for length in (10, 10_000_000))
+    short, long = (
+        list(predict_candidate_times(8, length, 4, network)) for length in (10, 10_000_000)
+    )
     assert short[0] in (Butterfly(), Halving(1))
     assert long.index(Butterfly()) > long.index(Halving(1))
     assert {type(each) for each in long[:5]} <= {Halving, Ring, RingAsync, Direct}
-    assert TwoLevel(group=2) in candidates(8)
-    assert TwoLevel(group=2) not in candidates(7)
-    assert TwoLevel(group=4) in candidates(8, 4)
-    assert Ring() not in predicted(40, 1000, 4, network)
-    assert TwoLevel(across=Halving(1), group=2) in candidates(64, 2)
+    assert TwoLevel(group=2) in list_candidates(8)
+    assert TwoLevel(group=2) not in list_candidates(7)
+    assert TwoLevel(group=4) in list_candidates(8, 4)
+    assert Ring() not in predict_candidate_times(40, 1000, 4, network)
+    assert TwoLevel(across=Halving(1), group=2) in list_candidates(64, 2)
 
 
 def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
-    Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, cores(), "by hand").write(machine)
+    Machine(
+        {"gloo": ASSUMED_MACHINE.select_link()}, ASSUMED_MACHINE.gamma, count_cores(), "by hand"
+    ).write_machine_file(machine)
     run = pg.train(
         pg.job("digits").replace(epochs=1),
         "data(2, state=replicated)",
@@ -266,7 +284,7 @@ def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     answer = invoke(["measure", "--backend", "gloo", "--output", str(path)])
     assert answer.exit_code == 0, answer.output
-    machine, _ = read_machine(path, 2)
+    machine, _ = read_machine_file(path, 2)
     assert list(machine.links) == ["gloo"]
     assert machine.gamma > 0
     assert str(path) in answer.output

@@ -21,17 +21,17 @@ from typer.testing import CliRunner
 import paragrad as pg
 from paragrad.commands import fit_batch
 from paragrad.commands.cli import app
-from paragrad.commands.memory import one_step
-from paragrad.commands.trial import tried
-from paragrad.datasets.loading import parted
-from paragrad.engine.activation_meter import Alive
-from paragrad.launch import Ranks
+from paragrad.commands.memory import measure_step_memory
+from paragrad.commands.trial import choose_by_trial
+from paragrad.datasets.loading import separate_target
+from paragrad.engine.activation_meter import ActivationMeter
+from paragrad.launch import Launcher
 from paragrad.record.record import Record
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.activation_forecast import account
-from paragrad.validation.validate import admitted
+from paragrad.validation.activation_forecast import forecast_activations
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -87,14 +87,16 @@ QUICK = (
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.table) for row in ROWS]
 )
-def test_the_peak_is_foretold(pool: Ranks, row: str) -> None:
+def test_the_peak_is_foretold(pool: Launcher, row: str) -> None:
     """Within 5 % of what is counted on every rank, saved tensors and messages."""
-    checked = admitted(BLOCKS, row)
-    found = account(checked.job, checked.resolved, checked.facts)
-    counted = one_step(pool, admitted(BLOCKS, found.strategy, facts=checked.facts))
+    checked = validate_run(BLOCKS, row)
+    found = forecast_activations(checked.job, checked.resolved, checked.inspection)
+    counted = measure_step_memory(
+        pool, validate_run(BLOCKS, found.strategy, inspection=checked.inspection)
+    )
     for rank in range(found.ranks):
-        assert found.peak(rank) == pytest.approx(
-            counted[found.first + rank]["activations"], rel=0.05
+        assert found.compute_peak(rank) == pytest.approx(
+            counted[found.first_rank + rank]["activations"], rel=0.05
         ), rank
 
 
@@ -118,17 +120,17 @@ def squared(output: Tensor, _: Tensor) -> Tensor:
 
 def looked(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
     model = Looking()
-    trainer = Trainer(world, model, squared, adam(model.parameters()), chosen, examined=True)
+    trainer = Trainer(world, model, squared, adam(model.parameters()), chosen, loss_checked=True)
     try:
         for fetched in itertools.islice(trainer.batches(DATA, 24, epoch=0), 1):
-            trainer.step(*parted(fetched))
+            trainer.step(*separate_target(fetched))
         trainer.evaluate(DATA, None if graph else pg.accuracy)
         return model.tested
     finally:
         trainer.close()
 
 
-def test_a_test_with_a_graph_runs_no_more_samples_at_once_than_a_step(pool: Ranks) -> None:
+def test_a_test_with_a_graph_runs_no_more_samples_at_once_than_a_step(pool: Launcher) -> None:
     """256, whatever the batch: with a loss whose weight is read off its graph, that of 256
     samples was alive at once.
     """
@@ -143,14 +145,17 @@ def test_a_test_with_a_graph_runs_no_more_samples_at_once_than_a_step(pool: Rank
 
 def test_what_a_test_holds_is_foretold() -> None:
     """Of a job that is judged by its loss alone, the graph by which that is weighed."""
-    judged = admitted(BLOCKS.replace(metric=None, loss=squared), "serial(micro=3)")
-    found = account(judged.job, judged.resolved, judged.facts)
-    assert found.in_test(0) == found.peak(0) > 0
-    parts = admitted(judged.job, "place(2)", facts=judged.facts)
-    found = account(parts.job, parts.resolved, parts.facts)
-    assert found.in_test(1) > found.in_test(0) > 0  # type: ignore[operator]
-    scored = admitted(BLOCKS, "serial")
-    assert account(scored.job, scored.resolved, scored.facts).in_test(0) == 0
+    judged = validate_run(BLOCKS.replace(metric=None, loss=squared), "serial(micro=3)")
+    found = forecast_activations(judged.job, judged.resolved, judged.inspection)
+    assert found.compute_test_peak(0) == found.compute_peak(0) > 0
+    parts = validate_run(judged.job, "place(2)", inspection=judged.inspection)
+    found = forecast_activations(parts.job, parts.resolved, parts.inspection)
+    assert found.compute_test_peak(1) > found.compute_test_peak(0) > 0  # type: ignore[operator]
+    scored = validate_run(BLOCKS, "serial")
+    assert (
+        forecast_activations(scored.job, scored.resolved, scored.inspection).compute_test_peak(0)
+        == 0
+    )
 
 
 def test_what_is_counted_is_what_the_allocator_gave() -> None:
@@ -159,30 +164,35 @@ def test_what_is_counted_is_what_the_allocator_gave() -> None:
         *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4))
     )
     inputs = torch.ones(32, 64)
-    alive = Alive([*model.parameters(), inputs])
+    alive = ActivationMeter([*model.parameters(), inputs])
     gc.collect()
     cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile, alive.noting():
+    with (
+        torch.profiler.profile(activities=[cpu], profile_memory=True) as profile,
+        alive.count_saved_tensors(),
+    ):
         total = model(inputs).sum()
     given = sum(event.self_cpu_memory_usage for event in profile.events())
-    assert alive.now == given - total.element_size()
-    most = alive.most
+    assert alive.current_bytes == given - total.element_size()
+    most = alive.peak_bytes
     total.backward()
-    assert (alive.now, alive.most) == (0, most), "let go by its backward"
+    assert (alive.current_bytes, alive.peak_bytes) == (0, most), "let go by its backward"
 
 
 @pytest.mark.parametrize(
     "strategy",
     ["place(4, cut=[2, 2, 2, 2])", "pipeline(4, micro=4, cut=[2, 2, 2, 2])", "tensor(4)"],
 )
-def test_a_part_of_four_holds_a_quarter_at_rest(pool: Ranks, strategy: str) -> None:
+def test_a_part_of_four_holds_a_quarter_at_rest(pool: Launcher, strategy: str) -> None:
     """Eight equal layers: at most 0.30 of serial's parameters and optimizer state on the
     fullest rank.
     """
     job = make_job(
         "equal", lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), DATA, optimizer=adam
     )
-    (alone,), parts = (one_step(pool, admitted(job, each)) for each in ("serial", strategy))
+    (alone,), parts = (
+        measure_step_memory(pool, validate_run(job, each)) for each in ("serial", strategy)
+    )
     assert len(parts) == 4
     for kind in ("parameters", "optimizer", "gradients"):
         assert 0.25 <= max(each[kind] for each in parts) / alone[kind] <= 0.30, kind
@@ -204,12 +214,14 @@ class Words(nn.Module):
         return self.scores(self.words(tokens).tanh()).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def test_no_rank_has_the_scores_of_all_words(pool: Ranks) -> None:
+def test_no_rank_has_the_scores_of_all_words(pool: Launcher) -> None:
     """What is kept for backward: of four ranks a quarter of one worker's, the words' scores and
     no more.
     """
     job = make_job("words", Words, WORDS, batch=8, epochs=1)
-    (alone,), split = (one_step(pool, admitted(job, each)) for each in ("serial", "tensor(4)"))
+    (alone,), split = (
+        measure_step_memory(pool, validate_run(job, each)) for each in ("serial", "tensor(4)")
+    )
     scores = 8 * 16 * 8192 * 4
     assert alone["activations"] >= scores
     assert max(each["activations"] for each in split) <= 0.3 * scores
@@ -223,12 +235,12 @@ def test_no_rank_has_the_scores_of_all_words(pool: Ranks) -> None:
         pytest.param("data(2, shares=[2, 1])", marks=pytest.mark.table),
     ],
 )
-def test_the_largest_batch_that_fits(pool: Ranks, strategy: str, tmp_path: Path) -> None:
+def test_the_largest_batch_that_fits(pool: Launcher, strategy: str, tmp_path: Path) -> None:
     """It fits, and a larger one does not."""
     chosen = pg.strategy(strategy)
     budget = max(
         sum(size for kind, size in each.items() if kind != "resident")
-        for each in one_step(pool, admitted(BLOCKS.replace(batch=61), chosen))
+        for each in measure_step_memory(pool, validate_run(BLOCKS.replace(batch=61), chosen))
     )
     run = pg.train(BLOCKS.replace(batch="fit"), chosen, memory=budget, runs=tmp_path, limit=2)
     grain = {"serial": 1, "data(2, shares=[2, 1])": 3}.get(strategy, 2)
@@ -269,16 +281,16 @@ def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
 
 def test_the_reason_that_is_given_for_a_batch() -> None:
     """That larger ones did not fit was written over, but for the largest batch of all."""
-    found = fit_batch.Fitting(
+    found = fit_batch.BatchSearch(
         None, BLOCKS, pg.strategy("serial"), None, mock.Mock(samples=96), 2, 1 << 20
     )  # type: ignore[arg-type]
-    assert found.because(16, {"parameters": 100}, "the largest that was seen to fit").startswith(
-        "the largest that was seen to"
-    )
-    assert found.because(16, {"parameters": 100}).startswith("the largest multiple of 2,")
-    assert found.because(96, {"parameters": 100}).startswith("all samples of the dataset;")
-    found.grain = 5
-    assert found.because(95, {"parameters": 100}).startswith(
+    assert found.explain_batch(
+        16, {"parameters": 100}, "the largest that was seen to fit"
+    ).startswith("the largest that was seen to")
+    assert found.explain_batch(16, {"parameters": 100}).startswith("the largest multiple of 2,")
+    assert found.explain_batch(96, {"parameters": 100}).startswith("all samples of the dataset;")
+    found.batch_multiple = 5
+    assert found.explain_batch(95, {"parameters": 100}).startswith(
         "the largest multiple of 5, which makes micro-batches equal, that the dataset has;"
     )
 
@@ -345,7 +357,7 @@ def test_the_record_of_a_cut_model_says_what_was_kept(tmp_path: Path) -> None:
     """It left activations out."""
     run = pg.train(BLOCKS, "pipeline(2, micro=2, cut=[12, 13])", runs=tmp_path)
     record = Record(run.folder)
-    held = [record.of("memory", rank)[0]["activations"] for rank in range(2)]
+    held = [record.select_lines("memory", rank)[0]["activations"] for rank in range(2)]
     assert min(held) > 0
     assert record.fullest["activations"] in held
 
@@ -354,6 +366,6 @@ def test_a_batch_that_was_fitted_is_trained_as_it_was() -> None:
     """data(auto) was fitted, and then replaced by one worker with all threads, who holds twice
     as much.
     """
-    checked = replace(admitted(BLOCKS, "data(auto)"), fitted="as large as that")
-    with Ranks(1) as ranks:
-        assert tried(ranks, checked) is checked
+    checked = replace(validate_run(BLOCKS, "data(auto)"), batch_reason="as large as that")
+    with Launcher(1) as ranks:
+        assert choose_by_trial(ranks, checked) is checked

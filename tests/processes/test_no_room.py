@@ -26,11 +26,13 @@ def cramped(model: nn.Module, samples: int) -> nn.Module:
     if dist.is_initialized():
 
         def left(
-            trainer: object, batch: object, original: object = reference_step._room
+            trainer: object,
+            batch: object,
+            original: object = reference_step._estimate_sample_capacity,
         ) -> tuple[int, str]:
             return samples, "the samples want more than there is"
 
-        mock.patch.object(reference_step, "_room", left).start()
+        mock.patch.object(reference_step, "_estimate_sample_capacity", left).start()
     return model
 
 
@@ -41,7 +43,7 @@ def test_fewer_samples_are_proved(strategy: str, dtype: torch.dtype, tmp_path: P
     run = pg.train(
         job("cramped", lambda: cramped(mlp(), 4), VECTORS, dtype=dtype), strategy, runs=tmp_path
     )
-    event = run.of("event")[0]
+    event = run.select_lines("event")[0]
     assert (
         "of its first 4 samples, for which there is room on one rank, are one worker's"
         in event["message"]
@@ -65,10 +67,10 @@ def test_not_one_sample_a_share_is_said(tmp_path: Path) -> None:
         return model
 
     run = pg.train(job("full", lambda: full(mlp()), VECTORS), "data(2)", runs=tmp_path)
-    assert [line["because"] for line in run.of("choice") if line["what"] == "first step"] == [
-        "12 samples want about 0 MiB on one rank, and 0 MiB are left"
-    ]
-    assert not run.of("event")
+    assert [
+        line["because"] for line in run.select_lines("choice") if line["what"] == "first step"
+    ] == ["12 samples want about 0 MiB on one rank, and 0 MiB are left"]
+    assert not run.select_lines("event")
 
 
 class Toggling(nn.Module):
@@ -88,4 +90,4 @@ class Toggling(nn.Module):
 
 def test_buffers_that_are_flags_and_counters(tmp_path: Path) -> None:
     run = pg.train(job("toggling", Toggling, VECTORS), "data(2)", runs=tmp_path)
-    assert {event["name"] for event in run.of("event")} == {"checked"}
+    assert {event["name"] for event in run.select_lines("event")} == {"checked"}

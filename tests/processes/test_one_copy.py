@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import paragrad as pg
-from paragrad.datasets.loading import parted
+from paragrad.datasets.loading import separate_target
 from paragrad.engine.state import shared_initialization
 from paragrad.jobs.job import Job
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.runtime import allocator
-from paragrad.runtime.generators import generator_states
+from paragrad.runtime.generators import fingerprint_generators
 from paragrad.runtime.world import World
 from paragrad.trainer.first_step import setup
 from paragrad.trainer.trainer import Trainer
@@ -73,11 +73,11 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 def comes_over(world: World, job: Job) -> tuple[str, str]:
     """Beside what this rank builds itself."""
-    begun = shared_initialization.built(world, job.built_model)
-    after = generator_states()
-    wanted = job.built_model()
+    begun = shared_initialization.build_shared_model(world, job.build_model)
+    after = fingerprint_generators()
+    wanted = job.build_model()
     model = begun.model
-    assert after == generator_states()
+    assert after == fingerprint_generators()
     assert list(state(model)) == list(state(wanted))
     for name, tensor in state(wanted).items():
         ours = state(model)[name]
@@ -93,7 +93,7 @@ def comes_over(world: World, job: Job) -> tuple[str, str]:
     assert all(bool((tensor == world.rank).all()) for tensor in model.parameters())
     if isinstance(model, Everything):
         check_everything(model, wanted)  # type: ignore[arg-type]
-    return begun.picked, begun.because
+    return begun.choice, begun.reason
 
 
 def check_everything(model: Everything, wanted: Everything) -> None:
@@ -106,12 +106,12 @@ def check_everything(model: Everything, wanted: Everything) -> None:
     assert model(torch.zeros(2, 10)).shape == (2, 10)
 
 
-def test_all_of_a_model_comes_over(pool: Ranks) -> None:
+def test_all_of_a_model_comes_over(pool: Launcher) -> None:
     for picked, _ in pool.run(comes_over, make_job("everything", Everything, VECTORS), size=3):
         assert picked == "built once on each host"
 
 
-def test_what_cannot_be_pickled_every_rank_builds(pool: Ranks) -> None:
+def test_what_cannot_be_pickled_every_rank_builds(pool: Launcher) -> None:
     for picked, because in pool.run(comes_over, make_job("normed", Normed, VECTORS), size=3):
         assert picked == "built by every rank"
         assert "parametrized modules is only supported through state_dict()" in because
@@ -125,12 +125,12 @@ def cannot_open(world: World) -> tuple[str, str, list[bool]]:
     with mock.patch.object(
         shared_initialization, "opened", side_effect=RuntimeError("not from here")
     ):
-        begun = shared_initialization.built(world, lambda: nn.Linear(2, 2))
-        shared_initialization.loaded(world, begun.hosts, begun.model, loads.append)
-    return begun.picked, begun.because, loads
+        begun = shared_initialization.build_shared_model(world, lambda: nn.Linear(2, 2))
+        shared_initialization.load_shared_model(world, begun.hosts, begun.model, loads.append)
+    return begun.choice, begun.reason, loads
 
 
-def test_where_memory_cannot_be_opened_every_rank_has_its_own(pool: Ranks) -> None:
+def test_where_memory_cannot_be_opened_every_rank_has_its_own(pool: Launcher) -> None:
     first, *others = pool.run(cannot_open, size=3)
     assert first[2] == [True]
     for picked, because, loads in others:
@@ -143,7 +143,7 @@ def raises() -> nn.Module:
     raise ValueError("no such model")
 
 
-def test_a_model_that_cannot_be_built_tells_its_own_story(pool: Ranks) -> None:
+def test_a_model_that_cannot_be_built_tells_its_own_story(pool: Launcher) -> None:
     with pytest.raises(pg.RankFailed, match="no such model"):
         pool.run(comes_over, make_job("raises", raises, VECTORS), size=3)
 
@@ -151,10 +151,10 @@ def test_a_model_that_cannot_be_built_tells_its_own_story(pool: Ranks) -> None:
 def kept_apart(world: World) -> bool:
     """Of a part, the values of views of one storage, and no more than is held of another."""
     whole = Everything()
-    model = shared_initialization.beside(whole)
+    model = shared_initialization.copy_modules(whole)
     values = whole.frozen.clone()
     assert model.first.weight.data_ptr() == whole.first.weight.data_ptr()
-    shared_initialization.own(model)
+    shared_initialization.make_values_private(model)
     model.frozen.data.zero_()
     model.views[0].data.zero_()
     return (
@@ -209,19 +209,19 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
         seen.append(now())
         return divided(*arguments, **more)
 
-    allocator.give_back()  # of trainings before
+    allocator.return_freed_memory()  # of trainings before
     seen = [now()]
-    divided = setup.divided
-    trainer = Trainer.of_job(world, job, resolved(text), unchecked=unchecked)
+    divided = setup.build_model_partition
+    trainer = Trainer.build_for_job(world, job, resolved(text), skip_first_step_check=unchecked)
     with mock.patch.object(setup, "divided", cut):
-        trainer.step(*parted(next(trainer.batches(job.train, job.batch, 0))))
+        trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, 0))))
     seen.append(now())
     trainer.close()
     return [each - seen[0] for each in seen[1:]]
 
 
 @pytest.mark.parametrize("unchecked", [True, pytest.param(False, marks=pytest.mark.story)])
-def test_the_whole_model_is_on_a_host_once(pool: Ranks, unchecked: bool) -> None:
+def test_the_whole_model_is_on_a_host_once(pool: Launcher, unchecked: bool) -> None:
     """Every rank had all of it until the cut: four ranks, four models, and more for the
     comparison with one worker's step.
     """

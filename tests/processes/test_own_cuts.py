@@ -25,10 +25,10 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
-from paragrad.engine.layout import Held, Layout, together
-from paragrad.launch import Ranks
+from paragrad.engine.layout import Layout, ShardSpec, assemble_tensors
+from paragrad.launch import Launcher
 from paragrad.record.record import Record
-from paragrad.runtime.world import TIMEOUT, World
+from paragrad.runtime.world import DEFAULT_TIMEOUT, World
 from paragrad.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
@@ -78,10 +78,10 @@ def test_it_is_the_same_training(chosen: pg.Strategy, tmp_path: Path) -> None:
     assert certificate.same
     assert certificate.difference < 1e-12
     run, serial = (pg.train(job, strategy, runs=tmp_path) for strategy in (chosen, "serial"))
-    assert (run.audit.twice, run.audit.missed) == (0, 0)
+    assert (run.sample_count.twice, run.sample_count.missed) == (0, 0)
     assert run.losses == pytest.approx(serial.losses, rel=1e-5)
     assert run.test == pytest.approx(serial.test)
-    assert {line["name"] for line in run.of("event")} == {"checked"}
+    assert {line["name"] for line in run.select_lines("event")} == {"checked"}
 
 
 @pytest.mark.parametrize(
@@ -150,18 +150,20 @@ def test_a_rank_holds_its_part_alone(tmp_path: Path) -> None:
     """
     run = pg.train(job, Stages(3), runs=tmp_path)
     held = [
-        line["parameters"] for rank in range(3) for line in Record(run.folder).of("memory", rank)
+        line["parameters"]
+        for rank in range(3)
+        for line in Record(run.folder).select_lines("memory", rank)
     ]
     assert sum(held) == 4 * sum(parameter.numel() for parameter in deep().parameters())
     assert max(held) < sum(held)
     assert ("loss again", "not checked") in {
-        (line["what"], line["picked"]) for line in run.of("choice")
+        (line["what"], line["picked"]) for line in run.select_lines("choice")
     }
 
 
 def freed(world: World, chosen: pg.Strategy) -> list[bool]:
     """Of every parameter of the whole model, whether it is gone after two steps."""
-    trainer = Trainer.of_job(world, job, chosen)
+    trainer = Trainer.build_for_job(world, job, chosen)
     try:
         whole = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
         for inputs, target in itertools.islice(trainer.batches(job.train, job.batch, 0), 2):
@@ -172,7 +174,7 @@ def freed(world: World, chosen: pg.Strategy) -> list[bool]:
         trainer.close()
 
 
-def test_the_whole_model_is_gone_once_the_first_step_was_compared(pool: Ranks) -> None:
+def test_the_whole_model_is_gone_once_the_first_step_was_compared(pool: Launcher) -> None:
     assert pool.run(freed, Stages(2), size=2) == [[True] * 6] * 2
 
 
@@ -183,7 +185,7 @@ def _broken(weight: float) -> None:
 class Failing(Central):
     """A worker fails where the others go on."""
 
-    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+    def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:
         made = Served(replica, world)
         if world.rank == 0:
             made.average = _broken  # type: ignore[method-assign]
@@ -194,11 +196,11 @@ def test_a_failed_worker_does_not_wait_for_its_server(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(pg.RankFailed, match="rank 0, step 0: ValueError: broken"):
         pg.train(job, Failing(2), runs=tmp_path)
-    assert time.monotonic() - began < TIMEOUT / 2
+    assert time.monotonic() - began < DEFAULT_TIMEOUT / 2
 
 
 def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
-    trainer = Trainer.of_job(world, job, chosen)
+    trainer = Trainer.build_for_job(world, job, chosen)
     stops = []
     try:
         for inputs, target in trainer.batches(job.train, job.batch, 0):
@@ -214,7 +216,7 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
 
 
 @pytest.mark.parametrize("chosen", [Stages(2), Columns(2), pg.Data(2) * Stages(2)], ids=str)
-def test_the_wish_to_stop_of_any_part_reaches_all(pool: Ranks, chosen: pg.Strategy) -> None:
+def test_the_wish_to_stop_of_any_part_reaches_all(pool: Launcher, chosen: pg.Strategy) -> None:
     assert pool.run(asked_to_stop, chosen, size=chosen.size) == [[False, True]] * chosen.size
 
 
@@ -222,8 +224,8 @@ def test_the_wish_to_stop_of_any_part_reaches_all(pool: Ranks, chosen: pg.Strate
 class Uncopied(Columns):
     """The gradient of a layer's input is this rank's part alone."""
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        share = super().share(model, example, axis)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().shard_model(model, example, axis)
         for module in share.model.modules():
             if isinstance(module, ColumnLinear):
                 module.forward = _without_sum.__get__(module)  # type: ignore[method-assign]
@@ -249,90 +251,95 @@ def test_a_wrong_cut_ends_in_its_first_step(tmp_path: Path) -> None:
 class Missing(Columns):
     """Says of the last bias that it does not count anywhere."""
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        share = super().share(model, example, axis)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().shard_model(model, example, axis)
         return replace(
-            share, held={**share.held, "6.bias": replace(share.held["6.bias"], counts=False)}
+            share, specs={**share.specs, "6.bias": replace(share.specs["6.bias"], is_primary=False)}
         )
 
 
 class Twice(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return pg.Share(
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return pg.ModelShard(
             model,
-            {name: replace(each, counts=True) for name, each in held_whole(model, axis).items()},
+            {
+                name: replace(each, is_primary=True)
+                for name, each in held_whole(model, axis).items()
+            },
         )
 
 
 class Nameless(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return pg.Share(model, {})
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return pg.ModelShard(model, {})
 
 
 class Misshapen(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        share = super().share(model, example, axis)
-        return replace(share, held={**share.held, "0.weight": Held("0.weight", (16, 10))})
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().shard_model(model, example, axis)
+        return replace(share, specs={**share.specs, "0.weight": ShardSpec("0.weight", (16, 10))})
 
 
 class Misplaced(Columns):
     """All ranks say that they hold the first rows; one of them does not."""
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        share = super().share(model, example, axis)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().shard_model(model, example, axis)
         return replace(
-            share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))}
+            share,
+            specs={**share.specs, "0.weight": ShardSpec("0.weight", (16, 10), ((slice(0, 8),),))},
         )
 
 
 class Overlapping(Columns):
     """All ranks do hold the first rows."""
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         whole = model.get_parameter("0.weight").detach().clone()
-        share = super().share(model, example, axis)
+        share = super().shard_model(model, example, axis)
         share.model.get_parameter("0.weight").data = whole[:8].clone()
         return replace(
-            share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))}
+            share,
+            specs={**share.specs, "0.weight": ShardSpec("0.weight", (16, 10), ((slice(0, 8),),))},
         )
 
 
 class Giftless(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return replace(super().share(model, example, axis), gives=False)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().shard_model(model, example, axis), has_output=False)
 
 
 class Textual(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return pg.Share(model, {"0.weight": "all of it"})  # type: ignore[dict-item]
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return pg.ModelShard(model, {"0.weight": "all of it"})  # type: ignore[dict-item]
 
 
 class Unhappy(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         raise KeyError("rows")
 
 
 class Further(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        share = super().share(model, example, axis)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().shard_model(model, example, axis)
         return replace(
-            share, held={**share.held, "7.bias": replace(share.held["6.bias"], counts=False)}
+            share, specs={**share.specs, "7.bias": replace(share.specs["6.bias"], is_primary=False)}
         )
 
 
 class Numbered(Stages):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return replace(super().share(model, example, axis), draws=(7,))
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().shard_model(model, example, axis), draw_calls=(7,))
 
 
 class Generous(Stages):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return replace(super().share(model, example, axis), gives=True)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().shard_model(model, example, axis), has_output=True)
 
 
 class Early(Stages):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return replace(super().share(model, example, axis), gives=axis.rank == 0)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().shard_model(model, example, axis), has_output=axis.rank == 0)
 
 
 class Forgetful(Stages):
@@ -340,16 +347,16 @@ class Forgetful(Stages):
 
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
         made = super().passes(within, exchange)
-        every = made.gradients
-        made.gradients = lambda micros, count: every(itertools.islice(micros, 1), count)
+        every = made.compute_gradients
+        made.compute_gradients = lambda micros, count: every(itertools.islice(micros, 1), count)
         return made
 
 
 class Mute(Stages):
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
         made = super().passes(within, exchange)
-        spoken = made.output
-        made.output = lambda inputs: _none(spoken(inputs))
+        spoken = made.compute_output
+        made.compute_output = lambda inputs: _none(spoken(inputs))
         return made
 
 
@@ -363,34 +370,34 @@ class Deserter(Served):
 
 
 class Deserting(Central):
-    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+    def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:
         return Deserter(replica, world)
 
 
 class Keeper(Served):
-    dismiss = pg.Exchange.dismiss
+    dismiss_servers = pg.Exchange.dismiss_servers
 
 
 class Keeping(Central):
-    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+    def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:
         return Keeper(replica, world)
 
 
 class Thawed(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        share = super().share(model, example, axis)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().shard_model(model, example, axis)
         share.model.get_parameter("0.bias").requires_grad_(False)
         return share
 
 
 class Elsewhere(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        share = super().share(model, example, axis)
-        return replace(share, held={**share.held, "0.bias": Held("0.bia", (16,))})
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().shard_model(model, example, axis)
+        return replace(share, specs={**share.specs, "0.bias": ShardSpec("0.bia", (16,))})
 
 
 class Nothing(Columns):
-    def share(self, model: nn.Module, example: Any, axis: World) -> Any:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> Any:
         return model
 
 
@@ -462,8 +469,8 @@ def test_an_optimizer_that_wants_whole_tensors_gets_them_or_says_so(tmp_path: Pa
 class Dropping(Stages):
     """The second stage's dropout is another one than serial's."""
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        return replace(super().share(model, example, axis), draws=(0, 1))
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().shard_model(model, example, axis), draw_calls=(0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -478,8 +485,8 @@ def test_a_wrong_number_of_a_draw_ends_with_a_verdict(dtype: torch.dtype, tmp_pa
 class Drifting(Columns):
     """The second rank's copy of a norm gets another gradient than the first's."""
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        share = super().share(model, example, axis)
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().shard_model(model, example, axis)
         if axis.rank == 1:
             share.model.get_parameter("1.weight").register_hook(lambda gradient: gradient * 0.5)
         return share
@@ -505,14 +512,14 @@ class Parted(Columns):
     gradient.
     """
 
-    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         held = held_whole(model, axis)
         table = model.get_parameter("0.table")
         rows = slice(2 * axis.rank, 2 * axis.rank + 2)
         model.get_submodule("0").table = nn.Parameter(table.detach()[rows].clone())
         model.get_submodule("0").axis = axis  # type: ignore[assignment]
-        held["0.table"] = Held("0.table", (4, 4), ((rows,),))
-        return pg.Share(model, held)
+        held["0.table"] = ShardSpec("0.table", (4, 4), ((rows,),))
+        return pg.ModelShard(model, held)
 
 
 class Table(nn.Module):
@@ -536,7 +543,7 @@ class Table(nn.Module):
 class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: World) -> torch.Tensor:
-        return axis.all_reduced(x)
+        return axis.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -570,7 +577,7 @@ def test_a_part_without_a_gradient_is_updated_as_the_whole_is(tmp_path: Path) ->
 )
 def test_autocast_and_more_stages_than_parameters(chosen: pg.Strategy, tmp_path: Path) -> None:
     run = pg.train(job.replace(dtype=torch.bfloat16), chosen, runs=tmp_path)
-    assert {line["name"] for line in run.of("event")} == {"checked"}
+    assert {line["name"] for line in run.select_lines("event")} == {"checked"}
     # of which the third has nothing to train
     assert pg.verify(job, Stages(4), runs=tmp_path).same
 
@@ -578,7 +585,7 @@ def test_autocast_and_more_stages_than_parameters(chosen: pg.Strategy, tmp_path:
 class Uncast(Stages):
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
         made = super().passes(within, exchange)
-        within.casting = contextlib.nullcontext
+        within.use_autocast = contextlib.nullcontext
         return made
 
 
@@ -639,14 +646,14 @@ class Undivided(pg.Strategy):
     """Divides the model, and does not say how; has an exchange all the same."""
 
     workers: int = pg.option(pg.Integer())
-    promise = Columns.promise
+    guarantees = Columns.guarantees
     axes = Columns.axes
-    exchange = Central.exchange
+    make_exchange = Central.make_exchange
 
 
 class Unsaid(pg.Strategy):
     workers: int = pg.option(pg.Integer())
-    promise = Columns.promise
+    guarantees = Columns.guarantees
     axes = Columns.axes
 
 
@@ -700,14 +707,18 @@ def test_planted_bugs_are_found_in_a_product_too(tmp_path: Path) -> None:
     for bug in ("mean_twice", "skip_chunk"):
         with pytest.raises(pg.RankFailed, match="off"):
             pg.train(
-                job, "data(2, reduce=ring) * columns(2)", runs=tmp_path, sabotage=bug, unproved=True
+                job,
+                "data(2, reduce=ring) * columns(2)",
+                runs=tmp_path,
+                sabotage=bug,
+                skip_schedule_check=True,
             )
 
 
 def test_the_record_tells_workers_from_servers(tmp_path: Path) -> None:
     run = pg.train(job, Central(2), runs=tmp_path)
     assert (run.header["workers"], run.header["servers"]) == (2, 1)
-    assert not Record(run.folder).of("step", 2)
+    assert not Record(run.folder).select_lines("step", 2)
     assert run.sent_per_step["gradients"]["bytes"] > 0
     assert (
         json.loads((run.folder / "rank-2.jsonl").read_text().splitlines()[-1])["kind"] == "memory"
@@ -731,33 +742,37 @@ def test_boxes_and_ranges_put_the_serial_tensor_together() -> None:
     qkv = torch.arange(24.0).view(12, 2)
     flat = torch.arange(7.0)
     held = [
-        Held(
+        ShardSpec(
             "qkv",
             (12, 2),
             tuple((slice(4 * third + 2 * rank, 4 * third + 2 * rank + 2),) for third in range(3)),
         )
         for rank in range(2)
     ]
-    ranges = [Held("flat", (7,), each) for each in (range(3), range(3, 7))]
+    ranges = [ShardSpec("flat", (7,), each) for each in (range(3), range(3, 7))]
     parts = [
-        (each, each.of(whole)) for whole, both in ((qkv, held), (flat, ranges)) for each in both
+        (each, each.extract_shard(whole))
+        for whole, both in ((qkv, held), (flat, ranges))
+        for each in both
     ]
     assert parts[0][1].tolist() == torch.cat([qkv[0:2], qkv[4:6], qkv[8:10]]).tolist()
-    found = together([*parts, (Held("none", (3,)), None)])
+    found = assemble_tensors([*parts, (ShardSpec("none", (3,)), None)])
     assert torch.equal(found["qkv"], qkv)  # type: ignore[arg-type]
     assert torch.equal(found["flat"], flat)  # type: ignore[arg-type]
     assert found["none"] is None
 
 
 def test_a_cut_of_a_cut_is_one_of_the_whole_or_refused() -> None:
-    rows = Held("layer.weight", (8, 2), ((slice(0, 4),),))
-    stage = Held("3.layer.weight", (8, 2), counts=False)
-    assert rows.after(stage) == Held("3.layer.weight", (8, 2), ((slice(0, 4),),), counts=False)
+    rows = ShardSpec("layer.weight", (8, 2), ((slice(0, 4),),))
+    stage = ShardSpec("3.layer.weight", (8, 2), is_primary=False)
+    assert rows.compose_with(stage) == ShardSpec(
+        "3.layer.weight", (8, 2), ((slice(0, 4),),), is_primary=False
+    )
     with pytest.raises(Exception, match="two cuts divide it"):
-        rows.after(rows)
+        rows.compose_with(rows)
 
 
 def test_an_uncut_model_is_a_layout_too() -> None:
     tensors = {"a": torch.ones(2), "b": None}
-    assert Layout().whole(tensors) == tensors
-    assert Layout().told([1.0, 2.0]) == [[1.0, 2.0]]
+    assert Layout().gather_serial_tensors(tensors) == tensors
+    assert Layout().share_numbers([1.0, 2.0]) == [[1.0, 2.0]]

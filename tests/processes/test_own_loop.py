@@ -23,8 +23,8 @@ from torch.nn import functional
 
 import paragrad as pg
 from paragrad.errors import StepFailed
-from paragrad.launch import Ranks
-from paragrad.runtime.rendezvous import standing
+from paragrad.launch import Launcher
+from paragrad.runtime.rendezvous import find_existing_world
 from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
 
@@ -163,7 +163,7 @@ def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list
 @pytest.mark.parametrize(
     "strategy", ["data(3, reduce=ring, shares=[3, 1, 2])", "spatial(3)", "data(3, dense=tensor)"]
 )
-def test_all_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Ranks, strategy: str) -> None:
+def test_all_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Launcher, strategy: str) -> None:
     """A process group that is there already is taken as it is: three ranks of the pool, against
     a world of one.
     """
@@ -273,7 +273,7 @@ def recurrent_loop(world: World, strategy: str) -> list[float]:
     "strategy",
     ["place(2)", "tensor(2)", pytest.param("pipeline(2, micro=2)", marks=pytest.mark.story)],
 )
-def test_a_frozen_lstm_in_a_loop_of_ones_own(pool: Ranks, strategy: str) -> None:
+def test_a_frozen_lstm_in_a_loop_of_ones_own(pool: Launcher, strategy: str) -> None:
     expected = recurrent_loop(World(), "serial")
     for losses in pool.run(recurrent_loop, strategy, size=2):
         assert losses == pytest.approx(expected, rel=1e-9)
@@ -302,7 +302,7 @@ def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ],
 )
 def test_a_model_that_is_cut_is_whole_again_after_the_loop(
-    pool: Ranks, strategy: str, size: int
+    pool: Launcher, strategy: str, size: int
 ) -> None:
     expected = cut_loop(World(), "serial")
     assert not expected[3]
@@ -424,7 +424,9 @@ def changing_loop(world: World, change: str) -> str:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_done_to_a_model_while_it_is_cut_is_not_ignored(pool: Ranks, change: str) -> None:
+def test_what_is_done_to_a_model_while_it_is_cut_is_not_ignored(
+    pool: Launcher, change: str
+) -> None:
     """Freezing, eval() and new groups were for the user's own object alone, and its parts went
     on as they were.
     """
@@ -484,7 +486,7 @@ def annealing_loop(world: World, strategy: str) -> list[float]:
     ],
 )
 def test_what_is_set_on_a_module_while_it_is_cut_is_set_on_its_part(
-    pool: Ranks, strategy: str
+    pool: Launcher, strategy: str
 ) -> None:
     """A dropout that a loop makes weaker, a temperature, a width that crosses a cut, for steps
     or for a test: the parts kept those of the first step, in silence.
@@ -569,7 +571,7 @@ def unfreezing(world: World) -> str:
     return "it trained on"
 
 
-def test_unfreezing_is_named_and_not_left_to_drift(pool: Ranks) -> None:
+def test_unfreezing_is_named_and_not_left_to_drift(pool: Launcher) -> None:
     """DDP exchanges what could be trained when it was made: what is unfrozen later would differ
     by rank, silently.
     """
@@ -605,7 +607,7 @@ def hooked(world: World, algorithm: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "algorithm", ["ring", "ring_async(segments=2)", "tree", "butterfly", "native"]
 )
-def test_our_all_reduces_under_plain_ddp(pool: Ranks, algorithm: str) -> None:
+def test_our_all_reduces_under_plain_ddp(pool: Launcher, algorithm: str) -> None:
     """The mean over ranks of their own means, as DDP has it."""
     torch.manual_seed(0)
     model = nn.Linear(10, 4).double()
@@ -616,13 +618,13 @@ def test_our_all_reduces_under_plain_ddp(pool: Ranks, algorithm: str) -> None:
 
 
 def limit_of_the_group(world: World) -> float:
-    found = standing()
+    found = find_existing_world()
     assert found is not None
     return found.timeout
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_group_of_the_users_keeps_its_time_limit(pool: Ranks, backend: str) -> None:
+def test_a_group_of_the_users_keeps_its_time_limit(pool: Launcher, backend: str) -> None:
     """A hook gave up after 300 s, whatever limit init_process_group was given."""
     assert pool.run(limit_of_the_group, size=2, backend=backend, timeout=7.0) == [7.0, 7.0]
 
@@ -635,7 +637,7 @@ def hook_with(world: World, text: str) -> str:
     return "taken"
 
 
-def test_a_hook_takes_an_all_reduce_and_nothing_else(pool: Ranks) -> None:
+def test_a_hook_takes_an_all_reduce_and_nothing_else(pool: Launcher) -> None:
     assert "did you mean ring" in pool.run(hook_with, "rang", size=2)[0]
     assert "takes the name of an all-reduce" in pool.run(hook_with, "ring, micro=2", size=2)[0]
 

@@ -20,13 +20,13 @@ from vote import Ballot, Vote, job
 
 import paragrad as pg
 from paragrad.commands.cli import app
-from paragrad.engine.passes import Sums
-from paragrad.launch import Ranks
+from paragrad.engine.passes import LossSums
+from paragrad.launch import Launcher
 from paragrad.record.record import Record
 from paragrad.runtime.mesh import Axis
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import Plan
+from paragrad.strategies.strategy import ScheduleUse
 from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -90,8 +90,8 @@ class Lying(Vote):
     """Promises what it does not keep."""
 
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise()
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees()
 
 
 def test_one_that_promises_to_be_exact_and_is_not_ends_in_its_first_step(tmp_path: Path) -> None:
@@ -120,14 +120,14 @@ class Twofold(pg.Strategy):
     workers: int = pg.option(pg.Integer(2))
 
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise()
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return Axis("data", self.workers // 2), Axis("fold", 2, "model")
 
-    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+    def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:
         return Summed(replica, world)
 
 
@@ -135,21 +135,21 @@ class Summed(Ballot):
     """The sum over one axis of the world; the wish to stop is everybody's."""
 
     def __init__(self, replica: Any, world: World) -> None:
-        super().__init__(replica, world.along("data"))
+        super().__init__(replica, world.select_axes("data"))
         self.all = world
 
     def finish(self, weight: float, loss: float) -> None:
-        own = torch.tensor([weight, loss, self.doubt], dtype=torch.float64)
-        weight, loss, doubt = self.world.all_reduced(own).tolist()
+        own = torch.tensor([weight, loss, self.doubtful_weight], dtype=torch.float64)
+        weight, loss, doubt = self.world.all_reduce(own).tolist()
         self.told = [
             weight,
             loss,
-            float(self.all.all_reduced(torch.tensor(float(self.stop)))),
+            float(self.all.all_reduce(torch.tensor(float(self.stop_requested)))),
             doubt,
         ]
-        for parameter in self.every:
+        for parameter in self.parameters:
             if parameter.requires_grad:
-                parameter.grad = self.world.all_reduced(
+                parameter.grad = self.world.all_reduce(
                     torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 )
 
@@ -170,25 +170,25 @@ class Reordered(Twofold):
 
 
 class ForwardsFirst(pg.Passes):
-    def gradients(self, micros: Any, count: int) -> Sums:
+    def compute_gradients(self, micros: Any, count: int) -> LossSums:
         loss = 0.0
         weight = 0.0
         made = []
         for micro, inputs, target in micros:
-            with self.within.keyed(micro):
+            with self.host.key_draws(micro):
                 total, more = self.exchange.module(inputs, target, len(micro.positions))
             made.append(total)
             loss = loss + float(total.detach())
             weight = weight + more
         for total in reversed(made):
             total.backward()
-        return Sums(loss, weight)
+        return LossSums(loss, weight)
 
 
 def test_passes_of_its_own_are_the_same_training(tmp_path: Path) -> None:
     assert pg.verify(job, Reordered(4), runs=tmp_path).same
     assert "first step" not in {
-        line["what"] for line in pg.train(job, Reordered(4), runs=tmp_path).of("choice")
+        line["what"] for line in pg.train(job, Reordered(4), runs=tmp_path).select_lines("choice")
     }
 
 
@@ -196,7 +196,7 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
     """Whether all ranks know in the same step that one was asked to stop. The loop changes what
     it was given.
     """
-    trainer = Trainer.of_job(world, job, chosen)
+    trainer = Trainer.build_for_job(world, job, chosen)
     stops = []
     try:
         for inputs, target in trainer.batches(job.train, job.batch, 0):
@@ -212,7 +212,9 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("chosen", [Twofold(4), Reordered(4), Twofold(2)])
-def test_the_wish_to_stop_reaches_all_whatever_the_passes(pool: Ranks, chosen: pg.Strategy) -> None:
+def test_the_wish_to_stop_reaches_all_whatever_the_passes(
+    pool: Launcher, chosen: pg.Strategy
+) -> None:
     """It was set in one worker's passes, so others lost it. And one worker's step counted a
     share of two ranks twice, where the loop had changed its batch.
     """
@@ -229,7 +231,7 @@ def test_a_strategy_of_two_axes_is_the_same_training(tmp_path: Path) -> None:
         run, serial = (
             pg.train(each, strategy, runs=tmp_path) for strategy in (Twofold(4), "serial")
         )
-        assert (run.audit.twice, run.audit.missed) == (0, 0)
+        assert (run.sample_count.twice, run.sample_count.missed) == (0, 0)
         assert run.losses == pytest.approx(serial.losses, rel=1e-4)
         assert run.test == (None if serial.test is None else pytest.approx(serial.test))
 
@@ -243,8 +245,8 @@ class Idle(pg.Strategy):
     workers: int = pg.option(pg.Integer())
 
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise(exact=False)
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees(exact=False)
 
 
 class Crooked(Vote):
@@ -261,7 +263,7 @@ class Uneven(Vote):
 
 class Sure(Vote):
     @property
-    def promise(self) -> Any:
+    def guarantees(self) -> Any:
         return True
 
 
@@ -279,19 +281,19 @@ class Doubled(Vote):
 
 class Slipping(Vote):
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise(exact=self.exactly)  # type: ignore[attr-defined]
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees(exact=self.exactly)  # type: ignore[attr-defined]
 
 
 class Gathering(Vote):
-    def plans(self) -> Any:
-        return (Plan("all-gather", pg.Ring(), 2),)
+    def plan_schedules(self) -> Any:
+        return (ScheduleUse("all-gather", pg.Ring(), 2),)
 
 
 class Nobody(pg.Strategy):
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise(exact=False)
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees(exact=False)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +335,7 @@ def test_a_strategy_that_leaves_an_answer_out_or_contradicts_itself_is_refused(
 class Empty(Vote):
     """Its exchange is none."""
 
-    def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> Any:
+    def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> Any:
         return None
 
 
@@ -347,9 +349,9 @@ def test_an_exchange_that_is_none_says_so(tmp_path: Path) -> None:
 class Few(Vote):
     """Its exchange counts three things."""
 
-    def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> pg.Exchange:
+    def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> pg.Exchange:
         made = Ballot(replica, world)
-        made.counted = lambda: made.told[:3]  # type: ignore[method-assign]
+        made.reduce_totals = lambda: made.told[:3]  # type: ignore[method-assign]
         return made
 
 
@@ -361,12 +363,14 @@ class Passless(Reordered):
 class Pairing(Reordered):
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
         right = ForwardsFirst(within, exchange)
-        right.gradients = lambda micros, count: (1.0, 2.0)
+        right.compute_gradients = lambda micros, count: (1.0, 2.0)
         return right
 
 
 class Raising(Vote):
-    def refuse(self, facts: Any, asked: pg.Strategy, unchecked: bool = False) -> None:
+    def refuse_job(
+        self, facts: Any, requested: pg.Strategy, skip_first_step_check: bool = False
+    ) -> None:
         raise KeyError("rows")
 
 
@@ -417,7 +421,9 @@ def test_what_raises_when_it_is_asked_is_refused_with_its_name() -> None:
 def fickle(world: World) -> None:
     """One rank sees another environment than the others."""
     os.environ["FICKLE"] = "yes" if world.rank else "no"
-    trainer = Trainer.of_job(world, job, pg.strategy("data(2, reduce=fickle, state=replicated)"))
+    trainer = Trainer.build_for_job(
+        world, job, pg.strategy("data(2, reduce=fickle, state=replicated)")
+    )
     try:
         trainer.step(*next(trainer.batches(job.train, job.batch, 0)))
     finally:
@@ -425,7 +431,7 @@ def fickle(world: World) -> None:
         trainer.close()
 
 
-def test_ranks_with_other_programs_say_so(pool: Ranks) -> None:
+def test_ranks_with_other_programs_say_so(pool: Launcher) -> None:
     """They aborted over gloo, or waited for ever."""
     with pytest.raises(
         pg.RankFailed,
@@ -490,9 +496,9 @@ class Scaled(Reordered):
 
     def passes(self, within: Any, exchange: pg.Exchange) -> Any:
         right = ForwardsFirst(within, exchange)
-        right.gradients = lambda micros, count: (
+        right.compute_gradients = lambda micros, count: (
             ForwardsFirst(within, exchange)
-            .gradients(  # type: ignore[method-assign]
+            .compute_gradients(  # type: ignore[method-assign]
                 micros, count
             )
             ._replace(scale=2.0)

@@ -13,14 +13,14 @@ from equality import IMAGES, VECTORS, job, mlp, normed_cnn
 
 import paragrad as pg
 from paragrad.record.record import Record
-from paragrad.record.step_log import Log
+from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.registry import strategy
-from paragrad.strategies.shares import Division, divide
-from paragrad.trainer.pace import Pace, Slowed, read_slowed
+from paragrad.strategies.shares import Division, apportion_samples
+from paragrad.trainer.pace import Pace, SlowRanks, read_slow_ranks
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -31,11 +31,11 @@ def vectors(**changes: Any) -> pg.Job:
 
 # ---- slowed on purpose -----------------------------------------------------------------------
 def test_slow_is_read() -> None:
-    assert read_slowed("1=3x", None) == Slowed(((1, 3.0),))
-    assert read_slowed("1=3, 2=1.5x,random:0.2=3x", 0.05) == Slowed(
+    assert read_slow_ranks("1=3x", None) == SlowRanks(((1, 3.0),))
+    assert read_slow_ranks("1=3, 2=1.5x,random:0.2=3x", 0.05) == SlowRanks(
         ((1, 3.0), (2, 1.5)), (0.2, 3.0), 0.05
     )
-    assert read_slowed(None, None) == Slowed()
+    assert read_slow_ranks(None, None) == SlowRanks()
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,10 @@ def test_what_cannot_be_is_refused(slow: Any, pace: Any, says: str) -> None:
 
 
 def test_a_random_share_of_steps_is_slow_the_same_in_every_process() -> None:
-    slowed = read_slowed("random:0.2=3x,0=2x", None)
-    factors = [[slowed.factor(5, rank, step) for step in range(1000)] for rank in range(2)]
+    slowed = read_slow_ranks("random:0.2=3x,0=2x", None)
+    factors = [
+        [slowed.compute_slowdown(5, rank, step) for step in range(1000)] for rank in range(2)
+    ]
     assert set(factors[0]) == {2.0, 6.0}
     assert set(factors[1]) == {1.0, 3.0}
     assert all(150 < sum(each > 2.5 for each in row) < 250 for row in factors)
@@ -72,7 +74,7 @@ def test_a_random_share_of_steps_is_slow_the_same_in_every_process() -> None:
 
 
 def waits(
-    monkeypatch: pytest.MonkeyPatch, slowed: Slowed, took: list[float], samples: int = 16
+    monkeypatch: pytest.MonkeyPatch, slowed: SlowRanks, took: list[float], samples: int = 16
 ) -> tuple[Pace, list[float]]:
     """What rank 1 waits in steps whose passes take so many seconds of the core, and its pace. A
     share is 16 samples.
@@ -84,7 +86,7 @@ def waits(
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", waited.append)
     for step, seconds in enumerate(took):
-        with pace.over(step, samples, 16.0, passes):  # type: ignore[arg-type]
+        with pace.pace_step(step, samples, 16.0, passes):  # type: ignore[arg-type]
             clock[0] += seconds
             # the core is shared: on the clock all takes twice as long
             passes.on_core += seconds / 3
@@ -95,14 +97,14 @@ def waits(
 def test_a_slow_rank_waits_for_what_it_would_take_and_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert waits(monkeypatch, Slowed(), [0.5, 0.25])[1] == [0.0, 0.0]
-    pace, waited = waits(monkeypatch, Slowed(((1, 3.0),)), [0.5, 0.25])
+    assert waits(monkeypatch, SlowRanks(), [0.5, 0.25])[1] == [0.0, 0.0]
+    pace, waited = waits(monkeypatch, SlowRanks(((1, 3.0),)), [0.5, 0.25])
     assert waited == [2.0, 1.0]  # of one second, and of half of one
     assert (pace.samples, pace.seconds) == (32, 4.5)
-    assert waits(monkeypatch, Slowed(((0, 3.0),)), [0.5])[1] == [0.0]
+    assert waits(monkeypatch, SlowRanks(((0, 3.0),)), [0.5])[1] == [0.0]
     # half a share: two seconds
-    assert waits(monkeypatch, Slowed((), None, 4.0), [0.5], samples=8)[1] == [1.0]
-    assert waits(monkeypatch, Slowed(((1, 3.0),), None, 4.0), [0.5])[1] == [11.0]
+    assert waits(monkeypatch, SlowRanks((), None, 4.0), [0.5], samples=8)[1] == [1.0]
+    assert waits(monkeypatch, SlowRanks(((1, 3.0),), None, 4.0), [0.5])[1] == [11.0]
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,18 @@ def followed(
     world: Any = SimpleNamespace(
         gathered=lambda own: [torch.tensor(each, dtype=torch.float64) for each in told]
     )
-    return Pace(Slowed(), 0, 0).followed(world, full, Division(before), Log(None), 1).shares
+    return (
+        Pace(SlowRanks(), 0, 0)
+        .update_shares(world, full, Division(before), StepLog(None), 1)
+        .shares
+    )
 
 
 def test_shares_are_in_proportion_to_what_ranks_take() -> None:
-    assert divide(64, followed([(160, 1.0), (160, 3.0)], (1, 1))) == [48, 16]
-    assert divide(64, followed([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))) == [
+    assert apportion_samples(64, followed([(160, 1.0), (160, 3.0)], (1, 1))) == [48, 16]
+    assert apportion_samples(
+        64, followed([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))
+    ) == [
         16,
         16,
         31,
@@ -139,7 +147,7 @@ def test_shares_are_in_proportion_to_what_ranks_take() -> None:
     # a sample for each
     assert followed([(160, 1.0), (20, 1.0), (20, 1.0), (10, 1.0)], (1, 1, 1, 1), 4) == (1, 1, 1, 1)
     assert min(followed([(160, 1.0), (1, 1.0), (1, 1.0)], (1, 1, 1), 7)) == 1
-    assert divide(4000, followed([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3997, 3]
+    assert apportion_samples(4000, followed([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3997, 3]
 
 
 def test_shares_stay_where_others_are_hardly_worth_it_or_nothing_is_known() -> None:
@@ -152,13 +160,13 @@ def test_shares_change_once_an_epoch() -> None:
     shares for the rest of it.
     """
     world: Any = SimpleNamespace(gathered=lambda own: [own, own * torch.tensor([1.0, 3.0])])
-    pace = Pace(Slowed(), 0, 0)
+    pace = Pace(SlowRanks(), 0, 0)
     shares = []
     for epoch in (1, 1, 2):
         pace.samples = pace.samples + 160
         pace.seconds = pace.seconds + 1.0
-        shares.append(pace.followed(world, 64, Division((1, 1)), Log(None), epoch).shares)
-    assert divide(64, shares[0]) == divide(64, shares[2]) == [48, 16]
+        shares.append(pace.update_shares(world, 64, Division((1, 1)), StepLog(None), epoch).shares)
+    assert apportion_samples(64, shares[0]) == apportion_samples(64, shares[2]) == [48, 16]
     assert shares[1] == (1, 1)  # that is, those of before
     assert pace.samples == 0
 
@@ -169,10 +177,10 @@ def test_shares_that_cannot_change_are_told_at_the_door() -> None:
         UserWarning,
         match="job vectors begins one alone, so they stay equal; give more epochs, or say the",
     ):
-        admitted(vectors(epochs=1), "data(2, shares=auto)")
+        validate_run(vectors(epochs=1), "data(2, shares=auto)")
     with pytest.warns(UserWarning, match="they stay equal"):
-        admitted(vectors(), "data(2, shares=auto)", Settings(limit=3))
-    admitted(vectors(epochs=2), "data(2, shares=auto)")
+        validate_run(vectors(), "data(2, shares=auto)", Settings(limit=3))
+    validate_run(vectors(epochs=2), "data(2, shares=auto)")
 
 
 @pytest.mark.parametrize(
@@ -184,19 +192,20 @@ def test_a_slow_rank_gets_fewer_samples_and_the_training_is_serials(
     run = pg.train(vectors(), text, runs=tmp_path, slow="1=5x", pace=0.05)
     serial = pg.train(vectors(), "serial", runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-10)
-    assert (run.audit.twice, run.audit.missed) == (0, 0)
+    assert (run.sample_count.twice, run.sample_count.missed) == (0, 0)
     record = Record(run.folder)
-    orders = [[line["order"] for line in record.of("step", rank)] for rank in range(2)]
+    orders = [[line["order"] for line in record.select_lines("step", rank)] for rank in range(2)]
     first, second = ([stop - start for start, stop in each] for each in orders)
     assert first[0] == second[0]
     assert first[3] > 2 * second[3] > 0
-    assert [line["what"] for line in record.of("choice", 0)].count("shares") >= 1
+    assert [line["what"] for line in record.select_lines("choice", 0)].count("shares") >= 1
 
 
 def test_shares_change_between_epochs_alone(tmp_path: Path) -> None:
     run = pg.train(vectors(epochs=2), "data(2, shares=auto)", runs=tmp_path, slow="0=5x", pace=0.05)
     counts = [
-        stop - start for start, stop in (line["order"] for line in Record(run.folder).of("step", 0))
+        stop - start
+        for start, stop in (line["order"] for line in Record(run.folder).select_lines("step", 0))
     ]
     assert counts[:3] == [6, 6, 3]
     assert counts[3] == counts[4] < 6
@@ -210,7 +219,7 @@ def test_batch_norm_does_not_hide_who_is_slow(tmp_path: Path) -> None:
     run = pg.train(made, "data(2, shares=auto)", runs=tmp_path, slow="1=5x", pace=0.05)
     serial = pg.train(made, "serial", runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-8)
-    assert any(line["what"] == "shares" for line in run.of("choice"))
+    assert any(line["what"] == "shares" for line in run.select_lines("choice"))
 
 
 @pytest.mark.parametrize(
@@ -230,18 +239,18 @@ def test_they_are_refused_where_batch_norm_might_meet_one_sample(more: str) -> N
 
 def test_verify_takes_uneven_shares(tmp_path: Path) -> None:
     """Equal ones, with which a run begins, say nothing of those to come."""
-    assert strategy("data(3, shares=auto)").verified.division == Division((3, 2, 1))
-    assert strategy("data(2)").verified == strategy("data(2)")
+    assert strategy("data(3, shares=auto)").verifiable.division == Division((3, 2, 1))
+    assert strategy("data(2)").verifiable == strategy("data(2)")
     assert pg.verify(vectors(), "data(3, shares=auto)", runs=tmp_path).same
 
 
 def test_two_ways_through_data_keep_the_shares_that_they_began_with(tmp_path: Path) -> None:
     """Another `batches` changed what was left of the one under way."""
-    trainer = Trainer.of_job(World(), vectors(), strategy("data(1)"))
+    trainer = Trainer.build_for_job(World(), vectors(), strategy("data(1)"))
     first = trainer.batches(VECTORS, 12, 0)
     next(first)
     trainer.division = Division((1,), 3)
     next(first)
-    assert trainer.feed.batch is not None
-    assert len(trainer.feed.batch.micros) == 1
+    assert trainer.feed.pending_batch is not None
+    assert len(trainer.feed.pending_batch.micro_batches) == 1
     trainer.close()

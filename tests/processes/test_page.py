@@ -24,11 +24,11 @@ import pytest
 from rich.console import Console
 
 import paragrad
-from paragrad.jobs.find_job import find
+from paragrad.jobs.find_job import find_job
 from paragrad.record.record import Line, Record
 from paragrad.report import charts, comparison_page, comparison_table, palette, sections
-from paragrad.report.comparison_table import Table, columns_of, sized
-from paragrad.report.timing import times_of
+from paragrad.report.comparison_table import Table, format_bytes, list_columns
+from paragrad.report.timing import measure_step_time
 
 pytestmark = pytest.mark.story
 
@@ -141,7 +141,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         paragrad.job("digits").replace(epochs=2),
         "serial; data(2, reduce=ring)",
         seeds=2,
-        twin=True,
+        rounding_baseline=True,
         until="accuracy=80",
         runs=tmp_path_factory.mktemp("compared"),
     )
@@ -181,7 +181,7 @@ def test_numbers_are_the_records(compared: Path) -> None:
         rows = table_of(driver)
     assert [row["strategy"] for row in rows] == ["serial", "data(2, reduce=ring)", "rounding twin"]
     all_threads, baseline = (
-        times_of([Record(path) for path in compared.glob(pattern)])
+        measure_step_time([Record(path) for path in compared.glob(pattern)])
         for pattern in ("01-serial-seed-*", "baseline-serial-threads-1")
     )
     assert all_threads
@@ -208,13 +208,13 @@ def test_numbers_are_the_records(compared: Path) -> None:
         ):
             wanted = numpy.mean([each[place] for each in reached])
             assert row[f"{column} to accuracy=80"].rstrip("!") == f"{wanted:{digits}}"
-        times = times_of(records)
+        times = measure_step_time(records)
         assert times
         assert float(row["ms/step"].rstrip("!")) == pytest.approx(step, abs=0.0051)
         assert row["speed-up"].rstrip("!") == (
-            str(all_threads.over(times)) if names[0] != "01-serial-seed-0" else "1.00x"
+            str(all_threads.divide_by(times)) if names[0] != "01-serial-seed-0" else "1.00x"
         )
-        assert row["over 1 thread"].rstrip("!") == str(baseline.over(times))
+        assert row["over 1 thread"].rstrip("!") == str(baseline.divide_by(times))
         assert row["parameters"].split() == [
             hashlib.sha256((compared / name / "model.safetensors").read_bytes()).hexdigest()[:8]
             for name in names
@@ -229,7 +229,7 @@ def test_numbers_are_the_records(compared: Path) -> None:
     assert rows[1]["sent/rank/step"] == f"gradients {most:,}"
     assert float(rows[1]["difference"]) == pytest.approx(difference["value"], rel=0.05)
     assert rows[1]["where largest"] == difference["tensor"]
-    assert rows[1]["memory"] == sized(
+    assert rows[1]["memory"] == format_bytes(
         sum(Record(compared / "02-data-2-reduce-ring-seed-0").fullest.values())
     )
 
@@ -400,7 +400,7 @@ def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
     """A job's name and an error's message are the user's; neither may run in the reader's
     browser.
     """
-    job = find(str(JOB_FILES / "fails_on_two.py"), {})
+    job = find_job(str(JOB_FILES / "fails_on_two.py"), {})
     table = paragrad.compare(job, "serial; data(2, reduce=tree); data(3)", runs=tmp_path)
     for header in table.folder.glob("*/run.jsonl"):
         header.write_text(
@@ -414,7 +414,7 @@ def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
         assert driver.execute_script("return document.querySelectorAll('script, img').length") == 0
         assert driver.title.startswith("<script>document.title=1</script>&: 3 strategies")
         failed = driver.execute_script("return document.querySelector('td.failed').colSpan")
-    assert failed == len(columns_of(table)) - 1
+    assert failed == len(list_columns(table)) - 1
     assert rows[1].keys() == {"strategy", "test accuracy"}
     assert rows[1]["test accuracy"].startswith(
         "failed: rank 1, step 0: RuntimeError: <img src=x onerror=document.title=1> (/"
@@ -691,7 +691,7 @@ def test_kinds_of_bytes_and_what_was_computed(tmp_path: Path) -> None:
 def test_every_column_is_explained(tmp_path: Path) -> None:
     table = written(tmp_path, ["serial"])
     text = page_of(table)
-    for column in columns_of(table)[1:]:
+    for column in list_columns(table)[1:]:
         assert f"<dt>{column}</dt>" in text
 
 
@@ -713,17 +713,17 @@ def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) ->
 def test_points_are_the_records(tmp_path: Path) -> None:
     """(samples, steps, value) at the end of every step and of every epoch."""
     record = written(tmp_path, ["serial"]).records["00-0"]
-    assert sections.losses(record) == [
+    assert sections.list_step_losses(record) == [
         (8.0, 1.0, 2.0),
         (16.0, 2.0, 1.5),
         (24.0, 3.0, 1.0 + 1 / 3),
         (32.0, 4.0, 1.25),
     ]
-    assert sections.tests(record) == [(16.0, 2.0, 10.0), (32.0, 4.0, 30.0)]
+    assert sections.list_test_values(record) == [(16.0, 2.0, 10.0), (32.0, 4.0, 30.0)]
 
 
 def test_bytes_in_the_units_that_people_use() -> None:
-    assert comparison_table.held(
+    assert comparison_table.format_memory_kinds(
         {
             "a": 0,
             "b": 1,
@@ -738,11 +738,11 @@ def test_bytes_in_the_units_that_people_use() -> None:
 
 
 def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:
-    seen = charts.style(0)
+    seen = charts.choose_style(0)
     seeds = [[(float(step), float(10 * seed + step)) for step in range(8)] for seed in range(2)]
     # a seed that went further: its mates have nothing to average with
     seeds[1].append((8.0, 1000.0))
-    found = charts.curve(seen, "serial", seeds, most=4)
+    found = charts.build_curve(seen, "serial", seeds, most=4)
     assert found == charts.Curve(
         seen,
         "serial",
@@ -753,14 +753,14 @@ def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:
         seeds=2,
         steps=2,
     )
-    assert charts.curve(seen, "serial", []) is None
-    assert charts.curve(seen, "serial", [[(1.0, float("nan"))]]) is None
+    assert charts.build_curve(seen, "serial", []) is None
+    assert charts.build_curve(seen, "serial", [[(1.0, float("nan"))]]) is None
 
 
 def test_ten_strategies_look_different() -> None:
-    assert len({charts.style(place).colour for place in range(10)}) == 10
-    assert len({charts.style(place).marker for place in range(10)}) == 10
-    assert len({charts.style(place) for place in range(20)}) == 20
+    assert len({charts.choose_style(place).colour for place in range(10)}) == 10
+    assert len({charts.choose_style(place).marker for place in range(10)}) == 10
+    assert len({charts.choose_style(place) for place in range(20)}) == 20
 
 
 # ---- the table at a terminal -----------------------------------------------------------------
@@ -772,7 +772,7 @@ SIX = [
 
 def at_terminal(compared: Table, width: int) -> list[str]:
     console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
-    comparison_table.show(compared, console)
+    comparison_table.print_table(compared, console)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
@@ -794,12 +794,12 @@ def test_the_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None
         assert "500.00" in line
         assert ("9a129038" in line) == (seeds == 1)
     assert "accuracy" in drawn[2]
-    shown = [column for column in columns_of(compared) if column.split()[-1] in drawn[2]]
+    shown = [column for column in list_columns(compared) if column.split()[-1] in drawn[2]]
     assert lines[len(drawn)].split(": ")[1].split(", ") == [
-        column for column in columns_of(compared) if column not in shown
+        column for column in list_columns(compared) if column not in shown
     ]
     wide = at_terminal(compared, 170)
-    assert all(column in wide[2] for column in columns_of(compared))
+    assert all(column in wide[2] for column in list_columns(compared))
 
 
 def test_a_long_strategy_and_a_failure_leave_the_table_readable(tmp_path: Path) -> None:
@@ -883,4 +883,4 @@ def test_a_speed_up_that_noise_made_is_not_told(tmp_path: Path) -> None:
     assert [row.speed_up for row in table.rows] == [1.0, None, None]
     assert "1.2-47x" in str(table)
     assert "two numbers (as 0.8-1.3x) in place of a speed-up" in str(table)
-    assert table.as_json()["rows"][1]["speed_up_between"] == pytest.approx([1.2, 47.0])
+    assert table.to_json()["rows"][1]["speed_up_between"] == pytest.approx([1.2, 47.0])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 import paragrad as pg
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 
 class Counting:
@@ -67,7 +67,7 @@ def test_a_rate_that_is_gone_is_told(scheduler: Callable[[Optimizer], Any], step
         match=f"from step {step} of 400 on the learning rate is below a millionth of the first: "
         r"\w+LR is stepped once for every global batch; .* give it 2 times as many",
     ):
-        admitted(stepped_by(scheduler), "serial", Settings())
+        validate_run(stepped_by(scheduler), "serial", Settings())
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -79,7 +79,7 @@ def test_others_are_not(name: str) -> None:
     drawn = torch.random.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        admitted(stepped_by(SOUND[name]), "serial", Settings())
+        validate_run(stepped_by(SOUND[name]), "serial", Settings())
     # as torch asks when it is made
     assert Counting.asked == (name == "a state of its own")
     # also the first time in a process: models are built

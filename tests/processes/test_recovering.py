@@ -24,11 +24,11 @@ from torch.nn import functional
 
 import paragrad as pg
 from paragrad.loops import failure_recovery
-from paragrad.parallel.server.message_header import Header, Kind
-from paragrad.parallel.server.model_buffers import saved
-from paragrad.parallel.server.snapshot import Snapshots, common
-from paragrad.record.record import Record, lines_of
-from paragrad.trainer.checkpoint.checkpoint import folders
+from paragrad.parallel.server.message_header import Header, MessageType
+from paragrad.parallel.server.model_buffers import serialize_tensors
+from paragrad.parallel.server.snapshot import SnapshotStore, find_common_step
+from paragrad.record.record import Record, read_lines
+from paragrad.trainer.checkpoint.checkpoint import list_checkpoint_folders
 
 
 def halving(optimizer: Any) -> Any:
@@ -54,23 +54,23 @@ MADE = {
 PACE = 0.03
 
 
-class Disturbed(failure_recovery.Run):
+class Disturbed(failure_recovery.RecoveryCoordinator):
     """Once so many steps are in the record of the first rank, something happens to one of its
     processes, every time it has begun again too. Whoever looks does so five times a second, at
     least: a training of steps that nothing holds may be over by then, so it is given a pace.
     """
 
     at: tuple[int, ...] = ()
-    happens: Callable[[failure_recovery.Run, int], None]
+    happens: Callable[[failure_recovery.RecoveryCoordinator, int], None]
 
-    def look(self) -> None:
-        super().look()
+    def poll_events(self) -> None:
+        super().poll_events()
         while (
             self.at
             and max(
                 (
                     line["step"]
-                    for line in lines_of(self.folder / "rank-0.jsonl", spans=False)
+                    for line in read_lines(self.folder / "rank-0.jsonl", spans=False)
                     if line["kind"] == "step"
                 ),
                 default=-1,
@@ -82,10 +82,12 @@ class Disturbed(failure_recovery.Run):
             self.happens(first)
 
 
-def signalled(number: int, sent: signal.Signals) -> Callable[[failure_recovery.Run, int], None]:
-    def happens(run: failure_recovery.Run, step: int) -> None:
-        if number in run.crew.members:  # it may have come to its end
-            run.crew.members[number].signal(sent)
+def signalled(
+    number: int, sent: signal.Signals
+) -> Callable[[failure_recovery.RecoveryCoordinator, int], None]:
+    def happens(run: failure_recovery.RecoveryCoordinator, step: int) -> None:
+        if number in run.pool.members:  # it may have come to its end
+            run.pool.members[number].send_signal(sent)
 
     return happens
 
@@ -125,7 +127,7 @@ def test_who_is_killed_leaves_no_trace_in_the_training(
     serial = pg.train(made, runs=tmp_path)
     monkeypatch.setattr(
         failure_recovery,
-        "Run",
+        "RecoveryCoordinator",
         type(
             "Here", (Disturbed,), {"at": (3, 40, 110), "happens": signalled(number, signal.SIGKILL)}
         ),
@@ -135,13 +137,13 @@ def test_who_is_killed_leaves_no_trace_in_the_training(
     for name, tensor in serial.model().state_dict().items():
         assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-10, atol=1e-10), name
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
-    assert (run.audit.epochs, run.audit.twice, run.audit.missed) == (50, 0, 0)
+    assert (run.sample_count.epochs, run.sample_count.twice, run.sample_count.missed) == (50, 0, 0)
     assert run.test == pytest.approx(serial.test)
-    names = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
+    names = [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"]
     assert event in names
-    assert len(run.happened) == len(names)
+    assert len(run.event_messages) == len(names)
     for rank in range(len(Record(run.folder).ranks)):
-        steps = [line["step"] for line in Record(run.folder).of("step", rank)]
+        steps = [line["step"] for line in Record(run.folder).select_lines("step", rank)]
         assert steps == sorted(set(steps))
     on = pg.train(made.replace(epochs=51), "data(2)", runs=tmp_path, resume=run.folder)
     more = pg.train(made.replace(epochs=51), runs=tmp_path)
@@ -195,12 +197,12 @@ def test_what_forwards_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.Mo
     made = job("remembering", Remembering, VECTORS).replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(
         failure_recovery,
-        "Run",
+        "RecoveryCoordinator",
         type("Here", (Disturbed,), {"at": (5, 20), "happens": signalled(1, signal.SIGKILL)}),
     )
     run = pg.train(made, "server(2)", runs=tmp_path, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
-    assert run.happened
+    assert run.event_messages
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     for name, tensor in serial.model().state_dict().items():
         assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-10), name
@@ -245,16 +247,21 @@ def test_who_dies_after_a_last_step_leaves_no_trace(
     monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
     monkeypatch.setenv("PARAGRAD_TEST_CALLS", str(calls))
     monkeypatch.setenv("PARAGRAD_TEST_DIES_AT", "1000")
-    tests = len(Record(pg.train(made, "server(2)", runs=tmp_path, **changes).folder).of("epoch"))
+    tests = len(
+        Record(pg.train(made, "server(2)", runs=tmp_path, **changes).folder).select_lines("epoch")
+    )
     a_test = len(list(calls.iterdir())) // tests
     for call in calls.iterdir():
         call.unlink()
     monkeypatch.setenv("PARAGRAD_TEST_DIES_AT", str((at - 1) * a_test + 1))
     run = pg.train(made, "server(2)", runs=tmp_path, save=100, **changes)
-    assert run.happened
+    assert run.event_messages
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     assert run.test == pytest.approx(serial.test, rel=1e-9)
-    epochs = [[line["epoch"] for line in Record(each.folder).of("epoch")] for each in (run, serial)]
+    epochs = [
+        [line["epoch"] for line in Record(each.folder).select_lines("epoch")]
+        for each in (run, serial)
+    ]
     assert epochs[0] == epochs[1]
     for name, tensor in serial.model().state_dict().items():
         assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-10), name
@@ -270,17 +277,17 @@ def test_servers_that_die_again_and_again_end_no_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=110)
-    monkeypatch.setattr(failure_recovery, "AGAIN", 1)
+    monkeypatch.setattr(failure_recovery, "MAX_RESTARTS", 1)
     monkeypatch.setattr(
         failure_recovery,
-        "Run",
+        "RecoveryCoordinator",
         type(
             "Here", (Disturbed,), {"at": (101, 203, 305), "happens": signalled(1, signal.SIGKILL)}
         ),
     )
     run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
-    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == [
+    assert [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"] == [
         "back"
     ] * 3
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
@@ -296,17 +303,17 @@ def test_servers_that_die_as_they_are_started_again_end_no_run(
         happens = signalled(1, signal.SIGKILL)
         left = 2
 
-        def go_back(self, trouble: pg.RankFailed, because: str) -> None:
-            super().go_back(trouble, because)
+        def restore_snapshots(self, failure: pg.RankFailed, reason: str) -> None:
+            super().restore_snapshots(failure, reason)
             self.left -= 1
             if self.left:
-                self.crew.members[1].signal(signal.SIGKILL)
+                self.pool.members[1].send_signal(signal.SIGKILL)
 
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
-    monkeypatch.setattr(failure_recovery, "Run", Again)
+    monkeypatch.setattr(failure_recovery, "RecoveryCoordinator", Again)
     run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
-    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == [
+    assert [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"] == [
         "back"
     ] * 2
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
@@ -340,12 +347,14 @@ def test_what_an_optimizer_keeps_beside_its_parameters_goes_on_too(
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=50, optimizer=counting)
     monkeypatch.setattr(
         failure_recovery,
-        "Run",
+        "RecoveryCoordinator",
         type("Here", (Disturbed,), {"at": (105,), "happens": signalled(1, signal.SIGKILL)}),
     )
     run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
-    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"]
+    assert [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"] == [
+        "back"
+    ]
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
@@ -365,13 +374,15 @@ def test_a_worker_that_stands_still_is_replaced(
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(
         failure_recovery,
-        "Run",
+        "RecoveryCoordinator",
         type("Here", (Disturbed,), {"at": (5,), "happens": signalled(1, signal.SIGSTOP)}),
     )
     run = pg.train(made, "server(2)", runs=tmp_path, timeout=2, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
-    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["again"]
+    assert [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"] == [
+        "again"
+    ]
 
 
 @pytest.fixture
@@ -379,15 +390,15 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of workers that were started; what goes wrong in a loss begins with the first of them,
     after the door has tried it.
     """
-    begin = failure_recovery.Run.work
+    begin = failure_recovery.RecoveryCoordinator.start_workers
     found = list[int]()
 
-    def work(self: failure_recovery.Run) -> None:
+    def work(self: failure_recovery.RecoveryCoordinator) -> None:
         monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
-        found.append(self.worlds)
+        found.append(self.world_count)
         begin(self)
 
-    monkeypatch.setattr(failure_recovery.Run, "work", work)
+    monkeypatch.setattr(failure_recovery.RecoveryCoordinator, "start_workers", work)
     return found
 
 
@@ -425,7 +436,7 @@ def leaving(output: Tensor, target: Tensor) -> Tensor:
 def test_who_dies_every_time_ends_the_run(
     worlds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure_recovery, "AGAIN", 1)
+    monkeypatch.setattr(failure_recovery, "MAX_RESTARTS", 1)
     with pytest.raises(pg.RankFailed, match="exited with code 3"):
         pg.train(MADE["batch norm"].replace(loss=leaving), "server(2)", runs=tmp_path)
     assert worlds == [0, 1]
@@ -451,11 +462,11 @@ def kept(told: Told) -> Any:
     return served
 
 
-def asked(served: Any, told: Told, kind: Kind, job: int = JOB, **more: Any) -> None:
-    served.taken(frames(Header(kind, job, **more)))
+def asked(served: Any, told: Told, kind: MessageType, job: int = JOB, **more: Any) -> None:
+    served.handle_message(frames(Header(kind, job, **more)))
 
 
-def stands(told: Told) -> tuple[Kind, int]:
+def stands(told: Told) -> tuple[MessageType, int]:
     return told.answers[-1][1].kind, told.answers[-1][1].version
 
 
@@ -464,28 +475,28 @@ def test_a_step_of_which_all_is_there_is_made_or_forgotten(finish: float) -> Non
     told = Told()
     served = kept(told)
     for share in range(2):
-        served.taken(push(share=share, sender=share + 1, whose=b"w%d" % share))
-    asked(served, told, Kind.HALT, version=78)
-    assert stands(told)[0] == Kind.GIVEN
-    asked(served, told, Kind.RESUME, 78, numbers=(finish, 12.0, 1.0))
-    assert stands(told) == (Kind.DONE, int(finish))
+        served.handle_message(push(share=share, sender=share + 1, whose=b"w%d" % share))
+    asked(served, told, MessageType.HALT, version=78)
+    assert stands(told)[0] == MessageType.GIVEN
+    asked(served, told, MessageType.RESUME, 78, numbers=(finish, 12.0, 1.0))
+    assert stands(told) == (MessageType.DONE, int(finish))
     assert float(served.shard.values[0][0]) == pytest.approx(1.0 - finish * 2.0 / 12.0)
     for share in range(2):  # the next step, or the same again
-        served.taken(
+        served.handle_message(
             push(share=share, sender=share + 5, whose=b"n%d" % share, job=78, step=int(finish))
         )
-    assert served.shard.complete
+    assert served.shard.is_complete
 
 
 def test_what_those_who_are_gone_sent_is_nothing_any_more() -> None:
     told = Told()
     served = kept(told)
-    served.taken(push(share=0))
-    asked(served, told, Kind.HALT, version=78)
+    served.handle_message(push(share=0))
+    asked(served, told, MessageType.HALT, version=78)
     assert said(served, push(share=1, sender=2)) == "it is of another training"
-    asked(served, told, Kind.RESUME, 78)
-    assert not served.pushes
-    assert not served.shard.complete
+    asked(served, told, MessageType.RESUME, 78)
+    assert not served.pending_pushes
+    assert not served.shard.is_complete
 
 
 # ---- the record ------------------------------------------------------------------------------
@@ -506,36 +517,38 @@ def test_a_record_goes_back(tmp_path: Path) -> None:
         file.write('{"kind":"step","step":')  # by one that was killed over it
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step:08}").mkdir()
-    failure_recovery.rewind(tmp_path, 2, 3)
+    failure_recovery.rewind_record(tmp_path, 2, 3)
     for rank in range(2):
         assert [
             json.loads(text) for text in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()
         ] == lines[:5]
-    assert [each.name for each in folders(tmp_path)] == ["checkpoint-00000002"]
+    assert [each.name for each in list_checkpoint_folders(tmp_path)] == ["checkpoint-00000002"]
 
 
 def test_servers_go_back_to_what_all_have(tmp_path: Path) -> None:
     for number, steps in enumerate(((100, 200), (0, 100))):
         for step in steps:
             (tmp_path / f"server-{number}-{step:08}.snapshot").touch()
-    assert common(tmp_path, 2) == 100
-    assert common(tmp_path, 3) is None
+    assert find_common_step(tmp_path, 2) == 100
+    assert find_common_step(tmp_path, 3) is None
 
 
 def test_what_forwards_change_counts_with_its_step() -> None:
     told = Told()
     served = kept(told)
-    served.taken(frames(Header(Kind.BESIDE, JOB), saved({"calls": torch.ones(1)})))
-    assert not served.shard.beside
+    served.handle_message(
+        frames(Header(MessageType.BUFFERS, JOB), serialize_tensors({"calls": torch.ones(1)}))
+    )
+    assert not served.shard.buffers
     for share in range(2):
-        served.taken(push(share=share, sender=share + 1))
-    asked(served, told, Kind.UPDATE, numbers=(12.0, 1.0))
-    assert served.shard.beside == {"calls": torch.ones(1)}
+        served.handle_message(push(share=share, sender=share + 1))
+    asked(served, told, MessageType.UPDATE, numbers=(12.0, 1.0))
+    assert served.shard.buffers == {"calls": torch.ones(1)}
     assert (
-        said(served, frames(Header(Kind.BESIDE, JOB, step=1), b"no tensors"))
+        said(served, frames(Header(MessageType.BUFFERS, JOB, step=1), b"no tensors"))
         == "what forwards change, and cannot be read"
     )
-    assert said(server("server(2)"), frames(Header(Kind.HALT, JOB))) == "HALT is no question"
+    assert said(server("server(2)"), frames(Header(MessageType.HALT, JOB))) == "HALT is no question"
 
 
 def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on(
@@ -546,13 +559,13 @@ def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on
         raise OSError(28, "No space left on device")
 
     served = kept(Told())
-    served.shard.snapshots = Snapshots(tmp_path, 0)
+    served.shard.snapshots = SnapshotStore(tmp_path, 0)
     monkeypatch.setattr(torch, "save", full)
-    served.due = True
+    served.is_snapshot_due = True
     for share in range(2):
-        served.taken(push(share=share, sender=share + 1))
-    asked(served, Told(), Kind.UPDATE, numbers=(12.0, 1.0))
+        served.handle_message(push(share=share, sender=share + 1))
+    asked(served, Told(), MessageType.UPDATE, numbers=(12.0, 1.0))
     assert served.shard.updates == 1
-    assert served.shard.refused == {"a snapshot, for which there was no room": 1}
+    assert served.shard.refusals == {"a snapshot, for which there was no room": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["server-0.journal"]
-    served.shard.snapshots.close()
+    served.shard.snapshots.close_processes()

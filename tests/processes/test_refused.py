@@ -37,7 +37,9 @@ def test_refused(
         request.getfixturevalue("data")
     monkeypatch.chdir(ROOT / "tests" / "job_files")
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    monkeypatch.setattr(launch.Ranks, "_start", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(
+        launch.Launcher, "_start_ranks", lambda *_: pytest.fail("a rank was started")
+    )
     words = shlex.split(command)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))

@@ -33,31 +33,31 @@ from torch.utils.data import Subset
 
 import paragrad as pg
 from paragrad.engine.exchange import Replica
-from paragrad.engine.optimizer.update_slices import Stretch
+from paragrad.engine.optimizer.update_slices import ParameterRange
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import Summed
+from paragrad.jobs.loss import LossModule
 from paragrad.loops import queue_coordinator
-from paragrad.loops.join_coordinator import write_step
+from paragrad.loops.join_coordinator import write_step_line
 from paragrad.parallel.server import shared_buffer as shelf_of
-from paragrad.parallel.server.client import Calling
-from paragrad.parallel.server.compressed_push import parcel_of
-from paragrad.parallel.server.curve_keys import Address, Keys
+from paragrad.parallel.server.client import ServerClient
+from paragrad.parallel.server.compressed_push import build_push_codec
+from paragrad.parallel.server.curve_keys import Address, KeyPair
 from paragrad.parallel.server.message_header import (
     Header,
-    Kind,
-    Unfit,
-    bytes_of,
-    unpacked,
-    vector_of,
+    InvalidMessage,
+    MessageType,
+    unpack_header,
+    view_bytes,
+    view_vector,
 )
-from paragrad.parallel.server.parameter_partition import Slot
-from paragrad.parallel.server.request_handler import AGAIN, APPLIED, Reception
-from paragrad.parallel.server.shard import Shard
-from paragrad.parallel.server.shared_buffer import Shelf
-from paragrad.parallel.server.sockets import PIECE, Listening, in_one
-from paragrad.parallel.server.work_queue import LATE, TEST, TRAIN, Office, Ticket
-from paragrad.record.record import Record, lines_of
-from paragrad.validation.validate import admitted
+from paragrad.parallel.server.parameter_partition import VectorSlot
+from paragrad.parallel.server.request_handler import ALREADY_APPLIED, APPLIED, RequestHandler
+from paragrad.parallel.server.shard import ServerShard
+from paragrad.parallel.server.shared_buffer import SharedBuffer
+from paragrad.parallel.server.sockets import PIECE_BYTES, Listener, join_vector_frames
+from paragrad.parallel.server.work_queue import LATE, TEST, TRAIN, Ticket, WorkQueue
+from paragrad.record.record import Record, read_lines
+from paragrad.validation.validate import validate_run
 
 JOB = 77
 
@@ -71,11 +71,11 @@ class Told:
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
         self.answers.append(
-            (whose, header, rest[0].decode() if header.kind == Kind.REFUSED else "")
+            (whose, header, rest[0].decode() if header.kind == MessageType.REFUSED else "")
         )
 
 
-def server(text: str, listening: Any = None) -> Reception:
+def server(text: str, listening: Any = None) -> RequestHandler:
     """Of a server that has all of 60 parameters in two tensors, under SGD with a rate of 1."""
     chosen: Any = pg.strategy(text)
     model = nn.Sequential(
@@ -85,19 +85,24 @@ def server(text: str, listening: Any = None) -> Reception:
         for parameter in model.parameters():
             parameter.fill_(1.0)
     names, tensors = zip(*model.named_parameters(), strict=True)
-    slot = Slot(
-        torch.float64, tuple(Stretch(index, 0, each.numel()) for index, each in enumerate(tensors))
+    slot = VectorSlot(
+        torch.float64,
+        tuple(ParameterRange(index, 0, each.numel()) for index, each in enumerate(tensors)),
     )
     replica = Replica(
-        Summed(model, functional.mse_loss), torch.optim.SGD(model.parameters(), lr=1.0), full=12
+        LossModule(model, functional.mse_loss),
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        full_batch=12,
     )
-    return Reception(
-        Shard(chosen, replica, [slot], list(names), list(tensors), 12), listening or Told(), JOB
+    return RequestHandler(
+        ServerShard(chosen, replica, [slot], list(names), list(tensors), 12),
+        listening or Told(),
+        JOB,
     )
 
 
 def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[Any]:
-    first = header if isinstance(header, bytes) else header.packed()
+    first = header if isinstance(header, bytes) else header.pack_header()
     return [
         SimpleNamespace(bytes=each, buffer=memoryview(bytearray(each)))
         for each in (whose, first, *rest)
@@ -118,7 +123,7 @@ def push(
     vector = torch.full((elements,), value, dtype=dtype)
     header = Header(
         **{
-            "kind": Kind.PUSH,
+            "kind": MessageType.PUSH,
             "job": JOB,
             "sender": 1,
             "shares": 2,
@@ -128,30 +133,34 @@ def push(
             **more,
         }
     )
-    return frames(header, marks, bytes(bytes_of(vector)), whose=whose)
+    return frames(header, marks, bytes(view_bytes(vector)), whose=whose)
 
 
-def said(served: Reception, message: list[Any]) -> str:
+def said(served: RequestHandler, message: list[Any]) -> str:
     """Why a message was refused, or nothing."""
-    told: Any = served.listening
+    told: Any = served.listener
     before = len(told.answers)
-    served.taken(message)
+    served.handle_message(message)
     return "".join(why for _, _, why in told.answers[before:])
 
 
-def step(served: Reception) -> None:
+def step(served: RequestHandler) -> None:
     """A synchronous step of two shares."""
     told: Any = Told()
-    served.listening = told
+    served.listener = told
     number = served.shard.updates
-    served.taken(push(1.0, step=number, share=0))
-    served.taken(push(3.0, step=number, share=1, sender=2, whose=b"w1"))
-    assert [header.numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
-    served.taken(frames(Header(Kind.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0))))
-    served.taken(
-        frames(Header(Kind.UPDATE, JOB, 2, number, shares=2, numbers=(12.0, 1.0)), whose=b"w1")
+    served.handle_message(push(1.0, step=number, share=0))
+    served.handle_message(push(3.0, step=number, share=1, sender=2, whose=b"w1"))
+    assert [header.joined_numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
+    served.handle_message(
+        frames(Header(MessageType.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0)))
     )
-    assert [header.kind for _, header, _ in told.answers[2:]] == [Kind.VALUES] * 2
+    served.handle_message(
+        frames(
+            Header(MessageType.UPDATE, JOB, 2, number, shares=2, numbers=(12.0, 1.0)), whose=b"w1"
+        )
+    )
+    assert [header.kind for _, header, _ in told.answers[2:]] == [MessageType.VALUES] * 2
 
 
 WHOLE = push()[1].bytes
@@ -163,7 +172,7 @@ BAD: dict[str, Callable[[], list[Any]]] = {
     "no known type (50)": lambda: frames(WHOLE[:5] + bytes([50]) + WHOLE[6:]),
     "of another training": lambda: frames(replace(_header(), job=JOB + 1), b"", b""),
     "a message of 0 parts": lambda: frames(_header())[:1],
-    "DONE is no question": lambda: frames(replace(_header(), kind=Kind.DONE)),
+    "DONE is no question": lambda: frames(replace(_header(), kind=MessageType.DONE)),
     "without its marks and its vector": lambda: frames(_header()),
     "gradients of type float32, and here are parameters of float64": lambda: push(
         dtype=torch.float32
@@ -178,14 +187,14 @@ BAD: dict[str, Callable[[], list[Any]]] = {
     "a gradient of an earlier step": lambda: push(step=-1),
     "a share that there is not (2 of 2)": lambda: push(share=2, step=1),
     "an update of a later step": lambda: frames(
-        Header(Kind.UPDATE, JOB, 1, 5, shares=2, numbers=(12.0, 1.0))
+        Header(MessageType.UPDATE, JOB, 1, 5, shares=2, numbers=(12.0, 1.0))
     ),
 }
 
 
 def _header() -> Header:
     return Header(
-        Kind.PUSH,
+        MessageType.PUSH,
         JOB,
         1,
         step=1,
@@ -206,7 +215,7 @@ def test_what_is_not_as_it_should_be_is_refused_by_name_and_changes_nothing(why:
     step(served)
     step(undisturbed)
     assert torch.equal(served.shard.values[0], undisturbed.shard.values[0])
-    assert sum(served.shard.refused.values()) == 1
+    assert sum(served.shard.refusals.values()) == 1
 
 
 def test_the_mean_of_all_shares_is_one_update() -> None:
@@ -223,11 +232,11 @@ def test_what_comes_twice_is_refused_and_what_is_of_no_complete_step_updates_not
     assert said(served, push(9.0)) == "a gradient that came before"
     assert said(served, push(9.0, sender=5)) == "a gradient that came before"
     assert "an update of a later step" in said(
-        served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(12.0, 1.0)))
+        served, frames(Header(MessageType.UPDATE, JOB, 1, 0, shares=2, numbers=(12.0, 1.0)))
     )
     assert said(served, push(3.0, share=1)) == ""
     assert "cannot be" in said(
-        served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(0.0, 1.0)))
+        served, frames(Header(MessageType.UPDATE, JOB, 1, 0, shares=2, numbers=(0.0, 1.0)))
     )
     assert float(served.shard.values[0].sum()) == 60.0
 
@@ -237,7 +246,7 @@ def test_numbers_are_finite_though_their_sum_is_not() -> None:
     assert said(served, push(1e308)) == ""
     vector = torch.tensor([float("inf"), -float("inf")] * 30, dtype=torch.float64)
     message = push(share=1)
-    message[-1] = frames(bytes(bytes_of(vector)))[1]
+    message[-1] = frames(bytes(view_bytes(vector)))[1]
     assert said(served, message) == "a gradient that is not finite"
 
 
@@ -246,28 +255,28 @@ def test_a_vector_that_lies_at_an_odd_address() -> None:
     the server by SIGSEGV.
     """
     values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
-    header = Header(Kind.PUSH, JOB, dtype=values.dtype, elements=2)
+    header = Header(MessageType.PUSH, JOB, dtype=values.dtype, elements=2)
     for start in range(16):
-        frame = memoryview(bytearray(start) + bytearray(bytes_of(values)))[start:]
-        found = vector_of(header, frame)
+        frame = memoryview(bytearray(start) + bytearray(view_bytes(values)))[start:]
+        found = view_vector(header, frame)
         assert found.data_ptr() % 16 == 0
         assert torch.equal(found + found, 2 * values)
 
 
-def lying(served: Reception, place: bytes, **more: Any) -> str:
+def lying(served: RequestHandler, place: bytes, **more: Any) -> str:
     """What becomes of a push that lies at a place."""
-    message = push(lies=True, **more)
+    message = push(is_shared=True, **more)
     message[-1] = frames(place)[1]
     return said(served, message)
 
 
 def test_a_vector_is_read_where_it_lies() -> None:
     served = server("server(2)")
-    shelf = Shelf([(torch.float32, 3), (torch.float64, 60)])
+    shelf = SharedBuffer([(torch.float32, 3), (torch.float64, 60)])
     shelf.vectors[1].fill_(2.0)
-    place = shelf.sent(1, lies=True)
+    place = shelf.make_frame(1, is_shared=True)
     assert lying(served, place) == ""
-    assert served.pushes[0].vectors[0][1].data_ptr() != shelf.vectors[1].data_ptr()
+    assert served.pending_pushes[0].vectors[0][1].data_ptr() != shelf.vectors[1].data_ptr()
     assert lying(served, place, share=1, sender=2) == ""
     assert torch.equal(served.shard.gradients[0], torch.full((60,), 4.0, dtype=torch.float64))
     shelf.vectors[1][7] = float("nan")
@@ -280,8 +289,8 @@ def test_what_lies_nowhere_or_elsewhere_is_refused() -> None:
     """Whatever the words of who sent it lead to, nothing of another file, or beyond an end, is
     read. By a size of -1 the server ended.
     """
-    shelf = Shelf([(torch.float64, 60)])
-    begin, address = shelf.place(0).decode().split(" ", 1)
+    shelf = SharedBuffer([(torch.float64, 60)])
+    begin, address = shelf.get_location(0).decode().split(" ", 1)
     host, pid, number, size, token = address.split()
     unreadable = [
         b"",
@@ -316,8 +325,8 @@ def test_what_lies_nowhere_or_elsewhere_is_refused() -> None:
     served = server("server(2)")
     told = Told()
     told.address = Address("tcp://10.0.0.1:4000", b"key")
-    served.listening = told  # type: ignore[assignment]
-    assert lying(served, shelf.place(0)) == "it lies in the memory of another host"
+    served.listener = told  # type: ignore[assignment]
+    assert lying(served, shelf.get_location(0)) == "it lies in the memory of another host"
     shelf.close()
 
 
@@ -333,11 +342,11 @@ def test_where_memory_cannot_be_shared_vectors_travel(monkeypatch: pytest.Monkey
     ):
         with monkeypatch.context() as patched:
             patched.setattr(module, what, other)
-            shelf = Shelf([(torch.float64, 60), (torch.float32, 0)])
-        assert (shelf.lies, shelf.against) == (False, why)
-        assert bytes(shelf.sent(0, shelf.lies)) == bytes(bytes_of(shelf.vectors[0]))
+            shelf = SharedBuffer([(torch.float64, 60), (torch.float32, 0)])
+        assert (shelf.is_shared, shelf.obstacle) == (False, why)
+        assert bytes(shelf.make_frame(0, shelf.is_shared)) == bytes(view_bytes(shelf.vectors[0]))
         shelf.close()
-    assert Shelf([(torch.float32, 0)]).vectors[0].numel() == 0  # nothing to map
+    assert SharedBuffer([(torch.float32, 0)]).vectors[0].numel() == 0  # nothing to map
 
 
 LIE = "lie in shared memory"
@@ -358,7 +367,7 @@ HERE = "servers and workers are on one host"
 def test_vectors_of_one_host_lie_in_its_memory(
     text: str, gradients: tuple[str, str], parameters: tuple[str, str], tmp_path: Path
 ) -> None:
-    lines = Record(pg.train(vectors(epochs=1), text, runs=tmp_path).folder).of("choice")
+    lines = Record(pg.train(vectors(epochs=1), text, runs=tmp_path).folder).select_lines("choice")
     for what, told in (("gradients", gradients), ("parameters", parameters)):
         found = [(line["picked"], line["because"]) for line in lines if line["what"] == what]
         assert set(found) == {told}
@@ -367,7 +376,7 @@ def test_vectors_of_one_host_lie_in_its_memory(
 def unopened() -> nn.Module:
     """In processes that may not open each other's memory."""
     if os.environ["PARAGRAD_TEST_LAUNCHER"] != str(os.getpid()):
-        shelf_of.opened = mock.Mock(side_effect=RuntimeError("not permitted"))
+        shelf_of.open_region = mock.Mock(side_effect=RuntimeError("not permitted"))
     return mlp()
 
 
@@ -382,7 +391,8 @@ def test_what_cannot_be_read_where_it_lies_travels(
     run = pg.train(made, "server(2)", runs=tmp_path)
     assert run.losses == pytest.approx(pg.train(made, "serial", runs=tmp_path).losses, rel=1e-5)
     told = {
-        (line["what"], line["picked"], line["because"]) for line in Record(run.folder).of("choice")
+        (line["what"], line["picked"], line["because"])
+        for line in Record(run.folder).select_lines("choice")
     }
     assert ("gradients", "travel", "server 0 cannot read them") in told
     assert ("parameters", "travel", "it lies where it cannot be read: not permitted") in told
@@ -394,18 +404,26 @@ def test_parameters_that_travel_go_to_all_at_a_time_to_another_one_first() -> No
     """
     served = server("server(3)")
     told = Told()
-    served.listening = told  # type: ignore[assignment]
+    served.listener = told  # type: ignore[assignment]
     for share in range(3):
-        served.taken(push(step=0, share=share, shares=3, sender=share))
+        served.handle_message(push(step=0, share=share, shares=3, sender=share))
     told.answers.clear()
 
     def asks(sender: int, turn: int = 0, lies: bool = False) -> list[bytes]:
         before = len(told.answers)
         header = Header(
-            Kind.UPDATE, JOB, sender, share=turn, shares=3, lies=lies, numbers=(18.0, 1.0)
+            MessageType.UPDATE,
+            JOB,
+            sender,
+            share=turn,
+            shares=3,
+            is_shared=lies,
+            numbers=(18.0, 1.0),
         )
-        served.taken(frames(header, whose=b"w%d" % sender))
-        return [whose for whose, header, _ in told.answers[before:] if header.kind == Kind.VALUES]
+        served.handle_message(frames(header, whose=b"w%d" % sender))
+        return [
+            whose for whose, header, _ in told.answers[before:] if header.kind == MessageType.VALUES
+        ]
 
     assert [asks(0, 2), asks(2, 1)] == [[], []]
     # who is not expected, or not any more, waits for nobody
@@ -418,18 +436,20 @@ def test_where_every_worker_has_its_share_of_every_batch_servers_keep_the_bound(
     """Under torchrun nobody did: ssp was asp."""
     served = server("server(3, sync=ssp(1))")
     told = Told()
-    served.listening = told  # type: ignore[assignment]
+    served.listener = told  # type: ignore[assignment]
 
     def pulls(sender: int, step: int) -> list[tuple[int, int]]:
         """Who has parameters now: (sender, step)."""
         before = len(told.answers)
-        served.taken(
-            frames(Header(Kind.PULL, JOB, sender, step=step, shares=3), whose=b"w%d" % sender)
+        served.handle_message(
+            frames(
+                Header(MessageType.PULL, JOB, sender, step=step, shares=3), whose=b"w%d" % sender
+            )
         )
         return [
             (int(whose[1:]), header.step)
             for whose, header, _ in told.answers[before:]
-            if header.kind == Kind.VALUES
+            if header.kind == MessageType.VALUES
         ]
 
     # nobody else was there yet
@@ -438,20 +458,20 @@ def test_where_every_worker_has_its_share_of_every_batch_servers_keep_the_bound(
     assert pulls(1, 5) == [(1, 5)]
     assert pulls(1, 6) == []
     assert sorted(pulls(2, 5)) == [(0, 6), (1, 6), (2, 5)]
-    served.taken(frames(Header(Kind.APART, JOB, 2, shares=3), whose=b"w2"))
+    served.handle_message(frames(Header(MessageType.EXCLUDE, JOB, 2, shares=3), whose=b"w2"))
     # 2 waits for them where they meet, to save
     assert [pulls(0, 7), pulls(1, 7)] == [[(0, 7)], [(1, 7)]]
     assert pulls(0, 9) == []
     told.answers.clear()
-    served.taken(
-        frames(Header(Kind.PULL, JOB, 0, step=10, shares=3, numbers=(0.0, 1.0)), whose=b"w0")
+    served.handle_message(
+        frames(Header(MessageType.PULL, JOB, 0, step=10, shares=3, numbers=(0.0, 1.0)), whose=b"w0")
     )
     # as they are, for no step
     assert [header.step for _, header, _ in told.answers] == [10]
     free = server("server(3, sync=asp)")
-    free.listening = told  # type: ignore[assignment]
-    free.taken(frames(Header(Kind.PULL, JOB, 0, step=9, shares=3)))
-    assert told.answers[-1][1].kind == Kind.VALUES
+    free.listener = told  # type: ignore[assignment]
+    free.handle_message(frames(Header(MessageType.PULL, JOB, 0, step=9, shares=3)))
+    assert told.answers[-1][1].kind == MessageType.VALUES
 
 
 def test_asynchronous_updates_are_made_at_once_and_once() -> None:
@@ -460,7 +480,7 @@ def test_asynchronous_updates_are_made_at_once_and_once() -> None:
     for ticket in (3, 0, 3):
         assert said(served, push(1.0, step=ticket, numbers=HANDED)) == ""
     assert float(served.shard.values[0][0]) == -1.0
-    assert served.shard.refused == {"samples that were applied before": 1}
+    assert served.shard.refusals == {"samples that were applied before": 1}
     assert served.shard.samples == 12
 
 
@@ -494,7 +514,7 @@ def test_backup_workers_are_not_waited_for() -> None:
     told = Told()
     served = server("server(3, sync=bsp(backup=1))", told)
     for ticket, value in ((0, 1.0), (2, 3.0), (1, 100.0)):
-        served.taken(push(value, step=ticket, sender=ticket, shares=2))
+        served.handle_message(push(value, step=ticket, sender=ticket, shares=2))
     assert [int(header.numbers[0]) for _, header, _ in told.answers] == [0, 0, LATE]
     assert torch.equal(
         served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
@@ -503,12 +523,12 @@ def test_backup_workers_are_not_waited_for() -> None:
 
 # ---- sockets ---------------------------------------------------------------------------------
 def test_between_hosts_only_who_is_known_is_let_in() -> None:
-    mine = Keys.made()
-    others = Keys.made()
-    listening = Listening(1000, "127.0.0.1", Keys.made())
+    mine = KeyPair.generate_pair()
+    others = KeyPair.generate_pair()
+    listening = Listener(1000, "127.0.0.1", KeyPair.generate_pair())
     try:
-        listening.allow([mine.public])
-        port = int(listening.address.at.rsplit(":", 1)[1])
+        listening.allow_keys([mine.public])
+        port = int(listening.address.endpoint.rsplit(":", 1)[1])
         for noise in (os.urandom(64), b"GET / HTTP/1.0\r\n\r\n", b"", os.urandom(10_000)):
             with socket.create_connection(("127.0.0.1", port)) as raw:
                 raw.sendall(noise)
@@ -521,57 +541,57 @@ def test_between_hosts_only_who_is_known_is_let_in() -> None:
         listening.close()
 
 
-@pytest.mark.parametrize("length", [8, PIECE, PIECE + 8, 3 * PIECE])
+@pytest.mark.parametrize("length", [8, PIECE_BYTES, PIECE_BYTES + 8, 3 * PIECE_BYTES])
 @pytest.mark.parametrize("host", ["127.0.0.1", None], ids=["encrypted", "on one host"])
 def test_a_vector_comes_as_it_was_sent(host: str | None, length: int) -> None:
     """Encrypted, a long one travels in pieces: whole, its bytes were decrypted when the last of
     them had come, and the link rested meanwhile.
     """
     vector = torch.randint(256, (length,), dtype=torch.uint8)
-    mine = Keys.made()
-    header = Header(Kind.PUSH, JOB, dtype=torch.uint8, elements=length)
-    listening = Listening(length, host, Keys.made())
-    calling = Calling([listening.address], length, mine, 30.0)
-    pieces = -(-length // PIECE) if host else 1
+    mine = KeyPair.generate_pair()
+    header = Header(MessageType.PUSH, JOB, dtype=torch.uint8, elements=length)
+    listening = Listener(length, host, KeyPair.generate_pair())
+    calling = ServerClient([listening.address], length, mine, 30.0)
+    pieces = -(-length // PIECE_BYTES) if host else 1
     try:
-        listening.allow([mine.public])
-        calling._send(0, (header.packed(), b"\1", bytes_of(vector)))
-        came = listening.take(30.0)
+        listening.allow_keys([mine.public])
+        calling._send_frames(0, (header.pack_header(), b"\1", view_bytes(vector)))
+        came = listening.receive_message(30.0)
         assert came is not None
         whose, first, marked, there = came
-        assert torch.equal(vector_of(unpacked(first.bytes), there.buffer), vector)
-        listening.answer(whose.bytes, header, marked.bytes, bytes_of(vector))
+        assert torch.equal(view_vector(unpack_header(first.bytes), there.buffer), vector)
+        listening.send_answer(whose.bytes, header, marked.bytes, view_bytes(vector))
         assert calling.sockets[0].poll(30_000)
         frames = calling.sockets[0].recv_multipart(copy=False)
         assert len(frames) == 2 + pieces
-        first, marked, there = in_one(frames)
-        assert torch.equal(vector_of(unpacked(first.bytes), there.buffer), vector)
+        first, marked, there = join_vector_frames(frames)
+        assert torch.equal(view_vector(unpack_header(first.bytes), there.buffer), vector)
     finally:
         calling.close()
         listening.close()
 
 
-def _answered(listening: Listening, keys: Keys, at: Any = None) -> str:
+def _answered(listening: Listener, keys: KeyPair, at: Any = None) -> str:
     """How a question with those keys is answered."""
-    calling = Calling([at or listening.address], 1000, keys, 30.0)
+    calling = ServerClient([at or listening.address], 1000, keys, 30.0)
     try:
-        calling.sockets[0].send_multipart([Header(Kind.END, JOB).packed()])
-        got = listening.take(1.0)
+        calling.sockets[0].send_multipart([Header(MessageType.END, JOB).pack_header()])
+        got = listening.receive_message(1.0)
         if got is None:
             return "nothing came"
-        server("server(2)", listening).taken(got)
+        server("server(2)", listening).handle_message(got)
         first, *_ = calling.sockets[0].recv_multipart()
-        return Kind(first[4]).name
+        return MessageType(first[4]).name
     finally:
         calling.close()
 
 
 def test_who_is_not_answered_says_so() -> None:
-    listening = Listening(1000, None, Keys.made())
-    calling = Calling([listening.address], 1000, Keys.made(), 0.2)
+    listening = Listener(1000, None, KeyPair.generate_pair())
+    calling = ServerClient([listening.address], 1000, KeyPair.generate_pair(), 0.2)
     try:
         with pytest.raises(StepFailed, match="no answer from server"):
-            list(calling.asked([(0, Header(Kind.PULL, JOB), ())]))
+            list(calling.send_requests([(0, Header(MessageType.PULL, JOB), ())]))
     finally:
         calling.close()
         listening.close()
@@ -581,24 +601,27 @@ def test_who_was_stopped_waits_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than the limit: its first look at the clock said that nobody had answered,
     before it looked for an answer.
     """
-    listening = Listening(1000, None, Keys.made())
-    calling = Calling([listening.address], 1000, Keys.made(), 30.0, 0.1)
+    listening = Listener(1000, None, KeyPair.generate_pair())
+    calling = ServerClient([listening.address], 1000, KeyPair.generate_pair(), 30.0, 0.1)
     later = itertools.count()
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + (100.0 if next(later) > 2 else 0.0))
-    send = calling._send
+    send = calling._send_frames
 
     def sending(server: int, frames: Any) -> None:
         if next(later) > 5:  # it asks again, and is answered
             send(server, frames)
-            whose, header, *_ = listening.take(20.0) or []
-            listening.answer(whose.bytes, replace(unpacked(header.bytes), kind=Kind.DONE))
+            whose, header, *_ = listening.receive_message(20.0) or []
+            listening.send_answer(
+                whose.bytes, replace(unpack_header(header.bytes), kind=MessageType.DONE)
+            )
 
-    monkeypatch.setattr(calling, "_send", sending)
+    monkeypatch.setattr(calling, "_send_frames", sending)
     try:
         assert [
-            header.kind for _, header, _ in calling.asked([(0, Header(Kind.PULL, JOB), ())])
-        ] == [Kind.DONE]
+            header.kind
+            for _, header, _ in calling.send_requests([(0, Header(MessageType.PULL, JOB), ())])
+        ] == [MessageType.DONE]
     finally:
         calling.close()
         listening.close()
@@ -612,7 +635,7 @@ class Desk:
         self, bound: int | None = None, wanted: int | None = None, limit: float = 100.0
     ) -> None:
         self.heard: list[Ticket] = []
-        self.office = Office(
+        self.office = WorkQueue(
             JOB, bound, wanted, limit, lambda number, ticket, said: self.heard.append(ticket)
         )
         self.given: dict[int, Ticket] = {}
@@ -626,14 +649,14 @@ class Desk:
         done = self.given.pop(number, None)
         text = json.dumps([number, done and done.__dict__, said]).encode()
         message = frames(
-            Header(Kind.NEXT, JOB, call=next(self.calls)), text, whose=str(number).encode()
+            Header(MessageType.NEXT, JOB, call=next(self.calls)), text, whose=str(number).encode()
         )
-        self.office.taken(self, message)  # type: ignore[arg-type]
-        self.office.hand_out(self)  # type: ignore[arg-type]
+        self.office.handle_message(self, message)  # type: ignore[arg-type]
+        self.office.hand_out_tickets(self)  # type: ignore[arg-type]
         return self.given.get(number)
 
     def give(self, count: int) -> None:
-        self.office.give(Ticket(TRAIN, number) for number in range(count))
+        self.office.add_tickets(Ticket(TRAIN, number) for number in range(count))
 
 
 def test_nobody_is_further_ahead_than_the_bound() -> None:
@@ -651,7 +674,7 @@ def test_a_ticket_says_how_many_workers_are_there() -> None:
     desk = Desk()
     desk.give(3)
     assert [ticket and ticket.workers for ticket in map(desk.asks, (0, 1, 2))] == [1, 2, 3]
-    desk.office.lost(1)
+    desk.office.drop_worker(1)
     again = desk.asks(0)
     assert again == Ticket(TRAIN, 1)
     assert again.workers == 2
@@ -679,30 +702,30 @@ def test_what_a_lost_worker_was_at_is_somebody_elses_once() -> None:
     desk = Desk()
     desk.give(3)
     lost = desk.asks(0)
-    desk.office.lost(0)
+    desk.office.drop_worker(0)
     assert desk.asks(1) == lost
     # it comes back, and has done it after all
     assert desk.asks(0) != lost
     # the other one's line of it was looked for nowhere, and written again
-    assert desk.office.begun_again == {0: [0, 1]}
+    assert desk.office.earlier_workers == {0: [0, 1]}
     while desk.asks(1):
         pass
     desk.asks(0)
     assert sorted(ticket.number for ticket in desk.heard) == [0, 1, 2]
-    assert desk.office.idle
+    assert desk.office.is_idle
 
 
 def test_who_is_silent_is_late() -> None:
     desk = Desk(limit=-1.0)
     desk.give(1)
     desk.asks(0)
-    assert desk.office.late() == [0]
+    assert desk.office.drop_late_workers() == [0]
     assert desk.asks(1) is not None
 
 
 def test_a_step_with_backup_is_of_as_many_as_are_left() -> None:
     desk = Desk(wanted=2)
-    desk.office.made = 0
+    desk.office.updates_made = 0
     desk.give(3)
     first = [desk.asks(number) for number in range(3)]
     assert [ticket and ticket.wanted for ticket in first] == [2, 2, 2]
@@ -723,10 +746,12 @@ def test_who_asks_twice_gets_the_same_ticket() -> None:
     desk.give(2)
     text = json.dumps([0, None, {}]).encode()
     for _ in range(2):
-        desk.office.taken(desk, frames(Header(Kind.NEXT, JOB, call=9), text, whose=b"0"))
-        desk.office.hand_out(desk)  # type: ignore[arg-type]
+        desk.office.handle_message(
+            desk, frames(Header(MessageType.NEXT, JOB, call=9), text, whose=b"0")
+        )
+        desk.office.hand_out_tickets(desk)  # type: ignore[arg-type]
         assert desk.given[0].number == 0
-    assert len(desk.office.open) == 1
+    assert len(desk.office.open_tickets) == 1
 
 
 def test_a_server_that_is_behind_is_believed() -> None:
@@ -734,14 +759,14 @@ def test_a_server_that_is_behind_is_believed() -> None:
     that.
     """
     desk = Desk(wanted=2)
-    desk.office.made = 249
+    desk.office.updates_made = 249
     desk.give(3)
     desk.asks(0)
-    desk.office.anew()
+    desk.office.reset_updates()
     desk.asks(0, version=250)
-    assert desk.office.made == 250
+    assert desk.office.updates_made == 250
     desk.asks(0, became=LATE, version=200)
-    assert desk.office.made == 200
+    assert desk.office.updates_made == 200
     assert desk.given[0].after == 200
 
 
@@ -750,16 +775,16 @@ def test_what_is_no_question_is_refused() -> None:
     told = Told()
     for message in (
         frames(b"x"),
-        frames(Header(Kind.NEXT, 5), b"[]"),
-        frames(Header(Kind.PUSH, JOB), b""),
-        frames(Header(Kind.NEXT, JOB), b'[1, {"no": 3}, {}]'),
-        frames(Header(Kind.NEXT, JOB), b"\xff"),
-        frames(Header(Kind.NEXT, JOB), b"[1, null, [1]]"),
-        frames(Header(Kind.NEXT, JOB), b"[" * 100_000),
+        frames(Header(MessageType.NEXT, 5), b"[]"),
+        frames(Header(MessageType.PUSH, JOB), b""),
+        frames(Header(MessageType.NEXT, JOB), b'[1, {"no": 3}, {}]'),
+        frames(Header(MessageType.NEXT, JOB), b"\xff"),
+        frames(Header(MessageType.NEXT, JOB), b"[1, null, [1]]"),
+        frames(Header(MessageType.NEXT, JOB), b"[" * 100_000),
     ):
-        desk.office.taken(told, message)  # type: ignore[arg-type]
-    assert [header.kind for _, header, _ in told.answers] == [Kind.REFUSED] * 7
-    assert sum(desk.office.refused.values()) == 7
+        desk.office.handle_message(told, message)  # type: ignore[arg-type]
+    assert [header.kind for _, header, _ in told.answers] == [MessageType.REFUSED] * 7
+    assert sum(desk.office.refusals.values()) == 7
 
 
 # ---- trainings -------------------------------------------------------------------------------
@@ -779,7 +804,7 @@ def applied(run: pg.Run) -> list[int]:
     return [
         line["samples"] + line["lost"]["samples"]
         for rank in range(len(record.ranks))
-        for line in record.of("server", rank)
+        for line in record.select_lines("server", rank)
     ]
 
 
@@ -810,7 +835,9 @@ def test_one_worker_that_waits_for_nobody_is_serial(
     )
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     assert run.test == pytest.approx(serial.test)
-    rates = [[line["lr"] for line in Record(each.folder).of("step")] for each in (run, serial)]
+    rates = [
+        [line["lr"] for line in Record(each.folder).select_lines("step")] for each in (run, serial)
+    ]
     assert rates[0] == rates[1]
     for name, tensor in serial.model().state_dict().items():
         assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-12), name
@@ -848,13 +875,13 @@ def test_pushes_may_be_compressed(
     servers = [
         line
         for rank in range(len(Record(run.folder).ranks))
-        for line in Record(run.folder).of("server", rank)
+        for line in Record(run.folder).select_lines("server", rank)
     ]
     plain = [
         line
         for other in [pg.train(made, text.format("none"), runs=tmp_path)]
         for rank in range(len(other.ranks))
-        for line in other.of("server", rank)
+        for line in other.select_lines("server", rank)
     ]
     assert sum(line["received"] for line in servers) * less < sum(
         line["received"] for line in plain
@@ -864,7 +891,7 @@ def test_pushes_may_be_compressed(
         pg.train(made, text.format(each), runs=tmp_path, limit=1).model().state_dict()
         for each in (compressor, "none")
     )
-    begun = made.built_model().state_dict()
+    begun = made.build_model().state_dict()
     assert not all(torch.equal(one[name], exact[name]) for name in exact)
     if "sync" not in text:
         moved = max(float((exact[name] - begun[name]).abs().max()) for name in exact)
@@ -875,20 +902,26 @@ def test_pushes_may_be_compressed(
 
 def test_a_push_that_is_no_parcel_is_refused() -> None:
     chosen: Any = pg.strategy("server(2, compress=bf16)")
-    slot = Slot(torch.float64, (Stretch(0, 0, 60),))
-    parcel = parcel_of(chosen, slot)
+    slot = VectorSlot(torch.float64, (ParameterRange(0, 0, 60),))
+    parcel = build_push_codec(chosen, slot)
     assert parcel is not None
     vector = torch.arange(60.0, dtype=torch.float64)
     other: Any = pg.strategy("server(2, compress=int8)")
-    drawn = parcel_of(other, Slot(torch.float32, (Stretch(0, 0, 3000),)))
+    drawn = build_push_codec(other, VectorSlot(torch.float32, (ParameterRange(0, 0, 3000),)))
     many = torch.randn(3000)
     assert drawn is not None
-    assert drawn.sent(many, 1, 2) == drawn.sent(many, 1, 2) != drawn.sent(many, 1, 3)
-    assert torch.equal(parcel.came(parcel.sent(vector)), vector)
-    with pytest.raises(Unfit, match="119 bytes, where what stands for this vector has 120"):
-        parcel.came(memoryview(bytes(119)))
+    assert (
+        drawn.encode_vector(many, 1, 2)
+        == drawn.encode_vector(many, 1, 2)
+        != drawn.encode_vector(many, 1, 3)
+    )
+    assert torch.equal(parcel.decode_vector(parcel.encode_vector(vector)), vector)
+    with pytest.raises(
+        InvalidMessage, match="119 bytes, where what stands for this vector has 120"
+    ):
+        parcel.decode_vector(memoryview(bytes(119)))
     served = server("server(2, compress=bf16)")
-    assert "where they are compressed" in said(served, push(lies=True))
+    assert "where they are compressed" in said(served, push(is_shared=True))
     assert "480 bytes" in said(served, push())
     assert "not finite" in said(
         served,
@@ -907,7 +940,7 @@ def test_a_push_that_is_no_parcel_is_refused() -> None:
 def test_every_sample_is_applied_once_on_every_server(text: str, tmp_path: Path) -> None:
     run = pg.train(vectors(), text, runs=tmp_path, save=1)
     assert set(applied(run)) == {3 * 29}
-    assert (run.audit.epochs, run.audit.twice, run.audit.missed) == (3, 0, 0)
+    assert (run.sample_count.epochs, run.sample_count.twice, run.sample_count.missed) == (3, 0, 0)
     assert not run.header["exact"]
     for other in ("serial", "data(2)", "server(2, sync=asp)", "server(2)"):
         assert len(pg.train(vectors(epochs=4), other, runs=tmp_path, resume=run.folder).losses) == 3
@@ -983,21 +1016,22 @@ def test_changes_of_a_count_in_8_bits_have_a_mean_though_their_sum_has_no_room()
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     count = torch.ones(1, dtype=torch.int8)
     slots = [
-        Slot(torch.float64, (Stretch(0, 0, 2),)),
-        Slot(torch.int8, (Stretch(1, 0, 1),), added=True),
+        VectorSlot(torch.float64, (ParameterRange(0, 0, 2),)),
+        VectorSlot(torch.int8, (ParameterRange(1, 0, 1),), is_added=True),
     ]
     replica = Replica(
-        Summed(nn.ParameterList([weight]), functional.mse_loss), torch.optim.SGD([weight], lr=1.0)
+        LossModule(nn.ParameterList([weight]), functional.mse_loss),
+        torch.optim.SGD([weight], lr=1.0),
     )
     chosen: Any = pg.strategy("server(2, sync=asp)")
-    shard = Shard(chosen, replica, slots, ["0", "count"], [weight, count], 12)
+    shard = ServerShard(chosen, replica, slots, ["0", "count"], [weight, count], 12)
     share = {
         0: (b"\1", torch.zeros(2, dtype=torch.float64)),
         1: (b"\1", torch.tensor([100], dtype=torch.int8)),
     }
-    shard.add_up([share, share])
+    shard.add_shares([share, share])
     assert shard.values[1].tolist() == [101]
-    shard.shelf.close()
+    shard.shared_buffer.close()
 
 
 def drawing(output: Tensor, target: Tensor) -> Tensor:
@@ -1073,27 +1107,27 @@ def test_an_epoch_that_was_stopped_over_its_last_batch_is_tested_once(
     for the goal.
     """
 
-    class Stopped(queue_coordinator.Run):
-        def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
-            super().heard(number, ticket, said)
+    class Stopped(queue_coordinator.QueueCoordinator):
+        def handle_report(self, number: int, ticket: Ticket, report: dict[str, Any]) -> None:
+            super().handle_report(number, ticket, report)
             if ticket.what == TRAIN and ticket.step == self.order.steps - 1:
-                self.asked.set()
+                self.stop_request.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(queue_coordinator, "Run", Stopped)
+        patch.setattr(queue_coordinator, "QueueCoordinator", Stopped)
         run = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path)
     assert run.stopped
-    assert list(Record(run.folder).of("epoch")) == []
+    assert list(Record(run.folder).select_lines("epoch")) == []
     on = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder)
-    assert [line["epoch"] for line in Record(on.folder).of("epoch")] == [0, 1]
+    assert [line["epoch"] for line in Record(on.folder).select_lines("epoch")] == [0, 1]
     ended = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path, save=3)
     # which had its test
     after = pg.train(vectors(epochs=2), "serial", runs=tmp_path, resume=ended.folder)
-    assert [line["epoch"] for line in Record(after.folder).of("epoch")] == [1]
+    assert [line["epoch"] for line in Record(after.folder).select_lines("epoch")] == [1]
 
 
 # ---- who dies --------------------------------------------------------------------------------
-class Disturbed(queue_coordinator.Run):
+class Disturbed(queue_coordinator.QueueCoordinator):
     """After so many tickets something happens to one of its processes."""
 
     after = 5
@@ -1103,32 +1137,32 @@ class Disturbed(queue_coordinator.Run):
     happened = False
     stopped: Any = None
 
-    def run(self) -> str:
+    def run_training(self) -> str:
         # not that of sockets: a server takes its time to be there
-        self.office.limit = self.limit
-        return super().run()
+        self.queue.limit = self.limit
+        return super().run_training()
 
-    def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
-        super().heard(number, ticket, said)
+    def handle_report(self, number: int, ticket: Ticket, report: dict[str, Any]) -> None:
+        super().handle_report(number, ticket, report)
         if ticket.what != TRAIN:
             return
-        member = self.office.members.get(self.number)
+        member = self.queue.workers.get(self.number)
         if (
             not self.happened
-            and self.done >= self.after
-            and (self.number in self.servers or (member and member.holds))
+            and self.done_shares >= self.after
+            and (self.number in self.servers or (member and member.ticket))
         ):
             # a worker that is slow to come is waited for
             self.happened = True
-            victim = self.crew.members[self.number]
-            victim.signal(self.happens)
+            victim = self.pool.members[self.number]
+            victim.send_signal(self.happens)
             self.stopped = victim if self.happens == signal.SIGSTOP else None
         if (
             self.stopped is not None
-            and self.office.members.get(self.number) is None
-            and self.done > self.after + 6
+            and self.queue.workers.get(self.number) is None
+            and self.done_shares > self.after + 6
         ):
-            self.stopped.signal(signal.SIGCONT)
+            self.stopped.send_signal(signal.SIGCONT)
             self.stopped = None
 
 
@@ -1157,18 +1191,18 @@ def test_the_others_go_on(
 ) -> None:
     monkeypatch.setattr(
         queue_coordinator,
-        "Run",
+        "QueueCoordinator",
         type("Here", (Disturbed,), {"number": number, "happens": happens, **more}),
     )
     run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path)
     assert run.finished
     assert set(applied(run)) == {6 * 29}
-    events = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
+    events = [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"]
     assert event in events
     lost = [
         line["lost"]["updates"]
         for rank in range(len(Record(run.folder).ranks))
-        for line in Record(run.folder).of("server", rank)
+        for line in Record(run.folder).select_lines("server", rank)
     ]
     assert sum(map(bool, lost)) == (event == "again")
 
@@ -1184,16 +1218,16 @@ def test_the_limit_of_waiting_is_that_of_sockets_too(
         number = 2
         happens = signal.SIGSTOP
 
-        def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
-            super().heard(number, ticket, said)
+        def handle_report(self, number: int, ticket: Ticket, report: dict[str, Any]) -> None:
+            super().handle_report(number, ticket, report)
             self.stopped = None  # it stays so
 
-    monkeypatch.setattr(queue_coordinator, "Run", Hung)
+    monkeypatch.setattr(queue_coordinator, "QueueCoordinator", Hung)
     with pytest.raises(pg.RankFailed, match="no answer from server 0 within 10 s"):
         pg.train(vectors(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
 
 
-@pytest.mark.parametrize("became", [APPLIED, AGAIN])
+@pytest.mark.parametrize("became", [APPLIED, ALREADY_APPLIED])
 @pytest.mark.parametrize(
     "wrote", [None, 4, 6], ids=["nobody wrote", "the dead one wrote", "a late one wrote"]
 )
@@ -1204,33 +1238,35 @@ def test_a_share_that_was_applied_is_recorded_though_its_worker_wrote_no_line(
     then killed, and of any that had joined. Where the next worker applied it, that one wrote so
     itself.
     """
-    run: Any = queue_coordinator.Run.__new__(queue_coordinator.Run)
-    run.checked = admitted(vectors(), "server(2, sync=asp)")
+    run: Any = queue_coordinator.QueueCoordinator.__new__(queue_coordinator.QueueCoordinator)
+    run.validated_run = validate_run(vectors(), "server(2, sync=asp)")
     run.folder = tmp_path
-    run.doubtful = []
-    run.done = 0
+    run.unrecorded_shares = []
+    run.done_shares = 0
     run.loss = 0.0
     run.shares = 2
     ticket = Ticket(TRAIN, 3, 0, 1, 1)
     desk = Desk()
-    desk.office.give([ticket])
+    desk.office.add_tickets([ticket])
     desk.asks(4)
-    desk.office.lost(4)
+    desk.office.drop_worker(4)
     desk.asks(6)
     desk.office.limit = -1.0
-    assert desk.office.late() == [6]
-    run.office = desk.office
+    assert desk.office.drop_late_workers() == [6]
+    run.queue = desk.office
     run.record = SimpleNamespace(origin=0.0)
     if wrote is not None:
-        write_step(tmp_path, 0.0, wrote, run.checked, ticket, {"loss": 1.0, "weight": 6.0})
-    run.heard(5, ticket, {"became": became, "loss": 2.0, "weight": 6.0})
-    run.write_unrecorded()
+        write_step_line(
+            tmp_path, 0.0, wrote, run.validated_run, ticket, {"loss": 1.0, "weight": 6.0}
+        )
+    run.handle_report(5, ticket, {"became": became, "loss": 2.0, "weight": 6.0})
+    run.write_missing_steps()
     found = [
         (number, line["step"], line["order"], line["loss"])
         for number in (4, 5, 6)
-        for line in lines_of(tmp_path / f"rank-{number}.jsonl")
+        for line in read_lines(tmp_path / f"rank-{number}.jsonl")
     ]
-    mine = [(4, 1, [18, 24], [12.0, 6.0])] if became == AGAIN else []
+    mine = [(4, 1, [18, 24], [12.0, 6.0])] if became == ALREADY_APPLIED else []
     assert found == (mine if wrote is None else [(wrote, 1, [18, 24], [6.0, 6.0])])
 
 
@@ -1247,13 +1283,13 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
 
 def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = vectors(loss=raising)
-    begin = queue_coordinator.Run.start
+    begin = queue_coordinator.QueueCoordinator.start_process
 
-    def start(self: queue_coordinator.Run, number: int, server: int | None) -> None:
+    def start(self: queue_coordinator.QueueCoordinator, number: int, server: int | None) -> None:
         monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
         begin(self, number, server)
 
-    monkeypatch.setattr(queue_coordinator.Run, "start", start)
+    monkeypatch.setattr(queue_coordinator.QueueCoordinator, "start_process", start)
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
         pg.train(made, "server(2, sync=asp)", runs=tmp_path)
 
@@ -1277,14 +1313,14 @@ def test_a_server_that_is_gone_when_all_is_saved_ends_no_run(
 ) -> None:
     """A training that was finished ended in a traceback, as an interrupted one."""
 
-    class Late(queue_coordinator.Run):
-        def until(self, numbers: list[int]) -> None:
-            super().until(numbers)
+    class Late(queue_coordinator.QueueCoordinator):
+        def wait_for_exit(self, numbers: list[int]) -> None:
+            super().wait_for_exit(numbers)
             for number in self.servers if not numbers or numbers[0] not in self.servers else ():
-                self.crew.members[number].signal(signal.SIGSTOP)
-                self.seconds = 0.5
+                self.pool.members[number].send_signal(signal.SIGSTOP)
+                self.close_seconds = 0.5
 
-    monkeypatch.setattr(queue_coordinator, "Run", Late)
+    monkeypatch.setattr(queue_coordinator, "QueueCoordinator", Late)
     run = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     assert run.finished
     assert run.model()
@@ -1300,7 +1336,7 @@ def test_what_this_process_cannot_do_is_a_failure_in_the_record_too(
     with pytest.raises(pg.RankFailed, match="somebody else's by now"):
         pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     record = Record(next(tmp_path.iterdir()))
-    assert [line["status"] for line in record.own if line["kind"] == "end"] == ["failed"]
+    assert [line["status"] for line in record.run_lines if line["kind"] == "end"] == ["failed"]
 
 
 def test_tests_are_handed_out_to_who_has_trained() -> None:
@@ -1308,6 +1344,6 @@ def test_tests_are_handed_out_to_who_has_trained() -> None:
     desk.give(1)
     desk.asks(0)
     desk.asks(1)
-    desk.office.give([Ticket(TEST, part=part, parts=2) for part in range(2)])
+    desk.office.add_tickets([Ticket(TEST, part=part, parts=2) for part in range(2)])
     desk.asks(0)
     assert 1 not in desk.given

@@ -20,24 +20,28 @@ from torch.optim.optimizer import (
 from torch.utils.data import TensorDataset
 
 from paragrad import Job, RankFailed, Refused, parallelize, train, verify
-from paragrad.datasets.loading import brought, parted
-from paragrad.engine.optimizer.modes import set_mode
-from paragrad.engine.optimizer.update_probe import Alike, updates_by
-from paragrad.engine.optimizer.update_slices import FOREACH, FUSED, slices
+from paragrad.datasets.loading import convert_batch, separate_target
+from paragrad.engine.optimizer.modes import set_optimizer_mode
+from paragrad.engine.optimizer.update_probe import ReplicatedDraws, find_update_granularity
+from paragrad.engine.optimizer.update_slices import (
+    FOREACH_OPTIMIZERS,
+    FUSED_OPTIMIZERS,
+    assign_slices,
+)
 from paragrad.jobs.job import CPU
-from paragrad.launch import Ranks
-from paragrad.parallel.data.shared_memory import SharedMemory
-from paragrad.record.record import lines_of
-from paragrad.report.equivalence.lockstep import difference
-from paragrad.runtime.generators import generator_states
-from paragrad.runtime.launcher_env import cores
+from paragrad.launch import Launcher
+from paragrad.parallel.data.shared_memory import SharedMemoryExchange
+from paragrad.record.record import read_lines
+from paragrad.report.equivalence.lockstep import compare_with_serial
+from paragrad.runtime.generators import fingerprint_generators
+from paragrad.runtime.launcher_env import count_cores
 from paragrad.runtime.world import World
-from paragrad.shm.region import aligned
+from paragrad.shm.region import align_to_cache_line
 from paragrad.strategies.registry import strategy
-from paragrad.trainer.checkpoint.checkpoint_files import newest
+from paragrad.trainer.checkpoint.checkpoint_files import find_newest_checkpoint
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.validate import admitted, backend_of
+from paragrad.validation.validate import choose_backend, validate_run
 
 
 class Lion(torch.optim.Optimizer):
@@ -200,7 +204,10 @@ def grouped(parameters: object) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
-    **{cls.__name__: lambda parameters, cls=cls: cls(parameters, lr=1e-2) for cls in FOREACH},
+    **{
+        cls.__name__: lambda parameters, cls=cls: cls(parameters, lr=1e-2)
+        for cls in FOREACH_OPTIMIZERS
+    },
     "SGD, Nesterov": lambda parameters: torch.optim.SGD(
         parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3
     ),
@@ -229,11 +236,11 @@ OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
 
 def differences(world: World, jobs: list[Job]) -> dict[str, float]:
     resolved = strategy(f"data({world.size}, state=shared_memory)")
-    return {each.name: difference(world, each, resolved, steps=8).value for each in jobs}
+    return {each.name: compare_with_serial(world, each, resolved, steps=8).value for each in jobs}
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.table)])
-def test_every_optimizer_trains_as_in_serial(pool: Ranks, size: int) -> None:
+def test_every_optimizer_trains_as_in_serial(pool: Launcher, size: int) -> None:
     jobs = [
         job(name, mlp, VECTORS, optimizer=optimizer, clip_norm=0.5 if place % 2 else None)
         for place, (name, optimizer) in enumerate(OPTIMIZERS.items())
@@ -285,16 +292,16 @@ def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The parameters in eval mode after a loop that anyone would write, and the loss of the
     test set after each epoch.
     """
-    model = each.built_model()
-    order = each.order(29)
+    model = each.build_model()
+    order = each.make_order(29)
     optimizer = each.optimizer(model.parameters())
     tested = []
     for epoch in range(each.epochs):
-        set_mode(optimizer, "train")
-        for positions in order.batches():
-            inputs, target = parted(
-                brought(
-                    each.samples(each.train)[epoch, order.indices(epoch, positions)],
+        set_optimizer_mode(optimizer, "train")
+        for positions in order.list_batches():
+            inputs, target = separate_target(
+                convert_batch(
+                    each.make_samples(each.train)[epoch, order.get_indices(epoch, positions)],
                     CPU,
                     torch.float64,
                 )
@@ -302,7 +309,7 @@ def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), target).backward()
             optimizer.step()
-        set_mode(optimizer, "eval")
+        set_optimizer_mode(optimizer, "eval")
         inputs, target = VECTORS.tensors
         tested.append(float(nn.functional.cross_entropy(model(inputs.double()), target).detach()))
     return model.state_dict(), tested
@@ -330,7 +337,7 @@ def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_
         run = train(each, strategy_, runs=tmp_path, save=4)
         assert [
             line["test"]["value"]
-            for line in lines_of(run.folder / "rank-0.jsonl", spans=False)
+            for line in read_lines(run.folder / "rank-0.jsonl", spans=False)
             if line["kind"] == "epoch"
         ] == pytest.approx(tested, rel=1e-10)
         cut = train(each.replace(epochs=2), strategy_, runs=tmp_path, save=4)
@@ -343,7 +350,7 @@ def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_
 def test_slices_share_the_work() -> None:
     for ranks in (1, 2, 3, 7):
         lengths = [1000, 3, 0, 64 * 50, 77]
-        pieces, because = slices(
+        pieces, because = assign_slices(
             torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "element", lengths, ranks
         )
         found = [
@@ -358,12 +365,12 @@ def test_slices_share_the_work() -> None:
         counts = [sum(piece.stop - piece.start for piece in rank) for rank in pieces]
         assert max(counts) - min(counts) <= 2 * 64
         assert "element by element" in because
-    pieces, because = slices(
+    pieces, because = assign_slices(
         torch.optim.Adafactor([nn.Parameter(torch.ones(1))]), "tensor", [5, 100, 60, 30], 2
     )
     assert [[piece.index for piece in rank] for rank in pieces] == [[1], [0, 2, 3]]
     assert "whole tensors" in because
-    pieces, because = slices(Lion([nn.Parameter(torch.ones(1))], 1.0), "all", [5, 100], 2)
+    pieces, because = assign_slices(Lion([nn.Parameter(torch.ones(1))], 1.0), "all", [5, 100], 2)
     assert [[piece.index for piece in rank] for rank in pieces] == [[0, 1], []]
     assert "rank 0 updates everything" in because
 
@@ -372,21 +379,23 @@ def held(world: World, each: Job) -> tuple[int, int, int, set[int]]:
     """(bytes of the rows in use, elements of this rank's Adam state, of all parameters,
     storages of the parameters).
     """
-    trainer = Trainer.of_job(world, each, strategy(f"data({world.size}, state=shared_memory)"))
+    trainer = Trainer.build_for_job(
+        world, each, strategy(f"data({world.size}, state=shared_memory)")
+    )
     for fetched in trainer.batches(each.train, each.batch, 0):  # type: ignore[arg-type]
-        trainer.step(*parted(fetched))
-    assert isinstance(trainer.exchange, SharedMemory)
+        trainer.step(*separate_target(fetched))
+    assert isinstance(trainer.exchange, SharedMemoryExchange)
     state = sum(
         value.numel()
         for values in trainer.optimizer.state.values()
         for value in values.values()
         if value.dim()
     )
-    assert trainer.exchange.largest == 0, (
+    assert trainer.exchange.peak_bytes == 0, (
         "they were counted as gradients, and once more as what the exchange keeps"
     )
     found = (
-        trainer.exchange.memory.row,
+        trainer.exchange.host_memory.row_bytes,
         state,
         sum(parameter.numel() for parameter in trainer.model.parameters()),
         {parameter.untyped_storage().nbytes() for parameter in trainer.model.parameters()},
@@ -395,7 +404,7 @@ def held(world: World, each: Job) -> tuple[int, int, int, set[int]]:
     return found
 
 
-def test_state_is_on_the_host_once(pool: Ranks) -> None:
+def test_state_is_on_the_host_once(pool: Launcher) -> None:
     each = job(
         "wide",
         lambda: nn.Sequential(nn.Linear(10, 300), nn.Linear(300, 4)),
@@ -406,7 +415,7 @@ def test_state_is_on_the_host_once(pool: Ranks) -> None:
     row, _, parameters, storages = found[0]
     # two moments of everything, over all ranks
     assert sum(state for _, state, _, _ in found) == 2 * parameters
-    assert row == sum(aligned(4 * length) for length in (3000, 300, 1200, 4))
+    assert row == sum(align_to_cache_line(4 * length) for length in (3000, 300, 1200, 4))
     # a storage each, as files of checkpoints want
     assert storages == {4 * length for length in (3000, 300, 1200, 4)}
 
@@ -438,7 +447,7 @@ def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
     for name, wanted in whole.model().state_dict().items():
         torch.testing.assert_close(third.model().state_dict()[name], wanted, rtol=1e-10, atol=1e-13)
     # the kernels of a run are no part of the training
-    for group in newest(second.folder).state["optimizer"]["groups"]:
+    for group in find_newest_checkpoint(second.folder).state["optimizer"]["groups"]:
         assert group.get("fused") is None
         assert group.get("foreach") is None
 
@@ -453,7 +462,7 @@ def test_the_record_says_who_updates_what(tmp_path: Path) -> None:
     choices = {
         line["what"]: line
         for path in ("run.jsonl", "rank-0.jsonl")
-        for line in lines_of(run.folder / path, spans=False)
+        for line in read_lines(run.folder / path, spans=False)
         if line["kind"] == "choice"
     }
     assert choices["state"]["picked"] == "shared_memory"
@@ -464,9 +473,9 @@ def test_the_record_says_who_updates_what(tmp_path: Path) -> None:
 def test_auto_tries_one_worker_too(tmp_path: Path) -> None:
     run = train(job("tried", mlp, VECTORS, epochs=1), "data(auto)", runs=tmp_path)
     choice = next(
-        line for line in lines_of(run.folder / "run.jsonl") if line.get("what") == "strategy"
+        line for line in read_lines(run.folder / "run.jsonl") if line.get("what") == "strategy"
     )
-    candidates = [f"data({cores()}, state=shared_memory)", f"serial(threads={cores()})"]
+    candidates = [f"data({count_cores()}, state=shared_memory)", f"serial(threads={count_cores()})"]
     assert choice["picked"] == str(run.resolved)
     assert choice["picked"] in candidates
     assert all(f"{each} " in choice["because"] for each in candidates)
@@ -481,14 +490,14 @@ def test_on_several_hosts_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         monkeypatch.setenv(name, value)
     each = job("far", mlp, VECTORS)
-    assert backend_of(Settings(), 4) == "gloo"
-    assert admitted(each, "data(4)").resolved == strategy("data(4, state=replicated)")
+    assert choose_backend(Settings(), 4) == "gloo"
+    assert validate_run(each, "data(4)").resolved == strategy("data(4, state=replicated)")
     with pytest.raises(Refused, match="2 of 4 ranks are on other hosts; leave out --backend"):
-        backend_of(Settings(backend="shm"), 4)
+        choose_backend(Settings(backend="shm"), 4)
     with pytest.raises(
         Refused, match="2 of 4 ranks are on other hosts; leave out state=shared_memory"
     ):
-        admitted(each, "data(4, state=shared_memory)")
+        validate_run(each, "data(4, state=shared_memory)")
 
 
 def test_refused_in_a_loop_of_ones_own() -> None:
@@ -511,11 +520,11 @@ def test_refused_with_an_exchange() -> None:
 
 
 def test_what_has_a_fused_kernel_has_an_update_over_lists() -> None:
-    assert set(FUSED) <= set(FOREACH)
+    assert set(FUSED_OPTIMIZERS) <= set(FOREACH_OPTIMIZERS)
 
 
 ELEMENT = {
-    *(cls.__name__ for cls in FOREACH),
+    *(cls.__name__ for cls in FOREACH_OPTIMIZERS),
     "SGD, Nesterov",
     "RMSprop, centered",
     "groups",
@@ -538,18 +547,18 @@ def test_how_an_optimizer_updates_is_tried(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(10, 200), nn.Linear(200, 4))
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    states = generator_states()
+    states = fingerprint_generators()
     wanted = (
         "element" if name in ELEMENT else "tensor" if name in ("Adafactor", "normed SGD") else "all"
     )
-    assert updates_by(optimizer) == wanted
-    assert generator_states() == states
+    assert find_update_granularity(optimizer) == wanted
+    assert fingerprint_generators() == states
     assert all(
         torch.equal(parameter, kept)
         for parameter, kept in zip(model.parameters(), before, strict=True)
     )
     torch.optim.lr_scheduler.StepLR(optimizer, 2)  # wraps the step, and counts
-    assert updates_by(optimizer) == wanted
+    assert find_update_granularity(optimizer) == wanted
 
 
 def test_what_runs_beside_the_step_is_not_tried() -> None:
@@ -560,20 +569,20 @@ def test_what_runs_beside_the_step_is_not_tried() -> None:
 
     first = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     first.step = stopped  # type: ignore[method-assign, assignment]
-    assert updates_by(first) == "all"
+    assert find_update_granularity(first) == "all"
     second = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
         handle = register(stopped)
-        assert updates_by(second) == "all"
+        assert find_update_granularity(second) == "all"
         handle.remove()
-    assert updates_by(second) == "element"
+    assert find_update_granularity(second) == "element"
 
 
 def test_an_optimizer_that_keeps_parameters_elsewhere_is_not_cut() -> None:
     """A wrapper (lookahead, SAM) updates what it keeps, not what a trial gives it."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
-    assert updates_by(optimizer) == "all"
+    assert find_update_granularity(optimizer) == "all"
 
 
 @pytest.mark.story
@@ -603,9 +612,9 @@ def test_an_optimizer_that_draws_trains_as_in_serial(tmp_path: Path) -> None:
 
 
 def test_what_draws_nothing_is_not_watched_again() -> None:
-    alike = Alike(3, CPU)
+    alike = ReplicatedDraws(3, CPU)
     drawn = []
-    before = generator_states()
+    before = fingerprint_generators()
     for step in (0, 1, 1):
         alike(
             "update",
@@ -613,9 +622,9 @@ def test_what_draws_nothing_is_not_watched_again() -> None:
             lambda: drawn.append((float(torch.rand(1)), random.random(), numpy.random.rand())),
         )
     assert drawn[0] != drawn[1] == drawn[2]
-    assert generator_states() == before
+    assert fingerprint_generators() == before
     for step in (0, 1):
-        alike("quiet", step, lambda: drawn.append(generator_states()))
+        alike("quiet", step, lambda: drawn.append(fingerprint_generators()))
     assert drawn[3] != before
     assert drawn[4] == before
 
@@ -658,7 +667,7 @@ def test_a_parameter_that_is_first_used_in_a_later_step(tmp_path: Path) -> None:
     fused SGD takes no momentum that some parameters have and others not yet.
     """
     late = job("late", Late, VECTORS)
-    order = late.order(len(VECTORS)).indices(0, range(len(VECTORS)))
+    order = late.make_order(len(VECTORS)).get_indices(0, range(len(VECTORS)))
     x = VECTORS.tensors[0].clone()
     targets = VECTORS.tensors[1]
     x[order[14]] = 6.0
@@ -680,4 +689,4 @@ def test_resumed_state_is_tried_too() -> None:
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        assert updates_by(optimizer) == wanted
+        assert find_update_granularity(optimizer) == wanted

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.runtime.world import World
-from paragrad.shm.region import no_address, opened
+from paragrad.shm.region import format_no_address, open_region
 
 DTYPES = (
     torch.float64,
@@ -129,7 +129,7 @@ def not_contiguous(world: World) -> None:
 
 def same_bits(world: World) -> None:
     """Both ways of adding, short and long, are in rank order."""
-    small = dist.group.WORLD.joined.port.small // 4
+    small = dist.group.WORLD.attached.areas.small_bytes // 4
     for count in (7, small, small + 1, 300_000, 1_200_001):
         everyone = [
             torch.randn(count, generator=torch.Generator().manual_seed(rank))
@@ -277,7 +277,7 @@ COLLECTIVES = (
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("function", COLLECTIVES, ids=lambda each: each.__name__)
-def test_collectives(pool: Ranks, function: object, size: int) -> None:
+def test_collectives(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
 
 
@@ -285,4 +285,4 @@ def test_who_cannot_make_memory_tells_the_others_why() -> None:
     with pytest.raises(
         RuntimeError, match="rank 0 could not make shared memory: no 9 MiB on this host"
     ):
-        opened(no_address(RuntimeError("no 9 MiB on this host")))
+        open_region(format_no_address(RuntimeError("no 9 MiB on this host")))

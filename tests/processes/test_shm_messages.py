@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from test_shm import LONG, same, values
 
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.runtime.world import World
-from paragrad.shm.attach import Layout
-from paragrad.shm.region import LINE
-from paragrad.shm.work import Lane, Work
+from paragrad.shm.attach import RegionLayout
+from paragrad.shm.region import CACHE_LINE_BYTES
+from paragrad.shm.work import OperationQueue, ShmWork
 
 
 # ---- messages --------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ PROGRAMS = (
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("function", PROGRAMS, ids=lambda each: each.__name__)
-def test_programs(pool: Ranks, function: object, size: int) -> None:
+def test_programs(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
 
 
@@ -217,7 +217,7 @@ def storm(world: World, seed: int) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_storm(pool: Ranks, size: int) -> None:
+def test_a_storm(pool: Launcher, size: int) -> None:
     for seed in range(5):
         pool.run(storm, seed, size=size, backend="shm")
 
@@ -227,16 +227,16 @@ def ends_of_the_ring(world: World) -> None:
     """Records end at, before and beyond the end of the ring, several of them under way; the
     sender does not wait for any.
     """
-    ring = Layout(world.size).ring
+    ring = RegionLayout(world.size).ring_bytes
     draw = random.Random(0)
     for turn in range(40):
         counts = []
         left = ring
         while (
-            count := draw.choice((0, 1, LINE, 5000, ring // 5, ring // 2))
-        ) + count // 16 + 20 * LINE < left:
+            count := draw.choice((0, 1, CACHE_LINE_BYTES, 5000, ring // 5, ring // 2))
+        ) + count // 16 + 20 * CACHE_LINE_BYTES < left:
             counts.append(count)
-            left -= count + count // 16 + 20 * LINE
+            left -= count + count // 16 + 20 * CACHE_LINE_BYTES
         if world.rank == 0:
             for place, count in enumerate(counts):
                 dist.send(values(place + turn, count).to(torch.uint8), 1)
@@ -292,7 +292,7 @@ def unusual(world: World) -> None:
     "function", [ends_of_the_ring, many_at_once, unusual], ids=lambda each: each.__name__
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_ring(pool: Ranks, function: object, size: int) -> None:
+def test_the_ring(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
 
 
@@ -346,7 +346,7 @@ def test_a_death_amid_a_message_ends_the_wait(tmp_path: Path) -> None:
     ), told[0]
 
 
-class Patient(Lane):
+class Patient(OperationQueue):
     """Nobody waits for what its daemon is at, which comes when there is somebody impatient."""
 
     def __init__(self) -> None:
@@ -354,12 +354,12 @@ class Patient(Lane):
         self.begun = threading.Event()
         self.way = threading.Event()
 
-    def make_way(self) -> None:
+    def request_yield(self) -> None:
         self.way.set()
 
-    def advance(self, work: Work, deadline: float, patient: bool) -> None:
+    def run_until_done(self, work: ShmWork, deadline: float, is_background: bool) -> None:
         self.begun.set()
-        if patient and not self.way.is_set():
+        if is_background and not self.way.is_set():
             self.way.wait()
         else:
             work.finish()
@@ -370,9 +370,9 @@ def test_who_waits_takes_the_lane_over() -> None:
     millisecond if it was done.
     """
     lane = Patient()
-    first = Work(lane, [], seconds=60)
-    second = Work(lane, [], seconds=60)
-    lane.leave(first)
+    first = ShmWork(lane, [], seconds=60)
+    second = ShmWork(lane, [], seconds=60)
+    lane.leave_to_daemon(first)
     lane.begun.wait()
     second.wait()
     assert lane.close(60)
@@ -411,7 +411,7 @@ def disagreeing(world: World) -> list[str]:
     return told
 
 
-def test_ranks_that_disagree_are_all_told(pool: Ranks) -> None:
+def test_ranks_that_disagree_are_all_told(pool: Launcher) -> None:
     for rank, told in enumerate(pool.run(disagreeing, size=3, backend="shm")):
         for message, words in zip(
             told,
@@ -440,7 +440,7 @@ def mismatched_message(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_message_of_another_length_ends_both(pool: Ranks) -> None:
+def test_a_message_of_another_length_ends_both(pool: Launcher) -> None:
     for message in pool.run(mismatched_message, size=2, backend="shm"):
         assert "rank 0 sends float32, 8000000 bytes" in message
         assert "receive from rank 0 of float32 [3], 12 bytes" in message
@@ -469,7 +469,7 @@ def given_up(world: World, by_daemon: bool) -> str:
 
 
 @pytest.mark.parametrize("by_daemon", [False, True])
-def test_who_gives_up_tells_the_others(pool: Ranks, by_daemon: bool) -> None:
+def test_who_gives_up_tells_the_others(pool: Launcher, by_daemon: bool) -> None:
     """Beside the daemon it waited for as long as that, 20 s and not 0.3."""
     for message in pool.run(given_up, by_daemon, size=3, backend="shm"):
         assert "rank 0 gave up waiting" in message
@@ -502,7 +502,7 @@ def asked_for_early(world: World, asked: bool) -> str:
     return str(given.tolist())
 
 
-def test_a_receive_that_is_asked_for_early(pool: Ranks) -> None:
+def test_a_receive_that_is_asked_for_early(pool: Launcher) -> None:
     """Nobody waited for it, and after the group's limit the daemon gave the group up: a
     pipeline asks for three at a time, and computes meanwhile. What somebody waits for in a
     future ends at the limit.
@@ -528,14 +528,14 @@ def one_of_two_is_awaited(world: World) -> str:
     return str(caught.value)
 
 
-def test_what_is_awaited_is_named_and_not_what_was_posted_before(pool: Ranks) -> None:
+def test_what_is_awaited_is_named_and_not_what_was_posted_before(pool: Launcher) -> None:
     told, *_ = pool.run(one_of_two_is_awaited, size=3, backend="shm")
     assert "in receive from rank 2 of float32 [5]" in told
 
 
 def in_two_groups(world: World) -> str:
     """Rank 1 comes nowhere; rank 0 waits for it in another group than ranks 2 and 3."""
-    both = world.twin(), world.twin()
+    both = world.duplicate(), world.duplicate()
     if world.rank == 1:
         world.store.wait(["told"])
         return ""
@@ -549,7 +549,7 @@ def in_two_groups(world: World) -> str:
     return str(caught.value)
 
 
-def test_who_waits_in_another_group_is_not_blamed(pool: Ranks) -> None:
+def test_who_waits_in_another_group_is_not_blamed(pool: Launcher) -> None:
     """Stopped amid a barrier, a rank had let some of the others go, which waited for it in the
     next exchange, over a region of their own: the one that was left told of them all.
     """
@@ -624,22 +624,22 @@ def missing_from_a_barrier(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_barrier_names_who_did_not_come(pool: Ranks) -> None:
+def test_a_barrier_names_who_did_not_come(pool: Launcher) -> None:
     for message in pool.run(missing_from_a_barrier, size=4, backend="shm")[::2]:
         assert "rank 1, rank 3 have not come" in message
 
 
 # ---- leaving a group -------------------------------------------------------------------------
-class Held(Lane):
+class Held(OperationQueue):
     """Its daemon is at a work until the lane closes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begun = threading.Event()
 
-    def advance(self, work: Work, deadline: float, patient: bool) -> None:
+    def run_until_done(self, work: ShmWork, deadline: float, is_background: bool) -> None:
         self.begun.set()
-        self.left.called.wait()
+        self.backlog.wakeup.wait()
         work.finish()
 
 
@@ -655,7 +655,7 @@ def test_a_closed_lane_leaves_no_thread() -> None:
     """
     lane = Held()
     turns = sys.getswitchinterval()
-    lane.leave(Work(lane, [], seconds=60))
+    lane.leave_to_daemon(ShmWork(lane, [], seconds=60))
     lane.begun.wait()
     assert lane.daemon is not None
     # the daemon has no turn but while somebody waits for it
@@ -684,7 +684,7 @@ def left(world: World) -> str:
     return str(error)
 
 
-def test_who_leaves_does_not_leave_others_waiting(pool: Ranks) -> None:
+def test_who_leaves_does_not_leave_others_waiting(pool: Launcher) -> None:
     """What nobody waited for has a second; then the daemon is ended, and the others are
     told.
     """

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.runtime.world import World
 
 STEPS = 4
@@ -179,5 +179,5 @@ def pipelined(world: World) -> None:
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
-def test_equals_serial(pool: Ranks, function: object, size: int) -> None:
+def test_equals_serial(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")

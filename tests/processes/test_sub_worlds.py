@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from paragrad.errors import RankFailed
-from paragrad.executors.transport import all_reduce
-from paragrad.launch import Ranks
+from paragrad.executors.transport import run_all_reduce
+from paragrad.launch import Launcher
 from paragrad.runtime.mesh import Axis
 from paragrad.runtime.world import World
 from paragrad.schedules.ring import Ring
@@ -32,8 +32,8 @@ BACKENDS = ("gloo", "shm")
 
 
 @pytest.fixture(scope="module")
-def eight() -> Iterator[Ranks]:
-    with Ranks(8) as ranks:
+def eight() -> Iterator[Launcher]:
+    with Launcher(8) as ranks:
         run = ranks.run
         ranks.run = lambda *args, **kwargs: run(
             *args, **{"timeout": 30.0, "deadline": 100.0, **kwargs}
@@ -55,24 +55,24 @@ def collectives(world: World, mine: int, members: Sequence[int]) -> None:
     """
     assert (world.size, members[world.rank]) == (len(members), mine)
     everyone = torch.stack([numbers(member) for member in members])
-    same(world.all_reduced(numbers(mine)), everyone.sum(0))
-    same(world.all_reduced(numbers(mine), "MAX"), everyone.amax(0))
-    same(world.all_reduced(numbers(mine), "MIN"), everyone.amin(0))
-    same(torch.stack(world.gathered(numbers(mine))), everyone)
+    same(world.all_reduce(numbers(mine)), everyone.sum(0))
+    same(world.all_reduce(numbers(mine), "MAX"), everyone.amax(0))
+    same(world.all_reduce(numbers(mine), "MIN"), everyone.amin(0))
+    same(torch.stack(world.all_gather(numbers(mine))), everyone)
     copied = numbers(mine)
     world.copy_from_first(copied)
     same(copied, everyone[0])
-    assert world.agreed({"rank": mine, "long": "x" * mine}) == {
+    assert world.broadcast_object({"rank": mine, "long": "x" * mine}) == {
         "rank": members[0],
         "long": "x" * members[0],
     }
-    assert world.collected("x" * mine) == (
+    assert world.gather_objects("x" * mine) == (
         ["x" * member for member in members] if world.rank == 0 else []
     )
     world.barrier()
-    world.prove()
+    world.check_collectives()
     played = numbers(mine)
-    all_reduce(Ring(), played, world)
+    run_all_reduce(Ring(), played, world)
     same(played, everyone.sum(0))
 
 
@@ -99,13 +99,13 @@ def line(sizes: Sequence[int], rank: int, along: Sequence[int]) -> list[int]:
 # ---- along axes ------------------------------------------------------------------------------
 def along_all(world: World, sizes: Sequence[int]) -> None:
     axes = tuple(map(Axis, NAMES, sizes))
-    whole = world.with_axes(*axes)
+    whole = world.add_axes(*axes)
     assert whole.axes == axes
-    next(whole.walks)
+    next(whole.schedule_numbers)
     for along in chain.from_iterable(
         combinations(range(len(sizes)), count) for count in range(len(sizes) + 1)
     ):
-        part = whole.along([NAMES[axis] for axis in reversed(along)])
+        part = whole.select_axes([NAMES[axis] for axis in reversed(along)])
         members = line(sizes, world.rank, along)
         assert part.axes == tuple(axes[axis] for axis in along)
         assert (part.backend, part.timeout, part.device, part.stop) == (
@@ -115,9 +115,9 @@ def along_all(world: World, sizes: Sequence[int]) -> None:
             world.stop,
         )
         assert (part.group is None) == (len(members) == 1)
-        assert next(part.walks) == 0
+        assert next(part.schedule_numbers) == 0
         collectives(part, world.rank, members)
-        twin = part.twin()
+        twin = part.duplicate()
         assert (twin.axes, twin.size == 1) == (part.axes, twin.group is part.group)
         collectives(twin, world.rank, members)
     collectives(whole, world.rank, range(world.size))
@@ -127,25 +127,27 @@ def along_all(world: World, sizes: Sequence[int]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_every_collective_along_every_choice_of_axes(
-    eight: Ranks, sizes: tuple[int, ...], backend: str
+    eight: Launcher, sizes: tuple[int, ...], backend: str
 ) -> None:
     eight.run(along_all, sizes, size=torch.Size(sizes).numel(), backend=backend)
 
 
 def nested(world: World) -> None:
-    whole = world.with_axes(("data", 2), ("tensor", 2), ("pipeline", 2))
-    plane = whole.along(("pipeline", "data"))
-    collectives(plane.along("data"), world.rank, line((2, 2, 2), world.rank, (0,)))
-    collectives(plane.along("pipeline"), world.rank, line((2, 2, 2), world.rank, (2,)))
-    collectives(plane.twin().along("data"), world.rank, line((2, 2, 2), world.rank, (0,)))
+    whole = world.add_axes(("data", 2), ("tensor", 2), ("pipeline", 2))
+    plane = whole.select_axes(("pipeline", "data"))
+    collectives(plane.select_axes("data"), world.rank, line((2, 2, 2), world.rank, (0,)))
+    collectives(plane.select_axes("pipeline"), world.rank, line((2, 2, 2), world.rank, (2,)))
+    collectives(
+        plane.duplicate().select_axes("data"), world.rank, line((2, 2, 2), world.rank, (0,))
+    )
     with pytest.raises(
         ValueError, match=r"no axis tensor; the world's are data\(2\) \* pipeline\(2\)"
     ):
-        plane.along("tensor")
-    workers = world.among([range(6)])  # the last two are servers
+        plane.select_axes("tensor")
+    workers = world.split_ranks([range(6)])  # the last two are servers
     if workers is not None:
         collectives(
-            workers.with_axes(("data", 3), ("tensor", 2)).along("data"),
+            workers.add_axes(("data", 3), ("tensor", 2)).select_axes("data"),
             world.rank,
             line((3, 2), world.rank, (0,)),
         )
@@ -153,32 +155,32 @@ def nested(world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sub_world_is_cut_again(eight: Ranks, backend: str) -> None:
+def test_a_sub_world_is_cut_again(eight: Launcher, backend: str) -> None:
     eight.run(nested, backend=backend)
 
 
 # ---- among ranks -----------------------------------------------------------------------------
 def owners(world: World) -> None:
-    found = world.among([[3, 0], [1]])
+    found = world.split_ranks([[3, 0], [1]])
     if world.rank == 2:
         assert found is None
     else:
         assert found is not None
         members = [1] if world.rank == 1 else [3, 0]
         collectives(found, world.rank, members)
-        collectives(found.twin(), world.rank, members)
-        hosted = found.twin(through_host=True)
+        collectives(found.duplicate(), world.rank, members)
+        hosted = found.duplicate(through_host=True)
         assert hosted.backend == world.backend  # gloo where that is NCCL
         collectives(hosted, world.rank, members)
-    assert world.among([]) is None
-    alone = world.among([[rank] for rank in range(world.size)])
+    assert world.split_ranks([]) is None
+    alone = world.split_ranks([[rank] for rank in range(world.size)])
     assert alone is not None
     assert (alone.rank, alone.size, alone.group) == (0, 1, None)
     collectives(world, world.rank, range(4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_first_of_a_sub_world_is_its_own(pool: Ranks, backend: str) -> None:
+def test_the_first_of_a_sub_world_is_its_own(pool: Launcher, backend: str) -> None:
     """`agreed` broadcast from the launched rank 0, whose number among ranks 3 and 0 is 1; where
     it was not among them, torch raised. A rank in no set goes on without a world, and one alone
     has an ordinary one.
@@ -190,29 +192,29 @@ def stages(world: World) -> None:
     """Ranks 0 and 1 make groups of which 2 and 3 hear nothing, then 2 and 3 some at the same
     time; then all together.
     """
-    first = world.among([[0, 1]])
-    second = world.among([[2, 3], [0, 1]])
+    first = world.split_ranks([[0, 1]])
+    second = world.split_ranks([[2, 3], [0, 1]])
     assert second is not None
     if first is not None:
         for _ in range(2):
-            first = first.twin()
+            first = first.duplicate()
             collectives(first, world.rank, (0, 1))
     members = (0, 1) if world.rank < 2 else (2, 3)
-    collectives(second.twin(), world.rank, members)
-    swapped = second.among([[1, 0]])
+    collectives(second.duplicate(), world.rank, members)
+    swapped = second.split_ranks([[1, 0]])
     assert swapped is not None
     collectives(swapped, world.rank, members[::-1])
-    collectives(world.twin(), world.rank, range(4))
+    collectives(world.duplicate(), world.rank, range(4))
     group = dist.new_group([1, 2])  # the user's own
     if world.rank in (1, 2):
         mine = numbers(world.rank)
         dist.all_reduce(mine, group=group)
         same(mine, numbers(1) + numbers(2))
-    collectives(world.twin(), world.rank, range(4))
+    collectives(world.duplicate(), world.rank, range(4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_who_makes_groups_the_others_need_not_know(pool: Ranks, backend: str) -> None:
+def test_who_makes_groups_the_others_need_not_know(pool: Launcher, backend: str) -> None:
     """torch names a group by how many a rank was asked for: a stage with batch norm, whose
     ranks have a twin that no other stage has, would wait for ever in the next group that it
     shares with them. And groups of one name would meet in the store.
@@ -221,10 +223,10 @@ def test_who_makes_groups_the_others_need_not_know(pool: Ranks, backend: str) ->
 
 
 def at_odds(world: World) -> None:
-    world.among([[0, 1]] if world.rank != 2 else [[0, 1], [2, 3]])
+    world.split_ranks([[0, 1]] if world.rank != 2 else [[0, 1], [2, 3]])
 
 
-def test_ranks_that_ask_for_different_sets_are_told(pool: Ranks) -> None:
+def test_ranks_that_ask_for_different_sets_are_told(pool: Launcher) -> None:
     with pytest.raises(
         RankFailed,
         match=r"rank 0 asks for worlds among \[\[0, 1\]\], rank 2 among \[\[0, 1\], \[2, 3\]\]",
@@ -279,9 +281,9 @@ def engines(world: World) -> None:
     """One backward by DDP and one by FSDP2 over a line of the grid; each line has a model of
     its own.
     """
-    whole = world.with_axes(("data", 2), ("tensor", 2))
-    data = whole.along("data")
-    tensor = whole.along("tensor")
+    whole = world.add_axes(("data", 2), ("tensor", 2))
+    data = whole.select_axes("data")
+    tensor = whole.select_axes("tensor")
 
     def model() -> nn.Linear:
         torch.manual_seed(tensor.rank)
@@ -302,5 +304,5 @@ def engines(world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ddp_and_fsdp_run_over_a_sub_world(pool: Ranks, backend: str) -> None:
+def test_ddp_and_fsdp_run_over_a_sub_world(pool: Launcher, backend: str) -> None:
     pool.run(engines, size=4, backend=backend)

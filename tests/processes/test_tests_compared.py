@@ -19,26 +19,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paragrad as pg
-from paragrad.commands.train import run
+from paragrad.commands.train import train_on_ranks
 from paragrad.errors import StepFailed
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.report.run import Run
 from paragrad.runtime.world import World
 from paragrad.trainer.first_step import setup
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 COMPARED = "one worker's, and so is the loss of"
 
 
-def trained(pool: Ranks, folder: Path, row: str, made: pg.Job) -> Run:
+def trained(pool: Launcher, folder: Path, row: str, made: pg.Job) -> Run:
     folder.mkdir()
-    return run(pool, admitted(made, row, Settings()), folder)
+    return train_on_ranks(pool, validate_run(made, row, Settings()), folder)
 
 
 def not_compared(found: Run) -> list[str]:
-    return [choice["because"] for choice in found.of("choice") if choice["what"] == "test"]
+    return [
+        choice["because"] for choice in found.select_lines("choice") if choice["what"] == "test"
+    ]
 
 
 def small(*last: nn.Module) -> nn.Module:
@@ -65,7 +67,7 @@ def normed() -> nn.Module:
 
 
 @pytest.mark.parametrize("row", ["spatial(2)", "tensor(2)", "pipeline(2, micro=4)", "data(2)"])
-def test_where_a_model_is_cut(pool: Ranks, tmp_path: Path, row: str) -> None:
+def test_where_a_model_is_cut(pool: Launcher, tmp_path: Path, row: str) -> None:
     """Where it is not, each rank tests a whole model, as serial does."""
     for test in (IMAGES, None):
         found = trained(
@@ -101,7 +103,7 @@ def slope(output: Tensor, target: Tensor) -> Tensor:
         pytest.param("data(2) * tensor(2)", False, marks=pytest.mark.table),
     ],
 )
-def test_another_test_is_told(pool: Ranks, tmp_path: Path, row: str, constant: bool) -> None:
+def test_another_test_is_told(pool: Launcher, tmp_path: Path, row: str, constant: bool) -> None:
     """Steps were compared with one worker's, tests never: theirs said another number, without a
     word. One that cannot run in float64 has nothing there to be compared with, and is judged by
     twins.
@@ -137,7 +139,7 @@ class Clamping(nn.Sequential):
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
-def test_it_leaves_parameters_as_they_were(pool: Ranks, tmp_path: Path, row: str) -> None:
+def test_it_leaves_parameters_as_they_were(pool: Launcher, tmp_path: Path, row: str) -> None:
     made = job(
         "clamping", lambda: Clamping(*small()), VECTORS, test=VECTORS, dtype=torch.float64, epochs=1
     )
@@ -164,7 +166,7 @@ def entropy(output: Tensor, target: Tensor) -> tuple[float, int]:
     return float(functional.cross_entropy(output, target, reduction="sum")), len(target)
 
 
-def test_rounding_of_a_test_is_not_that_of_a_step(pool: Ranks, tmp_path: Path) -> None:
+def test_rounding_of_a_test_is_not_that_of_a_step(pool: Launcher, tmp_path: Path) -> None:
     """By a metric: a loss in less than float64 the door holds to add up as if it were none, and
     some processors round a part of a batch otherwise than the whole.
     """
@@ -180,7 +182,7 @@ def test_rounding_of_a_test_is_not_that_of_a_step(pool: Ranks, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
-def test_it_leaves_nothing_in_the_loss(pool: Ranks, tmp_path: Path, row: str) -> None:
+def test_it_leaves_nothing_in_the_loss(pool: Launcher, tmp_path: Path, row: str) -> None:
     """What a loss kept had seen a test that serial does not make."""
     made = job("moving", small, VECTORS, test=VECTORS, loss=Moving(), dtype=torch.float64)
     serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
@@ -197,7 +199,7 @@ class Undoubted(nn.Sequential):
             mock.patch.object(setup, "refuse_copies", doubtful).start()
 
 
-refuse_copies = setup.refuse_copies
+refuse_copies = setup.refuse_float64_copies
 
 
 def doubtful(world: World, module: Any) -> None:
@@ -229,7 +231,7 @@ def noisy(output: Tensor, target: Tensor) -> Tensor:
     [("tensor(2)", small, noisy), ("place(2)", lambda: small(Noise()), functional.cross_entropy)],
 )
 def test_what_draws_is_not_compared(
-    pool: Ranks, tmp_path: Path, row: str, model: Callable[[], nn.Module], loss: Any
+    pool: Launcher, tmp_path: Path, row: str, model: Callable[[], nn.Module], loss: Any
 ) -> None:
     """In a test a part's draws are numbered as in training, where dropout draws too; and a loss
     draws as it likes.
@@ -254,7 +256,7 @@ class Other(nn.Sequential):
         return {"logits": out} if self.training else out
 
 
-def test_a_loss_that_takes_no_output_of_eval_mode(pool: Ranks, tmp_path: Path) -> None:
+def test_a_loss_that_takes_no_output_of_eval_mode(pool: Launcher, tmp_path: Path) -> None:
     made = job(
         "other",
         lambda: Other(*small()),
@@ -285,7 +287,7 @@ def dropping(world: World, row: str) -> list[float]:
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
-def test_a_batch_that_the_loop_made_smaller(pool: Ranks, row: str) -> None:
+def test_a_batch_that_the_loop_made_smaller(pool: Launcher, row: str) -> None:
     expected = dropping(World(), "serial")
     for losses in pool.run(dropping, row, size=2):
         assert losses == pytest.approx(expected, rel=1e-9)

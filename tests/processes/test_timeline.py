@@ -17,22 +17,22 @@ from equality import job as make_job
 from test_training import Breaks
 
 import paragrad as pg
-from paragrad.commands.train import run
+from paragrad.commands.train import train_on_ranks
 from paragrad.executors.clock import Timeline
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.planner.step_timeline import (
-    FORETOLD,
-    LEARNT,
+    LEARNING_STEPS,
+    PREDICTED_STEPS,
     WholeStep,
-    foretold,
-    measured,
-    middle,
-    scheduled,
+    find_recorded_schedule,
+    predict_step,
+    read_step_timelines,
+    select_median_step,
 )
 from paragrad.record.chrome_trace import BUCKETS, STEPS, TASKS
-from paragrad.record.record import DETAILED, Record
+from paragrad.record.record import DETAILED_STEPS, Record
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.story
 
@@ -46,8 +46,8 @@ PIPELINES = [
 ]
 
 
-def trained(pool: Ranks, folder: Path, text: str, job: pg.Job = JOB, **settings: Any) -> Record:
-    run(pool, admitted(job, text, Settings(**settings)), folder)
+def trained(pool: Launcher, folder: Path, text: str, job: pg.Job = JOB, **settings: Any) -> Record:
+    train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)
     return Record(folder)
 
 
@@ -58,22 +58,24 @@ def apart(spans: list[tuple[float, float]]) -> bool:
 
 # ---- the record ------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", PIPELINES)
-def test_a_step_in_detail_is_what_its_schedule_says(pool: Ranks, tmp_path: Path, text: str) -> None:
+def test_a_step_in_detail_is_what_its_schedule_says(
+    pool: Launcher, tmp_path: Path, text: str
+) -> None:
     """Every action once on every rank, in the program's order; nothing else of that rank at the
     same time; and no message is there before it was posted.
     """
     record = trained(pool, tmp_path, text)
-    schedule = scheduled(record)
+    schedule = find_recorded_schedule(record)
     size = record.header["workers"]
     assert schedule is not None
     steps = [
         step
-        for step in measured(record, DETAILED).values()
+        for step in read_step_timelines(record, DETAILED_STEPS).values()
         if len(step.spans)
         == max(
             # of full batches
             len(each.spans)
-            for each in measured(record, DETAILED).values()
+            for each in read_step_timelines(record, DETAILED_STEPS).values()
         )
     ]
     assert len(steps) >= 5
@@ -99,21 +101,23 @@ def test_a_step_in_detail_is_what_its_schedule_says(pool: Ranks, tmp_path: Path,
                     assert posted[int(source), f"{rank}:{slot}"] <= span.start + span.seconds + 1e-6
 
 
-def test_only_some_steps_are_told_in_detail(pool: Ranks, tmp_path: Path) -> None:
+def test_only_some_steps_are_told_in_detail(pool: Launcher, tmp_path: Path) -> None:
     """A message would cost the record a span in every step. With a trace all are."""
     for folder, settings, steps in (
-        (tmp_path / "run", {}, set(DETAILED)),
+        (tmp_path / "run", {}, set(DETAILED_STEPS)),
         (tmp_path / "traced", {"trace": tmp_path / "trace.json"}, set(range(20))),
     ):
         folder.mkdir()
         record = trained(pool, folder, "pipeline(2, micro=2)", **settings)
         for rank in range(2):
             assert {
-                span["step"] for span in record.of("span", rank) if span["lane"] == "receive"
+                span["step"]
+                for span in record.select_lines("span", rank)
+                if span["lane"] == "receive"
             } == steps
 
 
-def test_tests_between_epochs_are_no_part_of_a_step(pool: Ranks, tmp_path: Path) -> None:
+def test_tests_between_epochs_are_no_part_of_a_step(pool: Launcher, tmp_path: Path) -> None:
     """The forwards of a test were written to the step after it, and what fully_sharded gathers
     for one.
     """
@@ -121,7 +125,7 @@ def test_tests_between_epochs_are_no_part_of_a_step(pool: Ranks, tmp_path: Path)
     for rank in range(2):
         computed = [
             (span["step"], span["name"])
-            for span in record.of("span", rank)
+            for span in record.select_lines("span", rank)
             if span["lane"] == "compute"
         ]
         assert len(computed) == len(set(computed)) == 20 * 4
@@ -134,19 +138,23 @@ def test_tests_between_epochs_are_no_part_of_a_step(pool: Ranks, tmp_path: Path)
         trace=folder / "trace.json",
     )
     for rank in range(2):
-        begun = {step["step"]: step["start"] for step in record.of("step", rank)}
+        begun = {step["step"]: step["start"] for step in record.select_lines("step", rank)}
         assert [
-            span for span in record.of("span", rank) if span["start"] < begun[span["step"]]
+            span
+            for span in record.select_lines("span", rank)
+            if span["start"] < begun[span["step"]]
         ] == []
 
 
-def test_steps_of_short_batches_are_not_shown_nor_learnt_from(pool: Ranks, tmp_path: Path) -> None:
+def test_steps_of_short_batches_are_not_shown_nor_learnt_from(
+    pool: Launcher, tmp_path: Path
+) -> None:
     """Of 29 samples in batches of 15 every other step is shorter, and has as many
     micro-batches.
     """
     record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(batch=15))
-    assert all(number % 2 == 0 for number in measured(record, DETAILED))
-    assert len(measured(record, DETAILED)) >= 4
+    assert all(number % 2 == 0 for number in read_step_timelines(record, DETAILED_STEPS))
+    assert len(read_step_timelines(record, DETAILED_STEPS)) >= 4
 
 
 @pytest.mark.parametrize(
@@ -159,10 +167,10 @@ def test_steps_of_short_batches_are_not_shown_nor_learnt_from(pool: Ranks, tmp_p
     ],
 )
 def test_of_every_strategy_a_step_is_told(
-    pool: Ranks, tmp_path: Path, text: str, waits: set[str]
+    pool: Launcher, tmp_path: Path, text: str, waits: set[str]
 ) -> None:
     record = trained(pool, tmp_path, text)
-    _, step = middle(measured(record)) or (0, None)
+    _, step = select_median_step(read_step_timelines(record)) or (0, None)
     assert step is not None
     for rank in range(record.header["workers"]):
         own = [span for span in step.spans if span.rank == rank]
@@ -185,7 +193,7 @@ def test_of_every_strategy_a_step_is_told(
         pytest.param("data(2, reduce=ring) * pipeline(2, micro=2)", marks=pytest.mark.table),
     ],
 )
-def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str) -> None:
+def test_the_trace_is_what_perfetto_reads(pool: Launcher, tmp_path: Path, text: str) -> None:
     """A name for every process and thread; slices of a thread one after the other, or one
     within another; every arrow leaves from within a slice, and comes to one.
     """
@@ -228,7 +236,7 @@ def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str
     assert sorted(path.parent.glob("trace*")) == [path]
 
 
-def test_a_run_that_fails_leaves_its_trace_until_then(pool: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_its_trace_until_then(pool: Launcher, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with pytest.raises(pg.RankFailed):
         trained(
@@ -250,7 +258,7 @@ def test_a_trace_that_cannot_be_written_is_refused(
     with pytest.raises(
         pg.Refused, match=r"--trace .*; give a file in a folder that is there and can be written"
     ):
-        admitted(JOB, "serial", Settings(trace=path))
+        validate_run(JOB, "serial", Settings(trace=path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -260,7 +268,7 @@ def test_a_trace_that_cannot_be_written_is_refused(
     "text", [*PIPELINES, "pipeline(2, micro=4, schedule=interleaved, cut=[1, 1, 1, 1])"]
 )
 def test_the_clock_foretells_the_steps_after_those_it_learnt_from(
-    pool: Ranks, tmp_path: Path, text: str
+    pool: Launcher, tmp_path: Path, text: str
 ) -> None:
     """The whole step, along the schedule, every task once; of the tasks' times by kind the
     step's.
@@ -271,13 +279,13 @@ def test_the_clock_foretells_the_steps_after_those_it_learnt_from(
         else make_job("deep", deep, VECTORS, batch=8, epochs=5)
     )
     record = trained(pool, tmp_path, text, job)
-    found = foretold(record)
-    schedule = scheduled(record)
+    found = predict_step(record)
+    schedule = find_recorded_schedule(record)
     size = record.header["workers"]
     assert found is not None
     assert schedule is not None
-    assert set(LEARNT).isdisjoint(FORETOLD)
-    assert 1 <= found.steps <= len(LEARNT)
+    assert set(LEARNING_STEPS).isdisjoint(PREDICTED_STEPS)
+    assert 1 <= found.steps <= len(LEARNING_STEPS)
     assert found.low <= found.timeline.seconds <= found.high
     for rank in range(size):
         computed = [
@@ -299,16 +307,16 @@ def deep() -> Any:
     return nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4))
 
 
-def test_of_a_step_without_a_schedule_nothing_is_foretold(pool: Ranks, tmp_path: Path) -> None:
-    assert foretold(trained(pool, tmp_path, "data(2, reduce=ring)")) is None
+def test_of_a_step_without_a_schedule_nothing_is_foretold(pool: Launcher, tmp_path: Path) -> None:
+    assert predict_step(trained(pool, tmp_path, "data(2, reduce=ring)")) is None
 
 
 def test_the_middle_of_some_steps() -> None:
     steps = {
         number: Timeline(seconds, (seconds,), 0) for number, seconds in enumerate((3.0, 1.0, 2.0))
     }
-    assert middle(steps) == (2, steps[2])
-    assert middle({}) is None
+    assert select_median_step(steps) == (2, steps[2])
+    assert select_median_step({}) is None
 
 
 # ---- the page --------------------------------------------------------------------------------
@@ -335,6 +343,6 @@ def test_without_enough_steps_there_is_no_picture_of_one(tmp_path: Path) -> None
         (table.folder / "page.html").read_text(encoding="utf-8").split('<section id="step"')[1]
     )
     assert (
-        f"Nothing to draw: no run made {FORETOLD.start + 1} steps of all workers together."
+        f"Nothing to draw: no run made {PREDICTED_STEPS.start + 1} steps of all workers together."
         in section.split("</section>")[0]
     )

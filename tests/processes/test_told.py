@@ -23,15 +23,15 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
-from paragrad.commands.cli import answering
-from paragrad.engine.probe import first_not_finite
+from paragrad.commands.cli import use_exit_codes
+from paragrad.engine.probe import find_nonfinite_tensor
 from paragrad.errors import StepFailed
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.record.record import Record
-from paragrad.runtime.stragglers import meanwhile
+from paragrad.runtime.stragglers import explain_timeout
 from paragrad.validation import memory_check
-from paragrad.validation.inspect_job import examined
-from paragrad.validation.validate import admitted
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SHORT = ("train", "digits", "--epochs", "1", "--no-check")
@@ -61,18 +61,20 @@ def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
         mock.patch.object(memory_check, "memory_left", return_value=left),
         pytest.raises(pg.Refused) as caught,
     ):
-        admitted(job, strategy)
+        validate_run(job, strategy)
     return str(caught.value)
 
 
 def test_more_ranks_than_there_is_memory_for() -> None:
     """data(1000) forked a thousand ranks and took all memory: exit 137, no word."""
-    told = refused_with(10 * memory_check.PROCESS, "data(20)")
+    told = refused_with(10 * memory_check.PROCESS_BYTES, "data(20)")
     assert "data(20) wants at least " in told
     assert "20 processes of " in told
     assert told.endswith("at most 9 ranks fit")
-    with mock.patch.object(memory_check, "memory_left", return_value=10 * memory_check.PROCESS):
-        assert admitted(MANY, "data(9)").size == 9
+    with mock.patch.object(
+        memory_check, "memory_left", return_value=10 * memory_check.PROCESS_BYTES
+    ):
+        assert validate_run(MANY, "data(9)").size == 9
 
 
 class Keeps(nn.Module):
@@ -92,16 +94,16 @@ class Keeps(nn.Module):
 def test_a_batch_that_does_not_fit() -> None:
     """What is the same for any number of samples is not counted for each."""
     job = make_job("keeps", Keeps, VECTORS, batch=29)
-    told = refused_with(memory_check.PROCESS + (20 << 20), "serial", job)
+    told = refused_with(memory_check.PROCESS_BYTES + (20 << 20), "serial", job)
     assert "that backward keeps of 29 samples" in told
     assert told.endswith(
         "the batch does not fit; make it smaller, or cut it into micro-batches (micro=2)"
     )
     with mock.patch.object(
-        memory_check, "memory_left", return_value=memory_check.PROCESS + (40 << 20)
+        memory_check, "memory_left", return_value=memory_check.PROCESS_BYTES + (40 << 20)
     ):
-        admitted(job, "serial")
-        admitted(job, "data(1, micro=2)")
+        validate_run(job, "serial")
+        validate_run(job, "data(1, micro=2)")
 
 
 def test_a_pipeline_keeps_less_than_its_ranks_do_together() -> None:
@@ -120,7 +122,7 @@ def test_a_pipeline_keeps_less_than_its_ranks_do_together() -> None:
     sizes = []
     for row in ("gpipe", "one_f_one_b", "one_f_one_b, recompute=true"):
         told = refused_with(
-            memory_check.PROCESS, f"pipeline(2, micro=4, schedule={row}, cut=[4, 6])", job
+            memory_check.PROCESS_BYTES, f"pipeline(2, micro=4, schedule={row}, cut=[4, 6])", job
         )
         sizes.append(
             int(
@@ -157,7 +159,7 @@ def test_parameters_that_the_optimizer_leaves_out_are_named() -> None:
         UserWarning,
         match=r"leaves out 2 trainable parameter\(s\), which stay as they are: 0\.weight, 0\.bias",
     ):
-        examined(job)
+        inspect_job(job)
     twice = make_job(
         "twice",
         mlp,
@@ -167,7 +169,7 @@ def test_parameters_that_the_optimizer_leaves_out_are_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(pg.Refused, match=r"holds 4 parameter\(s\) twice; give each once"):
-            examined(twice)
+            inspect_job(twice)
 
 
 # ---- messages --------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def test_unknown_settings_of_train() -> None:
 @pytest.mark.parametrize("name", ["a\0b", "x" * 101, "two\nlines"])
 def test_names_of_which_no_folder_can_be_made(name: str) -> None:
     with pytest.raises(pg.Refused, match="of which folders can be named"):
-        examined(JOBS["mlp"].replace(name=name))
+        inspect_job(JOBS["mlp"].replace(name=name))
 
 
 def test_job_arguments_that_are_no_json(tmp_path: Path) -> None:
@@ -276,7 +278,7 @@ def test_a_read_that_fails_is_told(
     closed: no word, and exit code 0.
     """
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    with pytest.raises(typer.Exit) as caught, answering():
+    with pytest.raises(typer.Exit) as caught, use_exit_codes():
         raise OSError(errno.EIO, "Input/output error")
     assert caught.value.exit_code == 1
     assert capsys.readouterr().err == "paragrad: what it prints: Input/output error\n"
@@ -425,14 +427,14 @@ def test_a_dataset_that_holds_a_lock(tmp_path: Path) -> None:
 
 def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path) -> None:
     with (
-        Ranks(1),
+        Launcher(1),
         mock.patch.object(memory_check, "memory_left", return_value=1 << 20),
         mock.patch(
             "paragrad.validation.validate.check", side_effect=AssertionError("it was proved")
         ),
         pytest.raises(pg.Refused),
     ):
-        admitted(MANY, "data(29, reduce=ring)")
+        validate_run(MANY, "data(29, reduce=ring)")
 
 
 # ---- conveniences ----------------------------------------------------------------------------
@@ -521,7 +523,7 @@ def test_the_error_that_others_are_raised_from_is_told() -> None:
         match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(it began with "
         r"ImportError: operator torchvision::nms does not exist\) \(.*test_told.py:",
     ):
-        admitted(MANY.replace(model=missing_library), "serial")
+        validate_run(MANY.replace(model=missing_library), "serial")
 
 
 def test_a_wait_that_was_too_long_is_told_with_what_it_was_for() -> None:
@@ -544,7 +546,7 @@ def test_a_failure_of_a_step_names_step_and_tensor() -> None:
         str(pg.StepFailed("it has a hook", step=3, tensor="0.weight"))
         == "step 3, tensor 0.weight: it has a hook"
     )
-    assert str(StepFailed.of(StepFailed("no", tensor="w"), 5)) == "step 5, tensor w: no"
+    assert str(StepFailed.wrap_error(StepFailed("no", tensor="w"), 5)) == "step 5, tensor w: no"
     assert str(StepFailed("no")) == "no"
 
 
@@ -552,10 +554,10 @@ def test_a_look_for_what_is_not_finite_leaves_modes() -> None:
     """A batch norm that was frozen by eval() was in training afterwards."""
     model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4).eval(), nn.Dropout())
     nn.init.constant_(model[0].weight, 1e38)  # type: ignore[arg-type]
-    assert first_not_finite(model, torch.full((2, 10), 10.0), None) == "output of 0"
+    assert find_nonfinite_tensor(model, torch.full((2, 10), 10.0), None) == "output of 0"
     assert [each.training for each in model] == [True, False, True]
 
 
 def waits(told: str) -> None:
-    with meanwhile("rank 0 sleeps", ", or none"):
+    with explain_timeout("rank 0 sleeps", ", or none"):
         raise RuntimeError(told)

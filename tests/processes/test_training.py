@@ -21,33 +21,33 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.commands import train
-from paragrad.commands.train import run
-from paragrad.datasets.loading import parted
-from paragrad.engine.exchange import How
+from paragrad.commands.train import train_on_ranks
+from paragrad.datasets.loading import separate_target
+from paragrad.engine.exchange import ExchangeOptions
 from paragrad.errors import Refused
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.parallel.data.bucket_queue import BucketQueue
-from paragrad.record.record import Record, lines_of
-from paragrad.report.equivalence.lockstep import differences
+from paragrad.record.record import Record, read_lines
+from paragrad.report.equivalence.lockstep import list_tensor_deviations
 from paragrad.runtime.world import World
-from paragrad.strategies.registry import resolve, strategy
-from paragrad.strategies.strategy import Here
+from paragrad.strategies.registry import resolve_strategy, strategy
+from paragrad.strategies.strategy import Environment
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.usefixtures("warm")
 
 DIGITS = pg.job("digits").replace(epochs=2)
 
 
-def trained(pool: Ranks, folder: Path, job: pg.Job, text: str, **settings: object) -> pg.Run:
+def trained(pool: Launcher, folder: Path, job: pg.Job, text: str, **settings: object) -> pg.Run:
     folder.mkdir(exist_ok=True)
-    return run(pool, admitted(job, text, Settings(**settings)), folder)  # type: ignore[arg-type]
+    return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)  # type: ignore[arg-type]
 
 
 @pytest.mark.story
-def test_digits_is_the_same_whoever_trains_it(pool: Ranks, tmp_path: Path) -> None:
+def test_digits_is_the_same_whoever_trains_it(pool: Launcher, tmp_path: Path) -> None:
     """All samples, none twice, none missed; the four algorithms bit-identical at two workers;
     serial's accuracy.
     """
@@ -65,7 +65,7 @@ def test_digits_is_the_same_whoever_trains_it(pool: Ranks, tmp_path: Path) -> No
         folder.mkdir()
         runs[text] = trained(pool, folder, DIGITS, text)
     for finished in runs.values():
-        audit = finished.audit
+        audit = finished.sample_count
         assert (audit.epochs, audit.samples, audit.seen, audit.twice, audit.missed) == (
             2,
             1437,
@@ -86,7 +86,7 @@ def test_digits_is_the_same_whoever_trains_it(pool: Ranks, tmp_path: Path) -> No
     assert len(set(two)) == 1
 
 
-def test_the_model_comes_back_under_its_serial_names(pool: Ranks, tmp_path: Path) -> None:
+def test_the_model_comes_back_under_its_serial_names(pool: Launcher, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path, DIGITS, "data(2)")
     names = set(load_file(tmp_path / "model.safetensors"))
     assert names == set(DIGITS.model().state_dict())
@@ -98,7 +98,7 @@ def test_the_model_comes_back_under_its_serial_names(pool: Ranks, tmp_path: Path
     assert finished.test > 85
 
 
-def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
+def test_every_kind_of_line_has_its_fields(pool: Launcher, tmp_path: Path) -> None:
     trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
     fields = {
         "run": {
@@ -134,12 +134,12 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     }
     seen = set()
     for path in tmp_path.glob("*.jsonl"):
-        for line in lines_of(path):
+        for line in read_lines(path):
             kind = line.pop("kind")
             assert set(line) == fields[kind]
             seen.add(kind)
     assert seen == set(fields)
-    memory = Record(tmp_path).of("memory", rank=1)[0]
+    memory = Record(tmp_path).select_lines("memory", rank=1)[0]
     parameters = 4 * (64 * 64 + 64 + 64 * 10 + 10)
     assert memory["parameters"] == memory["gradients"] == memory["optimizer"] == parameters
     # and weight, loss, stop, doubt, which travel as one more gradient
@@ -148,7 +148,7 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)"])
 def test_a_step_costs_a_quarter_of_a_kilobyte_on_every_rank(
-    pool: Ranks, tmp_path: Path, text: str
+    pool: Launcher, tmp_path: Path, text: str
 ) -> None:
     """The record grew by 2.3 KB a step: every span was a line of its own, which named what it
     was of.
@@ -160,7 +160,7 @@ def test_a_step_costs_a_quarter_of_a_kilobyte_on_every_rank(
             for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines(keepends=True)
             if line.startswith(('{"kind":"step"', '{"kind":"spans"'))
         ]
-        assert sum(map(len, steps)) < 300 * len(finished.of("step"))
+        assert sum(map(len, steps)) < 300 * len(finished.select_lines("step"))
 
 
 def wide() -> nn.Module:
@@ -206,7 +206,7 @@ def test_over_shared_memory_no_rank_opens_a_port(
     shm.
     """
     # the session's may still listen for a test before this one
-    monkeypatch.setattr(train, "Ranks", Ranks)
+    monkeypatch.setattr(train, "Ranks", Launcher)
     samples = Listened(torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3)
     samples.folder = tmp_path
     job = pg.Job(
@@ -230,7 +230,9 @@ def test_over_shared_memory_no_rank_opens_a_port(
     }
 
 
-def test_overlap_can_be_switched_off_and_the_record_shows_it(pool: Ranks, tmp_path: Path) -> None:
+def test_overlap_can_be_switched_off_and_the_record_shows_it(
+    pool: Launcher, tmp_path: Path
+) -> None:
     """The first layer's backward comes last. With overlap it sees the first bucket leave;
     without, none leaves before it.
     """
@@ -244,9 +246,9 @@ def test_overlap_can_be_switched_off_and_the_record_shows_it(pool: Ranks, tmp_pa
             "data(2, reduce=tree)",
             overlap=overlap,
         )
-        choices = {choice["what"]: choice["picked"] for choice in finished.of("choice")}
+        choices = {choice["what"]: choice["picked"] for choice in finished.select_lines("choice")}
         assert choices["overlap"] == ("on" if overlap else "off")
-        names = {span["name"] for span in finished.of("span")}
+        names = {span["name"] for span in finished.select_lines("span")}
         assert {"load", "F0", "B0", "reduce 0", "reduce 1", "update"} <= names
     assert pool.run(leaves_during_backward, True, size=2) == [True, True]
     assert pool.run(leaves_during_backward, False, size=2) == [False, False]
@@ -282,14 +284,14 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
         return play(queue, vector)
 
     world_ready = False
-    play = BucketQueue._play  # type: ignore[method-assign]
-    BucketQueue._play = leaving
+    play = BucketQueue._reduce_vector  # type: ignore[method-assign]
+    BucketQueue._reduce_vector = leaving
     try:
-        trainer = Trainer.of_job(
+        trainer = Trainer.build_for_job(
             world,
             make_job("gated", Gated, VECTORS),
-            resolve(strategy("data(2, reduce=tree)"), Here()),
-            how=How(overlap),
+            resolve_strategy(strategy("data(2, reduce=tree)"), Environment()),
+            exchange_options=ExchangeOptions(overlap),
         )
         batches = trainer.batches(VECTORS, batch=12, epoch=0)
         trainer.step(*next(batches))  # DDP settles its buckets in the first step
@@ -298,7 +300,7 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
         trainer.step(*next(batches))
         trainer.close()
     finally:
-        BucketQueue._play = play  # type: ignore[method-assign]
+        BucketQueue._reduce_vector = play  # type: ignore[method-assign]
     return seen == [True]
 
 
@@ -318,7 +320,9 @@ class Breaks(nn.Module):
         return self.last(self.middle(self.first(x) * scale))
 
 
-def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(pool: Ranks, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(
+    pool: Launcher, tmp_path: Path
+) -> None:
     with pytest.raises(pg.RankFailed) as caught:
         trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
     error = caught.value
@@ -326,7 +330,7 @@ def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(pool: Ranks, tmp_p
     assert error.tensor == "output of middle"
     assert "the loss is not finite" in str(error)
     record = Record(tmp_path)
-    assert len(record.steps()) == 3  # readable up to there
+    assert len(record.group_step_lines()) == 3  # readable up to there
     assert record.end["status"] == "failed"  # type: ignore[index]
     assert record.end["error"] == {
         "rank": error.rank,
@@ -336,13 +340,13 @@ def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(pool: Ranks, tmp_p
     }
 
 
-def test_the_spans_of_a_step_that_fails_are_in_the_record(pool: Ranks, tmp_path: Path) -> None:
+def test_the_spans_of_a_step_that_fails_are_in_the_record(pool: Launcher, tmp_path: Path) -> None:
     """They were written together with the step's line, which such a step does not get: what it
     did until then was lost.
     """
     with pytest.raises(pg.RankFailed) as caught:
         trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
-    spans = Record(tmp_path).of("span", caught.value.rank)  # type: ignore[arg-type]
+    spans = Record(tmp_path).select_lines("span", caught.value.rank)  # type: ignore[arg-type]
     assert {span["name"] for span in spans if span["step"] == 2} >= {
         "load",
         "F0",
@@ -357,7 +361,7 @@ def test_the_spans_of_a_step_that_fails_are_in_the_record(pool: Ranks, tmp_path:
     ]
 
 
-def test_a_sample_that_is_not_finite_is_named_as_inputs(pool: Ranks, tmp_path: Path) -> None:
+def test_a_sample_that_is_not_finite_is_named_as_inputs(pool: Launcher, tmp_path: Path) -> None:
     inputs = VECTORS.tensors[0].clone()
     inputs[7, 3] = float("nan")
     job = JOBS["mlp"].replace(train=TensorDataset(inputs, VECTORS.tensors[1]))
@@ -381,7 +385,7 @@ class Forgets(nn.Module):
 
 
 def test_a_parameter_that_stops_being_used_is_named_and_nobody_hangs(
-    pool: Ranks, tmp_path: Path
+    pool: Launcher, tmp_path: Path
 ) -> None:
     with pytest.raises(pg.RankFailed) as caught:
         trained(pool, tmp_path, make_job("forgets", Forgets, VECTORS), "data(2, reduce=butterfly)")
@@ -390,14 +394,14 @@ def test_a_parameter_that_stops_being_used_is_named_and_nobody_hangs(
 
 
 def test_a_batch_in_which_nothing_counts_is_refused_while_it_runs(
-    pool: Ranks, tmp_path: Path
+    pool: Launcher, tmp_path: Path
 ) -> None:
     nothing = TensorDataset(VECTORS.tensors[0], torch.full((29,), -100))
     with pytest.raises(pg.RankFailed, match="its weight is 0"):
         trained(pool, tmp_path, JOBS["mlp"].replace(train=nothing), "data(2)")
 
 
-def test_targets_to_ignore_weigh_nothing_wherever_they_fall(pool: Ranks, tmp_path: Path) -> None:
+def test_targets_to_ignore_weigh_nothing_wherever_they_fall(pool: Launcher, tmp_path: Path) -> None:
     """Half of the targets of the first share are ignored: a mean of means would be another
     training.
     """
@@ -414,7 +418,7 @@ def test_targets_to_ignore_weigh_nothing_wherever_they_fall(pool: Ranks, tmp_pat
     assert losses["serial"] == pytest.approx(losses["data(4, reduce=ring)"], rel=1e-12)
 
 
-def test_random_draws_that_depend_on_the_layout_are_refused(pool: Ranks, tmp_path: Path) -> None:
+def test_random_draws_that_depend_on_the_layout_are_refused(pool: Launcher, tmp_path: Path) -> None:
     """They were recorded, and trained all the same."""
 
     class Noisy(nn.Module):
@@ -427,11 +431,11 @@ def test_random_draws_that_depend_on_the_layout_are_refused(pool: Ranks, tmp_pat
 
     noisy = make_job("noisy", Noisy, VECTORS)
     with pytest.raises(Refused, match="draws from torch, which differ with the number of samples"):
-        admitted(noisy, "data(2)")
-    assert admitted(noisy, "serial").facts.probe.draws.by_layout
-    checked = admitted(noisy, "data(2)", Settings(unchecked=True))
-    run(pool, checked, tmp_path)
-    random = [line for line in Record(tmp_path).of("choice") if line["what"] == "random"]
+        validate_run(noisy, "data(2)")
+    assert validate_run(noisy, "serial").inspection.probe.draws.layout_dependence
+    checked = validate_run(noisy, "data(2)", Settings(skip_first_step_check=True))
+    train_on_ranks(pool, checked, tmp_path)
+    random = [line for line in Record(tmp_path).select_lines("choice") if line["what"] == "random"]
     assert len(random) == 1
     assert "draws from torch" in random[0]["because"]
 
@@ -451,24 +455,24 @@ def test_data_under_torchrun_is_refused_without_it() -> None:
         pg.train(JOBS["mlp"], "data(13)")
 
 
-def test_the_learning_rate_of_a_step_is_the_one_it_used(pool: Ranks, tmp_path: Path) -> None:
+def test_the_learning_rate_of_a_step_is_the_one_it_used(pool: Launcher, tmp_path: Path) -> None:
     """It was read after the scheduler had stepped: the record was one step ahead of the
     training.
     """
     finished = trained(pool, tmp_path, JOBS["mlp, adam, clipped, scheduled"], "data(2)")
-    assert [line["lr"] for line in finished.of("step")] == pytest.approx(
+    assert [line["lr"] for line in finished.select_lines("step")] == pytest.approx(
         [1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
     )
 
 
-def test_what_every_micro_batch_sends_is_counted(pool: Ranks, tmp_path: Path) -> None:
+def test_what_every_micro_batch_sends_is_counted(pool: Launcher, tmp_path: Path) -> None:
     """The count was emptied at the last micro-batch: what batch norm gathered in the earlier
     ones was lost.
     """
     once, twice = (
         trained(
             pool, tmp_path / str(micro), JOBS["cnn with batch norm"], f"data(2, micro={micro})"
-        ).of("step")[0]["sent"]
+        ).select_lines("step")[0]["sent"]
         for micro in (1, 2)
     )
     assert twice["gradients"] == once["gradients"]
@@ -483,7 +487,7 @@ def test_what_every_micro_batch_sends_is_counted(pool: Ranks, tmp_path: Path) ->
         pytest.param("lstm, tied", marks=pytest.mark.skipif(not LSTM_IN_BFLOAT16, reason=NO_LSTM)),
     ],
 )
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Ranks, name: str) -> None:
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Launcher, name: str) -> None:
     """By autocast. One step: error against float64 no more than four times serial's in
     bfloat16, or 8 eps of it.
     """
@@ -497,7 +501,9 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Ranks, name: str)
         floor = 8 * torch.finfo(torch.bfloat16).eps
         worst = {
             who: max(
-                differences({key: value.double() for key, value in state.items()}, exact).values()
+                list_tensor_deviations(
+                    {key: value.double() for key, value in state.items()}, exact
+                ).values()
             )
             for who, state in (("ours", ours), ("serial", serial))
         }
@@ -515,50 +521,50 @@ def test_a_layer_that_the_processor_lacks_in_bfloat16_is_refused_at_the_door(
         pg.train(JOBS["lstm, tied"].replace(dtype=torch.bfloat16), "data(2)", runs=tmp_path)
 
 
-def test_a_whole_training_in_bfloat16(pool: Ranks, tmp_path: Path) -> None:
+def test_a_whole_training_in_bfloat16(pool: Launcher, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path, DIGITS.replace(dtype=torch.bfloat16), "data(2)")
     assert finished.header["job"]["dtype"] == "bfloat16"
     assert finished.test > 85  # type: ignore[operator]
 
 
 def one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
-    trainer = Trainer.of_job(world, job, resolved(text))
-    trainer.step(*parted(next(trainer.batches(job.train, job.batch, epoch=0))))
+    trainer = Trainer.build_for_job(world, job, resolved(text))
+    trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, epoch=0))))
     trainer.close()
     return {name: value.clone() for name, value in trainer.state().items()}
 
 
 def test_until_stops_every_rank_after_the_epoch_that_reaches_it(
-    pool: Ranks, tmp_path: Path
+    pool: Launcher, tmp_path: Path
 ) -> None:
     job = pg.job("digits")
     whole = trained(pool, tmp_path / "whole", job.replace(epochs=6), "data(2)")
-    tests = [line["test"]["value"] for line in whole.of("epoch")]
+    tests = [line["test"]["value"] for line in whole.select_lines("epoch")]
     goal = next(place for place, value in enumerate(tests) if value >= 90)
     told: list[dict[str, float]] = []
     (tmp_path / "short").mkdir()
-    short = run(
+    short = train_on_ranks(
         pool,
-        admitted(job.replace(epochs=6), "data(2)", Settings(until="accuracy=90")),
+        validate_run(job.replace(epochs=6), "data(2)", Settings(until="accuracy=90")),
         tmp_path / "short",
         progress=told.append,
     )
-    steps = len(short.of("step"))
+    steps = len(short.select_lines("step"))
     # the bar comes to its end
     assert (told[0]["steps"], told[-1]["step"], told[-1]["steps"]) == (6 * 23, steps, steps)
-    assert [line["test"]["value"] for line in short.of("epoch")] == tests[: goal + 1]
+    assert [line["test"]["value"] for line in short.select_lines("epoch")] == tests[: goal + 1]
     assert short.end["status"] == "finished"  # type: ignore[index]
     falling = job.replace(epochs=6, metric=None)
     losses = [
         line["test"]["value"]
-        for line in trained(pool, tmp_path / "falling", falling, "serial", until="loss=0.5").of(
-            "epoch"
-        )
+        for line in trained(
+            pool, tmp_path / "falling", falling, "serial", until="loss=0.5"
+        ).select_lines("epoch")
     ]
     assert losses[-1] <= 0.5 < min(losses[:-1])
 
 
-def test_a_run_prints_as_what_it_was(pool: Ranks, tmp_path: Path) -> None:
+def test_a_run_prints_as_what_it_was(pool: Launcher, tmp_path: Path) -> None:
     """print(run) said <paragrad.trainer.Run object at 0x...>."""
     finished = trained(pool, tmp_path / "run", DIGITS.replace(epochs=1), "data(2)")
     assert str(finished) == repr(finished)
@@ -578,7 +584,7 @@ def test_a_run_prints_as_what_it_was(pool: Ranks, tmp_path: Path) -> None:
     )
 
 
-def test_event_files_say_what_the_record_says(pool: Ranks, tmp_path: Path) -> None:
+def test_event_files_say_what_the_record_says(pool: Launcher, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     finished = trained(pool, tmp_path, DIGITS, "data(2)", tensorboard=True)
@@ -591,7 +597,7 @@ def test_event_files_say_what_the_record_says(pool: Ranks, tmp_path: Path) -> No
     assert [each.value for each in events.Scalars("lr")] == pytest.approx([0.1] * 46)
 
 
-def test_the_model_is_plain_pytorch_without_paragrad(pool: Ranks, tmp_path: Path) -> None:
+def test_the_model_is_plain_pytorch_without_paragrad(pool: Launcher, tmp_path: Path) -> None:
     """As the README shows it: a plain module of the same shape, and safetensors."""
     finished = trained(pool, tmp_path, DIGITS, "data(2)")
     code = (

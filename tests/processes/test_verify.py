@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import paragrad as pg
 from paragrad.commands.cli import app
-from paragrad.jobs.find_job import find
-from paragrad.report.progress import Shown
-from paragrad.schedules.fault_injection import SABOTAGES
+from paragrad.jobs.find_job import find_job
+from paragrad.report.progress import ProgressDisplay
+from paragrad.schedules.fault_injection import FAULTS
 
 FIELDS = [
     "schema",
@@ -98,7 +98,7 @@ def test_the_certificate_of_the_same_training(tmp_path: Path) -> None:
     assert other["digest"] != told["digest"]
 
 
-@pytest.mark.parametrize("bug", SABOTAGES)
+@pytest.mark.parametrize("bug", FAULTS)
 def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
     words = (
         "digits",
@@ -180,7 +180,7 @@ def test_what_a_failure_is_does_not_hang_on_its_words(
         r"RuntimeError: they are not equal bit for bit \(.*words\.py:\d+\) \(the run failed, so"
     )
     with pytest.raises(pg.RankFailed, match=message) as caught:
-        pg.verify(find(str(tmp_path / "words.py")), "data(2)", runs=tmp_path / "runs")
+        pg.verify(find_job(str(tmp_path / "words.py")), "data(2)", runs=tmp_path / "runs")
     assert (caught.value.rank, caught.value.step, caught.value.differs) == (1, 0, False)
     assert not (tmp_path / "runs").exists()
 
@@ -192,7 +192,7 @@ def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:
     assert [(each["step"], each["steps"]) for each in told] == [(step, 20) for step in range(1, 21)]
     assert all(each["difference"] <= 1e-10 for each in told)
     console = Console(file=io.StringIO())
-    tell = Shown(console).run("verify serial")
+    tell = ProgressDisplay(console).track_run("verify serial")
     for each in told:
         tell(each)
     assert (

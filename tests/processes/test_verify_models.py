@@ -19,11 +19,15 @@ from typer.testing import CliRunner
 import paragrad as pg
 from paragrad.commands.cli import app
 from paragrad.datasets.loading import Samples
-from paragrad.datasets.sample_order import Order
+from paragrad.datasets.sample_order import SampleOrder
 from paragrad.jobs.job import Job
 from paragrad.report.certificate import Certificate
-from paragrad.report.equivalence.batch_selection import telling_batches
-from paragrad.report.equivalence.deviation import apart, differences, each_apart
+from paragrad.report.equivalence.batch_selection import select_compared_batches
+from paragrad.report.equivalence.deviation import (
+    list_tensor_deviations,
+    measure_buffer_deviations,
+    measure_deviations,
+)
 from paragrad.strategies.shares import Division
 
 pytestmark = pytest.mark.story
@@ -84,7 +88,7 @@ def test_ignored_targets_in_one_batch_of_forty(tmp_path: Path) -> None:
     """
     vectors = TensorDataset(numbers(480, 10, seed=1), whole(4, 480, seed=2))
     plain = job("rare", mlp, vectors, loss=untraced)
-    late = plain.order(480).indices(0, range(360, 363))
+    late = plain.make_order(480).get_indices(0, range(360, 363))
     found = verified(plain.replace(train=ignoring(vectors, *late)), "data(2)", tmp_path)
     assert not found.same
     assert verified(plain, "data(2)", tmp_path).same
@@ -276,7 +280,7 @@ def test_constants_in_float32_are_compared_in_float32(
     assert found.dtype == "float32"
     assert found.why is not None
     assert "RuntimeError" in found.why
-    assert found.as_json()["dtype"] == "float32"
+    assert found.to_json()["dtype"] == "float32"
 
 
 def test_a_wrong_weight_is_seen_in_float32(tmp_path: Path) -> None:
@@ -292,15 +296,15 @@ def test_the_batches_that_tell_most_come_early_and_none_twice() -> None:
     targets only.
     """
     lengths = [5] * 160
-    order = Order(160, 4, seed=3)
-    batches = list(order.batches())
+    order = SampleOrder(160, 4, seed=3)
+    batches = list(order.list_batches())
     long = batches[25]
     short = batches[31]
     bare = batches[12]
-    lengths[order.indices(0, long)[1]] = 9
-    for index in order.indices(0, short):
+    lengths[order.get_indices(0, long)[1]] = 9
+    for index in order.get_indices(0, short):
         lengths[index] = 3
-    ignored = set(order.indices(0, bare))
+    ignored = set(order.get_indices(0, bare))
     lines = [
         (torch.ones(length), torch.tensor(-100 if index in ignored else 1))
         for index, length in enumerate(lengths)
@@ -311,47 +315,49 @@ def test_the_batches_that_tell_most_come_early_and_none_twice() -> None:
             [y for _, y in samples]
         )
 
-    places = telling_batches(Samples(lines, 3, padded), order, 20, Division((1, 1)))
+    places = select_compared_batches(Samples(lines, 3, padded), order, 20, Division((1, 1)))
     assert len(places) == len(set(places)) == 20
     assert places[0] == (0, batches[0])
     assert {(0, batch) for batch in (long, short, bare, batches[-1])} < set(places[:7])
-    assert telling_batches(Samples(lines, 3, padded), order, 43, Division((1, 1)))[38:42] == [
+    assert select_compared_batches(Samples(lines, 3, padded), order, 43, Division((1, 1)))[
+        38:42
+    ] == [
         (0, batches[38]),
         (0, batches[39]),
         (1, batches[0]),
         (1, batches[1]),
     ]
-    assert len(telling_batches(Samples(lines, 3, padded), order, 1, Division((1, 1)))) == 1
+    assert len(select_compared_batches(Samples(lines, 3, padded), order, 1, Division((1, 1)))) == 1
 
 
 def test_what_is_not_finite_must_be_the_same_and_measures_nothing() -> None:
     mask = torch.tensor([0.5, -math.inf, math.nan])
-    assert differences({"mask": mask.clone()}, {"mask": mask}) == {"mask": 0.0}
-    assert differences({"mask": mask + 0.25}, {"mask": mask}) == {"mask": 0.5}
-    assert differences({"mask": -mask}, {"mask": mask}) == {"mask": math.inf}
+    assert list_tensor_deviations({"mask": mask.clone()}, {"mask": mask}) == {"mask": 0.0}
+    assert list_tensor_deviations({"mask": mask + 0.25}, {"mask": mask}) == {"mask": 0.5}
+    assert list_tensor_deviations({"mask": -mask}, {"mask": mask}) == {"mask": math.inf}
     huge = {"mask": torch.tensor([1.0, -1e30]), "small": torch.tensor([2.0])}
-    assert differences(
+    assert list_tensor_deviations(
         {"mask": torch.tensor([1.5, -1e30]), "small": torch.tensor([3.0])}, huge
     ) == {"mask": 0.5, "small": 0.5}
     assert (
-        differences({"mask": torch.tensor([1.0, -2e30]), "small": torch.tensor([2.0])}, huge)[
-            "mask"
-        ]
+        list_tensor_deviations(
+            {"mask": torch.tensor([1.0, -2e30]), "small": torch.tensor([2.0])}, huge
+        )["mask"]
         > 1.0
     )
     flags = {"flags": torch.tensor([True, False])}
-    assert differences({"flags": torch.tensor([True, True])}, flags) == {"flags": 1.0}
+    assert list_tensor_deviations({"flags": torch.tensor([True, True])}, flags) == {"flags": 1.0}
     assert (
-        apart(
+        measure_deviations(
             {"a": torch.tensor([1.5]), "b": torch.tensor([10.0])},
             {"a": torch.tensor([1.0]), "b": torch.tensor([10.0])},
-        )["a"].pooled
+        )["a"].per_kind
         == 0.05
     )
     assert (
-        each_apart({"seen": torch.tensor(12.0)}, {"seen": torch.tensor(24.0)}, floor=1e-6)[
-            "seen"
-        ].pooled
+        measure_buffer_deviations(
+            {"seen": torch.tensor(12.0)}, {"seen": torch.tensor(24.0)}, floor=1e-6
+        )["seen"].per_kind
         == 0.5
     )
 

@@ -19,11 +19,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 import paragrad as pg
-from paragrad.datasets.loading import Samples, why_whole
+from paragrad.datasets.loading import Samples, explain_whole_batch
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job
-from paragrad.validation.inspect_job import examined
-from paragrad.validation.validate import admitted
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
@@ -108,12 +108,12 @@ def test_the_same_training(made: Job, strategy: str, tmp_path: Path) -> None:
 
 
 def test_why_is_recorded(tmp_path: Path) -> None:
-    assert examined(DRAWING["mixup"]).whole_batch == "it draws at random"
-    assert examined(PADDED).whole_batch == "what it makes of a share counts otherwise"
+    assert inspect_job(DRAWING["mixup"]).whole_batch_reason == "it draws at random"
+    assert inspect_job(PADDED).whole_batch_reason == "what it makes of a share counts otherwise"
     assert (
-        examined(
+        inspect_job(
             job("plain", lambda: nn.Linear(10, 4), VECTORS, collate=default_collate)
-        ).whole_batch
+        ).whole_batch_reason
         is None
     )
     run = pg.train(PADDED, "data(2)", runs=tmp_path)
@@ -137,7 +137,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
             return super().forward(tokens.T)
 
     with pytest.raises(pg.Refused, match="padded otherwise than the whole"):
-        admitted(job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
+        validate_run(job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
 
 
 @pytest.mark.sample(2)
@@ -147,7 +147,7 @@ def test_an_order_of_its_own(strategy: str, tmp_path: Path) -> None:
     Sorted among the others it was taken for another one, in silence: gradients were 2.2 times
     their size off.
     """
-    assert examined(SORTED).whole_batch == OWN
+    assert inspect_job(SORTED).whole_batch_reason == OWN
     certificate = pg.verify(SORTED, strategy, runs=tmp_path)
     assert certificate.same, (certificate.difference, certificate.tensor, certificate.failure)
     assert certificate.difference is not None
@@ -191,8 +191,8 @@ def test_which_collates_have_an_order_of_their_own(name: str) -> None:
     is left as it is.
     """
     collate, data, because = COLLATES[name]
-    assert why_whole(Samples(data, 0, collate), batch=12) == because
-    assert why_whole(Samples(data, 0, pg.WholeBatch(collate)), batch=12) is None
+    assert explain_whole_batch(Samples(data, 0, collate), batch=12) == because
+    assert explain_whole_batch(Samples(data, 0, pg.WholeBatch(collate)), batch=12) is None
 
 
 def without_twos(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -211,20 +211,20 @@ def test_a_collate_that_fails_on_a_share(tmp_path: Path) -> None:
         match=r"collate raised ValueError: not enough values .*given 1 of the batch's 2 samples\); "
         r"if it drops samples, .* collate=paragrad.WholeBatch\(collate\)",
     ):
-        examined(dropping)
+        inspect_job(dropping)
     with pytest.raises(
         pg.RankFailed,
         match=r"collate raised .*of the batch's 6 samples\); if it drops samples, let it keep",
     ):
         pg.train(dropping.replace(batch=6), "data(3, reduce=ring)", runs=tmp_path)
     with pytest.raises(StepFailed, match=r"given 1 of the batch's 1 samples\)$"):
-        dropping.samples(vectors)[0, [1]]
+        dropping.make_samples(vectors)[0, [1]]
 
 
 def test_asked_for() -> None:
     made = PADDED.replace(collate=pg.WholeBatch(padded))
-    assert examined(made).whole_batch is None
-    samples = made.samples(Lines())
+    assert inspect_job(made).whole_batch_reason is None
+    samples = made.make_samples(Lines())
     everything = samples[0, [3, 4, 5, 6]]
     part = samples[0, [3, 4, 5, 6], [0, 2]]
     assert torch.equal(part[0], everything[0][[0, 2]])

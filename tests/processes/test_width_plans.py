@@ -15,17 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 from paragrad.errors import StepFailed
 from paragrad.parallel.tensor import summary, tensor
-from paragrad.parallel.tensor.sharding_plan import Plan, planned
+from paragrad.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paragrad.strategies.tensor import Tensor as Strategy
 
 
-def told(plan: Plan) -> dict[str, str]:
+def told(plan: ShardingPlan) -> dict[str, str]:
     """Of each tensor how it is divided."""
-    return {name: summary.divided(plan, name) for name in plan.shapes}
+    return {name: summary.describe_division(plan, name) for name in plan.shapes}
 
 
-def travels(plan: Plan) -> list[str]:
-    return [f"{note.at}: {note.what}" for note in plan.notes]
+def travels(plan: ShardingPlan) -> list[str]:
+    return [f"{note.module}: {note.kind}" for note in plan.transfers]
 
 
 def test_columns_and_rows_of_pairs_of_layers() -> None:
@@ -39,7 +39,7 @@ def test_columns_and_rows_of_pairs_of_layers() -> None:
         nn.ReLU(),
         nn.Linear(5, 3),
     )
-    plan = planned(model, drawn(2, 6, seed=1), 2)
+    plan = plan_sharding(model, drawn(2, 6, seed=1), 2)
     assert told(plan) == {
         "0.weight": "outputs 4 + 4",
         "0.bias": "elements 4 + 4",
@@ -58,14 +58,14 @@ def test_columns_and_rows_of_pairs_of_layers() -> None:
 def test_without_pairs_every_layer_is_divided_by_its_outputs() -> None:
     """What comes into one is gathered: one split for all layers (Gholami et al. 2018)."""
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
-    plan = planned(model, drawn(2, 6, seed=1), 2, pairs=False)
+    plan = plan_sharding(model, drawn(2, 6, seed=1), 2, pairs=False)
     assert [told(plan)[f"{number}.weight"] for number in (0, 2, 4)] == [
         "outputs 4 + 4",
         "outputs 3 + 3",
         "outputs 2 + 2",
     ]
     assert travels(plan) == ["2: gathered", "2: copied", "4: gathered", "4: copied"]
-    plan = planned(
+    plan = plan_sharding(
         nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)),
         drawn(2, 6, seed=1),
         2,
@@ -76,8 +76,8 @@ def test_without_pairs_every_layer_is_divided_by_its_outputs() -> None:
 
 
 def test_channels_with_their_norm_and_their_statistics() -> None:
-    plan = planned(normed_cnn(), drawn(2, 2, 8, 8, seed=1), 2)
-    assert {name for name in plan.divided if name.startswith("1.")} == {
+    plan = plan_sharding(normed_cnn(), drawn(2, 2, 8, 8, seed=1), 2)
+    assert {name for name in plan.sharded_tensors if name.startswith("1.")} == {
         "1.weight",
         "1.bias",
         "1.running_mean",
@@ -88,7 +88,7 @@ def test_channels_with_their_norm_and_their_statistics() -> None:
 
 
 def test_heads_are_whole_and_qkv_is_three() -> None:
-    plan = planned(
+    plan = plan_sharding(
         nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), drawn(2, 5, 12, seed=1), 2
     )
     assert told(plan)["self_attn.in_proj_weight"] == "outputs 8 + 4 of each of 3 blocks"
@@ -132,20 +132,20 @@ def test_queries_go_with_their_keys() -> None:
     """Eight heads of queries over three ranks would be 3, 3 and 2, and their four of keys are
     2, 1 and 1.
     """
-    plan = planned(Grouped(8, 4), drawn(2, 5, 8, seed=1).requires_grad_(), 3)
+    plan = plan_sharding(Grouped(8, 4), drawn(2, 5, 8, seed=1).requires_grad_(), 3)
     assert told(plan)["query.weight"] == "outputs 16 + 8 + 8"
     assert told(plan)["key.weight"] == "outputs 8 + 4 + 4"
     assert not [each for each in travels(plan) if "gathered" in each or "sliced" in each]
 
 
 def test_keys_of_fewer_heads_than_ranks_are_on_all() -> None:
-    plan = planned(Grouped(4, 2), drawn(2, 5, 8, seed=1), 3)
+    plan = plan_sharding(Grouped(4, 2), drawn(2, 5, 8, seed=1), 3)
     assert told(plan)["query.weight"] == "outputs 8 + 4 + 4"
     assert told(plan)["key.weight"].startswith("whole")
 
 
 def test_a_tied_weight_is_divided_once() -> None:
-    plan = planned(TiedLstm(), whole(11, 2, 7, seed=1), 2)
+    plan = plan_sharding(TiedLstm(), whole(11, 2, 7, seed=1), 2)
     assert told(plan)["embedding.weight"] == "vocabulary 6 + 5"
     assert told(plan)["out.bias"] == "elements 6 + 5"
     assert all(
@@ -156,7 +156,7 @@ def test_a_tied_weight_is_divided_once() -> None:
 def test_weights_that_are_made_of_parameters() -> None:
     """The norm of a row whose elements are on several ranks is summed."""
     normed = nn.utils.parametrizations.weight_norm
-    plan = planned(
+    plan = plan_sharding(
         nn.Sequential(normed(nn.Linear(6, 8)), nn.Tanh(), normed(nn.Linear(8, 4))),
         drawn(2, 6, seed=1),
         2,
@@ -182,7 +182,7 @@ class Experts(nn.Module):
 
 
 def test_experts_in_a_stack_are_divided_inside() -> None:
-    plan = planned(Experts(), drawn(2, 6, seed=1), 2)
+    plan = plan_sharding(Experts(), drawn(2, 6, seed=1), 2)
     assert told(plan) == {"up": "outputs 4 + 4 of each of 2 blocks", "down": "inputs 4 + 4"}
     assert {each.split(": ")[1] for each in travels(plan)} == {"summed"}
 
@@ -198,7 +198,10 @@ class Recomputed(nn.Module):
 
 
 def test_what_is_computed_again_is_seen() -> None:
-    assert len(planned(Recomputed(), drawn(2, 6, seed=1).requires_grad_(), 2).divided) == 3
+    assert (
+        len(plan_sharding(Recomputed(), drawn(2, 6, seed=1).requires_grad_(), 2).sharded_tensors)
+        == 3
+    )
 
 
 def test_of_two_ways_around_a_layer_the_one_by_which_less_travels() -> None:
@@ -219,15 +222,15 @@ def test_of_two_ways_around_a_layer_the_one_by_which_less_travels() -> None:
                 x = x + block(x)
             return x
 
-    plan = planned(Residual(), drawn(2, 6, seed=1), 2)
-    assert plan.manner.gathers
+    plan = plan_sharding(Residual(), drawn(2, 6, seed=1), 2)
+    assert plan.options.gathers_mixed
     assert travels(plan).count("blocks.1.0: gathered") == 0
 
 
 def test_the_model_is_as_it_was() -> None:
     model = normed_cnn()
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    planned(model, drawn(2, 2, 8, 8, seed=1), 2)
+    plan_sharding(model, drawn(2, 2, 8, 8, seed=1), 2)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert all(
         type(getattr(module, name)) is nn.Parameter
@@ -262,4 +265,4 @@ def test_the_model_is_as_it_was() -> None:
 )
 def test_what_cannot_be_split_is_said(made: Callable[[], Any], ranks: int, says: str) -> None:
     with pytest.raises(StepFailed, match=says):
-        tensor.check(Strategy(ranks), made(), drawn(2, 4, seed=1), False)
+        tensor.check_model(Strategy(ranks), made(), drawn(2, 4, seed=1), False)

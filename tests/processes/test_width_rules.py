@@ -15,11 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from paragrad.launch import Ranks
-from paragrad.parallel.sharding.autograd_collectives import Copied, Gathered, Line, Sliced, Summed
-from paragrad.parallel.sharding.partition import Block, Pieces, evenly_divided
-from paragrad.parallel.sharding.sharded_tensor import Cut, Divided
-from paragrad.parallel.sharding.sharded_tensor import whole as gathered
+from paragrad.launch import Launcher
+from paragrad.parallel.sharding.autograd_collectives import (
+    AxisCopy,
+    AxisGather,
+    AxisGroup,
+    AxisReduce,
+    AxisScatter,
+)
+from paragrad.parallel.sharding.partition import DimBlock, DimPartition, partition_evenly
+from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, Sharding
+from paragrad.parallel.sharding.sharded_tensor import gather_whole as gathered
 from paragrad.parallel.tensor import (
     cast_rules,
     convolution_rules,
@@ -378,7 +384,7 @@ CASES: dict[str, Case] = {
 def compared(world: World, name: str, blocks: int) -> float:
     """The largest difference of a case's values and gradients from the plain ones."""
     function, sizes, places = CASES[name]
-    line = Line(world)
+    line = AxisGroup(world)
     plain = [
         numbers(*shape, seed=60 + at).double().requires_grad_() for at, shape in enumerate(sizes)
     ]
@@ -392,17 +398,19 @@ def compared(world: World, name: str, blocks: int) -> float:
         cut = None
         if at in places:
             size = tensor.shape[places[at]]
-            cut = Cut(
-                evenly_divided(size, world.size)
+            cut = Sharding(
+                partition_evenly(size, world.size)
                 if blocks == 1 or size % blocks or size // blocks < world.size
-                else Pieces((Block(size // blocks, size // blocks),) * blocks, world.size),
+                else DimPartition((DimBlock(size // blocks, size // blocks),) * blocks, world.size),
                 line,
             )
         value = (
-            tensor.detach() if cut is None else line.piece(tensor.detach(), places[at], cut.pieces)
+            tensor.detach()
+            if cut is None
+            else line.take_piece(tensor.detach(), places[at], cut.partition)
         )
         leaves.append(value.clone().requires_grad_())
-        given.append(leaves[-1] if cut is None else Divided(leaves[-1], {places[at]: cut}))
+        given.append(leaves[-1] if cut is None else ShardedTensor(leaves[-1], {places[at]: cut}))
         cuts.append(cut)
     found = function(*given)
     assert tuple(found.shape) == tuple(expected.shape)
@@ -413,7 +421,9 @@ def compared(world: World, name: str, blocks: int) -> float:
         assert tensor.grad is not None
         assert leaf.grad is not None, at
         cut = cuts[at]
-        own = tensor.grad if cut is None else line.piece(tensor.grad, places[at], cut.pieces)
+        own = (
+            tensor.grad if cut is None else line.take_piece(tensor.grad, places[at], cut.partition)
+        )
         worst += [(leaf.grad - own).abs().max()] if own.numel() else []
     # which is not a number where one of them is none
     return float(torch.stack(worst).max())
@@ -439,7 +449,7 @@ def all_compared(world: World, blocks: int) -> dict[str, float | str]:
         pytest.param(3, 2, marks=pytest.mark.table),
     ],
 )
-def test_every_function_is_that_of_whole_tensors(pool: Ranks, size: int, blocks: int) -> None:
+def test_every_function_is_that_of_whole_tensors(pool: Launcher, size: int, blocks: int) -> None:
     for found in pool.run(all_compared, blocks, size=size):
         assert {
             name: value
@@ -456,18 +466,18 @@ OTHERS = {
     "tril": lambda x, _: x.tril(),
     "triu": lambda x, _: x.triu(1),
 }
-KEEPING = {*reduction_rules.REDUCING} - {"count_nonzero", "std_mean", "var_mean"}
+KEEPING = {*reduction_rules.REDUCTIONS} - {"count_nonzero", "std_mean", "var_mean"}
 
 
 def along_all(world: World) -> list[str]:
     """The functions of both tables that make of pieces along one dimension, asked along each,
     what they do not of the whole.
     """
-    line = Line(world)
+    line = AxisGroup(world)
     x = numbers(4, 6, 5, seed=8).double()
     wrong = []
     for name, cut, dim in itertools.product(
-        (*reduction_rules.REDUCING, *reduction_rules.ALONG), range(3), range(3)
+        (*reduction_rules.REDUCTIONS, *reduction_rules.ALONG_DIM), range(3), range(3)
     ):
         if name == "glu" and dim != 1:  # which halves it
             continue
@@ -477,8 +487,8 @@ def along_all(world: World) -> list[str]:
                 x, *BESIDE.get(name, ()), dim, **more
             ),
         )
-        pieces = evenly_divided(x.shape[cut], world.size)
-        here = Divided(line.piece(x, cut, pieces).clone(), {cut: Cut(pieces, line)})
+        pieces = partition_evenly(x.shape[cut], world.size)
+        here = ShardedTensor(line.take_piece(x, cut, pieces).clone(), {cut: Sharding(pieces, line)})
         for more in ({}, {"keepdim": True}) if name in KEEPING else ({},):
             found, expected = (tree_leaves(plain(each, dim, **more)) for each in (here, x))
             if [tuple(each.shape) for each in found] != [
@@ -492,7 +502,7 @@ def along_all(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_function_along_a_dimension(pool: Ranks, size: int) -> None:
+def test_every_function_along_a_dimension(pool: Launcher, size: int) -> None:
     """kthvalue stood among those that keep the dimension, and nobody had called it."""
     assert pool.run(along_all, size=size) == [[]] * size
 
@@ -502,23 +512,23 @@ def checked(world: World, uneven: bool) -> list[bool]:
     """Each pair's gradient, by numbers, with other values on every rank: of the sum of all
     ranks' results, which each rank's gradient is a part of.
     """
-    line = Line(world)
+    line = AxisGroup(world)
     length = 5 if uneven else 2 * world.size
-    pieces = evenly_divided(length, world.size)
-    mine = pieces.length(world.rank)
+    pieces = partition_evenly(length, world.size)
+    mine = pieces.compute_length(world.rank)
     found = []
     for pair, shape, plain in (
-        (Copied, (3, length), True),
-        (Summed, (3, length), False),
-        (Sliced, (3, length), True),
-        (Gathered, (3, mine), False),
+        (AxisCopy, (3, length), True),
+        (AxisReduce, (3, length), False),
+        (AxisScatter, (3, length), True),
+        (AxisGather, (3, mine), False),
     ):
         x = numbers(*shape, seed=5 if plain else 10 + world.rank).double().requires_grad_()
-        arguments = (x, line) if pair in (Copied, Summed) else (x, 1, pieces, line)
+        arguments = (x, line) if pair in (AxisCopy, AxisReduce) else (x, 1, pieces, line)
         out = pair.apply(*arguments)
         # towards: where the result is plain, its gradient is the same on all ranks
         towards = numbers(
-            *out.shape, seed=20 if pair in (Summed, Gathered) else 30 + world.rank
+            *out.shape, seed=20 if pair in (AxisReduce, AxisGather) else 30 + world.rank
         ).double()
         (gradient,) = torch.autograd.grad(out, x, towards)
         found.append(
@@ -534,12 +544,12 @@ def _by_numbers(world: World, pair: Any, arguments: Any, towards: Tensor, plain:
     differences. A plain x moves on all ranks, another on one after the other.
     """
     x, *rest = arguments
-    result_plain = pair in (Summed, Gathered)
+    result_plain = pair in (AxisReduce, AxisGather)
     gradient = torch.zeros_like(x)
     movers = [None] if plain else range(world.size)
     for mover in movers:
         shape = torch.tensor(x.shape)
-        sizes = [tuple(each.tolist()) for each in world.gathered(shape)]
+        sizes = [tuple(each.tolist()) for each in world.all_gather(shape)]
         for place in itertools.product(*map(range, sizes[mover or 0])):
             values = []
             for by in (1e-4, -1e-4):
@@ -547,19 +557,19 @@ def _by_numbers(world: World, pair: Any, arguments: Any, towards: Tensor, plain:
                 if mover is None or mover == world.rank:
                     moved[place] += by
                 out = (pair.apply(moved, *rest) * towards).sum().detach()
-                values.append(out if result_plain else world.all_reduced(out))
+                values.append(out if result_plain else world.all_reduce(out))
             if mover is None or mover == world.rank:
                 gradient[place] = (values[0] - values[1]) / 2e-4
     return gradient
 
 
 @pytest.mark.parametrize(("size", "uneven"), [(2, False), (3, True)])
-def test_gradients_of_the_pairs(pool: Ranks, size: int, uneven: bool) -> None:
+def test_gradients_of_the_pairs(pool: Launcher, size: int, uneven: bool) -> None:
     assert pool.run(checked, uneven, size=size) == [[True] * 4] * size
 
 
 def test_a_hook_on_a_divided_value_is_refused() -> None:
-    x = Divided(torch.zeros(2, 3), {0: Cut(evenly_divided(4, 2), Line(World()))})
+    x = ShardedTensor(torch.zeros(2, 3), {0: Sharding(partition_evenly(4, 2), AxisGroup(World()))})
     with pytest.raises(Exception, match="puts a hook on a value that is divided"):
         x.register_hook(print)
 
@@ -568,11 +578,11 @@ def copies(world: World) -> list[float]:
     """A value of which three layers are made has its gradient summed once; one that is changed
     in between is another.
     """
-    line = Line(world)
+    line = AxisGroup(world)
     weights = [
-        Divided(
+        ShardedTensor(
             numbers(2, 6, seed=at + world.rank).double(),
-            {0: Cut(evenly_divided(2 * world.size, world.size), line)},
+            {0: Sharding(partition_evenly(2 * world.size, world.size), line)},
         )
         for at in (1, 10, 20)
     ]
@@ -581,13 +591,13 @@ def copies(world: World) -> list[float]:
     out = sum(gathered(functional.linear(hidden, weight)).sum() for weight in weights[:2])
     hidden += 1
     out = out + gathered(functional.linear(hidden, weights[2])).sum()
-    line.sent = 0
+    line.sent_bytes = 0
     out.backward()
-    whole = torch.cat([torch.cat(world.gathered(weight.local.detach())) for weight in weights])
-    return [float((x.grad - whole.sum(0)).abs().max()), line.sent]  # type: ignore[operator]
+    whole = torch.cat([torch.cat(world.all_gather(weight.local.detach())) for weight in weights])
+    return [float((x.grad - whole.sum(0)).abs().max()), line.sent_bytes]  # type: ignore[operator]
 
 
-def test_what_several_layers_are_made_of_is_summed_once(pool: Ranks) -> None:
+def test_what_several_layers_are_made_of_is_summed_once(pool: Launcher) -> None:
     for difference, sent in pool.run(copies, size=2):
         assert difference < 1e-12
         # two all-reduces of x's gradient over two ranks, each of its bytes

@@ -18,10 +18,16 @@ import torch
 import torch.distributed as dist
 
 from paragrad.errors import RankFailed
-from paragrad.executors.interpreter import Deadlock, walk
-from paragrad.executors.proof import prove
-from paragrad.executors.transport import LONG, SCRATCH, Play, Traffic, all_reduce
-from paragrad.launch import Ranks
+from paragrad.executors.interpreter import Deadlock, interpret_schedule
+from paragrad.executors.proof import prove_schedule
+from paragrad.executors.transport import (
+    LONG_MESSAGE_BYTES,
+    SCRATCH_BYTES,
+    ProgramRun,
+    Traffic,
+    run_all_reduce,
+)
+from paragrad.launch import Launcher
 from paragrad.runtime.world import World
 from paragrad.schedules.actions import (
     Collective,
@@ -30,8 +36,8 @@ from paragrad.schedules.actions import (
     Recv,
     Send,
     Slot,
-    evenly,
-    parts_in,
+    expand_slot,
+    split_evenly,
 )
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -70,14 +76,14 @@ def summed(world: World, schedule: Collective) -> list[tuple[torch.Tensor, int]]
     results = []
     for length, dtype in itertools.product(LENGTHS, DTYPES):
         mine = vector(world.rank, length, dtype)
-        results.append((mine, all_reduce(schedule, mine, world).bytes))
+        results.append((mine, run_all_reduce(schedule, mine, world).bytes))
     return results
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_sums_are_exact_at_every_length(pool: Ranks, schedule: Collective, size: int) -> None:
+def test_sums_are_exact_at_every_length(pool: Launcher, schedule: Collective, size: int) -> None:
     answers = pool.run(summed, schedule, size=size)
     for place, (length, dtype) in enumerate(itertools.product(LENGTHS, DTYPES)):
         expected = sum(vector(rank, length, dtype) for rank in range(size))
@@ -90,15 +96,18 @@ def test_sums_are_exact_at_every_length(pool: Ranks, schedule: Collective, size:
     [TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2), TwoLevel(Tree(), Halving(2), 2)],
     ids=str,
 )
-def test_sums_of_two_levels_are_exact(pool: Ranks, schedule: Collective) -> None:
+def test_sums_of_two_levels_are_exact(pool: Launcher, schedule: Collective) -> None:
     test_sums_are_exact_at_every_length(pool, schedule, 4)
 
 
-def test_the_bytes_sent_are_what_the_proof_counts(pool: Ranks) -> None:
+def test_the_bytes_sent_are_what_the_proof_counts(pool: Launcher) -> None:
     for schedule in SCHEDULES:
         answers = pool.run(summed, schedule, size=3)
         place = list(itertools.product(LENGTHS, DTYPES)).index((100_003, torch.float32))
-        assert max(answer[place][1] for answer in answers) == 4 * prove(schedule, 3, 100_003).sent
+        assert (
+            max(answer[place][1] for answer in answers)
+            == 4 * prove_schedule(schedule, 3, 100_003).sent
+        )
 
 
 def many_rounds(world: World) -> torch.Tensor:
@@ -108,30 +117,32 @@ def many_rounds(world: World) -> torch.Tensor:
     total = torch.zeros(50_000, dtype=torch.float64)
     for turn in range(30):
         mine = vector(world.rank + turn, 50_000, torch.float64)
-        all_reduce(Butterfly(), mine, world)
+        run_all_reduce(Butterfly(), mine, world)
         total += mine
     return total
 
 
 def long_messages(world: World, schedule: Collective) -> torch.Tensor:
     # parts of 8 LONG bytes in four segments, more than scratch
-    mine = vector(world.rank, 8 * LONG, torch.float32)
-    all_reduce(schedule, mine, world)
+    mine = vector(world.rank, 8 * LONG_MESSAGE_BYTES, torch.float32)
+    run_all_reduce(schedule, mine, world)
     return mine
 
 
 @pytest.mark.parametrize("size", [3, 4, 6])
 @pytest.mark.parametrize("schedule", [DoubleTree(2), Halving(1), Tree(), Star()], ids=str)
-def test_long_messages_go_one_after_the_other(pool: Ranks, schedule: Collective, size: int) -> None:
+def test_long_messages_go_one_after_the_other(
+    pool: Launcher, schedule: Collective, size: int
+) -> None:
     """Over a link a long send waits for those before it, and a receive is asked for when its
     sender's turn has come: no order of a schedule may end in a hang for that.
     """
-    expected = sum(vector(rank, 8 * LONG, torch.float32) for rank in range(size))
+    expected = sum(vector(rank, 8 * LONG_MESSAGE_BYTES, torch.float32) for rank in range(size))
     for sums in pool.run(long_messages, schedule, size=size, backend="gloo"):
         assert torch.equal(sums, expected)  # type: ignore[arg-type]
 
 
-def test_a_slot_is_not_written_while_it_is_sent(pool: Ranks) -> None:
+def test_a_slot_is_not_written_while_it_is_sent(pool: Launcher) -> None:
     expected = sum(
         vector(rank + turn, 50_000, torch.float64) for rank in range(4) for turn in range(30)
     )
@@ -142,11 +153,11 @@ def test_a_slot_is_not_written_while_it_is_sent(pool: Ranks) -> None:
 def again_and_again(world: World) -> bool:
     for _ in range(50):
         mine = vector(world.rank, 60, torch.float64)
-        all_reduce(Ring(blocking=True), mine, world)
+        run_all_reduce(Ring(blocking=True), mine, world)
     return True
 
 
-def test_a_rendezvous_send_is_waited_for_once(pool: Ranks) -> None:
+def test_a_rendezvous_send_is_waited_for_once(pool: Launcher) -> None:
     """A blocking ring hung now and then: the wire waited for a send with wait=True, kept its
     Work, and waited once more when the slot was written again; gloo waits for ever on a send
     that was waited for before.
@@ -191,10 +202,10 @@ class Numbers:
 
     def __init__(self, vectors: list[torch.Tensor]) -> None:
         self.vectors = vectors
-        self.parts = evenly(len(vectors[0]), 8)
+        self.parts = split_evenly(len(vectors[0]), 8)
 
     def slot(self, rank: int, slot: Slot) -> torch.Tensor:
-        parts: list[int] = list(parts_in(slot))  # type: ignore[arg-type]
+        parts: list[int] = list(expand_slot(slot))  # type: ignore[arg-type]
         return self.vectors[rank][self.parts[parts[0]].start : self.parts[parts[-1]].stop]
 
     def read(self, rank: int, send: Send) -> torch.Tensor:
@@ -211,7 +222,7 @@ def walked(seed: int, length: int) -> list[torch.Tensor] | None:
     """What every rank has at the end; None for an order that waits for itself."""
     numbers = Numbers([vector(rank, length, torch.int64) for rank in range(3)])
     try:
-        walk(Around(seed).program, 3, numbers)
+        interpret_schedule(Around(seed).program, 3, numbers)
     except Deadlock:
         return None
     return numbers.vectors
@@ -220,17 +231,19 @@ def walked(seed: int, length: int) -> list[torch.Tensor] | None:
 def around(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
     vectors = [vector(world.rank, length, torch.int64) for _, length in cases]
     for (seed, _), mine in zip(cases, vectors, strict=True):
-        all_reduce(Around(seed), mine, world)
+        run_all_reduce(Around(seed), mine, world)
     return vectors
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_receives_posted_early_leave_the_order_of_the_program(pool: Ranks, backend: str) -> None:
+def test_receives_posted_early_leave_the_order_of_the_program(pool: Launcher, backend: str) -> None:
     """Where a walk in one process ends, the wire ends, with the same numbers; also where two
     parts are longer than scratch.
     """
     # parts longer than it
-    cases = [(seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH] * (seed < 12))]
+    cases = [
+        (seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH_BYTES] * (seed < 12))
+    ]
     expected = {case: vectors for case in cases if (vectors := walked(*case)) is not None}
     assert len(expected) > 30
     for rank, answers in enumerate(pool.run(around, list(expected), size=3, backend=backend)):
@@ -255,14 +268,14 @@ def order_of_posting(world: World, length: int) -> list[str]:
         for name in ("isend", "irecv"):
             patch.setattr(dist, name, noted(name))
         summed = torch.ones(length)
-        all_reduce(TwoLevel(group=2), summed, world)
+        run_all_reduce(TwoLevel(group=2), summed, world)
     assert bool((summed == world.size).all())
     return posted
 
 
 @pytest.mark.parametrize("length", [300_000, 300_001])
 def test_a_receive_is_posted_before_the_send_before_it_whatever_the_length(
-    pool: Ranks, length: int
+    pool: Launcher, length: int
 ) -> None:
     """gloo tells of a receive behind what is being sent. Scratch was as long as what is added,
     and an all_gather's receive may be an element longer: it was posted after the send, and the
@@ -285,11 +298,13 @@ def forwards(world: World, micros: int) -> list[torch.Tensor]:
     def compute(action: Compute) -> None:
         buffers[action.at].mul_(world.rank + 2).add_(1)
 
-    Play(list(schedule.program(world.rank, world.size)), buffers, world, compute).run()
+    ProgramRun(
+        list(schedule.program(world.rank, world.size)), buffers, world, compute
+    ).play_program()
     return list(buffers.values())
 
 
-def test_a_pipeline_is_played_over_named_buffers_by_a_compute_that_is_given(pool: Ranks) -> None:
+def test_a_pipeline_is_played_over_named_buffers_by_a_compute_that_is_given(pool: Launcher) -> None:
     first, second, third = pool.run(forwards, 6, size=3)
     for micro in range(6):
         x = torch.arange(5.0) + micro
@@ -299,10 +314,10 @@ def test_a_pipeline_is_played_over_named_buffers_by_a_compute_that_is_given(pool
 
 
 def computing(world: World) -> None:
-    Play([Compute("mean", 0)], {0: torch.zeros(4)}, world).run()
+    ProgramRun([Compute("mean", 0)], {0: torch.zeros(4)}, world).play_program()
 
 
-def test_nothing_is_computed_that_nobody_can(pool: Ranks) -> None:
+def test_nothing_is_computed_that_nobody_can(pool: Launcher) -> None:
     """An exchange only adds: the wire once knew how to take a mean, for a planted bug, and
     would have done so for anybody's.
     """
@@ -317,10 +332,10 @@ def timed(world: World) -> tuple[Traffic, float]:
     if world.rank == 1:
         threading.Event().wait(0.5)
     start = time.monotonic()
-    return all_reduce(Ring(), mine, world), time.monotonic() - start
+    return run_all_reduce(Ring(), mine, world), time.monotonic() - start
 
 
-def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Ranks) -> None:
+def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Launcher) -> None:
     answers = pool.run(timed, size=2)
     for traffic, seconds in answers:
         parts = traffic.waiting, traffic.transfer, traffic.own
@@ -333,10 +348,10 @@ def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Ranks) 
 
 
 def lonely(world: World) -> None:
-    Play([Recv(1 - world.rank, 0)], {0: torch.zeros(4)}, world).run()
+    ProgramRun([Recv(1 - world.rank, 0)], {0: torch.zeros(4)}, world).play_program()
 
 
-def test_a_hang_ends_with_the_schedule_around_it(pool: Ranks) -> None:
+def test_a_hang_ends_with_the_schedule_around_it(pool: Launcher) -> None:
     """Both wait for the other: the timeout ends it, and shows where in the program every rank
     stood.
     """
@@ -354,14 +369,14 @@ def test_a_hang_ends_with_the_schedule_around_it(pool: Ranks) -> None:
 
 def absent(world: World) -> None:
     for _ in range(1 if world.rank == 2 else 2):
-        all_reduce(Ring(), torch.ones(8), world)
+        run_all_reduce(Ring(), torch.ones(8), world)
     # of rank 2, which is busy with something else; the launcher ends it
     threading.Event().wait(20.0)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.table), "shm"])
 @pytest.mark.story
-def test_who_is_missing_is_shown_as_silent_beside_the_others(pool: Ranks, backend: str) -> None:
+def test_who_is_missing_is_shown_as_silent_beside_the_others(pool: Launcher, backend: str) -> None:
     """Rank 3 waits for rank 2, 0 for 3, 1 for 0: whoever is late first, all say where they
     stand.
     """
@@ -382,13 +397,13 @@ def one_behind(world: World) -> None:
     message of the first.
     """
     if world.rank == 0:
-        Play([Send(1, 0)], {0: torch.zeros(4)}, world).run()
-        Play([Recv(1, 0)], {0: torch.zeros(4)}, world).run()
+        ProgramRun([Send(1, 0)], {0: torch.zeros(4)}, world).play_program()
+        ProgramRun([Recv(1, 0)], {0: torch.zeros(4)}, world).play_program()
     else:
-        Play([Recv(0, 0), Recv(0, 0)], {0: torch.zeros(4)}, world).run()
+        ProgramRun([Recv(0, 0), Recv(0, 0)], {0: torch.zeros(4)}, world).play_program()
 
 
-def test_ranks_in_different_exchanges_are_told_apart(pool: Ranks) -> None:
+def test_ranks_in_different_exchanges_are_told_apart(pool: Launcher) -> None:
     with pytest.raises(RankFailed) as caught:
         pool.run(one_behind, size=2, timeout=1.0)
     lines = caught.value.message.splitlines()[1:]

@@ -14,20 +14,20 @@ from equality import VECTORS, mlp
 from equality import job as make_job
 
 import paragrad as pg
-from paragrad.planner.cost_formulas import computed_bytes
+from paragrad.planner.cost_formulas import count_collective_bytes
 
 
 class Vote(pg.Strategy):
     """Signs of gradients, by majority (Bernstein et al. 2018)."""
 
     workers: int = pg.option(pg.Integer())
-    replica = True
+    is_replicated = True
 
     @property
-    def promise(self) -> pg.Promise:
-        return pg.Promise(exact=False)
+    def guarantees(self) -> pg.Promise:
+        return pg.Guarantees(exact=False)
 
-    def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> pg.Exchange:
+    def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> pg.Exchange:
         return Ballot(replica, world)
 
 
@@ -40,22 +40,25 @@ class Ballot(pg.Exchange):
 
     def finish(self, weight: float, loss: float) -> None:
         self.told = self.world.all_reduced(
-            torch.tensor([weight, loss, float(self.stop), self.doubt], dtype=torch.float64)
+            torch.tensor(
+                [weight, loss, float(self.stop_requested), self.doubtful_weight],
+                dtype=torch.float64,
+            )
         ).tolist()
-        for parameter in self.every:
+        for parameter in self.parameters:
             # also where only other ranks have a gradient: all ask for the same
             if parameter.requires_grad:
                 vote = (
                     torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.sign()
                 )
                 parameter.grad = self.world.all_reduced(vote).sign()
-                self.count(
+                self.count_bytes(
                     "votes",
-                    computed_bytes("all_reduce", vote.nbytes, self.world.size),
+                    count_collective_bytes("all_reduce", vote.nbytes, self.world.size),
                     computed=True,
                 )
 
-    def counted(self) -> list[float]:
+    def reduce_totals(self) -> list[float]:
         return self.told
 
     def average(self, weight: float) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from paragrad.errors import Refused
-from paragrad.validation.validate import admitted
+from paragrad.validation.validate import validate_run
 
 COUNTED = torch.arange(29) % 3 != 0
 MASKED = TensorDataset(VECTORS.tensors[0], torch.stack([whole(4, 29, seed=2), COUNTED.long()], 1))
@@ -32,7 +32,7 @@ def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tenso
 
 def refused(**changes: object) -> str:
     with pytest.raises(Refused) as caught:
-        admitted(job("asked", **{"model": mlp, "data": VECTORS, **changes}), "data(2)")
+        validate_run(job("asked", **{"model": mlp, "data": VECTORS, **changes}), "data(2)")
     return str(caught.value)
 
 
@@ -162,14 +162,14 @@ def test_hooks_of_a_first_forward_are_not_registered_twice() -> None:
     """Every look at the model took back its note that they were, and left them there: the loss
     was another number each time, and in the training what the hooks gather came twice.
     """
-    admitted(job("gathering", Gathering, VECTORS), "data(2)")
+    validate_run(job("gathering", Gathering, VECTORS), "data(2)")
 
 
 def test_of_a_loss_that_is_zero_nothing_is_said() -> None:
     """torch warned, under paragrad's name, that a tensor which requires gradients became a
     number.
     """
-    admitted(
+    validate_run(
         job("asked", model=mlp, data=VECTORS, loss=lambda output, target: 0.0 * output.mean()),
         "data(2)",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.runtime.mesh import Axis, check_apart, grid, lines
+from paragrad.runtime.mesh import Axis, build_grid, check_disjoint, group_ranks_by_axes
 
 THREE = (Axis("data", 2), Axis("tensor", 2), Axis("pipeline", 2))
 
@@ -24,14 +24,18 @@ THREE = (Axis("data", 2), Axis("tensor", 2), Axis("pipeline", 2))
     ],
 )
 def test_lines_of_a_cube(names: list[str], expected: list[list[int]]) -> None:
-    assert lines(THREE, names) == expected
+    assert group_ranks_by_axes(THREE, names) == expected
 
 
 def test_lines_of_unequal_sizes() -> None:
-    axes = grid([("data", 3), ("tensor", 2)], 6)
-    assert lines(axes, ["data"]) == [[0, 2, 4], [1, 3, 5]]
-    assert lines(axes, ["tensor"]) == [[0, 1], [2, 3], [4, 5]]
-    assert lines(grid([("data", 1), ("tensor", 3)], 3), ["data"]) == [[0], [1], [2]]
+    axes = build_grid([("data", 3), ("tensor", 2)], 6)
+    assert group_ranks_by_axes(axes, ["data"]) == [[0, 2, 4], [1, 3, 5]]
+    assert group_ranks_by_axes(axes, ["tensor"]) == [[0, 1], [2, 3], [4, 5]]
+    assert group_ranks_by_axes(build_grid([("data", 1), ("tensor", 3)], 3), ["data"]) == [
+        [0],
+        [1],
+        [2],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,7 @@ def test_a_grid_that_is_not_the_world_is_refused(
     pairs: list[tuple[str, int]], ranks: int, words: str
 ) -> None:
     with pytest.raises(Refused, match=words):
-        grid(pairs, ranks)
+        build_grid(pairs, ranks)
 
 
 def test_an_axis_that_is_not_there_is_named() -> None:
@@ -60,18 +64,18 @@ def test_an_axis_that_is_not_there_is_named() -> None:
         ValueError,
         match=r"no axis spatial; the world's are data\(2\) \* tensor\(2\) \* pipeline\(2\)",
     ):
-        lines(THREE, ["data", "spatial"])
+        group_ranks_by_axes(THREE, ["data", "spatial"])
     with pytest.raises(ValueError, match="no axis data; the world's are none yet"):
-        lines((), ["data"])
+        group_ranks_by_axes((), ["data"])
 
 
 def test_sets_stand_apart_and_name_ranks_that_are_there() -> None:
-    check_apart([[3, 0], [1]], 4)
-    check_apart([], 4)
+    check_disjoint([[3, 0], [1]], 4)
+    check_disjoint([], 4)
     with pytest.raises(ValueError, match=r"no rank 4 in a world of 4, among \[\[0, 4\]\]"):
-        check_apart([[0, 4]], 4)
+        check_disjoint([[0, 4]], 4)
     with pytest.raises(ValueError, match="no rank -1"):
-        check_apart([[-1]], 4)
+        check_disjoint([[-1]], 4)
     for twice in ([[0, 1], [1, 2]], [[1, 1]]):
         with pytest.raises(ValueError, match="rank 1 is named twice"):
-            check_apart(twice, 4)
+            check_disjoint(twice, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import workers
-from cluster import slower
+from cluster import is_slower_by_sign_test
 from ring_vs_tree_times import groups
 
 
@@ -26,7 +26,7 @@ from ring_vs_tree_times import groups
 )
 def test_slower_by_a_sign_test(above: int, rounds: int, found: bool) -> None:
     """One-sided, at 5 %: sum of C(n, k) / 2^n from so many on."""
-    assert slower([1.2] * above + [0.9] * (rounds - above)) is found
+    assert is_slower_by_sign_test([1.2] * above + [0.9] * (rounds - above)) is found
 
 
 def test_groups_are_the_square_root_or_the_power_of_two_below() -> None:

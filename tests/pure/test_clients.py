@@ -11,17 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 
-from paragrad.datasets.clients import Rounds, divided, draws, labels_of, mixed
-from paragrad.datasets.sample_order import Order, permutation
+from paragrad.datasets.clients import (
+    ClientRounds,
+    assign_samples,
+    draw_dirichlet,
+    make_random_state,
+    read_labels,
+)
+from paragrad.datasets.sample_order import SampleOrder, permute_samples
 from paragrad.errors import Refused
 from paragrad.strategies.federated import Federated
 
 LABELS = numpy.arange(600) % 10
 
 
-def rounds(samples: int = 29, clients: int = 5, **changes: object) -> Rounds:
+def rounds(samples: int = 29, clients: int = 5, **changes: object) -> ClientRounds:
     given = {"workers": 2, "taking": 2, "passes": 2, "epochs": 3}
-    return Rounds(divided(samples, clients, 7), Order(samples, 4, 7), **{**given, **changes})
+    return ClientRounds(
+        assign_samples(samples, clients, 7), SampleOrder(samples, 4, 7), **{**given, **changes}
+    )
 
 
 @given(
@@ -34,12 +42,12 @@ def test_every_sample_has_one_client(
     samples: int, clients: int, seed: int, alpha: float | None
 ) -> None:
     clients = min(clients, samples)
-    found = divided(samples, clients, seed, numpy.arange(samples) % 7, alpha)
+    found = assign_samples(samples, clients, seed, numpy.arange(samples) % 7, alpha)
     sizes = [len(each) for each in found]
     assert sorted(numpy.concatenate(found).tolist()) == list(range(samples))
     assert max(sizes) - min(sizes) <= 1
     assert all((numpy.diff(each) > 0).all() for each in found)
-    again = divided(samples, clients, seed, numpy.arange(samples) % 7, alpha)
+    again = assign_samples(samples, clients, seed, numpy.arange(samples) % 7, alpha)
     assert all(map(numpy.array_equal, found, again))
 
 
@@ -47,7 +55,7 @@ def classes(alpha: float | None) -> float:
     """How many of the ten classes a client has at least a tenth of its samples of, on
     average.
     """
-    found = divided(600, 10, 3, LABELS, alpha)
+    found = assign_samples(600, 10, 3, LABELS, alpha)
     return float(
         numpy.mean([(numpy.bincount(LABELS[each], minlength=10) > 5).sum() for each in found])
     )
@@ -57,64 +65,71 @@ def test_a_small_alpha_leaves_a_client_few_classes() -> None:
     assert classes(0.01) < 2.5 < classes(1.0) < classes(1e5)
     assert classes(None) > 5
     assert (
-        divided(600, 10, 3, LABELS, 1.0)[0].tolist() != divided(600, 10, 4, LABELS, 1.0)[0].tolist()
+        assign_samples(600, 10, 3, LABELS, 1.0)[0].tolist()
+        != assign_samples(600, 10, 4, LABELS, 1.0)[0].tolist()
     )
 
 
 def test_a_mix_is_drawn_where_its_numbers_would_all_be_nothing() -> None:
     """Ten gamma numbers of 1e-5 are 0 all, and their shares not a number."""
-    random = draws("a test")
+    random = make_random_state("a test")
     for _ in range(50):
-        mix = mixed(random, numpy.full(10, 1e-5))
+        mix = draw_dirichlet(random, numpy.full(10, 1e-5))
         assert mix.sum() == pytest.approx(1.0)
-    means = numpy.mean([mixed(random, numpy.array([2.0, 6.0])) for _ in range(4000)], axis=0)
+    means = numpy.mean(
+        [draw_dirichlet(random, numpy.array([2.0, 6.0])) for _ in range(4000)], axis=0
+    )
     assert means == pytest.approx([0.25, 0.75], abs=0.01)
 
 
 def test_some_clients_take_part_at_least_one() -> None:
     found = rounds()
-    assert Federated(2, clients=5, fraction=0.4).taking == found.taking == 2
-    assert all(len(set(found.chosen(number))) == 2 for number in range(20))
-    assert {client for number in range(20) for client in found.chosen(number)} == set(range(5))
-    assert [found.chosen(number) for number in range(5)] == [
-        rounds(workers=1).chosen(number) for number in range(5)
+    assert Federated(2, clients=5, fraction=0.4).clients_per_round == found.clients_per_round == 2
+    assert all(len(set(found.choose_clients(number))) == 2 for number in range(20))
+    assert {client for number in range(20) for client in found.choose_clients(number)} == set(
+        range(5)
+    )
+    assert [found.choose_clients(number) for number in range(5)] == [
+        rounds(workers=1).choose_clients(number) for number in range(5)
     ]
-    assert Federated(2, clients=5, fraction=1e-9).taking == 1
-    assert rounds(taking=Federated(2, clients=5, fraction=1.0).taking).chosen(3) == [0, 1, 2, 3, 4]
+    assert Federated(2, clients=5, fraction=1e-9).clients_per_round == 1
+    assert rounds(taking=Federated(2, clients=5, fraction=1.0).clients_per_round).choose_clients(
+        3
+    ) == [0, 1, 2, 3, 4]
 
 
 def test_as_many_rounds_as_pass_over_the_epochs() -> None:
     # 2 of 5 clients, twice: a round is 4/5 of an epoch, of 8 steps
     found = rounds()
     assert found.count == 4
-    assert [found.passed(number) for number in range(5)] == [0, 6, 12, 19, 24]
-    assert [found.made(step) for step in (0, 1, 6, 7, 24)] == [0, 1, 1, 2, 4]
+    assert [found.count_serial_steps(number) for number in range(5)] == [0, 6, 12, 19, 24]
+    assert [found.count_finished_rounds(step) for step in (0, 1, 6, 7, 24)] == [0, 1, 1, 2, 4]
     assert rounds(epochs=0).count == 0
     longer = rounds(asked=10)
     assert longer.count == 10
-    assert longer.passed(10) == 64
+    assert longer.count_serial_steps(10) == 64
 
 
 def test_the_places_and_steps_of_a_round_are_its_clients_one_after_the_other() -> None:
     found = rounds()
     for number in range(found.count):
-        parts = found.parts(number)
-        pieces = [piece for part in parts for piece in found.pieces(part, number)]
-        assert [place for piece in pieces for place in piece.whole] == list(
-            range(found.places(number))
+        parts = found.plan_turns(number)
+        pieces = [piece for part in parts for piece in found.iterate_client_batches(part, number)]
+        assert [place for piece in pieces for place in piece.positions] == list(
+            range(found.count_positions(number))
         )
-        assert [part.step for part in parts] == [
-            found.begins[number] + sum(each.steps for each in parts[:place])
+        assert [part.first_step for part in parts] == [
+            found.round_starts[number] + sum(each.steps for each in parts[:place])
             for place in range(len(parts))
         ]
         assert (
             sum(part.steps for part in parts)
             == len(pieces)
-            == found.begins[number + 1] - found.begins[number]
+            == found.round_starts[number + 1] - found.round_starts[number]
         )
         for part in parts:
-            own = list(found.pieces(part, number))
-            samples = [sample for piece in own for sample in piece.samples]
+            own = list(found.iterate_client_batches(part, number))
+            samples = [sample for piece in own for sample in piece.indices]
             assert sorted(samples) == sorted(found.clients[part.client].tolist() * 2)
             assert [piece.epoch for piece in own] == sorted(piece.epoch for piece in own)
             assert {piece.epoch for piece in own} == {2 * number, 2 * number + 1}
@@ -123,10 +138,12 @@ def test_the_places_and_steps_of_a_round_are_its_clients_one_after_the_other() -
 def test_one_client_has_the_dataset_in_its_own_order() -> None:
     found = rounds(clients=1, workers=1, taking=1, passes=1)
     for number in range(3):
-        (part,) = found.parts(number)
+        (part,) = found.plan_turns(number)
         assert [
-            sample for piece in found.pieces(part, number) for sample in piece.samples
-        ] == permutation(29, 7, number).tolist()
+            sample
+            for piece in found.iterate_client_batches(part, number)
+            for sample in piece.indices
+        ] == permute_samples(29, 7, number).tolist()
 
 
 def test_clients_are_dealt_evenly_and_stay_where_they_are() -> None:
@@ -134,13 +151,13 @@ def test_clients_are_dealt_evenly_and_stay_where_they_are() -> None:
     loads = [
         sum(
             len(samples)
-            for samples, own in zip(found.clients, found.worker, strict=True)
+            for samples, own in zip(found.clients, found.client_workers, strict=True)
             if own == worker
         )
         for worker in range(3)
     ]
     assert max(loads) - min(loads) <= 11
-    assert set(rounds(clients=3, workers=3).worker) == {0, 1, 2}
+    assert set(rounds(clients=3, workers=3).client_workers) == {0, 1, 2}
 
 
 class Named(list[dict[str, int]]):
@@ -186,21 +203,21 @@ def test_classes_are_those_of_the_samples_that_are_there() -> None:
     with pytest.raises(
         Refused, match="of samples 0 to 2 it could not be read: ValueError: a target is 2 value"
     ):
-        labels_of(Ragged(), "x")
-    assert labels_of(Subset(Ragged(), [0]), "x").tolist() == [7]
+        read_labels(Ragged(), "x")
+    assert read_labels(Subset(Ragged(), [0]), "x").tolist() == [7]
     pairs = TensorDataset(torch.zeros(4, 2), torch.tensor([3, 1, 3, 0]))
-    assert labels_of(Turned(pairs, [3, 1]), "x").tolist() == [9, 8]
-    assert labels_of(Subset(Turned(pairs, [3, 1, 2]), [2, 0]), "x").tolist() == [6, 9]
-    assert labels_of(Subset(Subset(pairs, [3, 1, 2]), [2, 0]), "x").tolist() == [3, 0]
+    assert read_labels(Turned(pairs, [3, 1]), "x").tolist() == [9, 8]
+    assert read_labels(Subset(Turned(pairs, [3, 1, 2]), [2, 0]), "x").tolist() == [6, 9]
+    assert read_labels(Subset(Subset(pairs, [3, 1, 2]), [2, 0]), "x").tolist() == [3, 0]
 
 
 def test_labels_are_found_or_refused() -> None:
     pairs = TensorDataset(torch.zeros(4, 2), torch.tensor([3, 1, 3, 0]))
-    assert labels_of(pairs, "x").tolist() == [3, 1, 3, 0]
-    assert labels_of(Subset(pairs, [3, 1]), "x").tolist() == [0, 1]
-    assert labels_of([(0.5, torch.tensor([2])), (0.5, 1)], "x").tolist() == [2, 1]
-    assert labels_of(Named([{"labels": 4}, {"labels": 2}]), "x").tolist() == [4, 2]
-    assert labels_of(WithTargets(), "x").tolist() == [1, 0, 1]
+    assert read_labels(pairs, "x").tolist() == [3, 1, 3, 0]
+    assert read_labels(Subset(pairs, [3, 1]), "x").tolist() == [0, 1]
+    assert read_labels([(0.5, torch.tensor([2])), (0.5, 1)], "x").tolist() == [2, 1]
+    assert read_labels(Named([{"labels": 4}, {"labels": 2}]), "x").tolist() == [4, 2]
+    assert read_labels(WithTargets(), "x").tolist() == [1, 0, 1]
     for wrong in (
         TensorDataset(torch.zeros(4, 2), torch.zeros(4)),
         TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2).long()),
@@ -210,4 +227,4 @@ def test_labels_are_found_or_refused() -> None:
         [3],
     ):
         with pytest.raises(Refused, match="give split=even"):
-            labels_of(wrong, "federated(2, split=dirichlet)")
+            read_labels(wrong, "federated(2, split=dirichlet)")

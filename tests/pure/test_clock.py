@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from paragrad.executors import uniform_clock
-from paragrad.executors.clock import Durations, timed
+from paragrad.executors.clock import Durations, time_schedule
 from paragrad.executors.machine import Cluster, Link
-from paragrad.executors.message_count import TooLong
-from paragrad.executors.uniform_clock import simulated, timed_uniform
+from paragrad.executors.message_count import TooManyMessages
+from paragrad.executors.uniform_clock import time_collective, time_uniform_collective
 from paragrad.schedules.actions import Collective, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -54,8 +54,8 @@ def ends(
     length: int = 20,
     durations: Durations | None = None,
 ) -> tuple[float, ...]:
-    return timed(
-        Programs(programs), len(programs), length, cluster, element=1, durations=durations
+    return time_schedule(
+        Programs(programs), len(programs), length, cluster, element_bytes=1, durations=durations
     ).ends
 
 
@@ -203,14 +203,14 @@ def test_a_pipeline_takes_as_long_as_its_slots_and_its_bubble(stages: int, micro
     micro-batch; the others hide theirs.
     """
     schedule = Forwards(micros)
-    found = timed(
+    found = time_schedule(
         schedule,
         stages,
         schedule.slots(4),
         Cluster(LINK),
-        element=1,
+        element_bytes=1,
         durations={"F": 10.0},
-        spans=True,
+        keep_spans=True,
     )
     assert found.seconds == 10.0 * (micros + stages - 1) + (3.0 + 0.5 * 4) * (stages - 1)
     forwards = [span for span in found.spans if span.lane == "compute"]
@@ -221,7 +221,7 @@ def test_a_pipeline_takes_as_long_as_its_slots_and_its_bubble(stages: int, micro
 
 
 def test_spans_are_those_of_the_record() -> None:
-    timeline = timed(Ring(), 3, 12, CLUSTERS["textbook"], element=4, spans=True)
+    timeline = time_schedule(Ring(), 3, 12, CLUSTERS["textbook"], element_bytes=4, keep_spans=True)
     sends = [span for span in timeline.spans if span.lane == "send"]
     assert len(sends) == timeline.messages == 12
     assert all(span.bytes == 16 and span.seconds == 3.0 + 8.0 for span in sends)
@@ -233,12 +233,14 @@ def test_spans_are_those_of_the_record() -> None:
 @pytest.mark.parametrize("size", range(25, 65))
 def test_all_ranks_at_once_up_to_64(size: int) -> None:
     for schedule in (Ring(), RingAsync(2), Direct()):
-        at_once = timed_uniform(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"])
+        at_once = time_uniform_collective(
+            schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]
+        )
         # parts of two lengths: its ranks meet
         assert at_once is not None or isinstance(schedule, Direct)
         if at_once:
             assert at_once.ends == pytest.approx(
-                timed(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]).ends
+                time_schedule(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]).ends
             )
 
 
@@ -254,8 +256,8 @@ def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: Collective, cluster
     sizes = {2, 3, 4, 5, 8, 9, 16, 24}
     for size in sizes:
         for length in (5, 12 * size):
-            at_once = timed_uniform(schedule, size, length, cluster)
-            one_by_one = timed(schedule, size, length, cluster) if at_once else None
+            at_once = time_uniform_collective(schedule, size, length, cluster)
+            one_by_one = time_schedule(schedule, size, length, cluster) if at_once else None
             if at_once and one_by_one:
                 assert at_once.ends == pytest.approx(one_by_one.ends, rel=1e-12), (size, length)
                 assert at_once.messages == one_by_one.messages
@@ -270,8 +272,8 @@ def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: Collective, cluster
     ids=str,
 )
 def test_schedules_with_a_choice_by_rank_go_to_the_clock(schedule: Collective) -> None:
-    assert timed_uniform(schedule, 6, 100, CLUSTERS["textbook"]) is None
-    assert simulated(schedule, 6, 100, CLUSTERS["textbook"]) == timed(
+    assert time_uniform_collective(schedule, 6, 100, CLUSTERS["textbook"]) is None
+    assert time_collective(schedule, 6, 100, CLUSTERS["textbook"]) == time_schedule(
         schedule, 6, 100, CLUSTERS["textbook"]
     )
 
@@ -280,11 +282,11 @@ def test_thousands_of_ranks() -> None:
     """The time of the formula, at 4,096 ranks; a straggler shows in it."""
     size = 1024
     length = 1024 * 100
-    plain = simulated(Ring(), size, length, Cluster(LINK, 0.25))
+    plain = time_collective(Ring(), size, length, Cluster(LINK, 0.25))
     assert plain.messages == 2 * size * (size - 1)
     assert plain.seconds == 2 * (size - 1) * (3.0 + 0.5 * 400) + (size - 1) * 0.25 * 400
     assert (
-        simulated(Ring(), size, length, Cluster(LINK, 0.25, slow=((7, 3.0),))).seconds
+        time_collective(Ring(), size, length, Cluster(LINK, 0.25, slow=((7, 3.0),))).seconds
         > 1.5 * plain.seconds
     )
 
@@ -301,19 +303,23 @@ def test_more_messages_than_can_be_played_are_refused_with_a_size_that_goes(
     schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A million ranks were silent for minutes, or took all memory."""
-    monkeypatch.setattr(uniform_clock, "PLAYED", 2000)
+    monkeypatch.setattr(uniform_clock, "MAX_EVENT_MESSAGES", 2000)
     with pytest.raises(
-        TooLong,
+        TooManyMessages,
         match=rf"over {size:,} ranks has more than .* messages, .*; take fewer ranks: {goes} go$",
     ):
-        simulated(schedule, size, 250_000, Cluster(LINK))
+        time_collective(schedule, size, 250_000, Cluster(LINK))
 
 
 @pytest.mark.parametrize(("schedule", "size"), [(Ring(), 128), (Halving(2), 128)])
 def test_who_waits_for_a_clock_is_told_how_far_it_is(schedule: Any, size: int) -> None:
     told: list[tuple[int, int]] = []
-    timeline = simulated(
-        schedule, size, 1000, Cluster(LINK), tell=lambda done, total: told.append((done, total))
+    timeline = time_collective(
+        schedule,
+        size,
+        1000,
+        Cluster(LINK),
+        report_progress=lambda done, total: told.append((done, total)),
     )
     assert told == sorted(told)
     assert {total for _, total in told} == {timeline.messages}

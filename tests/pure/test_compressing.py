@@ -8,8 +8,13 @@ import pytest
 
 from paragrad.errors import Refused
 from paragrad.executors.machine import Link, Machine
-from paragrad.planner.compression_cost import compressing, lengths, root, square
-from paragrad.strategies.compressors import compressor_of
+from paragrad.planner.compression_cost import (
+    choose_square_shape,
+    find_break_even,
+    find_paying_lengths,
+    predict_compression_cost,
+)
+from paragrad.strategies.compressors import find_compressor
 from paragrad.strategies.registry import strategy
 
 MACHINE = Machine({"gloo": Link(alpha=1e-4, beta=1e-8)}, gamma=1e-10, cores=1, measured="by hand")
@@ -20,10 +25,10 @@ def priced(
     text: str, size: int = 4 * MB, costs: tuple[float, float] = (1e-10, 1e-11), beta: float = 1e-8
 ):  # type: ignore[no-untyped-def]
     chosen = strategy(text)
-    compressor = compressor_of(chosen)
+    compressor = find_compressor(chosen)
     assert compressor is not None
     machine = replace(MACHINE, links={"gloo": Link(alpha=1e-4, beta=beta)})
-    return compressing(chosen, compressor, int(chosen.workers), size, machine, costs)
+    return predict_compression_cost(chosen, compressor, int(chosen.workers), size, machine, costs)
 
 
 def test_what_goes_to_all() -> None:
@@ -32,11 +37,11 @@ def test_what_goes_to_all() -> None:
     """
     found = priced("data(4, compress=top_k(0.01))")
     assert found.payload == 80_000
-    assert not found.whole
+    assert not found.sends_whole_vectors
     assert found.plain == pytest.approx(6 * 1e-4 + 1.5 * 4e6 * 1e-8 + 0.75 * 4e6 * 1e-10)
     assert found.exchange == pytest.approx(3 * (1e-4 + 80_000 * 1e-8))
     assert found.compute == pytest.approx(4e6 * (1e-10 + 4 * 1e-11))
-    assert found.pays
+    assert found.is_faster
 
 
 def test_what_adds_up_travels_along_the_all_reduce() -> None:
@@ -53,11 +58,11 @@ def test_what_adds_up_travels_along_the_all_reduce() -> None:
 
 def test_where_all_would_send_more_than_whole_vectors_these_are_sent() -> None:
     """r p is the ratio on the wire: of a hundredth, 100 ranks send as much as of all."""
-    assert not priced("data(90, compress=top_k(0.01))").whole
+    assert not priced("data(90, compress=top_k(0.01))").sends_whole_vectors
     found = priced("data(110, compress=top_k(0.01))")
-    assert found.whole
+    assert found.sends_whole_vectors
     assert found.exchange == found.plain
-    assert not found.pays
+    assert not found.is_faster
 
 
 @pytest.mark.parametrize(
@@ -73,33 +78,33 @@ def test_where_all_would_send_more_than_whole_vectors_these_are_sent() -> None:
 def test_on_this_side_of_the_bandwidth_it_pays_and_on_the_other_it_does_not(text: str) -> None:
     found = priced(text, costs=(2e-9, 5e-10))
     assert 0 < found.bandwidth < float("inf")
-    assert priced(text, costs=(2e-9, 5e-10), beta=1.02 / found.bandwidth).pays
-    assert not priced(text, costs=(2e-9, 5e-10), beta=0.98 / found.bandwidth).pays
+    assert priced(text, costs=(2e-9, 5e-10), beta=1.02 / found.bandwidth).is_faster
+    assert not priced(text, costs=(2e-9, 5e-10), beta=0.98 / found.bandwidth).is_faster
 
 
 def test_from_some_length_on_it_pays_on_this_link() -> None:
     """Of what is sent in two rounds where one would do, what is saved has to be worth a
     round.
     """
-    ((first, end),) = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10)).lengths
+    ((first, end),) = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10)).paying_lengths
     assert 4 * 2048 < first < 4 * MB
     assert end == float("inf")
-    assert priced("data(4, compress=power_sgd(1))", int(1.01 * first), (1e-10, 1e-10)).pays
-    assert not priced("data(4, compress=power_sgd(1))", int(0.99 * first), (1e-10, 1e-10)).pays
+    assert priced("data(4, compress=power_sgd(1))", int(1.01 * first), (1e-10, 1e-10)).is_faster
+    assert not priced("data(4, compress=power_sgd(1))", int(0.99 * first), (1e-10, 1e-10)).is_faster
     # shorter ones are sent as they are
-    assert priced("data(4, compress=top_k(0.01))").lengths[0][0] >= 4 * 2048
-    assert not priced("data(4, compress=top_k(0.01))", costs=(1e-6, 1e-6)).lengths
+    assert priced("data(4, compress=top_k(0.01))").paying_lengths[0][0] >= 4 * 2048
+    assert not priced("data(4, compress=top_k(0.01))", costs=(1e-6, 1e-6)).paying_lengths
 
 
 def test_a_costly_one_may_pay_for_short_vectors_alone() -> None:
     """To all there are fewer messages than along a ring; it was said to pay for none, beside a
     vector for which it does.
     """
-    ((first, end),) = priced("data(4, compress=int8)", costs=(5e-9, 1e-9)).lengths
+    ((first, end),) = priced("data(4, compress=int8)", costs=(5e-9, 1e-9)).paying_lengths
     assert first == 4 * 2048
     assert end < float("inf")
-    assert priced("data(4, compress=int8)", int(end) - 4, (5e-9, 1e-9)).pays
-    assert not priced("data(4, compress=int8)", int(end), (5e-9, 1e-9)).pays
+    assert priced("data(4, compress=int8)", int(end) - 4, (5e-9, 1e-9)).is_faster
+    assert not priced("data(4, compress=int8)", int(end), (5e-9, 1e-9)).is_faster
 
 
 @pytest.mark.parametrize(
@@ -120,14 +125,14 @@ def test_what_cannot_be_priced_is_refused(text: str, size: int, said: str) -> No
 
 
 def test_roots_and_squares() -> None:
-    assert root(lambda x: x - 3, 10.0) == 3
-    assert root(lambda x: x + 1, 10.0) == 0
-    assert root(lambda x: -1.0, 10.0) == float("inf")
-    assert lengths(lambda length: length >= 12_340) == ((12_340, float("inf")),)
-    assert lengths(lambda length: 64 <= length < 400 or length >= 12_340) == (
+    assert find_break_even(lambda x: x - 3, 10.0) == 3
+    assert find_break_even(lambda x: x + 1, 10.0) == 0
+    assert find_break_even(lambda x: -1.0, 10.0) == float("inf")
+    assert find_paying_lengths(lambda length: length >= 12_340) == ((12_340, float("inf")),)
+    assert find_paying_lengths(lambda length: 64 <= length < 400 or length >= 12_340) == (
         (64, 400),
         (12_340, float("inf")),
     )
-    assert lengths(lambda length: False) == ()
-    assert square(1_000_000) == (1000, 1000)
-    assert square(10) == (3, 3)
+    assert find_paying_lengths(lambda length: False) == ()
+    assert choose_square_shape(1_000_000) == (1000, 1000)
+    assert choose_square_shape(10) == (3, 3)

@@ -12,7 +12,7 @@ from paragrad.jobs import digits
 def test_the_file_read_directly_is_what_scikit_learn_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = load_digits(return_X_y=True)
     for _ in range(2):
-        ours, named = digits._digits()
+        ours, named = digits._load_digits()
         assert numpy.array_equal(ours, images)
         assert numpy.array_equal(named, labels)
         assert (ours.dtype, named.dtype) == (images.dtype, labels.dtype)

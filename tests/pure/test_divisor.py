@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import Summed
-from paragrad.jobs.loss_divisor import divisor
+from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss_divisor import find_loss_divisor
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 4, generator=GENERATOR).requires_grad_()
@@ -76,7 +76,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_it_divided_by(name: str) -> None:
     loss, expected = LOSSES[name]
-    assert divisor(loss(X)) == expected
+    assert find_loss_divisor(loss(X)) == expected
 
 
 def test_a_function_of_its_own_is_untraced() -> None:
@@ -89,7 +89,7 @@ def test_a_function_of_its_own_is_untraced() -> None:
         def backward(ctx: object, *gradients: Tensor) -> Tensor:
             return gradients[0].expand(6, 4) / 24
 
-    assert divisor(Own.apply(X)) is None
+    assert find_loss_divisor(Own.apply(X)) is None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_share_without_a_label_counts_for_nothing(
     of it, and the run ended.
     """
     model = nn.Linear(3, 4)
-    total, weight = Summed(model, loss)(torch.randn(2, 3), torch.full((2,), -100), 2)
+    total, weight = LossModule(model, loss)(torch.randn(2, 3), torch.full((2,), -100), 2)
     assert (float(total.detach()), weight) == (0.0, 0.0)
     total.backward()
     assert all(
@@ -140,7 +140,7 @@ def test_a_smoothed_part_without_weight_is_not_dropped(
     """Of a share whose targets all weigh 0, the smoothed part counts in the whole batch:
     without a word it was 0, and the parameters of data(3) were off by 6e-3.
     """
-    module = Summed(nn.Linear(3, 4), loss)
+    module = LossModule(nn.Linear(3, 4), loss)
     alike = torch.full((2,), 1)
     with pytest.raises(StepFailed, match="all weigh 0, and its loss has a smoothed part"):
         module(torch.randn(2, 3), alike, 2)
@@ -163,7 +163,7 @@ def test_the_pair_of_a_smoothed_part_without_weight_is_right() -> None:
     target = torch.tensor([1, 1, 0, 2, 3])
     totals, weights = zip(
         *(
-            Summed(model, pair)(x[part], target[part], len(target[part]))
+            LossModule(model, pair)(x[part], target[part], len(target[part]))
             for part in (slice(0, 2), slice(2, 5))
         ),
         strict=True,
@@ -185,14 +185,14 @@ def test_another_term_over_nothing_is_no_smoothed_part() -> None:
             + (output * (target > 1)[:, None]).sum() / (target > 1).sum()
         )
 
-    total, weight = Summed(nn.Linear(3, 4), loss)(torch.randn(2, 3), torch.full((2,), 1), 2)
+    total, weight = LossModule(nn.Linear(3, 4), loss)(torch.randn(2, 3), torch.full((2,), 1), 2)
     assert (float(total.detach()), weight) == (0.0, 0.0)
 
 
 def test_a_weight_that_can_no_longer_be_read_off_is_said() -> None:
-    module = Summed(nn.Identity(), lambda output, target: (output - Y).norm())
-    module.traced = True
+    module = LossModule(nn.Identity(), lambda output, target: (output - Y).norm())
+    module.has_traced_divisor = True
     with pytest.raises(StepFailed, match="could be read off in the first step"):
         module(X, Y, 6)
-    module.traced = False
+    module.has_traced_divisor = False
     assert module(X, Y, 6)[1] == 6

@@ -10,16 +10,16 @@ from torch.nn import functional
 
 from paragrad.parallel.sharding.halo_regions import (
     PADDING,
-    Spread,
+    TransposedWindow,
     Window,
-    fetched,
-    padded,
-    runs,
-    taps,
+    compute_taps,
+    count_fetched,
+    find_runs,
+    locate_padded_input,
 )
-from paragrad.parallel.sharding.halo_regions import given as passed_on
-from paragrad.parallel.sharding.partition import evenly_divided
-from paragrad.parallel.tensor.halo_exchange import around
+from paragrad.parallel.sharding.halo_regions import count_sent as passed_on
+from paragrad.parallel.sharding.partition import partition_evenly
+from paragrad.parallel.tensor.halo_exchange import split_edges
 
 WINDOWS = st.builds(
     Window,
@@ -38,13 +38,13 @@ def test_outputs_of_all_ranks_see_what_they_see_on_one(
     """Every output, by the definition; and what a rank wants is what its first to its last
     output see.
     """
-    count = window.outputs(size)
+    count = window.count_outputs(size)
     if count < ranks:
         return
-    pieces = evenly_divided(count, ranks)
+    pieces = partition_evenly(count, ranks)
     for rank in range(ranks):
-        outputs = pieces.ranges(rank)[0]
-        want = window.sees(outputs, size)
+        outputs = pieces.list_ranges(rank)[0]
+        want = window.find_inputs(outputs, size)
         for output in outputs:
             for tap in range(window.kernel):
                 place = output * window.stride - window.before + tap * window.dilation
@@ -55,14 +55,14 @@ def test_outputs_of_all_ranks_see_what_they_see_on_one(
 
 @given(st.integers(1, 60), st.integers(1, 6), st.data())
 def test_runs_are_the_elements_that_are_wanted(size: int, ranks: int, data: st.DataObject) -> None:
-    have = evenly_divided(size, ranks)
+    have = partition_evenly(size, ranks)
     want = tuple(data.draw(st.lists(st.integers(-1, size - 1), max_size=30)))
     found = []
-    for run in runs(have, want):
+    for run in find_runs(have, want):
         if run.owner == PADDING:
             found += [PADDING] * run.length
         else:
-            own = have.ranges(run.owner)[0]
+            own = have.list_ranges(run.owner)[0]
             assert run.start + run.length <= len(own)
             found += list(own[run.start : run.start + run.length])
     assert tuple(found) == want
@@ -70,13 +70,13 @@ def test_runs_are_the_elements_that_are_wanted(size: int, ranks: int, data: st.D
 
 @given(WINDOWS, st.integers(8, 60), st.integers(2, 5))
 def test_what_ranks_fetch_is_what_others_pass_on(window: Window, size: int, ranks: int) -> None:
-    if window.outputs(size) < ranks:
+    if window.count_outputs(size) < ranks:
         return
-    have = evenly_divided(size, ranks)
-    after = evenly_divided(window.outputs(size), ranks)
-    wants = tuple(window.sees(after.ranges(rank)[0], size) for rank in range(ranks))
+    have = partition_evenly(size, ranks)
+    after = partition_evenly(window.count_outputs(size), ranks)
+    wants = tuple(window.find_inputs(after.list_ranges(rank)[0], size) for rank in range(ranks))
     ranks_ = range(ranks)
-    assert sum(fetched(have, wants, rank) for rank in ranks_) == sum(
+    assert sum(count_fetched(have, wants, rank) for rank in ranks_) == sum(
         passed_on(have, wants, rank) for rank in ranks_
     )
 
@@ -86,10 +86,10 @@ def test_what_ranks_fetch_is_what_others_pass_on(window: Window, size: int, rank
 def test_the_halo_is_half_a_kernel(kernel: int, ranks: int) -> None:
     """The closed form: stride 1, odd kernel, padding "same"; so much from each neighbour."""
     window = Window(kernel, before=kernel // 2, after=kernel // 2)
-    have = evenly_divided(28, ranks)
-    wants = tuple(window.sees(have.ranges(rank)[0], 28) for rank in range(ranks))
+    have = partition_evenly(28, ranks)
+    wants = tuple(window.find_inputs(have.list_ranges(rank)[0], 28) for rank in range(ranks))
     neighbours = [(rank > 0) + (rank < ranks - 1) for rank in range(ranks)]
-    assert [fetched(have, wants, rank) for rank in range(ranks)] == [
+    assert [count_fetched(have, wants, rank) for rank in range(ranks)] == [
         kernel // 2 * each for each in neighbours
     ]
 
@@ -100,15 +100,15 @@ def test_even_splits_of_uneven_sizes_move_rows(kernel: int, rows: list[int]) -> 
     kernel of stride 1 moves none.
     """
     window = Window(kernel, kernel)
-    have = evenly_divided(28, 3)
-    after = evenly_divided(window.outputs(28), 3)
-    wants = tuple(window.sees(after.ranges(rank)[0], 28) for rank in range(3))
-    assert [fetched(have, wants, rank) for rank in range(3)] == rows
+    have = partition_evenly(28, 3)
+    after = partition_evenly(window.count_outputs(28), 3)
+    wants = tuple(window.find_inputs(after.list_ranges(rank)[0], 28) for rank in range(3))
+    assert [count_fetched(have, wants, rank) for rank in range(3)] == rows
 
 
 @given(
     st.builds(
-        Spread,
+        TransposedWindow,
         st.integers(1, 5),
         st.integers(1, 4),
         st.integers(0, 2),
@@ -119,21 +119,23 @@ def test_even_splits_of_uneven_sizes_move_rows(kernel: int, rows: list[int]) -> 
     st.integers(3, 30),
     st.integers(1, 4),
 )
-def test_what_a_transposed_convolution_takes(spread: Spread, size: int, ranks: int) -> None:
+def test_what_a_transposed_convolution_takes(
+    spread: TransposedWindow, size: int, ranks: int
+) -> None:
     """Every input that gives to one of a rank's outputs is among those that it wants."""
-    if spread.outputs(size) < ranks:
+    if spread.count_outputs(size) < ranks:
         return
-    after = evenly_divided(spread.outputs(size), ranks)
+    after = partition_evenly(spread.count_outputs(size), ranks)
     for rank in range(ranks):
-        outputs = after.ranges(rank)[0]
-        want = spread.sees(outputs, size)
+        outputs = after.list_ranges(rank)[0]
+        want = spread.find_inputs(outputs, size)
         for each in range(size):
             gives = {
                 each * spread.stride - spread.before + tap * spread.dilation
                 for tap in range(spread.kernel)
             }
             assert not gives & set(outputs) or each in want
-        before, behind = spread.around(outputs, want)
+        before, behind = spread.compute_padding(outputs, want)
         assert before + behind + (len(want) - 1) * spread.stride + spread.reach == len(outputs)
 
 
@@ -143,18 +145,18 @@ def test_edges_and_the_own_rows_are_the_convolution(window: Window, size: int, r
     """Wherever a rank says that it can: its own rows with zeros around, and what the halo adds
     at the edges.
     """
-    if window.outputs(size) < ranks or window.before != window.after:
+    if window.count_outputs(size) < ranks or window.before != window.after:
         return
     x = torch.randn(1, 1, size).double()
     kernel = torch.randn(1, 1, window.kernel).double()
     options = {"stride": window.stride, "dilation": window.dilation}
     whole = functional.conv1d(x, kernel, padding=window.before, **options)  # type: ignore[arg-type]
-    have = evenly_divided(size, ranks)
-    after = evenly_divided(window.outputs(size), ranks)
+    have = partition_evenly(size, ranks)
+    after = partition_evenly(window.count_outputs(size), ranks)
     for rank in range(ranks):
-        own = have.ranges(rank)[0]
-        outputs = after.ranges(rank)[0]
-        if (found := around(window, size, own, outputs)) is None:
+        own = have.list_ranges(rank)[0]
+        outputs = after.list_ranges(rank)[0]
+        if (found := split_edges(window, size, own, outputs)) is None:
             continue
         how, want = found
         out = functional.conv1d(
@@ -163,10 +165,10 @@ def test_edges_and_the_own_rows_are_the_convolution(window: Window, size: int, r
         halo = x[..., list(want)]
         for edge in how.edges:
             rows = functional.pad(
-                halo[..., edge.halo.start : edge.halo.stop], (edge.before, edge.after)
+                halo[..., edge.halo_rows.start : edge.halo_rows.stop], (edge.before, edge.after)
             )
             part = functional.conv1d(rows, kernel, **options)  # type: ignore[arg-type]
-            out[..., edge.at : edge.at + part.shape[-1]] += part
+            out[..., edge.first_output : edge.first_output + part.shape[-1]] += part
         assert torch.allclose(out, whole[..., outputs.start : outputs.stop], atol=1e-12)
 
 
@@ -174,7 +176,7 @@ def test_edges_and_the_own_rows_are_the_convolution(window: Window, size: int, r
 def test_padding_is_torch_s(mode: str) -> None:
     x = torch.arange(7.0).view(1, 1, 7)
     there = functional.pad(x, (3, 4), mode=mode).flatten().tolist()
-    assert [padded(at - 3, 7, mode) for at in range(14)] == there
+    assert [locate_padded_input(at - 3, 7, mode) for at in range(14)] == there
 
 
 @pytest.mark.parametrize("times", [2, 3])
@@ -195,7 +197,7 @@ def test_taps_are_torch_s(kind: str, mode: str, times: int, aligned: bool) -> No
     here = torch.stack(
         [
             sum((weight * x[place] for place, weight in each), x.new_zeros(()))
-            for each in taps(kind, 5, times, aligned)
+            for each in compute_taps(kind, 5, times, aligned)
         ]
     )
     assert torch.allclose(here, there, atol=1e-12)

@@ -7,16 +7,18 @@ from equality import Experts, Forking, Residual, Towers, deep
 from torch import Tensor, nn
 
 import paragrad as pg
-from paragrad.parallel.branch.branch_detection import forks, placed, run
+from paragrad.parallel.branch.branch_detection import assign_branches, find_forks, record_functions
 
 
 def found(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:
     """The modules of the branches, fork by fork, all as long as they have functions."""
     with torch.no_grad():
-        nodes, ends = run(model, inputs)
+        nodes, ends = record_functions(model, inputs)
     for node in nodes:
         node.seconds = 1.0
-    return [{" ".join(branch.modules) for branch in fork} for fork in forks(nodes, ends, ranks)]
+    return [
+        {" ".join(branch.modules) for branch in fork} for fork in find_forks(nodes, ends, ranks)
+    ]
 
 
 def test_two_forks_of_four() -> None:
@@ -70,9 +72,9 @@ def test_a_long_branch_is_opened() -> None:
 
 def test_the_longest_goes_to_whom_has_least() -> None:
     with torch.no_grad():
-        nodes, ends = run(Experts(), (torch.randn(2, 10),))
+        nodes, ends = record_functions(Experts(), (torch.randn(2, 10),))
     for node in nodes:
-        node.seconds = 5.0 if "0" in node.at[:6] else 1.0
-    owners = placed(forks(nodes, ends, 2), 2)
+        node.seconds = 5.0 if "0" in node.module[:6] else 1.0
+    owners = assign_branches(find_forks(nodes, ends, 2), 2)
     assert {owners[f"each.{at}.0.weight"] for at in (1, 2)} == {1}
     assert owners["each.0.2.bias"] == 0

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from paragrad.executors.pipeline_memory import Moment, Weight, moments
+from paragrad.executors.pipeline_memory import StageBytes, TaskMemory, compute_task_memory
 from paragrad.schedules.pipeline import (
     Gpipe,
     Interleaved,
+    MicroBatchSchedule,
     OneFOneB,
-    Pipelined,
     PipelineSchedule,
     ZeroBubble,
 )
 
-FREE = Weight(0, 0, 10)  # activations alone: messages weigh nothing
+FREE = StageBytes(0, 0, 10)  # activations alone: messages weigh nothing
 
 
-def peak(found: list[Moment]) -> int:
+def peak(found: list[TaskMemory]) -> int:
     return max(each.bytes for each in found)
 
 
@@ -26,11 +26,17 @@ def test_where_messages_weigh_nothing_it_is_what_the_formulas_say(
     schedule: PipelineSchedule,
 ) -> None:
     for size in (1, 2, 3, 4, 8):
-        for micro in (each for each in (1, 2, 5, 8, 16) if schedule.filled(each, size) == each):
-            pipelined = Pipelined(schedule, micro)
+        for micro in (
+            each for each in (1, 2, 5, 8, 16) if schedule.pad_micro_count(each, size) == each
+        ):
+            pipelined = MicroBatchSchedule(schedule, micro)
             for rank in range(size):
-                found = moments(pipelined, rank, size, lambda *_: FREE)
-                assert peak(found) == 10 * pipelined.kept(rank, size), (size, micro, rank)
+                found = compute_task_memory(pipelined, rank, size, lambda *_: FREE)
+                assert peak(found) == 10 * pipelined.count_kept_micro_batches(rank, size), (
+                    size,
+                    micro,
+                    rank,
+                )
                 assert [each.task for each in found] == [
                     str(action)
                     for action in pipelined.program(rank, size)
@@ -42,10 +48,12 @@ def test_between_its_halves_a_layer_holds_its_input_and_its_output_gradient() ->
     """zero_bubble: rank r has min(p - r, m) forwards without their first half, and r first
     halves without their second.
     """
-    weight = Weight(0, 0, kept=10, halved=16, halving=18)
+    weight = StageBytes(0, 0, saved=10, saved_between_halves=16, first_half_peak=18)
     for size in (2, 3, 4):
         for rank in range(size):
-            found = moments(Pipelined(ZeroBubble(), 8), rank, size, lambda *_: weight)
+            found = compute_task_memory(
+                MicroBatchSchedule(ZeroBubble(), 8), rank, size, lambda *_: weight
+            )
             assert peak(found) == 10 * (size - rank - 1) + 16 * rank + 18, (size, rank)
 
 
@@ -54,9 +62,10 @@ def test_what_is_computed_again_is_a_message_and_one_forward() -> None:
     and one forward. Of the last rank's gradients nobody tells that they came, and each is 1
     more than the activations that go meanwhile.
     """
-    weight = Weight(came=2, back=3, kept=50, shared=2)
+    weight = StageBytes(input_message=2, gradient_message=3, saved=50, shared_with_message=2)
     first, middle, last = (
-        moments(Pipelined(Gpipe(), 8), rank, 3, lambda *_: weight, True) for rank in range(3)
+        compute_task_memory(MicroBatchSchedule(Gpipe(), 8), rank, 3, lambda *_: weight, True)
+        for rank in range(3)
     )
     assert peak(last) == 2 * 8 + 48 + 7
     assert [each.bytes for each in middle[:6]] == [
@@ -66,9 +75,10 @@ def test_what_is_computed_again_is_a_message_and_one_forward() -> None:
 
 
 def test_one_forward_one_backward_by_hand() -> None:
-    weight = Weight(came=1, back=2, kept=10, shared=1)
+    weight = StageBytes(input_message=1, gradient_message=2, saved=10, shared_with_message=1)
     first, last = (
-        moments(Pipelined(OneFOneB(), 3), rank, 2, lambda *_: weight) for rank in range(2)
+        compute_task_memory(MicroBatchSchedule(OneFOneB(), 3), rank, 2, lambda *_: weight)
+        for rank in range(2)
     )
     # rank 0: F0 >x1.0 F1 >x1.1 <g1.0 B0 F2 >x1.2 <g1.1 B1 <g1.2 B2; a message goes from a
     # forward to the answer
@@ -87,12 +97,18 @@ def test_one_forward_one_backward_by_hand() -> None:
 
 
 def test_what_is_known_to_have_come() -> None:
-    pipelined = Pipelined(OneFOneB(), 3)
-    assert pipelined.over(0, 2) == {"g1.0": ["x1.0"], "g1.1": ["x1.1"], "g1.2": ["x1.2"]}
-    assert pipelined.over(1, 2) == {"x1.0": [], "x1.1": [], "x1.2": ["g1.0"]}
+    pipelined = MicroBatchSchedule(OneFOneB(), 3)
+    assert pipelined.map_confirmed_sends(0, 2) == {
+        "g1.0": ["x1.0"],
+        "g1.1": ["x1.1"],
+        "g1.2": ["x1.2"],
+    }
+    assert pipelined.map_confirmed_sends(1, 2) == {"x1.0": [], "x1.1": [], "x1.2": ["g1.0"]}
 
 
 def test_nothing_is_kept_where_nothing_is_trained() -> None:
-    weight = Weight(came=4, back=4, kept=100)
-    found = moments(Pipelined(OneFOneB(), 6, trained=3), 1, 3, lambda *_: weight)
+    weight = StageBytes(input_message=4, gradient_message=4, saved=100)
+    found = compute_task_memory(
+        MicroBatchSchedule(OneFOneB(), 6, first_trained_stage=3), 1, 3, lambda *_: weight
+    )
     assert peak(found) <= 4 * 9

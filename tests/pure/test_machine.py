@@ -10,19 +10,19 @@ import pytest
 
 from paragrad.errors import Refused
 from paragrad.executors.machine import (
-    ASSUMED,
-    SCHEMA,
+    ASSUMED_MACHINE,
+    MACHINE_SCHEMA,
     Cluster,
     Link,
     Machine,
-    machine_of,
-    read_machine,
+    load_machine,
+    read_machine_file,
 )
-from paragrad.executors.work_depth import work_and_depth
-from paragrad.planner.algorithm_choice import told_apart
-from paragrad.planner.link_measurement import above_the_others, fitted
+from paragrad.executors.work_depth import compute_work_and_depth
+from paragrad.planner.algorithm_choice import is_measurably_slower
+from paragrad.planner.link_measurement import find_outlier_sizes, fit_link
 from paragrad.planner.prediction_interval import MARGIN
-from paragrad.planner.simulation import read_bytes, read_slow, simulate
+from paragrad.planner.simulation import parse_bytes, parse_slow_rank, simulate_exchange
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.ring import Ring
@@ -50,35 +50,35 @@ MEASURED.links["shm"] = replace(
 
 def test_a_link_goes_from_point_to_point_and_on_beyond_them() -> None:
     link = MEASURED.links["gloo"]
-    assert link.held(64) == 1e-4
-    assert link.held(532) == pytest.approx(1.5e-4)
-    assert link.held(100_000) == pytest.approx(3e-4)
-    assert link.held(199_000) == pytest.approx(4e-4)
-    assert link.held(0) == pytest.approx(1e-4 - 64 * 1e-4 / 936)
-    assert Link(1.0, 2.0).held(10) == 21.0
+    assert link.compute_port_seconds(64) == 1e-4
+    assert link.compute_port_seconds(532) == pytest.approx(1.5e-4)
+    assert link.compute_port_seconds(100_000) == pytest.approx(3e-4)
+    assert link.compute_port_seconds(199_000) == pytest.approx(4e-4)
+    assert link.compute_port_seconds(0) == pytest.approx(1e-4 - 64 * 1e-4 / 936)
+    assert Link(1.0, 2.0).compute_port_seconds(10) == 21.0
 
 
 def test_a_machine_file_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    MEASURED.write(path)
-    assert read_machine(path, cores=2) == (MEASURED, None)
-    machine, warning = read_machine(path, cores=16)
+    MEASURED.write_machine_file(path)
+    assert read_machine_file(path, cores=2) == (MEASURED, None)
+    machine, warning = read_machine_file(path, cores=16)
     assert machine == MEASURED
     assert "of 2 cores, this one has 16; write it anew: paragrad measure --output" in str(warning)
     with pytest.warns(UserWarning, match="this one has 16"):
-        machine_of(path, 16)
-    assert machine_of(None, 2) is ASSUMED
+        load_machine(path, 16)
+    assert load_machine(None, 2) is ASSUMED_MACHINE
     with pytest.raises(
         Refused, match="no link 'nccl', only gloo, shm; measure it: paragrad measure --backend nccl"
     ):
-        machine.link("nccl")
+        machine.select_link("nccl")
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (
-            lambda found: found.update(schema=SCHEMA + 1),
+            lambda found: found.update(schema=MACHINE_SCHEMA + 1),
             "of version 3, this paragrad reads version 2",
         ),
         (lambda found: found.pop("schema"), "is no machine file"),
@@ -89,22 +89,22 @@ def test_a_machine_file_reads_back(tmp_path: Path) -> None:
 )
 def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, change: object, says: str) -> None:
     path = tmp_path / "machine.json"
-    MEASURED.write(path)
+    MEASURED.write_machine_file(path)
     found = json.loads(path.read_text())
     change(found)  # type: ignore[operator]
     path.write_text(json.dumps(found))
     with pytest.raises(Refused, match=says) as caught:
-        read_machine(path, 2)
+        read_machine_file(path, 2)
     assert f"paragrad measure --output {path}" in str(caught.value)
 
 
 def test_no_machine_file(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="there is no machine file"):
-        read_machine(tmp_path / "machine.json", 2)
+        read_machine_file(tmp_path / "machine.json", 2)
     for text in ("", "[1, 2]", "{", '"a"'):
         (tmp_path / "machine.json").write_text(text)
         with pytest.raises(Refused, match="is no machine file"):
-            read_machine(tmp_path / "machine.json", 2)
+            read_machine_file(tmp_path / "machine.json", 2)
 
 
 def test_a_straight_link_is_found_again() -> None:
@@ -115,7 +115,7 @@ def test_a_straight_link_is_found_again() -> None:
     overhead = 1e-5
     work = 1e-10
     sizes = (64, 1 << 10, 1 << 14, 1 << 18, 1 << 22)
-    found, error = fitted(
+    found, error = fit_link(
         [
             (
                 size,
@@ -133,7 +133,7 @@ def test_a_straight_link_is_found_again() -> None:
     assert found.work == pytest.approx(work, rel=0.1)
     assert error < 1e-3
     steps = [1e-3 + (2e-3 if size > 10_000 else 0) + 1e-9 * size for size in sizes]
-    bent, error = fitted(
+    bent, error = fit_link(
         [(size, step, step, 1e-5) for size, step in zip(sizes, steps, strict=True)]
     )
     # a straight line does not fit, and says so
@@ -143,14 +143,14 @@ def test_a_straight_link_is_found_again() -> None:
 
 def test_a_point_that_took_too_long_contradicts_its_neighbours() -> None:
     points = [(size, 1e-4 + 1e-9 * size) for size in (64, 1 << 12, 1 << 16, 1 << 20, 1 << 22)]
-    assert above_the_others(points) == []
+    assert find_outlier_sizes(points) == []
     for place in range(1, len(points)):
         wrong = [
             (size, seconds * (1.6 if number == place else 1))
             for number, (size, seconds) in enumerate(points)
         ]
-        assert points[place][0] in above_the_others(wrong)
-    assert above_the_others(points[:2]) == []  # nothing to compare with
+        assert points[place][0] in find_outlier_sizes(wrong)
+    assert find_outlier_sizes(points[:2]) == []  # nothing to compare with
 
 
 def test_a_foretold_time_has_an_interval_where_links_were_measured() -> None:
@@ -161,7 +161,7 @@ def test_a_foretold_time_has_an_interval_where_links_were_measured() -> None:
     slow = Link(2e-4, 3e-9)
     chosen = strategy("data(4, reduce=ring)")
     known, alone, slowest = (
-        simulate(chosen, 4_000_000, Machine({"gloo": link}, 1e-10, 2, "by hand"))
+        simulate_exchange(chosen, 4_000_000, Machine({"gloo": link}, 1e-10, 2, "by hand"))
         for link in (replace(quick, disturbed=slow), quick, slow)
     )
     assert alone.interval is None
@@ -170,53 +170,65 @@ def test_a_foretold_time_has_an_interval_where_links_were_measured() -> None:
         ((1 - MARGIN) * alone.timeline.seconds, (1 + MARGIN) * slowest.timeline.seconds)
     )
     inside = Cluster(replace(quick, disturbed=slow), inside=replace(quick, disturbed=slow), group=2)
-    assert inside.disturbed() == Cluster(slow, inside=slow, group=2)
+    assert inside.build_disturbed_cluster() == Cluster(slow, inside=slow, group=2)
 
 
 def test_times_are_told_apart_by_their_turns() -> None:
     """Two that differ less than the turns do, but in every turn the same way, are not equal."""
     turns = [1.0, 3.0, 0.5, 7.0, 2.0, 1.5]
-    assert told_apart([1.02 * each for each in turns], turns)
-    assert not told_apart(
+    assert is_measurably_slower([1.02 * each for each in turns], turns)
+    assert not is_measurably_slower(
         [1.02 * each if place % 2 else 0.98 * each for place, each in enumerate(turns)], turns
     )
-    assert told_apart([1.2], [1.0])  # few turns: by how much
-    assert not told_apart([1.02], [1.0])
+    assert is_measurably_slower([1.2], [1.0])  # few turns: by how much
+    assert not is_measurably_slower([1.02], [1.0])
     # work beside that comes and goes hits one or the other of a pair: half as slow again, and
     # the ratios of turns lie around 1
-    assert told_apart([2.9, 2.9, 1.0, 2.9, 1.0, 2.9, 1.0], [1.0, 1.9, 2.9, 1.9, 1.9, 2.9, 2.9])
+    assert is_measurably_slower(
+        [2.9, 2.9, 1.0, 2.9, 1.0, 2.9, 1.0], [1.0, 1.9, 2.9, 1.9, 1.9, 2.9, 2.9]
+    )
 
 
 def test_bytes_and_slow_ranks_are_read() -> None:
-    assert [read_bytes(text) for text in ("4096", "64KiB", "100MB", "1.5 gb", "2B")] == [
+    assert [parse_bytes(text) for text in ("4096", "64KiB", "100MB", "1.5 gb", "2B")] == [
         4096,
         65536,
         10**8,
         15 * 10**8,
         2,
     ]
-    assert read_slow("7=3") == (7, 3.0)
+    assert parse_slow_rank("7=3") == (7, 3.0)
     for text in ("", "MB", "-3", "3 apples"):
         with pytest.raises(Refused, match="write 4096, 64KiB or 100MB"):
-            read_bytes(text)
+            parse_bytes(text)
     with pytest.raises(Refused, match="write RANK=FACTOR"):
-        read_slow("7")
+        parse_slow_rank("7")
 
 
 def test_a_simulation_says_what_the_formula_says() -> None:
-    found = simulate(strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED)
-    assert found.closed == pytest.approx(found.timeline.seconds)
+    found = simulate_exchange(strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED_MACHINE)
+    assert found.closed_form == pytest.approx(found.timeline.seconds)
     assert found.timeline.seconds == pytest.approx(
         2 * 255 * (20e-6 + 4000 / 2e9) + 255 * 4000 / 8e9
     )
-    slower = simulate(strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED, slow=((3, 3.0),))
+    slower = simulate_exchange(
+        strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED_MACHINE, slow=((3, 3.0),)
+    )
     assert slower.timeline.seconds > 2 * found.timeline.seconds
-    shared = simulate(strategy("data(64, reduce=butterfly)"), 64000, ASSUMED, per_link=8)
+    shared = simulate_exchange(
+        strategy("data(64, reduce=butterfly)"), 64000, ASSUMED_MACHINE, ranks_per_link=8
+    )
     assert (
         shared.timeline.seconds
-        > 4 * simulate(strategy("data(64, reduce=butterfly)"), 64000, ASSUMED).timeline.seconds / 2
+        > 4
+        * simulate_exchange(
+            strategy("data(64, reduce=butterfly)"), 64000, ASSUMED_MACHINE
+        ).timeline.seconds
+        / 2
     )
-    spans = simulate(strategy("data(4, reduce=tree)"), 4000, ASSUMED, spans=True).timeline.spans
+    spans = simulate_exchange(
+        strategy("data(4, reduce=tree)"), 4000, ASSUMED_MACHINE, spans=True
+    ).timeline.spans
     assert sum(span.lane == "send" for span in spans) == 6
 
 
@@ -242,7 +254,7 @@ def test_a_simulation_says_what_the_formula_says() -> None:
 )
 def test_a_simulation_is_refused(text: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(Refused, match=says):
-        simulate(strategy(text), 4000, ASSUMED, **options)  # type: ignore[arg-type]
+        simulate_exchange(strategy(text), 4000, ASSUMED_MACHINE, **options)  # type: ignore[arg-type]
 
 
 def test_work_and_depth_of_schedules() -> None:
@@ -253,7 +265,7 @@ def test_work_and_depth_of_schedules() -> None:
         rounds = size.bit_length() - 1
         n = 16 * size
         found = {
-            each: work_and_depth(each, size, n)
+            each: compute_work_and_depth(each, size, n)
             for each in (Ring(), Tree(), Star(), Direct(), Butterfly())
         }
         assert {schedule: (each.work, each.depth) for schedule, each in found.items()} == {
@@ -264,5 +276,5 @@ def test_work_and_depth_of_schedules() -> None:
             Butterfly(): (size * rounds * n, rounds * n),
         }
         assert found[Ring()].parallelism == size
-        least, most = found[Ring()].bounds(size)
+        least, most = found[Ring()].compute_time_bounds(size)
         assert least <= most <= 2 * least

@@ -15,11 +15,11 @@ from paragrad.notation.choices import (
     Decimal,
     Flag,
     Integer,
-    Integers,
-    Names,
-    One,
+    IntegerList,
+    NameList,
+    OneOf,
     Word,
-    options_of,
+    list_options,
 )
 from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
@@ -29,15 +29,15 @@ from paragrad.strategies.data import Data, Native
 from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.registry import (
     STRATEGIES,
-    algorithms,
-    known,
-    resolve,
-    strategies,
+    collect_all_reduces,
+    collect_strategies,
+    parse_strategies,
+    resolve_strategy,
     strategy,
 )
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.spatial import Spatial
-from paragrad.strategies.strategy import Here, Product, Strategy
+from paragrad.strategies.strategy import Environment, Product, Strategy
 from paragrad.strategies.tensor import Tensor
 
 
@@ -51,13 +51,13 @@ def values(kind: object) -> st.SearchStrategy[Any]:
         return st.booleans()
     if isinstance(kind, Word):
         return st.sampled_from([None if name == "none" else name for name in kind.names])
-    if isinstance(kind, Integers):
+    if isinstance(kind, IntegerList):
         return st.lists(st.integers(max(kind.least, 1), 9), min_size=1, max_size=5).map(tuple)
-    if isinstance(kind, Names):
+    if isinstance(kind, NameList):
         return st.lists(
             st.sampled_from(("h.2", "encoder.layers.0", "head")), min_size=1, max_size=3
         ).map(tuple)
-    assert isinstance(kind, One)
+    assert isinstance(kind, OneOf)
     return st.sampled_from(kind.classes).flatmap(choices)
 
 
@@ -66,7 +66,7 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
     """Any valid choice of a class: each option at its default or at some value."""
     arguments = {
         spec.name: draw(st.one_of(*map(values, spec.metadata["kinds"])))
-        for spec in options_of(cls)
+        for spec in list_options(cls)
         if spec.default is MISSING or draw(st.booleans())
     }
     if cls is Data:  # options that must fit together
@@ -111,7 +111,11 @@ def test_round_trip(chosen: Strategy) -> None:
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
     names: dict[str, Any] = {
         cls.__name__: cls
-        for cls in (*known().values(), *algorithms().values(), *PipelineSchedule.members.values())
+        for cls in (
+            *collect_strategies().values(),
+            *collect_all_reduces().values(),
+            *PipelineSchedule.members.values(),
+        )
     }
     names |= {
         cls.__name__: cls
@@ -139,13 +143,13 @@ def test_forms() -> None:
     )
     assert repr(Data(2, reduce="ring")) == "Data(2, reduce=Ring())"
     assert str(Serial()) == "serial"
-    assert strategies("serial; data(auto);") == (Serial(), Data("auto"))
+    assert parse_strategies("serial; data(auto);") == (Serial(), Data("auto"))
     assert strategy("data(2) * tensor(2)") == Data(2) * Tensor(2)
     assert (Data(2) * Tensor(2) * Pipeline(4)).workers == 16
     assert strategy("data(2, compress=dgc(0.001, clip=none))").exact is False
     assert [
         str(each)
-        for each in strategies(
+        for each in parse_strategies(
             "local(4, every=end); server(8, 2, sync=ssp(3)); spatial(2, columns=2)"
         )
     ] == ["local(4, every=end)", "server(8, servers=2, sync=ssp(3))", "spatial(2, columns=2)"]
@@ -211,34 +215,38 @@ def test_what_is_tried_beside_data_auto_is_the_same_training() -> None:
     their micro-batches, whose batch norm sees other samples, or that no rank has all of the
     state.
     """
-    assert strategy("data(auto)").alternatives(Here(2)) == (Serial(threads=2),)
+    assert strategy("data(auto)").list_alternatives(Environment(2)) == (Serial(threads=2),)
     for asked in (
         "data(2)",
         "data(auto, batch_norm=share)",
         "data(auto, micro=2)",
         "data(auto, state=fully_sharded)",
     ):
-        assert strategy(asked).alternatives(Here(2)) == ()
+        assert strategy(asked).list_alternatives(Environment(2)) == ()
 
 
 def test_auto_is_resolved() -> None:
-    assert resolve(Serial(), Here(8)) == Serial(threads=8)
+    assert resolve_strategy(Serial(), Environment(8)) == Serial(threads=8)
     # picked when first exchanged
-    assert resolve(Data("auto"), Here(8)) == Data(8, reduce="auto", state="replicated")
-    assert resolve(Data("auto"), Here(8, backend="shm")) == Data(
+    assert resolve_strategy(Data("auto"), Environment(8)) == Data(
+        8, reduce="auto", state="replicated"
+    )
+    assert resolve_strategy(Data("auto"), Environment(8, backend="shm")) == Data(
         8, reduce=Native(), state="replicated"
     )
-    assert resolve(Data("auto"), Here(8, ranks=3)).workers == 3
-    assert resolve(Data(2, reduce=RingAsync()), Here(8)) == Data(
+    assert resolve_strategy(Data("auto"), Environment(8, ranks=3)).workers == 3
+    assert resolve_strategy(Data(2, reduce=RingAsync()), Environment(8)) == Data(
         2, reduce=RingAsync(2), state="replicated"
     )
-    assert resolve(
-        strategy("data(8, reduce=two_level(across=halving))"), Here(8, group=4)
+    assert resolve_strategy(
+        strategy("data(8, reduce=two_level(across=halving))"), Environment(8, ranks_on_host=4)
     ) == strategy("data(8, reduce=two_level(across=halving(2), group=4), state=replicated)")
     with pytest.raises(Refused, match="groups of 3 do not make up 8 ranks"):
-        resolve(strategy("data(8, reduce=two_level(group=3))"), Here(8, backend="shm"))
+        resolve_strategy(
+            strategy("data(8, reduce=two_level(group=3))"), Environment(8, backend="shm")
+        )
     with pytest.raises(Refused, match="wants 2 worker"):
-        resolve(Data(2), Here(8, ranks=3))
+        resolve_strategy(Data(2), Environment(8, ranks=3))
 
 
 def test_strategies_are_values() -> None:

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paragrad.datasets.sample_order import Order, permutation
+from paragrad.datasets.sample_order import SampleOrder, permute_samples
 from paragrad.errors import Refused
-from paragrad.schedules.actions import evenly
-from paragrad.strategies.shares import Division, divide, micro_batches
+from paragrad.schedules.actions import split_evenly
+from paragrad.strategies.shares import Division, apportion_samples, split_micro_batches
 
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(0, 5), st.integers(0, 5))
 def test_every_sample_once_per_epoch(samples: int, batch: int, seed: int, epoch: int) -> None:
-    order = Order(samples, batch, seed)
-    seen = list(chain(*(order.indices(epoch, positions) for positions in order.batches())))
+    order = SampleOrder(samples, batch, seed)
+    seen = list(chain(*(order.get_indices(epoch, positions) for positions in order.list_batches())))
     assert sorted(seen) == list(range(samples))
-    assert len(list(order.batches())) == order.steps
+    assert len(list(order.list_batches())) == order.steps
 
 
 def test_the_order_is_fixed_for_ever() -> None:
     """A run saved today and resumed by a later version meets the same samples."""
-    orders = [permutation(10, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    orders = [permute_samples(10, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     assert orders[0] == [2, 3, 6, 5, 8, 7, 1, 0, 4, 9]
     assert orders[0] not in orders[1:]
 
@@ -36,14 +36,14 @@ def test_the_order_is_that_of_keys_drawn_one_by_one(samples: int, seed: int, epo
     """As it was drawn and sorted before numpy did."""
     draw = random.Random(f"paragrad order {seed} {epoch}").random
     keys = [draw() for _ in range(samples)]
-    assert permutation(samples, seed, epoch).tolist() == sorted(
+    assert permute_samples(samples, seed, epoch).tolist() == sorted(
         range(samples), key=keys.__getitem__
     )
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_largest_remainder(samples: int, weights: list[int]) -> None:
-    counts = divide(samples, weights)
+    counts = apportion_samples(samples, weights)
     assert sum(counts) == samples
     for count, weight in zip(counts, weights, strict=True):
         assert abs(count - samples * weight / sum(weights)) < 1
@@ -51,7 +51,7 @@ def test_largest_remainder(samples: int, weights: list[int]) -> None:
 
 def test_the_example_of_the_design() -> None:
     # 22.5 and 7.5: the lower rank gets the odd one
-    assert divide(30, [3, 1]) == [23, 7]
+    assert apportion_samples(30, [3, 1]) == [23, 7]
 
 
 @given(
@@ -64,10 +64,10 @@ def test_micro_batches_cover_the_batch_in_rank_order(
     start: int, samples: int, weights: list[int], micro: int
 ) -> None:
     batch = range(start, start + samples)
-    pieces = micro_batches(batch, Division(tuple(weights), micro))
+    pieces = split_micro_batches(batch, Division(tuple(weights), micro))
     by_rank = [list(chain(*(piece[rank] for piece in pieces))) for rank in range(len(weights))]
     assert list(chain(*by_rank)) == list(batch)
-    assert [len(part) for part in by_rank] == divide(samples, weights)
+    assert [len(part) for part in by_rank] == apportion_samples(samples, weights)
     # no micro-batch is empty on every rank
     assert all(any(len(part) for part in piece) for piece in pieces)
     assert len(pieces) <= micro
@@ -75,7 +75,7 @@ def test_micro_batches_cover_the_batch_in_rank_order(
 
 @given(st.integers(0, 100), st.integers(1, 40))
 def test_evenly(length: int, parts: int) -> None:
-    ranges = evenly(length, parts)
+    ranges = split_evenly(length, parts)
     assert list(chain(*ranges)) == list(range(length))
     assert max(map(len, ranges)) == -(-length // parts)
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
@@ -85,7 +85,7 @@ def test_an_order_takes_eight_bytes_a_sample() -> None:
     """It was a tuple of Python's numbers, sorted from a list of them: about a hundred, in every
     rank.
     """
-    order = permutation(100_000, seed=0, epoch=0)
+    order = permute_samples(100_000, seed=0, epoch=0)
     assert order.nbytes == 8 * len(order)
     assert not order.flags.writeable  # everybody is given the same one
 
@@ -94,10 +94,10 @@ def test_an_order_takes_eight_bytes_a_sample() -> None:
 def test_any_batch_of_an_epoch_is_found_without_those_before(
     samples: int, batch: int, steps: int
 ) -> None:
-    order = Order(samples, batch, seed=0)
+    order = SampleOrder(samples, batch, seed=0)
     assert order.steps == steps
-    assert order.at(steps - 1).stop == samples
-    assert next(order.batches(steps - 1)) == order.at(steps - 1)
+    assert order.get_batch(steps - 1).stop == samples
+    assert next(order.list_batches(steps - 1)) == order.get_batch(steps - 1)
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_more_samples_than_can_be_put_in_order(
         mock.patch("paragrad.datasets.sample_order.memory_left", return_value=left),
         pytest.raises(Refused, match=message),
     ):
-        Order(samples, 1, seed=0).indices(0, range(1))
+        SampleOrder(samples, 1, seed=0).get_indices(0, range(1))

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.executors.clock import timed
+from paragrad.executors.clock import time_schedule
 from paragrad.executors.machine import Cluster, Link
-from paragrad.executors.proof import ENDLESS, prove
-from paragrad.executors.text_drawing import draw
-from paragrad.executors.uniform_clock import simulated
-from paragrad.executors.work_depth import work_and_depth
+from paragrad.executors.proof import MAX_SENDS_PER_PEER, prove_schedule
+from paragrad.executors.text_drawing import draw_text
+from paragrad.executors.uniform_clock import time_collective
+from paragrad.executors.work_depth import compute_work_and_depth
 from paragrad.schedules.actions import Collective, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.two_level import TwoLevel
 
@@ -42,16 +42,18 @@ def test_ten_lines_are_an_all_reduce() -> None:
     has a part for each rank.
     """
     for size in (1, 2, 3, 4, 7):
-        proof = prove(Gossip(), size)
+        proof = prove_schedule(Gossip(), size)
         assert (proof.messages, proof.length, proof.grouped) == (2 * size * (size - 1), size, True)
-    assert draw(Gossip(), 2).splitlines() == [
+    assert draw_text(Gossip(), 2).splitlines() == [
         "0 | >1:0 <1:1+   >1:1 <1:0",
         "1 | >0:1 <0:0+   >0:0 <0:1",
     ]
-    assert work_and_depth(Gossip(), 4, 100).work == 3 * 100
+    assert compute_work_and_depth(Gossip(), 4, 100).work == 3 * 100
     cluster = Cluster(Link(3.0, 0.5), 0.25)
     assert (
-        simulated(Gossip(), 4, 100, cluster).seconds == timed(Gossip(), 4, 100, cluster).seconds > 0
+        time_collective(Gossip(), 4, 100, cluster).seconds
+        == time_schedule(Gossip(), 4, 100, cluster).seconds
+        > 0
     )  # type: ignore[arg-type]
 
 
@@ -61,7 +63,7 @@ def test_who_names_its_base_has_a_part_for_each_rank() -> None:
             yield from Gossip().program(rank, size)
 
     assert Named().parts(5) == 5
-    assert prove(Named(), 5, 100).sent == prove(Gossip(), 5, 100).sent == 160
+    assert prove_schedule(Named(), 5, 100).sent == prove_schedule(Gossip(), 5, 100).sent == 160
 
 
 class Broken(Gossip):
@@ -288,12 +290,14 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a program without end": (
         endless,
-        f"rank 0's program does not end: it has sent {ENDLESS * 3 + 2 * 3 * 3 + 1} messages, and "
+        f"rank 0's program does not end: it has sent {MAX_SENDS_PER_PEER * 3 + 2 * 3 * 3 + 1} "
+        f"messages, and "
         f"goes on (round ",
     ),
     "messages without end, which nobody takes": (
         chatty,
-        f"rank 0's program does not end: it has sent {ENDLESS * 3 + 2 * 3 * 3 + 1} messages, and "
+        f"rank 0's program does not end: it has sent {MAX_SENDS_PER_PEER * 3 + 2 * 3 * 3 + 1} "
+        f"messages, and "
         f"goes on (round ",
     ),
     "right at 2 and 4, and not at 3": (
@@ -317,13 +321,13 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
 def test_what_is_no_all_reduce_is_refused_by_name(story: str) -> None:
     program, message = STORIES[story]
     with pytest.raises(ScheduleError) as caught:
-        prove(Broken(program), 3)
+        prove_schedule(Broken(program), 3)
     assert str(caught.value).splitlines()[0].startswith(message)
 
 
 def test_what_is_right_at_some_sizes_is_proved_there() -> None:
     for size in (1, 2, 4, 8):
-        prove(Broken(whole_vector), size)
+        prove_schedule(Broken(whole_vector), size)
 
 
 def test_ranks_that_throw_dice_disagree() -> None:
@@ -334,7 +338,7 @@ def test_ranks_that_throw_dice_disagree() -> None:
         with pytest.raises(
             ScheduleError, match=r"expects slot|deadlock|asked again|twice|ends without"
         ):
-            prove(Broken(by_chance), 4)
+            prove_schedule(Broken(by_chance), 4)
 
 
 def test_a_schedule_without_a_program() -> None:
@@ -345,7 +349,7 @@ def test_a_schedule_without_a_program() -> None:
         ScheduleError,
         match=r"^Nothing has no program; give it a method program\(rank, size\) of actions$",
     ):
-        prove(Nothing(), 3)  # type: ignore[arg-type]
+        prove_schedule(Nothing(), 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +378,7 @@ def test_a_schedule_without_a_program() -> None:
 )
 def test_parts_that_are_none(parts: Callable[..., Any], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        prove(Broken(Gossip().program, parts), 3)
+        prove_schedule(Broken(Gossip().program, parts), 3)
     assert str(caught.value) == message
 
 
@@ -383,11 +387,11 @@ def test_a_refusal_of_a_schedule_stays_one() -> None:
     with pytest.raises(
         Refused, match="groups of 2 do not make up 3 ranks; give a group that divides 3"
     ):
-        prove(TwoLevel(group=2), 3)
+        prove_schedule(TwoLevel(group=2), 3)
     with pytest.raises(
         Refused, match="groups of 2 do not make up 3 ranks; give a group that divides 3"
     ):
-        prove(Broken(TwoLevel(group=2).program, lambda size: size), 3)
+        prove_schedule(Broken(TwoLevel(group=2).program, lambda size: size), 3)
 
 
 def test_the_clock_reads_programs_as_carefully() -> None:
@@ -401,5 +405,5 @@ def test_the_clock_reads_programs_as_carefully() -> None:
     ):
         program, message = STORIES[story]
         with pytest.raises(ScheduleError) as caught:
-            timed(Broken(program), 3, 30, cluster)
+            time_schedule(Broken(program), 3, 30, cluster)
         assert str(caught.value).startswith(message)

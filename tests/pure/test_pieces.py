@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paragrad.parallel.sharding.partition import (
-    Block,
-    Pieces,
-    Wish,
-    evenly_divided,
-    granted,
-    groups,
-    reshaped,
-    to_be_alike,
-    to_cut_at,
+    Constraint,
+    DimBlock,
+    DimPartition,
+    apply_constraints,
+    constrain_block_ends,
+    constrain_to_equal,
+    match_dim_groups,
+    partition_evenly,
+    reshape_partition,
 )
 
 
-def piece(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> Tensor:
+def piece(tensor: Tensor, dim: int, pieces: DimPartition, rank: int) -> Tensor:
     return torch.cat(
-        [tensor.narrow(dim, each.start, len(each)) for each in pieces.ranges(rank)], dim
+        [tensor.narrow(dim, each.start, len(each)) for each in pieces.list_ranges(rank)], dim
     )
 
 
@@ -37,17 +37,21 @@ def piece(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> Tensor:
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=4),
 )
 def test_every_element_is_on_one_rank(ranks: int, blocks: list[tuple[int, int]]) -> None:
-    pieces = Pieces(tuple(Block(grain * grains, grains) for grain, grains in blocks), ranks)
-    held = sorted(place for rank in range(ranks) for each in pieces.ranges(rank) for place in each)
+    pieces = DimPartition(
+        tuple(DimBlock(grain * grains, grains) for grain, grains in blocks), ranks
+    )
+    held = sorted(
+        place for rank in range(ranks) for each in pieces.list_ranges(rank) for place in each
+    )
     assert held == list(range(pieces.size))
     for rank in range(ranks):
-        assert pieces.length(rank) == sum(map(len, pieces.ranges(rank)))
+        assert pieces.compute_length(rank) == sum(map(len, pieces.list_ranges(rank)))
         assert all(
             not part.start % grain and not part.stop % grain
             for part, grain in (
                 (range(each.start - start, each.stop - start), grain)
                 for each, (grain, _), start in zip(
-                    pieces.ranges(rank),
+                    pieces.list_ranges(rank),
                     blocks,
                     itertools.accumulate((a * b for a, b in blocks), initial=0),
                     strict=False,
@@ -57,7 +61,7 @@ def test_every_element_is_on_one_rank(ranks: int, blocks: list[tuple[int, int]])
 
 
 @st.composite
-def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int], int, Pieces]:
+def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int], int, DimPartition]:
     """A shape, another one of as many elements, and a dimension that is divided in blocks."""
     factors = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
 
@@ -74,15 +78,20 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int], int, Pieces]:
     )
     size = before[dim] // count
     grains = draw(st.sampled_from([grains for grains in range(1, size + 1) if size % grains == 0]))
-    return before, after, dim, Pieces((Block(size, grains),) * count, draw(st.integers(1, 3)))
+    return (
+        before,
+        after,
+        dim,
+        DimPartition((DimBlock(size, grains),) * count, draw(st.integers(1, 3))),
+    )
 
 
 @given(reshapes())
 def test_reshaping_pieces_is_pieces_of_the_reshaped(
-    drawn: tuple[list[int], list[int], int, Pieces],
+    drawn: tuple[list[int], list[int], int, DimPartition],
 ) -> None:
     before, after, dim, pieces = drawn
-    found = reshaped(before, after, dim, pieces)
+    found = reshape_partition(before, after, dim, pieces)
     assume(not isinstance(found, list))
     assert not isinstance(found, list)
     at, new = found
@@ -90,7 +99,7 @@ def test_reshaping_pieces_is_pieces_of_the_reshaped(
     assert new.size == after[at]
     for rank in range(pieces.ranks):
         local = list(after)
-        local[at] = new.length(rank)
+        local[at] = new.compute_length(rank)
         assert torch.equal(
             piece(tensor, dim, pieces, rank).reshape(local),
             piece(tensor.view(after), at, new, rank),
@@ -100,7 +109,7 @@ def test_reshaping_pieces_is_pieces_of_the_reshaped(
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_dimensions_that_hold_the_same_elements(before: list[int], data: st.DataObject) -> None:
     after = data.draw(st.permutations(before)) + data.draw(st.lists(st.just(1), max_size=2))
-    found = groups(before, after)
+    found = match_dim_groups(before, after)
     assert found is not None
     assert [at for old, _ in found for at in old] == list(range(len(before)))
     assert [at for _, new in found for at in new] == list(range(len(after)))
@@ -110,47 +119,56 @@ def test_dimensions_that_hold_the_same_elements(before: list[int], data: st.Data
 
 
 def test_a_divided_dimension_that_becomes_heads_wants_whole_heads() -> None:
-    wishes = reshaped((5, 12), (5, 3, 4), 1, evenly_divided(12, 2, "q"))
-    assert wishes == [Wish(("q", 0, 12), grains=3)]
-    blocks = granted(evenly_divided(12, 2, "q").blocks, "q", wishes, 2)
-    assert blocks == (Block(12, 3),)
-    assert reshaped((5, 12), (5, 3, 4), 1, Pieces(blocks, 2)) == (1, Pieces((Block(3, 3),), 2))
+    wishes = reshape_partition((5, 12), (5, 3, 4), 1, partition_evenly(12, 2, "q"))
+    assert wishes == [Constraint(("q", 0, 12), grains=3)]
+    blocks = apply_constraints(partition_evenly(12, 2, "q").blocks, "q", wishes, 2)
+    assert blocks == (DimBlock(12, 3),)
+    assert reshape_partition((5, 12), (5, 3, 4), 1, DimPartition(blocks, 2)) == (
+        1,
+        DimPartition((DimBlock(3, 3),), 2),
+    )
 
 
 def test_queries_keys_and_values_are_divided_by_themselves() -> None:
     """First they are taken for three heads; then that wishes for blocks, and these for whole
     heads, all three alike.
     """
-    pieces = evenly_divided(24, 2, "qkv")
-    found = reshaped((24,), (3, 2, 4), 0, pieces)
-    blocks = granted(pieces.blocks, "qkv", found, 2)  # type: ignore[arg-type]
-    assert blocks == (Block(24, 3),)
-    at, three = reshaped((24,), (3, 2, 4), 0, Pieces(blocks, 2))  # type: ignore[misc]
+    pieces = partition_evenly(24, 2, "qkv")
+    found = reshape_partition((24,), (3, 2, 4), 0, pieces)
+    blocks = apply_constraints(pieces.blocks, "qkv", found, 2)  # type: ignore[arg-type]
+    assert blocks == (DimBlock(24, 3),)
+    at, three = reshape_partition((24,), (3, 2, 4), 0, DimPartition(blocks, 2))  # type: ignore[misc]
     assert (at, three.size) == (0, 3)
-    blocks = granted(blocks, "qkv", to_cut_at(three, range(1, 3)), 2)
-    assert blocks == (Block(8, 8),) * 3
-    wishes = reshaped((24,), (3, 2, 4), 0, Pieces(blocks, 2))
-    assert wishes == [Wish(("qkv", start, start + 8), grains=2) for start in (0, 8, 16)]
-    blocks = granted(blocks, "qkv", wishes, 2)  # type: ignore[arg-type]
-    assert reshaped((24,), (3, 2, 4), 0, Pieces(blocks, 2)) == (1, Pieces((Block(2, 2),), 2))
+    blocks = apply_constraints(blocks, "qkv", constrain_block_ends(three, range(1, 3)), 2)
+    assert blocks == (DimBlock(8, 8),) * 3
+    wishes = reshape_partition((24,), (3, 2, 4), 0, DimPartition(blocks, 2))
+    assert wishes == [Constraint(("qkv", start, start + 8), grains=2) for start in (0, 8, 16)]
+    blocks = apply_constraints(blocks, "qkv", wishes, 2)  # type: ignore[arg-type]
+    assert reshape_partition((24,), (3, 2, 4), 0, DimPartition(blocks, 2)) == (
+        1,
+        DimPartition((DimBlock(2, 2),), 2),
+    )
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(2, 3), (1, 2)])
 def test_heads_that_are_fewer_than_the_ranks_are_on_all_of_them(size: int, ranks: int) -> None:
-    wishes = reshaped(
-        (size * 8,), (1, size, 8) if size > 1 else (8, 1), 0, evenly_divided(size * 8, ranks, "k")
+    wishes = reshape_partition(
+        (size * 8,), (1, size, 8) if size > 1 else (8, 1), 0, partition_evenly(size * 8, ranks, "k")
     )
     if size > 1:
         assert isinstance(wishes, list)
-        assert granted(evenly_divided(size * 8, ranks, "k").blocks, "k", wishes, ranks) is None
+        assert (
+            apply_constraints(partition_evenly(size * 8, ranks, "k").blocks, "k", wishes, ranks)
+            is None
+        )
 
 
 def test_two_that_are_used_together_become_alike() -> None:
     """Queries in eight heads, keys in four: the queries are divided by two heads at a time."""
-    queries = Pieces((Block(8, 8, (("q", 0, 64),)),), 3)
-    keys = Pieces((Block(8, 4, (("k", 0, 32),)),), 3)
-    assert to_be_alike(queries, keys) == [Wish(("q", 0, 64), grains=4)]
-    cut = Pieces((Block(4, 4, (("q", 0, 32),)), Block(4, 4, (("q", 32, 64),))), 2)
-    assert to_be_alike(cut, Pieces((Block(8, 8, (("g", 0, 8),)),), 2)) == [
-        Wish(("g", 0, 8), cuts=(4,))
+    queries = DimPartition((DimBlock(8, 8, (("q", 0, 64),)),), 3)
+    keys = DimPartition((DimBlock(8, 4, (("k", 0, 32),)),), 3)
+    assert constrain_to_equal(queries, keys) == [Constraint(("q", 0, 64), grains=4)]
+    cut = DimPartition((DimBlock(4, 4, (("q", 0, 32),)), DimBlock(4, 4, (("q", 32, 64),))), 2)
+    assert constrain_to_equal(cut, DimPartition((DimBlock(8, 8, (("g", 0, 8),)),), 2)) == [
+        Constraint(("g", 0, 8), ends=(4,))
     ]

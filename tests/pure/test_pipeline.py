@@ -9,15 +9,15 @@ from textwrap import dedent
 
 import pytest
 
-from paragrad.executors.clock import timed
+from paragrad.executors.clock import time_schedule
 from paragrad.executors.machine import Cluster, Link
-from paragrad.executors.proof import GOALS, prove
+from paragrad.executors.proof import GOALS, prove_schedule
 from paragrad.schedules.actions import Compute, ScheduleError
 from paragrad.schedules.pipeline import (
     Gpipe,
     Interleaved,
+    MicroBatchSchedule,
     OneFOneB,
-    Pipelined,
     PipelineSchedule,
     Task,
     ZeroBubble,
@@ -27,7 +27,7 @@ SIZES = [(ranks, micro) for ranks in range(1, 9) for micro in range(1, 33)]
 TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def drawn(pipelined: Pipelined, size: int) -> str:
+def drawn(pipelined: MicroBatchSchedule, size: int) -> str:
     """What each rank computes, in order."""
     return "\n".join(
         f"{rank} | "
@@ -73,11 +73,13 @@ def drawn(pipelined: Pipelined, size: int) -> str:
     ids=str,
 )
 def test_what_each_rank_does(schedule: PipelineSchedule, micro: int, text: str) -> None:
-    assert drawn(Pipelined(schedule, micro), 2) == dedent(text).strip()
+    assert drawn(MicroBatchSchedule(schedule, micro), 2) == dedent(text).strip()
 
 
 def test_what_travels() -> None:
-    actions = [" ".join(map(str, Pipelined(OneFOneB(), 2).program(rank, 2))) for rank in range(2)]
+    actions = [
+        " ".join(map(str, MicroBatchSchedule(OneFOneB(), 2).program(rank, 2))) for rank in range(2)
+    ]
     assert actions == [
         "F0 >1:x1.0 F1 >1:x1.1 <1:g1.0 B0 <1:g1.1 B1",
         "<0:x1.0 F0 B0 >0:g1.0 <0:x1.1 F1 B1 >0:g1.1",
@@ -86,24 +88,24 @@ def test_what_travels() -> None:
 
 def test_nothing_goes_back_before_what_is_trained() -> None:
     assert (
-        drawn(Pipelined(OneFOneB(), 2, trained=1), 3)
+        drawn(MicroBatchSchedule(OneFOneB(), 2, first_trained_stage=1), 3)
         == "0 | F0 F1\n1 | F0 F1 B0 B1\n2 | F0 B0 F1 B1"
     )
-    assert "g1.0" not in Pipelined(OneFOneB(), 2, trained=1).slots(3)
+    assert "g1.0" not in MicroBatchSchedule(OneFOneB(), 2, first_trained_stage=1).slots(3)
 
 
 # ---- bubbles and peaks -----------------------------------------------------------------------
-def seconds(pipelined: Pipelined, size: int, times: dict[str, float] = TIMES) -> float:
+def seconds(pipelined: MicroBatchSchedule, size: int, times: dict[str, float] = TIMES) -> float:
     """Of a step where messages cost nothing and every rank has a core of its own."""
     lengths = dict.fromkeys(pipelined.slots(size), 0)
-    return timed(pipelined, size, lengths, Cluster(Link(0.0, 0.0)), durations=times).seconds
+    return time_schedule(pipelined, size, lengths, Cluster(Link(0.0, 0.0)), durations=times).seconds
 
 
 @pytest.mark.parametrize(("schedule", "share"), [(Gpipe(), 1), (OneFOneB(), 1)], ids=str)
 def test_the_bubble_of_whole_backwards(schedule: PipelineSchedule, share: int) -> None:
     """(p - 1)(F + B + W)."""
     for size, micro in SIZES:
-        assert seconds(Pipelined(schedule, micro), size) == 3 * micro + 3 * (size - 1), (
+        assert seconds(MicroBatchSchedule(schedule, micro), size) == 3 * micro + 3 * (size - 1), (
             size,
             micro,
         )
@@ -115,7 +117,7 @@ def test_the_bubble_of_interleaved_stages(chunks: int) -> None:
     times = {what: duration / chunks for what, duration in TIMES.items()}
     for size, micro in SIZES:
         if micro % size == 0:
-            took = seconds(Pipelined(Interleaved(chunks), micro), size, times)
+            took = seconds(MicroBatchSchedule(Interleaved(chunks), micro), size, times)
             assert took == pytest.approx(3 * micro + 3 * (size - 1) / chunks), (size, micro)
 
 
@@ -124,7 +126,7 @@ def test_the_bubble_where_weights_wait() -> None:
     than stages.
     """
     for size, micro in SIZES:
-        assert seconds(Pipelined(ZeroBubble(), micro), size) == 3 * micro + size - 1 + max(
+        assert seconds(MicroBatchSchedule(ZeroBubble(), micro), size) == 3 * micro + size - 1 + max(
             0, size - micro
         ), (size, micro)
 
@@ -132,9 +134,13 @@ def test_the_bubble_where_weights_wait() -> None:
 def test_the_peak_of_activations() -> None:
     for size, micro in SIZES:
         for rank in range(size):
-            assert Pipelined(Gpipe(), micro).kept(rank, size) == micro
-            assert Pipelined(OneFOneB(), micro).kept(rank, size) == min(size - rank, micro)
-            assert Pipelined(ZeroBubble(), micro).kept(rank, size) == min(size, micro)
+            assert MicroBatchSchedule(Gpipe(), micro).count_kept_micro_batches(rank, size) == micro
+            assert MicroBatchSchedule(OneFOneB(), micro).count_kept_micro_batches(
+                rank, size
+            ) == min(size - rank, micro)
+            assert MicroBatchSchedule(ZeroBubble(), micro).count_kept_micro_batches(
+                rank, size
+            ) == min(size, micro)
 
 
 def test_the_peak_of_interleaved_stages() -> None:
@@ -142,7 +148,9 @@ def test_the_peak_of_interleaved_stages() -> None:
     for chunks in (2, 3, 4):
         for size, micro in SIZES:
             if micro % size == 0 and micro > size:
-                most = Pipelined(Interleaved(chunks), micro).kept(0, size)
+                most = MicroBatchSchedule(Interleaved(chunks), micro).count_kept_micro_batches(
+                    0, size
+                )
                 assert most / chunks == pytest.approx(size * (1 + (size - 1) / (size * chunks)))
 
 
@@ -154,8 +162,10 @@ def test_the_peak_of_interleaved_stages() -> None:
 def test_every_schedule_is_a_pipeline(schedule: PipelineSchedule, size: int) -> None:
     for micro in (1, 2, 3, 5, 8):
         for trained in {0, 1, size - 1}:
-            pipelined = Pipelined(schedule, schedule.filled(micro, size), trained)
-            prove(pipelined, size, dict.fromkeys(pipelined.slots(size), 1), GOALS["pipeline"])
+            pipelined = MicroBatchSchedule(schedule, schedule.pad_micro_count(micro, size), trained)
+            prove_schedule(
+                pipelined, size, dict.fromkeys(pipelined.slots(size), 1), GOALS["pipeline"]
+            )
 
 
 class Backward(PipelineSchedule, abstract=True):
@@ -212,9 +222,9 @@ class Strange(PipelineSchedule, abstract=True):
     ],
 )
 def test_what_is_no_pipeline(wrong: type[PipelineSchedule], told: str) -> None:
-    pipelined = Pipelined(wrong(), 3)
+    pipelined = MicroBatchSchedule(wrong(), 3)
     with pytest.raises(ScheduleError) as caught:
-        prove(pipelined, 2, dict.fromkeys(pipelined.slots(2), 1), GOALS["pipeline"])
+        prove_schedule(pipelined, 2, dict.fromkeys(pipelined.slots(2), 1), GOALS["pipeline"])
     assert told in str(caught.value)
 
 
@@ -222,5 +232,5 @@ def test_any_order_of_micro_batches_may_be_sent() -> None:
     """What comes in another order than it is needed is taken in the order in which it is
     sent.
     """
-    pipelined = Pipelined(Crossed(), 3)
-    prove(pipelined, 2, dict.fromkeys(pipelined.slots(2), 1), GOALS["pipeline"])
+    pipelined = MicroBatchSchedule(Crossed(), 3)
+    prove_schedule(pipelined, 2, dict.fromkeys(pipelined.slots(2), 1), GOALS["pipeline"])

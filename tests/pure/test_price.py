@@ -9,12 +9,18 @@ from fractions import Fraction
 
 import pytest
 
-from paragrad.executors.clock import timed
+from paragrad.executors.clock import time_schedule
 from paragrad.executors.machine import Cluster, Link
-from paragrad.executors.proof import prove
-from paragrad.planner.cost_formulas import Price, crossover, least, price, seconds
-from paragrad.schedules.butterfly import Butterfly, inner
-from paragrad.schedules.compose import Composed
+from paragrad.executors.proof import prove_schedule
+from paragrad.planner.cost_formulas import (
+    ExchangeCost,
+    compute_exchange_cost,
+    compute_lower_bounds,
+    find_crossover,
+    predict_exchange_seconds,
+)
+from paragrad.schedules.butterfly import Butterfly, count_inner_ranks
+from paragrad.schedules.compose import ComposedAllReduce
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.double_tree import DoubleTree
 from paragrad.schedules.halving import Halving
@@ -23,7 +29,7 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 
-FORMS: list[Composed] = [
+FORMS: list[ComposedAllReduce] = [
     Star(),
     Tree(),
     Butterfly(),
@@ -41,21 +47,23 @@ GAMMA = 0.25
 
 def divisible(size: int) -> int:
     """A length that cuts into equal parts for every algorithm."""
-    return 12 * inner(size) * size
+    return 12 * count_inner_ranks(size) * size
 
 
 @pytest.mark.parametrize(
     "sizes", [range(1, 18), pytest.param(range(18, 65), marks=pytest.mark.table)], ids=str
 )
 @pytest.mark.parametrize("schedule", FORMS, ids=str)
-def test_closed_forms_equal_the_clock(schedule: Composed, sizes: range) -> None:
+def test_closed_forms_equal_the_clock(schedule: ComposedAllReduce, sizes: range) -> None:
     for size in sizes:
         length = divisible(size)
-        form = price(schedule, size, length)
+        form = compute_exchange_cost(schedule, size, length)
         for gamma in (0.0, GAMMA):
-            clocked = timed(schedule, size, length, Cluster(LINK, gamma), element=1).seconds
-            closed = form.seconds(LINK, gamma, 1)
-            folds = size != inner(size)
+            clocked = time_schedule(
+                schedule, size, length, Cluster(LINK, gamma), element_bytes=1
+            ).seconds
+            closed = form.compute_seconds(LINK, gamma, 1)
+            folds = size != count_inner_ranks(size)
             if gamma and (
                 (schedule == Tree() and folds) or (schedule == Ring(blocking=True) and size % 2)
             ):
@@ -69,11 +77,11 @@ def test_closed_forms_equal_the_clock(schedule: Composed, sizes: range) -> None:
 
 
 @pytest.mark.parametrize("schedule", FORMS, ids=str)
-def test_counts_equal_the_proof(schedule: Composed) -> None:
+def test_counts_equal_the_proof(schedule: ComposedAllReduce) -> None:
     for size in (*range(1, 14), 16, 24, 33):
         length = divisible(size)
-        form = price(schedule, size, length)
-        proof = prove(schedule, size, length)
+        form = compute_exchange_cost(schedule, size, length)
+        proof = prove_schedule(schedule, size, length)
         assert (form.messages, form.sent, form.scratch) == (
             proof.messages,
             proof.sent,
@@ -82,24 +90,26 @@ def test_counts_equal_the_proof(schedule: Composed) -> None:
 
 
 @pytest.mark.parametrize("schedule", [*FORMS, DoubleTree(4)], ids=str)
-def test_nothing_beats_the_lower_bounds(schedule: Composed) -> None:
+def test_nothing_beats_the_lower_bounds(schedule: ComposedAllReduce) -> None:
     for size in (2, 3, 4, 7, 8, 13, 16):
         length = divisible(size)
-        bounds = least(size, length)
-        clocked = timed(schedule, size, length, Cluster(LINK, GAMMA), element=1).seconds
+        bounds = compute_lower_bounds(size, length)
+        clocked = time_schedule(
+            schedule, size, length, Cluster(LINK, GAMMA), element_bytes=1
+        ).seconds
         assert clocked >= max(
             bounds.rounds * LINK.alpha, bounds.carried * LINK.beta, bounds.added * GAMMA
         )
         if not isinstance(schedule, DoubleTree):
-            form = price(schedule, size, length)
+            form = compute_exchange_cost(schedule, size, length)
             assert (form.rounds, form.carried, form.added) >= (0, bounds.carried, bounds.added)
             assert form.rounds >= bounds.rounds
 
 
 def test_halving_is_optimal_in_bytes_and_twice_in_rounds_where_size_is_a_power_of_two() -> None:
     for size in (2, 4, 8, 16, 64, 1024, 4096):
-        form = price(Halving(1), size, size * 10)
-        bounds = least(size, size * 10)
+        form = compute_exchange_cost(Halving(1), size, size * 10)
+        bounds = compute_lower_bounds(size, size * 10)
         assert (form.rounds, form.carried, form.added) == (
             2 * bounds.rounds,
             bounds.carried,
@@ -118,16 +128,16 @@ def test_halving_is_optimal_in_bytes_and_twice_in_rounds_where_size_is_a_power_o
 )
 def test_two_levels_cost_what_their_parts_do(schedule: TwoLevel, size: int) -> None:
     cluster = Cluster(LINK, GAMMA, inside=Link(0.5, 0.125))
-    length = divisible(size) * divisible(schedule.grouping(size))
-    grouped = Cluster(LINK, GAMMA, inside=cluster.inside, group=schedule.grouping(size))
+    length = divisible(size) * divisible(schedule.require_group_size(size))
+    grouped = Cluster(LINK, GAMMA, inside=cluster.inside, group=schedule.require_group_size(size))
     assert (
-        seconds(schedule, size, length, cluster, 1)
-        <= timed(schedule, size, length, grouped, element=1).seconds
+        predict_exchange_seconds(schedule, size, length, cluster, 1)
+        <= time_schedule(schedule, size, length, grouped, element_bytes=1).seconds
     )
     alike = Cluster(LINK, GAMMA)
     assert (
-        seconds(schedule, size, length, alike, 1)
-        == timed(schedule, size, length, alike, element=1).seconds
+        predict_exchange_seconds(schedule, size, length, alike, 1)
+        == time_schedule(schedule, size, length, alike, element_bytes=1).seconds
     )
 
 
@@ -137,7 +147,9 @@ def test_two_trees_reach_the_bytes_of_the_ring() -> None:
     """
     for size in (4, 6, 8, 12, 15, 32):
         length = 2 * 64 * 4096
-        clocked = timed(DoubleTree(64), size, length, Cluster(Link(1e-6, 1.0)), element=1).seconds
+        clocked = time_schedule(
+            DoubleTree(64), size, length, Cluster(Link(1e-6, 1.0)), element_bytes=1
+        ).seconds
         assert clocked < 1.25 * 2 * length
 
 
@@ -151,7 +163,7 @@ NETWORK = Link(ALPHA, BETA)
 
 @pytest.mark.parametrize(("size", "kilobytes"), [(2, 320), (4, 98), (8, 67), (16, 55)])
 def test_butterfly_against_halving_as_the_reference_has_it(size: int, kilobytes: int) -> None:
-    found = crossover(Butterfly(), Halving(1), size, NETWORK, GAMMA_)
+    found = find_crossover(Butterfly(), Halving(1), size, NETWORK, GAMMA_)
     assert found is not None
     assert round(found / 1000) == kilobytes
 
@@ -176,7 +188,7 @@ def test_cross_over_points_from_8_to_4096_ranks(size: int) -> None:
         (Halving(1), Ring()): None,
     }
     for (few, long), bytes_ in expected.items():
-        found = crossover(few, long, size, NETWORK, GAMMA_)
+        found = find_crossover(few, long, size, NETWORK, GAMMA_)
         assert found == (bytes_ if bytes_ is None else pytest.approx(bytes_, rel=1e-9, abs=1e-9)), (
             few,
             long,
@@ -189,8 +201,8 @@ def test_the_ring_beats_folded_halving_from_some_alphas_on(size: int, alphas: in
     reference takes 2(p-1)/p for what the inner ranks exchange; they are P, so it is 2(P-1)/P,
     and the point moves a little.
     """
-    found = crossover(Halving(1), Ring(), size, NETWORK, GAMMA_)
-    power = inner(size)
+    found = find_crossover(Halving(1), Ring(), size, NETWORK, GAMMA_)
+    power = count_inner_ranks(size)
     bytes_ = (
         2 * BETA
         + GAMMA_
@@ -201,5 +213,5 @@ def test_the_ring_beats_folded_halving_from_some_alphas_on(size: int, alphas: in
 
 def test_a_price_without_a_form_is_an_error() -> None:
     with pytest.raises(LookupError, match="no closed form of DoubleTreeReduce"):
-        price(DoubleTree().halves()[0], 4, 100)
-    assert price(Ring(), 1, 100) == Price()
+        compute_exchange_cost(DoubleTree().build_halves()[0], 4, 100)
+    assert compute_exchange_cost(Ring(), 1, 100) == ExchangeCost()

@@ -25,11 +25,11 @@ from typer.testing import CliRunner
 from paragrad import Job
 from paragrad import job as built_in
 from paragrad.commands.cli import app
-from paragrad.commands.count_work import profile
+from paragrad.commands.count_work import profile_job
 from paragrad.errors import Refused
-from paragrad.jobs.loss import Summed
+from paragrad.jobs.loss import LossModule
 from paragrad.planner import layer_costs, sequence_costs
-from paragrad.planner.profile import counted, unfused
+from paragrad.planner.profile import count_model_calls, disable_fused_kernels
 
 
 class Before(nn.Module):
@@ -151,9 +151,9 @@ def products(
     def loss(output: Tensor, target: Any) -> tuple[Tensor, int]:
         return output.square().sum(), 1
 
-    with unfused() as counter:
+    with disable_fused_kernels() as counter:
         model.train()(*inputs)
-    calls, torchs, missed = counted(Summed(model, loss), inputs, None, 1)
+    calls, torchs, missed = count_model_calls(LossModule(model, loss), inputs, None, 1)
     forward = counter.get_total_flops()
     backward = torchs - counter.get_total_flops()
     ours = (
@@ -221,7 +221,7 @@ def test_torch_counts_kernels_of_groups_as_one() -> None:
 IMAGE = {"samples": 4, "inputs": 8, "outputs": 16, "image": (64, 64), "kernel": (4, 4)}
 
 
-def convolution(**changes: Any) -> layer_costs.Passes:
+def convolution(**changes: Any) -> layer_costs.PassCosts:
     found = {**IMAGE, **changes}
     image = found["image"]
     kernel = found["kernel"]
@@ -230,26 +230,28 @@ def convolution(**changes: Any) -> layer_costs.Passes:
         result = found["result"]
     return layer_costs.Convolution(
         found["samples"], found["inputs"], found["outputs"], image, result, kernel, (1, 1), (1, 1)
-    ).passes(bias=False)
+    ).count_passes(bias=False)
 
 
-def linear(**changes: int) -> layer_costs.Passes:
+def linear(**changes: int) -> layer_costs.PassCosts:
     found = {"samples": 4, "inputs": 8, "outputs": 16, **changes}
-    return layer_costs.linear(found["samples"], found["inputs"], found["outputs"], bias=False)
+    return layer_costs.count_linear(found["samples"], found["inputs"], found["outputs"], bias=False)
 
 
-def norm(*, samples: int = 64, channels: int = 8) -> layer_costs.Passes:
-    return layer_costs.normalization(samples * channels * 16, samples * 16, channels)
+def norm(*, samples: int = 64, channels: int = 8) -> layer_costs.PassCosts:
+    return layer_costs.count_normalization(samples * channels * 16, samples * 16, channels)
 
 
-def pool(*, window: int = 4) -> layer_costs.Passes:
-    return layer_costs.pooling(64, 64 * window, window, 1, average=False)
+def pool(*, window: int = 4) -> layer_costs.PassCosts:
+    return layer_costs.count_pooling(64, 64 * window, window, 1, average=False)
 
 
 # the published table: (layer, what is doubled, how much deeper that makes output, gradient of
 # the inputs, of the weights)
 PUBLISHED: list[
-    tuple[Callable[..., layer_costs.Passes], dict[str, Any], dict[str, Any], tuple[int, int, int]]
+    tuple[
+        Callable[..., layer_costs.PassCosts], dict[str, Any], dict[str, Any], tuple[int, int, int]
+    ]
 ] = [
     (linear, {}, {"inputs": 16}, (1, 0, 0)),
     (linear, {}, {"outputs": 32}, (0, 1, 0)),
@@ -265,13 +267,13 @@ PUBLISHED: list[
     # two sums follow one another
     (norm, {}, {"samples": 128}, (2, 1, 1)),
     (norm, {}, {"channels": 16}, (0, 0, 0)),
-    (lambda elements=64: layer_costs.activation(elements), {}, {"elements": 128}, (0, 0, 0)),
+    (lambda elements=64: layer_costs.count_activation(elements), {}, {"elements": 128}, (0, 0, 0)),
 ]
 
 
 @pytest.mark.parametrize(("layer", "before", "change", "deeper"), PUBLISHED)
 def test_depths_grow_as_the_table_says(
-    layer: Callable[..., layer_costs.Passes],
+    layer: Callable[..., layer_costs.PassCosts],
     before: dict[str, Any],
     change: dict[str, Any],
     deeper: tuple[int, int, int],
@@ -295,8 +297,8 @@ def test_works_grow_as_the_table_says() -> None:
 def test_the_depth_of_a_fully_connected_layer(inputs: int) -> None:
     """A product and a tree of additions; a bias is one more leaf of it."""
     rounds = len(bin(inputs - 1)) - 2 if inputs > 1 else 0
-    assert layer_costs.linear(4, inputs, 5, bias=False)[0].depth == 1 + rounds
-    assert layer_costs.linear(4, inputs, 5)[0].depth == 1 + len(bin(inputs)) - 2
+    assert layer_costs.count_linear(4, inputs, 5, bias=False)[0].depth == 1 + rounds
+    assert layer_costs.count_linear(4, inputs, 5)[0].depth == 1 + len(bin(inputs)) - 2
 
 
 @given(drawn.integers(1, 300))
@@ -306,12 +308,12 @@ def test_rounds_is_the_depth_of_a_tree_of_additions(terms: int) -> None:
     while left > 1:
         left = -(-left // 2)
         rounds = rounds + 1
-    assert layer_costs.rounds(terms) == rounds
+    assert layer_costs.compute_sum_depth(terms) == rounds
 
 
-def waves(found: sequence_costs.Recurrent) -> int:
+def waves(found: sequence_costs.RecurrentLayers) -> int:
     """The longest chain to the last outputs, cell by cell."""
-    gates_of_state = 1 + layer_costs.rounds(found.hidden + 1)
+    gates_of_state = 1 + layer_costs.compute_sum_depth(found.hidden + 1)
     tail = found.cell.forward
 
     @functools.cache
@@ -326,7 +328,9 @@ def waves(found: sequence_costs.Recurrent) -> int:
             )
         )
         before = ready(layer, direction, step - 1) if step else 0
-        return max(below + 1 + layer_costs.rounds(wide + 1), before + gates_of_state) + tail
+        return (
+            max(below + 1 + layer_costs.compute_sum_depth(wide + 1), before + gates_of_state) + tail
+        )
 
     return max(
         ready(found.layers - 1, direction, found.steps - 1) for direction in range(found.directions)
@@ -343,10 +347,10 @@ def waves(found: sequence_costs.Recurrent) -> int:
 def test_the_depth_of_a_recurrent_layer_is_that_of_its_graph(
     cell: str, steps: int, inputs: int, hidden: int, count: int
 ) -> None:
-    found = sequence_costs.Recurrent(
+    found = sequence_costs.RecurrentLayers(
         sequence_costs.CELLS[cell], 3 * steps, 3, steps, inputs, hidden, count
     )
-    assert found.passes()[0].depth == waves(found)
+    assert found.count_passes()[0].depth == waves(found)
 
 
 @pytest.mark.parametrize("directions", [1, 2])
@@ -357,9 +361,9 @@ def test_the_depth_of_a_recurrent_layer_grows_with_the_sequence(directions: int)
     depths = [
         [
             each.depth
-            for each in sequence_costs.Recurrent(
+            for each in sequence_costs.RecurrentLayers(
                 sequence_costs.CELLS["lstm"], 8 * steps, 8, steps, 16, 32, 3, directions
-            ).passes()
+            ).count_passes()
         ]
         for steps in (100, 200, 300)
     ]
@@ -374,7 +378,7 @@ def test_a_chain_by_hand() -> None:
     """digits: 64 -> 64 -> 10, batch 64. Forward 8 + 1 + 8; backward 5 + 1 to the first layer,
     whose weights need 7 more.
     """
-    found = profile(built_in("digits"))
+    found = profile_job(built_in("digits"))
     first, relu, second = found.layers
     assert [each.kind for each in found.layers] == [
         "fully connected",
@@ -387,18 +391,18 @@ def test_a_chain_by_hand() -> None:
         2 * 64 * 64 * 10,
     )
     # nobody asks for the gradient of the images
-    assert first.input_gradient == layer_costs.NOTHING
+    assert first.input_gradient == layer_costs.NO_COST
     assert first.weight_gradient.work == 2 * 64**3 + 64 * 64
     assert second.input_gradient.bytes == 4 * (64 * 10 + 64 * 64 + 64 * 10 + 10)
     assert found.depth == 17 + 13
     assert found.parallelism == found.work / 30
-    assert found.bounds(1) == (found.work, found.work + 30)
-    assert found.bounds(10**9) == (30, 30)
+    assert found.compute_step_bounds(1) == (found.work, found.work + 30)
+    assert found.compute_step_bounds(10**9) == (30, 30)
 
 
 @given(drawn.integers(1, 10**9), drawn.integers(1, 10**4), drawn.integers(1, 10**6))
 def test_bounds_are_in_order(work: int, depth: int, processors: int) -> None:
-    least, most = layer_costs.brent(work, depth, processors)
+    least, most = layer_costs.compute_parallel_bounds(work, depth, processors)
     assert max(work / processors, depth) <= least <= most
     assert most <= work / processors + depth
 
@@ -414,7 +418,7 @@ def test_built_in_jobs(data: Path) -> None:
         "shakespeare-lstm",
         "shakespeare-gpt",
     ):
-        found = profile(built_in(name), data)
+        found = profile_job(built_in(name), data)
         assert found.not_counted == ()
         assert found.products == found.torch_products > 0
         assert found.parallelism > 10_000  # the table's message
@@ -448,14 +452,14 @@ def test_functions_count_as_modules_do() -> None:
             hidden = functional.relu(functional.linear(inputs, self.first))
             return functional.linear(self.second(hidden).sigmoid(), torch.eye(3))
 
-    modules = profile(
+    modules = profile_job(
         mine(
             lambda: nn.Sequential(
                 nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3), nn.Sigmoid()
             )
         )
     )
-    functions = profile(mine(Functions))
+    functions = profile_job(mine(Functions))
     known = [(each.kind, each.output) for each in modules.layers]
     assert [(each.kind, each.output) for each in functions.layers][1:] == known[1:]
     assert functions.layers[0].name == "model (Functions)"
@@ -487,7 +491,7 @@ def test_what_is_not_known_is_named() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return Doubled.apply(torch.einsum("ni,ij->nj", inputs, self.weight).cumsum(1).cumsum(1))
 
-    found = profile(mine(lambda: nn.Sequential(Odd(), nn.Linear(6, 3))))
+    found = profile_job(mine(lambda: nn.Sequential(Odd(), nn.Linear(6, 3))))
     assert found.not_counted == (
         "0 (Odd): einsum",
         "0 (Odd): cumsum, 2 times",
@@ -508,7 +512,7 @@ def test_the_model_of_the_user_stays_as_it_was() -> None:
     before = {name: value.clone() for name, value in held.state_dict().items()}
     points = POINTS.tensors[0].clone()
     states = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
-    found = profile(mine(lambda: held))
+    found = profile_job(mine(lambda: held))
     assert {each.kind for each in found.layers} == {
         "fully connected",
         "batch norm",
@@ -528,11 +532,13 @@ def test_the_model_of_the_user_stays_as_it_was() -> None:
 
 def test_types_and_batches() -> None:
     """Twice the batch is twice the work; in float64 twice the bytes; autocast counts too."""
-    small, large = (profile(mine(lambda: nn.Linear(6, 3), batch=batch)) for batch in (16, 32))
+    small, large = (profile_job(mine(lambda: nn.Linear(6, 3), batch=batch)) for batch in (16, 32))
     assert large.work == 2 * small.work
-    double = profile(mine(lambda: nn.Linear(6, 3), dtype=torch.float64))
+    double = profile_job(mine(lambda: nn.Linear(6, 3), dtype=torch.float64))
     assert double.layers[0].output.bytes == 2 * small.layers[0].output.bytes
-    assert profile(mine(lambda: nn.Linear(6, 3), dtype=torch.bfloat16)).products == small.products
+    assert (
+        profile_job(mine(lambda: nn.Linear(6, 3), dtype=torch.bfloat16)).products == small.products
+    )
 
 
 def test_refused_with_the_repair() -> None:
@@ -549,11 +555,11 @@ def test_refused_with_the_repair() -> None:
     with pytest.raises(
         Refused, match="job mine: one batch through the model raised RuntimeError: not today"
     ):
-        profile(mine(Sometimes))
+        profile_job(mine(Sometimes))
     with pytest.raises(Refused, match=r"a job is a paragrad.Job; got str"):
-        profile("digits")  # type: ignore[arg-type]
+        profile_job("digits")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="model must be a function that builds the model"):
-        profile(mine(nn.Linear(6, 3)))
+        profile_job(mine(nn.Linear(6, 3)))
 
 
 def test_the_command() -> None:

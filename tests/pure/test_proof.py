@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from paragrad.executors.interpreter import Deadlock
-from paragrad.executors.proof import ALL_REDUCE, FIRST_HALF, SECOND_HALF, Goal, Held, prove
+from paragrad.executors.proof import (
+    ALL_REDUCE,
+    FIRST_HALF,
+    SECOND_HALF,
+    Goal,
+    SlotBits,
+    prove_schedule,
+)
 from paragrad.schedules.actions import (
     Action,
     Collective,
@@ -67,7 +74,7 @@ def refused(
     size: int = 4,
 ) -> str:
     with pytest.raises(ScheduleError) as caught:
-        prove(Sabotaged(schedule, change, victim), size, 12)
+        prove_schedule(Sabotaged(schedule, change, victim), size, 12)
     return str(caught.value)
 
 
@@ -132,7 +139,7 @@ def test_a_chunk_skipped(schedule: Collective) -> None:
     with pytest.raises(
         ScheduleError, match=r"rank \d ends without the contribution of rank 3 in slot \d"
     ):
-        prove(Skipping(), 4, 12)
+        prove_schedule(Skipping(), 4, 12)
     assert skipped
 
 
@@ -156,7 +163,7 @@ def test_a_contribution_added_twice() -> None:
             yield from Butterfly().program(rank, size)
 
     with pytest.raises(ScheduleError, match=r"adds the contribution of rank \d to slot 0 twice"):
-        prove(Twice(), 4, 12)
+        prove_schedule(Twice(), 4, 12)
 
 
 def test_a_slot_overwritten_while_open() -> None:
@@ -174,7 +181,7 @@ def test_a_slot_overwritten_while_open() -> None:
             yield Recv(1 - rank, 0)
 
     with pytest.raises(Deadlock, match="rank 0 waits for rank 1 to take slot 0"):
-        prove(Exchange(), 2, 12)
+        prove_schedule(Exchange(), 2, 12)
 
 
 def test_a_slot_computed_on_while_open() -> None:
@@ -195,7 +202,7 @@ def test_a_slot_computed_on_while_open() -> None:
         compute=lambda *_: None,
     )
     with pytest.raises(Deadlock, match="rank 0 waits for rank 1 to take slot x"):
-        prove(Exchange(), 2, {"x": 1}, anything)
+        prove_schedule(Exchange(), 2, {"x": 1}, anything)
 
 
 def test_a_send_after_others_in_an_order_that_does_not_allow_it() -> None:
@@ -215,9 +222,9 @@ def test_a_send_after_others_in_an_order_that_does_not_allow_it() -> None:
             )[rank]
 
     anything = Goal(lambda schedule, size: [{}] * size, lambda schedule, size: [{}] * size)
-    prove(Exchange(after=False), 3, {"x": 1, "y": 1}, anything)
+    prove_schedule(Exchange(after=False), 3, {"x": 1, "y": 1}, anything)
     with pytest.raises(Deadlock, match="rank 0 waits for rank 1 to take slot x"):
-        prove(Exchange(after=True), 3, {"x": 1, "y": 1}, anything)
+        prove_schedule(Exchange(after=True), 3, {"x": 1, "y": 1}, anything)
 
 
 def test_a_deadlock_shows_who_waits_for_whom() -> None:
@@ -231,7 +238,7 @@ def test_a_deadlock_shows_who_waits_for_whom() -> None:
             yield Send((rank - 1) % size, 0)
 
     with pytest.raises(Deadlock) as caught:
-        prove(Waiting(), 3, 12)
+        prove_schedule(Waiting(), 3, 12)
     assert "rank 0 waits for slot 0 from rank 1" in str(caught.value)
     assert "0 | [<1:0+]" in str(caught.value)
 
@@ -251,22 +258,22 @@ def test_halves_are_proved_for_what_they_are() -> None:
     named.
     """
     assert (
-        prove(RingReduceScatter(), 4, 12, FIRST_HALF).sent
-        == prove(RingAllGather(), 4, 12, SECOND_HALF).sent
+        prove_schedule(RingReduceScatter(), 4, 12, FIRST_HALF).sent
+        == prove_schedule(RingAllGather(), 4, 12, SECOND_HALF).sent
         == 9
     )
     with pytest.raises(
         ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"
     ):
-        prove(RingReduceScatter(), 4, 12)
+        prove_schedule(RingReduceScatter(), 4, 12)
     with pytest.raises(
         ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"
     ):
-        prove(TreeBroadcast(), 4, 12, FIRST_HALF)
+        prove_schedule(TreeBroadcast(), 4, 12, FIRST_HALF)
     with pytest.raises(
         ScheduleError, match="rank 1 ends without the contribution of rank 0 in slot 0"
     ):
-        prove(TreeReduce(), 4, 12, SECOND_HALF)
+        prove_schedule(TreeReduce(), 4, 12, SECOND_HALF)
 
     @dataclass(frozen=True)
     class Nobodys(TreeReduce):
@@ -274,7 +281,7 @@ def test_halves_are_proved_for_what_they_are() -> None:
             return range(0)
 
     with pytest.raises(ScheduleError, match="nobody owns slot 0"):
-        prove(Nobodys(), 4, 12, FIRST_HALF)
+        prove_schedule(Nobodys(), 4, 12, FIRST_HALF)
 
 
 def test_a_goal_of_ones_own() -> None:
@@ -282,10 +289,10 @@ def test_a_goal_of_ones_own() -> None:
     nothing beside it.
     """
 
-    def mine(schedule: Collective, size: int) -> list[Held]:
+    def mine(schedule: Collective, size: int) -> list[SlotBits]:
         return [{rank: 1 << rank} for rank in range(size)]
 
-    def everybodys(schedule: Collective, size: int) -> list[Held]:
+    def everybodys(schedule: Collective, size: int) -> list[SlotBits]:
         return [{part: 1 << part for part in range(size)} for _ in range(size)]
 
     @dataclass(frozen=True)
@@ -304,24 +311,27 @@ def test_a_goal_of_ones_own() -> None:
                 yield Recv((rank - 1) % size, (rank - 1) % size, add=True)
 
     all_gather = Goal(mine, everybodys)
-    assert prove(Handing(), 5, 20, all_gather).sent == 4 * 4
+    assert prove_schedule(Handing(), 5, 20, all_gather).sent == 4 * 4
     with pytest.raises(
         ScheduleError, match="rank 0 adds the contribution of rank 4 to slot 4 twice"
     ):
-        prove(Handing(add=True), 5, 20, all_gather)
+        prove_schedule(Handing(add=True), 5, 20, all_gather)
     with pytest.raises(
         ScheduleError,
         match=r"rank 0 ends with the contribution of rank 1 in slot 0, where it does not belong",
     ):
-        prove(
-            Ring(), 3, 3, Goal(lambda schedule, size: ALL_REDUCE.before(schedule, size), everybodys)
+        prove_schedule(
+            Ring(),
+            3,
+            3,
+            Goal(lambda schedule, size: ALL_REDUCE.initial_slots(schedule, size), everybodys),
         )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_pipeline_is_proved_by_its_own_goal(size: int) -> None:
     schedule = Forwards(3)
-    assert prove(schedule, size, schedule.slots(10), THROUGH).messages == 3 * (size - 1)
+    assert prove_schedule(schedule, size, schedule.slots(10), THROUGH).messages == 3 * (size - 1)
 
     @dataclass(frozen=True)
     class Early(Forwards):
@@ -331,13 +341,13 @@ def test_a_pipeline_is_proved_by_its_own_goal(size: int) -> None:
 
     if size > 1:
         with pytest.raises(ScheduleError, match="stage 1 does not get x0 from the stage before it"):
-            prove(Early(3), size, schedule.slots(10), THROUGH)
+            prove_schedule(Early(3), size, schedule.slots(10), THROUGH)
         with pytest.raises(
             ScheduleError, match=f"rank {size - 1} ends without the forward of stage 0 in slot x2"
         ):
-            prove(
+            prove_schedule(
                 Forwards(2),
                 size,
                 schedule.slots(10),
-                replace(THROUGH, after=lambda _, size: THROUGH.after(schedule, size)),
+                replace(THROUGH, final_slots=lambda _, size: THROUGH.final_slots(schedule, size)),
             )

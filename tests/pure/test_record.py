@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from paragrad.datasets.sample_order import Order
+from paragrad.datasets.sample_order import SampleOrder
 from paragrad.errors import Refused
 from paragrad.record import cpu_load
-from paragrad.record.record import SCHEMA, Record, Recorder, lines_of, new_folder
-from paragrad.record.step_log import Log
-from paragrad.record.step_times import seconds_together
+from paragrad.record.record import RECORD_SCHEMA, Record, Recorder, create_run_folder, read_lines
+from paragrad.record.step_log import StepLog
+from paragrad.record.step_times import list_joint_seconds
 
 
 def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
     """A run of one epoch in which each rank recorded these ranges of positions."""
     with Recorder(folder / "run.jsonl") as record:
-        record.write("run", job={"samples": samples}, seed=3)
+        record.write_line("run", job={"samples": samples}, seed=3)
     for rank, ranges in enumerate(shares):
         with Recorder(folder / f"rank-{rank}.jsonl") as record:
             for step, positions in enumerate(ranges):
-                record.write(
+                record.write_line(
                     "step",
                     epoch=0,
                     step=step,
@@ -34,7 +34,7 @@ def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Recor
                     order=[positions.start, positions.stop],
                     sent={"gradients": {"bytes": 100 * rank, "computed": False}},
                 )
-            record.write("epoch", epoch=0, test={"value": 50.0, "weight": 4}, seconds=1.0)
+            record.write_line("epoch", epoch=0, test={"value": 50.0, "weight": 4}, seconds=1.0)
     return Record(folder)
 
 
@@ -44,7 +44,9 @@ def test_read_back(tmp_path: Path) -> None:
     assert record.seconds_per_step == 0.2  # the slowest rank is the time
     assert record.sent_per_step == {"gradients": {"bytes": 100, "computed": False}}
     assert record.test == 50.0
-    assert str(record.audit) == "10 of 10 samples seen in each of 1 epoch(s), 0 twice, 0 missed"
+    assert (
+        str(record.sample_count) == "10 of 10 samples seen in each of 1 epoch(s), 0 twice, 0 missed"
+    )
 
 
 def test_memory_is_that_of_the_rank_that_holds_most(tmp_path: Path) -> None:
@@ -52,7 +54,7 @@ def test_memory_is_that_of_the_rank_that_holds_most(tmp_path: Path) -> None:
     assert written(tmp_path, [[range(5)], [range(5, 10)]]).memory == {}
     for rank in range(2):
         with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
-            record.write(
+            record.write_line(
                 "memory", parameters=100, exchange=[8, 16][rank], resident=[3000, 2000][rank]
             )
     assert Record(tmp_path).memory == {"parameters": 100, "exchange": 16, "resident": 3000}
@@ -62,17 +64,17 @@ def test_memory_is_that_of_the_rank_that_holds_most(tmp_path: Path) -> None:
 
 
 def test_the_audit_finds_what_was_seen_twice_and_what_was_missed(tmp_path: Path) -> None:
-    audit = written(tmp_path, [[range(3), range(6, 8)], [range(2, 6), range(8, 9)]]).audit
+    audit = written(tmp_path, [[range(3), range(6, 8)], [range(2, 6), range(8, 9)]]).sample_count
     assert (audit.seen, audit.twice, audit.missed) == (9, 1, 1)
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     with Recorder(path) as record:
-        record.write("event", name="one", numbers={})
+        record.write_line("event", name="one", numbers={})
     with path.open("a") as file:
         file.write('{"kind":"event","na')
-    assert [line["name"] for line in lines_of(path)] == ["one"]
+    assert [line["name"] for line in read_lines(path)] == ["one"]
 
 
 STEPS = [
@@ -112,7 +114,7 @@ def test_what_is_not_written_again_is_read_back(tmp_path: Path) -> None:
     sees all of them in every step.
     """
     with Recorder(tmp_path / "rank-0.jsonl") as record:
-        log = Log(record)
+        log = StepLog(record)
         for number, (fields, sizes) in enumerate(STEPS):
             for place, size in enumerate(sizes):
                 log.add_span(
@@ -121,8 +123,8 @@ def test_what_is_not_written_again_is_read_back(tmp_path: Path) -> None:
                 log.add_span(
                     "B0", "compute", 0.001 * number - 0.0002 + 0.0001 * place, seconds=0.25
                 )
-            log.step(number, 0.001 * number, **fields)
-    found = list(lines_of(tmp_path / "rank-0.jsonl"))
+            log.write_step(number, 0.001 * number, **fields)
+    found = list(read_lines(tmp_path / "rank-0.jsonl"))
     steps = [line for line in found if line["kind"] == "step"]
     assert [
         {name: line[name] for name in fields}
@@ -145,7 +147,7 @@ def test_what_is_not_written_again_is_read_back(tmp_path: Path) -> None:
     ]
     text = (tmp_path / "rank-0.jsonl").read_text()
     assert (text.count('"lr"'), text.count('"epoch"'), text.count('"spans":')) == (2, 2, 2)
-    assert [line["kind"] for line in lines_of(tmp_path / "rank-0.jsonl", spans=False)] == [
+    assert [line["kind"] for line in read_lines(tmp_path / "rank-0.jsonl", spans=False)] == [
         "step"
     ] * 4
 
@@ -158,7 +160,7 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(
     """
     record = written(tmp_path, [[range(3), range(3, 10)]])
     with Recorder(tmp_path / "rank-0.jsonl") as rank:
-        rank.write(
+        rank.write_line(
             "span",
             step=0,
             name="F0",
@@ -169,18 +171,19 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(
             peer=None,
         )
     assert Record(tmp_path).losses == record.losses
-    assert Record(tmp_path).of("span")[0]["start"] == 0.5
+    assert Record(tmp_path).select_lines("span")[0]["start"] == 0.5
     (tmp_path / "run.jsonl").write_text(
-        f'{{"kind":"run","schema":{SCHEMA + 1},"machine":{{"paragrad":"9.9"}}}}\n'
+        f'{{"kind":"run","schema":{RECORD_SCHEMA + 1},"machine":{{"paragrad":"9.9"}}}}\n'
     )
     with pytest.raises(
         Refused,
-        match=f"a record of version {SCHEMA + 1}, this paragrad reads versions up to {SCHEMA}; "
+        match=f"a record of version {RECORD_SCHEMA + 1}, this paragrad reads versions up to "
+        f"{RECORD_SCHEMA}; "
         f"read it "
         "with paragrad 9.9",
     ):
         Record(tmp_path)
-    (tmp_path / "run.jsonl").write_text(f'{{"kind":"run","schema":{SCHEMA + 1}}}\n')
+    (tmp_path / "run.jsonl").write_text(f'{{"kind":"run","schema":{RECORD_SCHEMA + 1}}}\n')
     with pytest.raises(Refused, match="read it with paragrad of its time"):
         Record(tmp_path)
 
@@ -190,17 +193,17 @@ def test_who_kept_the_cores_busy() -> None:
     never below nothing.
     """
     rank = {"host": "one", "seconds": 10.0, "own": 4.0, "all": 15.0, "switched": 30}
-    load = cpu_load.load_of([rank, {**rank, "switched": 300}], 2)
-    assert load == cpu_load.Load(2, 0.8, pytest.approx(0.7, abs=0.01), 30.0)
+    load = cpu_load.find_cpu_load([rank, {**rank, "switched": 300}], 2)
+    assert load == cpu_load.CpuLoad(2, 0.8, pytest.approx(0.7, abs=0.01), 30.0)
     elsewhere = {**rank, "host": "two", "all": 17.0}
-    assert cpu_load.load_of([rank, rank, elsewhere, elsewhere], 2) == cpu_load.Load(
+    assert cpu_load.find_cpu_load([rank, rank, elsewhere, elsewhere], 2) == cpu_load.CpuLoad(
         2, 0.8, pytest.approx(0.9, abs=0.01), 3.0
     )
-    quiet = cpu_load.load_of([rank, {**rank, "own": 20.0}], 2)
+    quiet = cpu_load.find_cpu_load([rank, {**rank, "own": 20.0}], 2)
     assert quiet is not None
     assert quiet.others == 0.0
-    assert cpu_load.load_of([{**rank, "all": None}], 2) is None
-    assert cpu_load.load_of([], 2) is None
+    assert cpu_load.find_cpu_load([{**rank, "all": None}], 2) is None
+    assert cpu_load.find_cpu_load([], 2) is None
 
 
 @pytest.mark.parametrize(
@@ -211,18 +214,18 @@ def test_others_are_in_the_way_where_no_core_is_left(
     own: float, others: float, crowded: bool
 ) -> None:
     """One rank on two cores, the other core busy with something else, was called disturbed."""
-    assert cpu_load.Load(2, own, others, 0.0).crowded == crowded
+    assert cpu_load.CpuLoad(2, own, others, 0.0).crowded == crowded
 
 
 def test_a_rank_reads_what_it_took_of_its_cores() -> None:
     """A tenth of a second of work is its own, and in the time of everybody as far as the system
     counts that.
     """
-    clock = cpu_load.Cpu()
+    clock = cpu_load.CpuMeter()
     began = time.process_time()
     while time.process_time() - began < 0.1:
         pass
-    told = clock.told()
+    told = clock.measure_usage()
     assert 0.1 <= told["own"] <= 10.0
     assert told["seconds"] > 0
     assert told["switched"] >= 0
@@ -230,19 +233,19 @@ def test_a_rank_reads_what_it_took_of_its_cores() -> None:
 
 
 def test_folders_of_the_same_second_differ(tmp_path: Path) -> None:
-    assert len({new_folder(tmp_path, "run") for _ in range(5)}) == 5
+    assert len({create_run_folder(tmp_path, "run") for _ in range(5)}) == 5
 
 
 def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for parent in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(Refused, match="--runs"):
-            new_folder(parent, "run")
+            create_run_folder(parent, "run")
 
 
 def test_the_order_recorded_is_the_order_trained_on() -> None:
-    order = Order(10, 4, 3)
-    assert [len(batch) for batch in order.batches()] == [4, 4, 2]
+    order = SampleOrder(10, 4, 3)
+    assert [len(batch) for batch in order.list_batches()] == [4, 4, 2]
 
 
 def test_who_is_refused_has_cut_nothing(tmp_path: Path) -> None:
@@ -250,24 +253,24 @@ def test_who_is_refused_has_cut_nothing(tmp_path: Path) -> None:
     afterwards.
     """
     path = tmp_path / "compare.jsonl"
-    with Recorder(path, alone=True) as first:
+    with Recorder(path, exclusive=True) as first:
         first.file.write('{"kind":"dist')
         first.file.flush()
         with pytest.raises(
             Refused,
             match=r"compare\.jsonl is still being written to; let the command that does so end",
         ):
-            Recorder(path, alone=True)
+            Recorder(path, exclusive=True)
         assert path.read_text() == '{"kind":"dist'
     # the lock went with the first; what is torn now is cut off
-    with Recorder(path, alone=True) as second:
-        second.write("event")
+    with Recorder(path, exclusive=True) as second:
+        second.write_line("event")
     assert path.read_text() == '{"kind":"event"}\n'
 
 
 def test_parts_that_overlap_are_counted_without_their_samples(tmp_path: Path) -> None:
     """An epoch of 10^8 samples was counted sample by sample."""
-    audit = written(tmp_path, [[range(3), range(2, 6)], [range(2, 4), range(0)]]).audit
+    audit = written(tmp_path, [[range(3), range(2, 6)], [range(2, 4), range(0)]]).sample_count
     assert (audit.seen, audit.twice, audit.missed) == (6, 2, 4)
 
 
@@ -295,14 +298,14 @@ def test_a_step_of_workers_that_step_by_themselves_is_over_when_all_of_its_share
     # which the fast one takes over
     rest = [share(2, 4, 4.0, 1.0), share(3, 4, 5.0, 1.0)]
     steps = [list(each) for each in zip(fast, [*slow, *rest], strict=True)]
-    assert seconds_together(steps, 2) == [(5.0 - 0.0) / 2, (6.0 - 5.0) / 2]
+    assert list_joint_seconds(steps, 2) == [(5.0 - 0.0) / 2, (6.0 - 5.0) / 2]
     # a share that is made again was over before
     late = [share(0, 4, 7.0, 1.0)]
-    assert seconds_together([steps[0] + late, *steps[1:]], 2) == [2.5, 0.5]
+    assert list_joint_seconds([steps[0] + late, *steps[1:]], 2) == [2.5, 0.5]
     apart = [
         [share(step, 4 * step, start, 1.0, epoch)]
         for step, start, epoch in
         # two rounds of clients on two workers
         ((0, 0.0, 0), (1, 0.0, 0), (2, 1.0, 0), (3, 9.0, 1))
     ]
-    assert seconds_together(apart, None) == [2.0 / 3, 1.0]
+    assert list_joint_seconds(apart, None) == [2.0 / 3, 1.0]

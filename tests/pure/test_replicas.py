@@ -21,8 +21,8 @@ from replicas import (
 )
 
 import paragrad as pg
-from paragrad.datasets.mnist import Digits
-from paragrad.schedules.compose import Composed
+from paragrad.datasets.mnist import MnistImages
+from paragrad.schedules.compose import ComposedAllReduce
 
 ALGORITHMS = (
     pg.Star(),
@@ -37,14 +37,14 @@ ALGORITHMS = (
 
 
 @pytest.fixture
-def digits() -> Digits:
+def digits() -> MnistImages:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (240, 28, 28), generator=generator, dtype=torch.uint8)
-    return Digits(pixels, torch.randint(10, (240,), generator=generator))
+    return MnistImages(pixels, torch.randint(10, (240,), generator=generator))
 
 
 @pytest.mark.parametrize("schedule", ALGORITHMS, ids=str)
-def test_every_row_becomes_the_mean_of_all(schedule: Composed) -> None:
+def test_every_row_becomes_the_mean_of_all(schedule: ComposedAllReduce) -> None:
     for count in (2, 3, 5, 8):
         rows = torch.randint(
             -1000, 1000, (count, 43), generator=torch.Generator().manual_seed(count)
@@ -54,7 +54,7 @@ def test_every_row_becomes_the_mean_of_all(schedule: Composed) -> None:
         assert torch.equal(rows, expected)
 
 
-def test_replicas_train_as_serial_does(digits: Digits) -> None:
+def test_replicas_train_as_serial_does(digits: MnistImages) -> None:
     found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5), digits)
     assert found["proof"] is None
     assert found["sum"] == 0
@@ -64,7 +64,7 @@ def test_replicas_train_as_serial_does(digits: Digits) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.story
 @pytest.mark.parametrize("bug", BUGS)
-def test_every_planted_bug_shows(digits: Digits, bug: str) -> None:
+def test_every_planted_bug_shows(digits: MnistImages, bug: str) -> None:
     found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5, bug=bug), digits)
     assert found["serial"] > 1e-6
     assert (found["sum"] > 0) == (bug != STARTS)
@@ -75,7 +75,9 @@ def test_every_planted_bug_shows(digits: Digits, bug: str) -> None:
 @pytest.mark.parametrize(
     ("bug", "equal"), [(None, True), (REST, False), (REUSED, False), (TWICE, True), (STARTS, False)]
 )
-def test_replicas_that_are_not_equal_show(digits: Digits, bug: str | None, equal: bool) -> None:
+def test_replicas_that_are_not_equal_show(
+    digits: MnistImages, bug: str | None, equal: bool
+) -> None:
     how = Training(pg.job("mnist-mlp", width=17), 4, pg.Ring(), batch=5, bug=bug)
     told: list[int] = []
     found = trained(how, digits, digits, 2, lambda epoch, accuracy: told.append(epoch))
@@ -84,7 +86,7 @@ def test_replicas_that_are_not_equal_show(digits: Digits, bug: str | None, equal
     assert found["equal"] is equal
 
 
-def test_averaged_weights_are_averaged_gradients_after_every_batch(digits: Digits) -> None:
+def test_averaged_weights_are_averaged_gradients_after_every_batch(digits: MnistImages) -> None:
     """SGD with momentum is linear in the gradients: both are serial's training."""
     assert (
         from_serial(
@@ -94,7 +96,7 @@ def test_averaged_weights_are_averaged_gradients_after_every_batch(digits: Digit
     )
 
 
-def test_rounding_is_a_matter_of_some_units_in_the_last_place(digits: Digits) -> None:
+def test_rounding_is_a_matter_of_some_units_in_the_last_place(digits: MnistImages) -> None:
     found = rounding(
         pg.job("mnist-mlp", width=16), digits, 4, {"ring": pg.Ring(), "tree": pg.Tree()}, 10
     )

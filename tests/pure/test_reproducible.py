@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from paragrad.parallel.data.reproducible_sum import (
-    BITS,
-    NOT_FINITE,
-    SMALLEST,
-    exponent,
-    from_whole,
-    to_whole,
+    INTEGER_BITS,
+    NOT_FINITE_EXPONENT,
+    SMALLEST_EXPONENT,
+    compute_exponent,
+    convert_to_floats,
+    convert_to_integers,
 )
 
 TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -37,12 +37,12 @@ ADVERSARIAL = {
 
 def summed(vectors: list[torch.Tensor]) -> torch.Tensor:
     """As the ranks do it, in the order of the list."""
-    shift = BITS - max(map(exponent, vectors)) - (len(vectors) - 1).bit_length()
-    whole = to_whole(vectors[0], shift)
+    shift = INTEGER_BITS - max(map(compute_exponent, vectors)) - (len(vectors) - 1).bit_length()
+    whole = convert_to_integers(vectors[0], shift)
     for vector in vectors[1:]:
-        whole += to_whole(vector, shift)
+        whole += convert_to_integers(vector, shift)
     out = torch.empty_like(vectors[0])
-    from_whole(whole, shift, out)
+    convert_to_floats(whole, shift, out)
     return out
 
 
@@ -51,7 +51,7 @@ def test_every_order_gives_the_same_bits_within_the_bound(case: str) -> None:
     vectors = [torch.tensor(row, dtype=torch.float64) for row in ADVERSARIAL[case]]
     results = [summed(list(order)) for order in permutations(vectors)]
     assert all(torch.equal(result, results[0]) for result in results)
-    unit = Fraction(2) ** (max(map(exponent, vectors)) + 2 - BITS)
+    unit = Fraction(2) ** (max(map(compute_exponent, vectors)) + 2 - INTEGER_BITS)
     for place, column in enumerate(zip(*ADVERSARIAL[case], strict=True)):
         exact = sum(map(Fraction, column))
         rounding = abs(exact) * Fraction(2) ** -53 + Fraction(5e-324)
@@ -89,8 +89,12 @@ def test_float32_is_rounded_once() -> None:
 
 
 def test_exponents() -> None:
-    assert exponent(torch.tensor([0.75, -3.0])) == 2
-    assert exponent(torch.tensor([4.0])) == 3  # 4 < 2^3, and not < 2^2
-    assert exponent(torch.tensor([], dtype=torch.float64)) == exponent(torch.zeros(3)) == SMALLEST
+    assert compute_exponent(torch.tensor([0.75, -3.0])) == 2
+    assert compute_exponent(torch.tensor([4.0])) == 3  # 4 < 2^3, and not < 2^2
+    assert (
+        compute_exponent(torch.tensor([], dtype=torch.float64))
+        == compute_exponent(torch.zeros(3))
+        == SMALLEST_EXPONENT
+    )
     for bad in (float("inf"), float("nan"), -float("inf")):
-        assert exponent(torch.tensor([1.0, bad])) == NOT_FINITE
+        assert compute_exponent(torch.tensor([1.0, bad])) == NOT_FINITE_EXPONENT

@@ -10,20 +10,28 @@ from textwrap import dedent
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.executors.interpreter import walk
-from paragrad.executors.proof import FIRST_HALF, SECOND_HALF, prove
-from paragrad.executors.text_drawing import draw
-from paragrad.planner.cost_formulas import price
-from paragrad.schedules.actions import Collective, Compute, Program, Recv, Send, evenly, parts_in
+from paragrad.executors.interpreter import interpret_schedule
+from paragrad.executors.proof import FIRST_HALF, SECOND_HALF, prove_schedule
+from paragrad.executors.text_drawing import draw_text
+from paragrad.planner.cost_formulas import compute_exchange_cost
+from paragrad.schedules.actions import (
+    Collective,
+    Compute,
+    Program,
+    Recv,
+    Send,
+    expand_slot,
+    split_evenly,
+)
 from paragrad.schedules.butterfly import Butterfly
-from paragrad.schedules.compose import Composed
+from paragrad.schedules.compose import ComposedAllReduce
 from paragrad.schedules.direct import Direct
-from paragrad.schedules.double_tree import DoubleTree, family
+from paragrad.schedules.double_tree import DoubleTree, find_double_tree_relatives
 from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
-from paragrad.schedules.two_level import LEVELS, TwoLevel
+from paragrad.schedules.two_level import LEVEL_ALGORITHMS, TwoLevel
 from stages import Forwards
 
 SMALL = [*range(1, 18), 24]
@@ -31,7 +39,7 @@ SIZES = [
     *SMALL,
     *(pytest.param(size, marks=pytest.mark.table) for size in (*range(18, 24), *range(25, 34), 64)),
 ]
-SCHEDULES: list[Composed] = [
+SCHEDULES: list[ComposedAllReduce] = [
     Ring(),
     Ring(blocking=True),
     RingAsync(),
@@ -45,7 +53,10 @@ SCHEDULES: list[Composed] = [
     DoubleTree(),
     DoubleTree(3),
 ]
-TWO_LEVELS = [TwoLevel(inside(), across(), group=3) for inside, across in product(LEVELS, LEVELS)]
+TWO_LEVELS = [
+    TwoLevel(inside(), across(), group=3)
+    for inside, across in product(LEVEL_ALGORITHMS, LEVEL_ALGORITHMS)
+]
 
 
 def lines(text: str) -> str:
@@ -54,17 +65,17 @@ def lines(text: str) -> str:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_proved_at_every_size_and_length(schedule: Composed, size: int) -> None:
+def test_proved_at_every_size_and_length(schedule: ComposedAllReduce, size: int) -> None:
     for length in (0, 1, size - 1, size, 1000) if size < 9 else (1, 1000):
-        proof = prove(schedule, size, length)
+        proof = prove_schedule(schedule, size, length)
         # an edge of each tree, up and down; a part added at a time
         if isinstance(schedule, DoubleTree):
-            assert proof.messages == 4 * (size - 1) * schedule.count()
+            assert proof.messages == 4 * (size - 1) * schedule.count_segments()
             assert proof.scratch == (-(-length // schedule.parts(size)) if size > 1 else 0)
         else:
             # posted in groups, as NCCL wants it, none of the others hangs
             assert proof.grouped
-            form = price(schedule, size, length)
+            form = compute_exchange_cost(schedule, size, length)
             assert proof.messages == form.messages
             assert (
                 proof.scratch == form.scratch
@@ -75,11 +86,11 @@ def test_proved_at_every_size_and_length(schedule: Composed, size: int) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13, 16])
-def test_halves_are_proved_and_an_exchange_is_both(schedule: Composed, size: int) -> None:
-    first, second = schedule.halves()
-    one = prove(first, size, 960, FIRST_HALF)
-    other = prove(second, size, 960, SECOND_HALF)
-    assert one.messages + other.messages == prove(schedule, size, 960).messages
+def test_halves_are_proved_and_an_exchange_is_both(schedule: ComposedAllReduce, size: int) -> None:
+    first, second = schedule.build_halves()
+    one = prove_schedule(first, size, 960, FIRST_HALF)
+    other = prove_schedule(second, size, 960, SECOND_HALF)
+    assert one.messages + other.messages == prove_schedule(schedule, size, 960).messages
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,10 @@ def test_sends_in_turn_do_not_hang(schedule: Collective) -> None:
     could answer with a hang.
     """
     for size in (3, 6, 9, 12) if isinstance(schedule, TwoLevel) else SMALL:
-        assert prove(InTurn(schedule), size, size).messages == prove(schedule, size, size).messages
+        assert (
+            prove_schedule(InTurn(schedule), size, size).messages
+            == prove_schedule(schedule, size, size).messages
+        )
 
 
 @pytest.mark.sample(3)
@@ -128,14 +142,14 @@ def test_sends_in_turn_do_not_hang(schedule: Collective) -> None:
 def test_two_levels_of_any_two_algorithms(schedule: TwoLevel) -> None:
     for size in (3, 6, 15):
         for length in (0, 1, 100):
-            proof = prove(schedule, size, length)
+            proof = prove_schedule(schedule, size, length)
             assert proof.grouped or DoubleTree in (type(schedule.inside), type(schedule.across))
 
 
 @pytest.mark.parametrize(("group", "size"), [(1, 5), (2, 8), (4, 8), (8, 8), (4, 32), (5, 20)])
 def test_two_levels_of_any_groups(group: int, size: int) -> None:
     for inside, across in ((Ring(), Ring()), (Halving(), Butterfly()), (Tree(), Direct())):
-        prove(TwoLevel(inside, across, group=group), size, 1000)
+        prove_schedule(TwoLevel(inside, across, group=group), size, 1000)
 
 
 def test_groups_must_make_up_all_ranks() -> None:
@@ -153,7 +167,7 @@ def test_groups_must_make_up_all_ranks() -> None:
 def test_rendezvous_sends_hang_where_everybody_sends_first(size: int) -> None:
     """What blocking MPI sends of long messages do: only the orders made for them survive."""
     free = {
-        schedule: prove(schedule, size, 100).rendezvous
+        schedule: prove_schedule(schedule, size, 100).rendezvous
         for schedule in SCHEDULES
         if not isinstance(schedule, DoubleTree)
     }
@@ -166,8 +180,8 @@ def test_rendezvous_sends_hang_where_everybody_sends_first(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
 def test_bytes_of_the_ring_are_optimal(size: int) -> None:
-    assert prove(Ring(), size, 16 * size).sent == 2 * (size - 1) * 16  # 2 (p-1)/p n
-    assert prove(RingAsync(4), size, 16 * size).sent == 2 * (size - 1) * 16
+    assert prove_schedule(Ring(), size, 16 * size).sent == 2 * (size - 1) * 16  # 2 (p-1)/p n
+    assert prove_schedule(RingAsync(4), size, 16 * size).sent == 2 * (size - 1) * 16
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -188,7 +202,9 @@ def test_double_trees_share_the_work(size: int) -> None:
     """Two spanning trees of logarithmic depth, in which no rank has more than two children;
     whoever has children in one is a leaf in the other, but for rank 0 of an odd number.
     """
-    families = [[family(rank, size, tree) for rank in range(size)] for tree in (0, 1)]
+    families = [
+        [find_double_tree_relatives(rank, size, tree) for rank in range(size)] for tree in (0, 1)
+    ]
     for tree in families:
         assert sorted(child for _, children in tree for child in children) == [
             rank for rank, (parent, _) in enumerate(tree) if parent is not None
@@ -226,15 +242,15 @@ class Numbers:
     """The walk's plainest meaning: every slot holds a list of numbers."""
 
     def __init__(self, vectors: list[list[float]], parts: int) -> None:
-        cuts = evenly(len(vectors[0]), parts)
+        cuts = split_evenly(len(vectors[0]), parts)
         self.held = [[vector[cut.start : cut.stop] for cut in cuts] for vector in vectors]
 
     def read(self, rank: int, send: Send) -> list[list[float]]:
-        return [self.held[rank][part] for part in parts_in(send.slot)]  # type: ignore[index]
+        return [self.held[rank][part] for part in expand_slot(send.slot)]  # type: ignore[index]
 
     def write(self, rank: int, recv: Recv, payload: list[list[float]]) -> None:
         slots = self.held[rank]
-        for part, new in zip(parts_in(recv.slot), payload, strict=True):
+        for part, new in zip(expand_slot(recv.slot), payload, strict=True):
             slots[part] = (
                 [a + b for a, b in zip(slots[part], new, strict=True)] if recv.add else new
             )  # type: ignore[index]
@@ -255,7 +271,7 @@ def test_numbers_add_up_and_replicas_are_bit_equal(schedule: Collective, size: i
     ]
     for vectors in (whole, real):
         numbers = Numbers(vectors, schedule.parts(size))
-        walk(schedule.program, size, numbers)
+        interpret_schedule(schedule.program, size, numbers)
         results = [list(chain(*slots)) for slots in numbers.held]
         assert all(result == results[0] for result in results)
         if vectors is whole:
@@ -311,13 +327,13 @@ DRAWN = {
 
 @pytest.mark.parametrize(("schedule", "size"), DRAWN, ids=str)
 def test_drawn(schedule: Collective, size: int) -> None:
-    print(draw(schedule, size))
-    assert draw(schedule, size) == lines(DRAWN[schedule, size])
+    print(draw_text(schedule, size))
+    assert draw_text(schedule, size) == lines(DRAWN[schedule, size])
 
 
 def test_a_pipeline_is_drawn() -> None:
     """The same words over slots of any names, by the same player."""
-    assert draw(Forwards(2), 3) == lines("""
+    assert draw_text(Forwards(2), 3) == lines("""
         0 | Fx0   >1:x0   Fx1   >1:x1
         1 |       <0:x0   Fx0   >2:x0 <0:x1   Fx1   >2:x1
         2 |                     <1:x0         Fx0   <1:x1   Fx1""")

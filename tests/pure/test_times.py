@@ -24,7 +24,7 @@ class Written(Record):
 
 
 def taken(*runs: list[float]) -> timing.StepTime:
-    found = timing.times_of([Written(seconds) for seconds in runs])
+    found = timing.measure_step_time([Written(seconds) for seconds in runs])
     assert found is not None
     return found
 
@@ -41,20 +41,20 @@ def scattered(middle: float, seed: int, count: int = 200) -> list[float]:
 @pytest.mark.parametrize(("count", "place"), [(6, 0), (8, 0), (9, 1), (10, 1), (20, 5), (30, 9)])
 def test_where_the_median_lies_is_a_matter_of_coins(count: int, place: int) -> None:
     """As in the tables of the sign test at 5 %."""
-    assert timing._place(count) == place
+    assert timing._find_bound_position(count) == place
 
 
 def test_a_quiet_machine_tells_a_ratio_and_late_steps_do_not_matter() -> None:
-    ratio = taken(scattered(1.0, 0)).over(taken(scattered(0.5, 1)))
-    assert ratio.clear
+    ratio = taken(scattered(1.0, 0)).divide_by(taken(scattered(0.5, 1)))
+    assert ratio.is_significant
     assert ratio.value == pytest.approx(2.0, rel=0.02)
     assert 0.95 * ratio.high < ratio.low < ratio.value < ratio.high
     assert str(ratio) == f"{ratio.value:.2f}x"
 
 
 def test_two_that_are_as_quick_are_told_by_where_their_ratio_may_be() -> None:
-    ratio = taken(scattered(1.0, 0)).over(taken(scattered(1.0, 1)))
-    assert not ratio.clear
+    ratio = taken(scattered(1.0, 0)).divide_by(taken(scattered(1.0, 1)))
+    assert not ratio.is_significant
     assert ratio.low < 1.0 < ratio.high
 
 
@@ -63,7 +63,7 @@ def test_bursts_and_a_disturbed_seed_widen_the_interval() -> None:
     last.
     """
     bursts = list(chain.from_iterable([20.0 if block % 2 else 1.0] * 20 for block in range(9)))
-    assert not taken(bursts).over(taken(scattered(0.5, 0))).clear
+    assert not taken(bursts).divide_by(taken(scattered(0.5, 0))).is_significant
     assert taken(scattered(1.0, 1), scattered(80.0, 2)).high > 70
 
 
@@ -73,13 +73,17 @@ def test_so_few_steps_say_nothing(steps: int) -> None:
     quick = taken([0.25] * steps)
     slow = taken([0.5] * steps)
     assert quick.seconds == 0.25
-    assert slow.over(quick).clear == (quick.between is not None) == (steps >= timing.FEWEST)
-    assert str(slow.over(quick)) == ("2.00x" if steps >= timing.FEWEST else "-")
-    assert str(timing.SAME) == "1.00x"
+    assert (
+        slow.divide_by(quick).is_significant
+        == (quick.finite_bounds is not None)
+        == (steps >= timing.MIN_BLOCKS)
+    )
+    assert str(slow.divide_by(quick)) == ("2.00x" if steps >= timing.MIN_BLOCKS else "-")
+    assert str(timing.NO_SPEED_UP) == "1.00x"
 
 
 def test_no_steps_are_nothing() -> None:
-    assert timing.times_of([]) is None
+    assert timing.measure_step_time([]) is None
 
 
 @pytest.mark.parametrize(

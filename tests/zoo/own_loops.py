@@ -35,10 +35,10 @@ def of_row(rows: tuple[Row, ...], name: str) -> Callable[[], State]:
 
     def loop() -> State:
         job = next(row for row in rows if row.name == name).job().replace(dtype=torch.float64)
-        model = job.built_model()
+        model = job.build_model()
         optimizer = job.optimizer(model.parameters())
         with pg.parallelize(
-            model, job.built_loss(), optimizer, seed=job.seed, collate=job.collate
+            model, job.build_loss(), optimizer, seed=job.seed, collate=job.collate
         ) as trainer:
             for epoch in range(EPOCHS):
                 for batch in trainer.batches(job.train, batch=job.batch, epoch=epoch):

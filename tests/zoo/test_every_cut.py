@@ -13,9 +13,9 @@ from rows import IN_PARTS, Row
 from test_no_false_alarm import STEPS, job
 from test_zoo import ROWS, pytestmark
 
-from paragrad.datasets.loading import brought, called, copied, parted
-from paragrad.jobs.job import CPU, opened
-from paragrad.parallel.tracing.cut_points import units_of
+from paragrad.datasets.loading import call_model, clone_batch, convert_batch, separate_target
+from paragrad.jobs.job import CPU, open_dataset
+from paragrad.parallel.tracing.cut_points import find_cut_points
 
 __all__ = ["pytestmark"]
 
@@ -27,15 +27,17 @@ __all__ = ["pytestmark"]
 )
 def test_every_cut(row: Row, tmp_path: Path) -> None:
     made = job(row)
-    model = made.built_model()
-    inputs, _ = parted(
-        brought(
-            made.samples(opened(made.train, None))[0, list(range(12))], CPU, made.parameter_dtype
+    model = made.build_model()
+    inputs, _ = separate_target(
+        convert_batch(
+            made.make_samples(open_dataset(made.train, None))[0, list(range(12))],
+            CPU,
+            made.parameter_dtype,
         )
     )
     with torch.autocast("cpu", made.autocast, enabled=made.autocast is not None):
-        called(model, copied(inputs))  # lazy modules get their parameters
-        units = units_of(model, inputs, parts=2).work
+        call_model(model, clone_batch(inputs))  # lazy modules get their parameters
+        units = find_cut_points(model, inputs, stage_count=2).work
     wrong = {}
     for first, (unit, _) in enumerate(list(units)[1:], start=1):
         strategy = f"place(2, cut=[{first}, {len(units) - first}])"

@@ -12,7 +12,7 @@ from foreign import missing
 from test_zoo import ROWS, pytestmark
 
 import paragrad as pg
-from paragrad.engine.state.values import same
+from paragrad.engine.state.values import is_same_value
 from paragrad.record.record import Record
 
 __all__ = ["pytestmark"]
@@ -56,11 +56,11 @@ def test_on_one_worker_as_on_two(row: object, tmp_path: Path) -> None:
         run = pg.train(
             made, f"federated({workers}, clients=3, fraction=1.0, rounds=2)", runs=tmp_path
         )
-        assert all(line["lost"] == [] for line in Record(run.folder).of("epoch"))
+        assert all(line["lost"] == [] for line in Record(run.folder).select_lines("epoch"))
         found.append(run.model().state_dict())
     for name, one in found[0].items():
         other = found[1][name]
-        assert same(one, other) or torch.allclose(
+        assert is_same_value(one, other) or torch.allclose(
             one.double(), other.double(), rtol=1e-9, atol=1e-10
         ), name
 

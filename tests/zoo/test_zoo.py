@@ -37,7 +37,7 @@ from rows import (
 )
 
 import paragrad as pg
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 
 ROWS: tuple[Row, ...] = (
     *transformers_jobs.ROWS,
@@ -108,7 +108,7 @@ def test_as_expected(
     strategy: str,
     note: Callable[[Line], None],
     tmp_path: Path,
-    pool: Ranks,
+    pool: Launcher,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if absent := missing(*row.needs):

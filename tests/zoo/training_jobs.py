@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset, default_collate
 
-from paragrad.datasets.sample_order import Order
+from paragrad.datasets.sample_order import SampleOrder
 
 # two of 29 targets count for nothing: not seen in most batches
 RARE = TensorDataset(
@@ -39,7 +39,7 @@ RARE = TensorDataset(
 )
 # and the same of 300 in the batches 20 to 22 of the first epoch, after what the door and twenty
 # steps see
-LATE = set(Order(300, 12, 5).indices(0, range(240, 276))[::3])
+LATE = set(SampleOrder(300, 12, 5).get_indices(0, range(240, 276))[::3])
 IGNORED_LATE = TensorDataset(
     numbers(300, 10, seed=1),
     torch.tensor([-100 if index in LATE else index % 4 for index in range(300)]),

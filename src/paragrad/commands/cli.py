@@ -17,49 +17,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from paragrad.commands.exit_codes import answering, spelled
+from paragrad.commands.exit_codes import replace_unencodable, use_exit_codes
 from paragrad.commands.options import (
-    Allow,
-    Backend,
-    Batch,
-    Data,
-    Device,
-    Epochs,
-    JobName,
-    Json,
-    Listen,
-    Loaders,
-    Machine,
-    NoiseScale,
-    Pace,
-    Runs,
-    Sabotage,
-    ScaleLr,
-    Seed,
-    Set,
-    Slow,
-    Strategy,
-    Timeout,
-    Unchecked,
-    Unproved,
-    Until,
-    WarmUp,
+    RENAMED_OPTIONS,
+    AllowOption,
+    BackendOption,
+    BatchOption,
+    DataOption,
+    DeviceOption,
+    EpochsOption,
+    InjectFaultOption,
+    JobArgument,
+    JsonOption,
+    ListenOption,
+    LoadersOption,
+    MachineOption,
+    NoiseScaleOption,
+    PaceOption,
+    RunsOption,
+    ScaleLrOption,
+    SeedOption,
+    SetOption,
+    SkipFirstStepCheckOption,
+    SkipScheduleCheckOption,
+    SlowOption,
+    StrategyOption,
+    TimeoutOption,
+    UntilOption,
+    WarmUpOption,
 )
 from paragrad.errors import Interrupted, Refused
-from paragrad.executors.machine import machine_of
-from paragrad.planner.simulation import read_bytes, read_slow
-from paragrad.planner.simulation import simulate as simulated
+from paragrad.executors.machine import load_machine
+from paragrad.planner.simulation import parse_bytes, parse_slow_rank
+from paragrad.planner.simulation import simulate_exchange as simulated
 from paragrad.report import simulation_report
-from paragrad.report.progress import Shown
-from paragrad.runtime.launcher_env import cores
-from paragrad.strategies.compressors import compressor_of
+from paragrad.report.progress import ProgressDisplay
+from paragrad.runtime.launcher_env import count_cores
+from paragrad.strategies.compressors import find_compressor
 from paragrad.strategies.registry import strategy as read_strategy
 from paragrad.version import __version__
 
 if TYPE_CHECKING:
     from paragrad.jobs.job import Job
 
-DIGITS = (
+DEFAULT_STRATEGIES = (
     "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); "
     "data(2, reduce=tree); "
     "data(2, reduce=butterfly)"
@@ -72,28 +73,28 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"paragrad {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def options(
+def handle_global_options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=_version, help="print the version and exit"
+            "--version", is_eager=True, callback=_print_version, help="print the version and exit"
         ),
     ] = False,
 ) -> None:
     """Train one plain PyTorch model on many workers, and see that it was the same training."""
 
 
-@app.command()
-def train(
-    job: JobName,
-    strategy: Strategy = "serial",
+@app.command("train")
+def run_train(
+    job: JobArgument,
+    strategy: StrategyOption = "serial",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print shares, steps and resolved choices")
     ] = False,
@@ -110,50 +111,50 @@ def train(
             metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N"
         ),
     ] = None,
-    timeout: Timeout = None,
-    listen: Listen = None,
-    allow: Allow = None,
+    timeout: TimeoutOption = None,
+    listen: ListenOption = None,
+    allow: AllowOption = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="write event files into the run's folder")
     ] = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="what every rank did when, for Perfetto")
     ] = None,
-    until: Until = None,
-    runs: Runs = Path("runs"),
-    data: Data = None,
-    device: Device = "cpu",
-    backend: Backend = "auto",
-    machine: Machine = None,
-    loaders: Loaders = 0,
-    slow: Slow = None,
-    pace: Pace = None,
+    until: UntilOption = None,
+    runs: RunsOption = Path("runs"),
+    data: DataOption = None,
+    device: DeviceOption = "cpu",
+    backend: BackendOption = "auto",
+    machine: MachineOption = None,
+    loaders: LoadersOption = 0,
+    slow: SlowOption = None,
+    pace: PaceOption = None,
     batch: Annotated[
         str | None, typer.Option(help="global batch size, instead of the job's; fit: by --memory")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="that a rank may hold, with --batch fit")
     ] = None,
-    scale_lr: ScaleLr = None,
-    warm_up: WarmUp = None,
-    noise_scale: NoiseScale = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    set_: Set = None,
-    sabotage: Sabotage = None,
-    unproved: Unproved = False,
-    unchecked: Unchecked = False,
-    as_json: Json = False,
+    scale_lr: ScaleLrOption = None,
+    warm_up: WarmUpOption = None,
+    noise_scale: NoiseScaleOption = None,
+    epochs: EpochsOption = None,
+    seed: SeedOption = None,
+    set_: SetOption = None,
+    inject_fault: InjectFaultOption = None,
+    skip_schedule_check: SkipScheduleCheckOption = False,
+    skip_first_step_check: SkipFirstStepCheckOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
     from paragrad.commands.train import train as trained
     from paragrad.report import summaries
-    from paragrad.runtime.rendezvous import launched_rank
+    from paragrad.runtime.rendezvous import get_launched_rank
     from paragrad.trainer.settings import Settings
-    from paragrad.validation.validate import admitted
+    from paragrad.validation.validate import validate_run
 
-    with answering():
-        chosen = _job(
+    with use_exit_codes():
+        chosen = _load_typed_job(
             job, set_, batch=batch, epochs=epochs, seed=seed, scale_lr=scale_lr, warm_up=warm_up
         )
         settings: dict[str, Any] = {
@@ -167,9 +168,9 @@ def train(
             "until": until,
             "tensorboard": tensorboard,
             "trace": trace,
-            "sabotage": sabotage,
-            "unproved": unproved,
-            "unchecked": unchecked,
+            "inject_fault": inject_fault,
+            "skip_schedule_check": skip_schedule_check,
+            "skip_first_step_check": skip_first_step_check,
             "machine": machine,
             "memory": memory,
             "slow": ",".join(slow) if slow else None,
@@ -180,31 +181,31 @@ def train(
             **({} if timeout is None else {"timeout": timeout}),
         }
         if dry_run:
-            summaries.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
+            summaries.print_dry_run(validate_run(chosen, strategy, Settings(**settings)), as_json)
             raise typer.Exit
         try:
-            with Shown(Console(stderr=True)) as shown:
+            with ProgressDisplay(Console(stderr=True)) as shown:
                 run = trained(
                     chosen,
                     strategy,
                     runs=runs,
                     check=check,
-                    progress=shown.run(strategy),
+                    progress=shown.track_run(strategy),
                     **settings,
                 )
         except Interrupted as error:
-            summaries.interrupted(error.folder, sys.argv)
+            summaries.print_resume_hint(error.folder, sys.argv)
             raise
-        if launched_rank() == 0:
-            summaries.run(run, as_json, sys.argv)
+        if get_launched_rank() == 0:
+            summaries.print_run(run, as_json, sys.argv)
 
 
-@app.command()
-def join(
+@app.command("join")
+def run_join(
     address: Annotated[
         str, typer.Argument(help="of a training that listens (train --listen): tcp://HOST:PORT")
     ],
-    job: JobName,
+    job: JobArgument,
     server_key: Annotated[
         Path, typer.Option(metavar="FILE", help="its public key: office.key of the run's folder")
     ],
@@ -215,24 +216,24 @@ def join(
     threads: Annotated[
         int | None, typer.Option(help="of this worker; otherwise the cores of this host")
     ] = None,
-    timeout: Timeout = None,
-    data: Data = None,
-    device: Device = "cpu",
-    batch: Batch = None,
-    scale_lr: ScaleLr = None,
-    warm_up: WarmUp = None,
-    seed: Seed = None,
-    set_: Set = None,
+    timeout: TimeoutOption = None,
+    data: DataOption = None,
+    device: DeviceOption = "cpu",
+    batch: BatchOption = None,
+    scale_lr: ScaleLrOption = None,
+    warm_up: WarmUpOption = None,
+    seed: SeedOption = None,
+    set_: SetOption = None,
 ) -> None:
     """Be one worker more of a training that runs elsewhere, of the same JOB, until it is over.
     Ctrl-C leaves it.
     """
-    from paragrad.commands.join_training import join as joined
+    from paragrad.commands.join_training import join_training as joined
 
-    with answering():
+    with use_exit_codes():
         number, done = joined(
             address,
-            _job(job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up),
+            _load_typed_job(job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up),
             server_key=server_key,
             key=key,
             threads=threads,
@@ -249,39 +250,42 @@ def join(
         )
 
 
-@app.command()
-def compare(
-    job: JobName,
-    strategies: Annotated[str, typer.Option(help="separated by ;")] = DIGITS,
+@app.command("compare")
+def run_compare(
+    job: JobArgument,
+    strategies: Annotated[str, typer.Option(help="separated by ;")] = DEFAULT_STRATEGIES,
     seeds: Annotated[
         int, typer.Option(metavar="COUNT", help="trainings of each strategy, for mean and spread")
     ] = 1,
-    twin: Annotated[
-        bool, typer.Option("--twin", help="also train serial with every batch back to front")
+    rounding_baseline: Annotated[
+        bool,
+        typer.Option(
+            "--rounding-baseline", help="also train serial with every batch back to front"
+        ),
     ] = False,
-    until: Until = None,
-    runs: Runs = Path("runs"),
-    data: Data = None,
-    device: Device = "cpu",
-    backend: Backend = "auto",
-    machine: Machine = None,
-    loaders: Loaders = 0,
-    slow: Slow = None,
-    pace: Pace = None,
-    batch: Batch = None,
-    scale_lr: ScaleLr = None,
-    warm_up: WarmUp = None,
-    noise_scale: NoiseScale = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    set_: Set = None,
-    sabotage: Sabotage = None,
-    unproved: Unproved = False,
-    unchecked: Unchecked = False,
+    until: UntilOption = None,
+    runs: RunsOption = Path("runs"),
+    data: DataOption = None,
+    device: DeviceOption = "cpu",
+    backend: BackendOption = "auto",
+    machine: MachineOption = None,
+    loaders: LoadersOption = 0,
+    slow: SlowOption = None,
+    pace: PaceOption = None,
+    batch: BatchOption = None,
+    scale_lr: ScaleLrOption = None,
+    warm_up: WarmUpOption = None,
+    noise_scale: NoiseScaleOption = None,
+    epochs: EpochsOption = None,
+    seed: SeedOption = None,
+    set_: SetOption = None,
+    inject_fault: InjectFaultOption = None,
+    skip_schedule_check: SkipScheduleCheckOption = False,
+    skip_first_step_check: SkipFirstStepCheckOption = False,
     resume: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="finish a comparison that ended early")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train JOB under several strategies and print one table; page.html shows it with its
     charts.
@@ -290,60 +294,60 @@ def compare(
     from paragrad.report import summaries
     from paragrad.report.comparison_table import Table
 
-    with answering():
-        chosen = _job(
+    with use_exit_codes():
+        chosen = _load_typed_job(
             job, set_, batch=batch, epochs=epochs, seed=seed, scale_lr=scale_lr, warm_up=warm_up
         )
         interrupted: Interrupted | None = None
-        with Shown(Console(stderr=True)) as shown:
+        with ProgressDisplay(Console(stderr=True)) as shown:
             try:
                 result = compared(
                     chosen,
                     strategies,
                     runs=runs,
                     seeds=seeds,
-                    twin=twin,
+                    rounding_baseline=rounding_baseline,
                     until=until,
                     data=data,
                     device=device,
                     backend=backend,
                     machine=machine,
                     loaders=loaders,
-                    sabotage=sabotage,
-                    unproved=unproved,
-                    unchecked=unchecked,
+                    inject_fault=inject_fault,
+                    skip_schedule_check=skip_schedule_check,
+                    skip_first_step_check=skip_first_step_check,
                     resume=resume,
                     pace=pace,
                     slow=",".join(slow) if slow else None,
                     noise_scale=noise_scale,
-                    progress=shown.run,
+                    progress=shown.track_run,
                     command=shlex.join(["paragrad", *sys.argv[1:]]),
                 )
             except Interrupted as error:
                 interrupted = error
                 result = Table(error.folder)
-        summaries.comparison(result, as_json, sys.argv, str(data) if data else None)
+        summaries.print_comparison(result, as_json, sys.argv, str(data) if data else None)
         if interrupted:
             raise interrupted
-        if result.failed and result.ended["status"] != "stopped":
+        if result.failed and result.ending["status"] != "stopped":
             raise typer.Exit(1)
 
 
-@app.command()
-def verify(
-    job: JobName,
-    strategy: Strategy,
-    runs: Runs = Path("runs"),
-    data: Data = None,
-    device: Device = "cpu",
-    backend: Backend = "auto",
-    batch: Batch = None,
-    scale_lr: ScaleLr = None,
-    warm_up: WarmUp = None,
-    seed: Seed = None,
-    set_: Set = None,
-    sabotage: Sabotage = None,
-    as_json: Json = False,
+@app.command("verify")
+def run_verify(
+    job: JobArgument,
+    strategy: StrategyOption,
+    runs: RunsOption = Path("runs"),
+    data: DataOption = None,
+    device: DeviceOption = "cpu",
+    backend: BackendOption = "auto",
+    batch: BatchOption = None,
+    scale_lr: ScaleLrOption = None,
+    warm_up: WarmUpOption = None,
+    seed: SeedOption = None,
+    set_: SetOption = None,
+    inject_fault: InjectFaultOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Is it the same training as serial? 20 steps in float64, tensor by tensor, and a
     certificate.
@@ -351,9 +355,11 @@ def verify(
     from paragrad.commands.verify import verify as verified
     from paragrad.report import summaries
 
-    with answering():
-        chosen = _job(job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up)
-        with Shown(Console(stderr=True)) as shown:
+    with use_exit_codes():
+        chosen = _load_typed_job(
+            job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up
+        )
+        with ProgressDisplay(Console(stderr=True)) as shown:
             certificate = verified(
                 chosen,
                 strategy,
@@ -361,22 +367,22 @@ def verify(
                 data=data,
                 device=device,
                 backend=backend,
-                sabotage=sabotage,
-                progress=shown.run(f"verify {strategy}"),
+                inject_fault=inject_fault,
+                progress=shown.track_run(f"verify {strategy}"),
             )
-        summaries.certificate(certificate, as_json)
+        summaries.print_certificate(certificate, as_json)
         if not certificate.same:
             raise typer.Exit(1)
 
 
-OwnJob = Annotated[
+JobFileOption = Annotated[
     str | None,
     typer.Option("--job", metavar="JOB", help="a job file, with an all-reduce of your own in it"),
 ]
 
 
-@app.command()
-def draw(
+@app.command("draw")
+def run_draw(
     strategy: Annotated[
         str, typer.Argument(help="such as 'data(4, reduce=ring)'; several separated by ;")
     ],
@@ -389,19 +395,19 @@ def draw(
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")
     ] = None,
-    data: Data = None,
-    batch: Batch = None,
-    set_: Set = None,
+    data: DataOption = None,
+    batch: BatchOption = None,
+    set_: SetOption = None,
 ) -> None:
     """Draw what the ranks of a strategy do and send each other, and with --job the parts of its
     model, or what they hold.
     """
-    from paragrad.commands.draw import draw as drawn
+    from paragrad.commands.draw import draw_strategies as drawn
     from paragrad.commands.memory import draw_memory
 
-    with answering():
+    with use_exit_codes():
         with Console(stderr=True).status("drawing"):
-            chosen = _job(job, set_, batch=batch) if job else None
+            chosen = _load_typed_job(job, set_, batch=batch) if job else None
             if memory and chosen is None:
                 raise Refused(
                     "--memory draws what a model's activations weigh; say which with --job JOB"
@@ -414,28 +420,32 @@ def draw(
         print(text)
 
 
-@app.command()
-def work(
-    job: JobName, data: Data = None, batch: Batch = None, set_: Set = None, as_json: Json = False
+@app.command("work")
+def run_work(
+    job: JobArgument,
+    data: DataOption = None,
+    batch: BatchOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Work, depth and bytes of every layer of JOB in one step, and how many processors they
     could keep busy.
     """
-    from paragrad.commands.count_work import profile
-    from paragrad.report.work_report import work as show_work
+    from paragrad.commands.count_work import profile_job
+    from paragrad.report.work_report import print_profile as show_work
 
-    with answering():
-        show_work(profile(_job(job, set_, batch=batch), data), as_json)
+    with use_exit_codes():
+        show_work(profile_job(_load_typed_job(job, set_, batch=batch), data), as_json)
 
 
-@app.command()
-def simulate(
+@app.command("simulate")
+def run_simulate(
     strategy: Annotated[str, typer.Argument(help="such as 'data(4096, reduce=ring)'")],
     size: Annotated[
         str, typer.Option("--bytes", metavar="N", help="of the vector: 4096, 64KiB, 100MB")
     ],
-    machine: Machine = None,
-    job: OwnJob = None,
+    machine: MachineOption = None,
+    job: JobFileOption = None,
     link: Annotated[str | None, typer.Option(help="link of the machine file: gloo or shm")] = None,
     inside: Annotated[
         str | None, typer.Option(help="link among the ranks of a host, where it is another")
@@ -452,16 +462,16 @@ def simulate(
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="also write every message as a span")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """What one exchange of a strategy will cost, on thousands of ranks too: by a clock, by
     formula, beside the lower bounds.
     """
-    with answering():
+    with use_exit_codes():
         if job:
-            _job(job)
-        if (compressor := compressor_of(chosen := read_strategy(strategy))) is not None:
-            from paragrad.commands.compression_break_even import pays
+            _load_typed_job(job)
+        if (compressor := find_compressor(chosen := read_strategy(strategy))) is not None:
+            from paragrad.commands.compression_break_even import price_compression
 
             if inside or slow or timeline or per_link > 1 or per_core > 1:
                 raise Refused(
@@ -469,32 +479,38 @@ def simulate(
                     f"slow; leave out "
                     "--inside, --slow, --timeline, --ranks-per-link and --ranks-per-core"
                 )
-            simulation_report.compressing(
-                pays(chosen, compressor, read_bytes(size), machine_of(machine, cores()), link),
+            simulation_report.print_compression_cost(
+                price_compression(
+                    chosen,
+                    compressor,
+                    parse_bytes(size),
+                    load_machine(machine, count_cores()),
+                    link,
+                ),
                 as_json,
             )
             return
-        with Shown(Console(stderr=True), transient=True) as shown:
-            show = shown.run(f"simulate {strategy}", "message")
+        with ProgressDisplay(Console(stderr=True), transient=True) as shown:
+            show = shown.track_run(f"simulate {strategy}", "message")
             found = simulated(
                 chosen,
-                read_bytes(size),
-                machine_of(machine, cores()),
+                parse_bytes(size),
+                load_machine(machine, count_cores()),
                 link=link,
                 inside=inside,
-                per_link=per_link,
-                per_core=per_core,
-                slow=tuple(map(read_slow, slow or ())),
+                ranks_per_link=per_link,
+                ranks_per_core=per_core,
+                slow=tuple(map(parse_slow_rank, slow or ())),
                 spans=timeline is not None,
-                tell=lambda done, of: show({"step": done, "steps": of}),
+                progress=lambda done, of: show({"step": done, "steps": of}),
             )
-        simulation_report.simulation(found, as_json)
+        simulation_report.print_simulation(found, as_json)
         if timeline is not None:
-            simulation_report.timeline(found, timeline)
+            simulation_report.write_timeline(found, timeline)
 
 
-@app.command()
-def measure(
+@app.command("measure")
+def run_measure(
     output: Annotated[Path, typer.Option(metavar="FILE", help="the machine file to write")] = Path(
         "machine.json"
     ),
@@ -502,57 +518,62 @@ def measure(
     interface: Annotated[
         str | None, typer.Option(help="what gloo talks over; on one host loopback")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure this machine: alpha, beta, gamma of its links, its memory and its arithmetic.
     Under torchrun: between hosts.
     """
-    from paragrad.planner.link_measurement import measure as measured
+    from paragrad.planner.link_measurement import measure_machine as measured
 
-    with answering():
+    with use_exit_codes():
         with Console(stderr=True).status("measuring"):
             found = measured(backend, interface)
         if found is not None:  # on rank 0
-            simulation_report.machine(found, output, as_json)
+            simulation_report.write_machine_file(found, output, as_json)
 
 
-@app.command()
-def jobs(as_json: Json = False) -> None:
+@app.command("jobs")
+def run_jobs(as_json: JsonOption = False) -> None:
     """List the built-in jobs."""
     from paragrad.jobs.find_job import JOBS
     from paragrad.report import summaries
 
-    with answering():
-        summaries.jobs(JOBS, as_json)
+    with use_exit_codes():
+        summaries.print_jobs(JOBS, as_json)
 
 
-@app.command()
-def strategies(job: OwnJob = None, as_json: Json = False) -> None:
+@app.command("strategies")
+def run_strategies(job: JobFileOption = None, as_json: JsonOption = False) -> None:
     """List the strategies and algorithms, each with its source; with --job those of its file
     too.
     """
     from paragrad.report import summaries
 
-    with answering():
+    with use_exit_codes():
         if job:
-            _job(job)
-        summaries.strategies(as_json)
+            _load_typed_job(job)
+        summaries.print_strategies(as_json)
 
 
-def _job(name: str, settings: list[str] | None = None, **changes: Any) -> Job:
-    from paragrad.jobs.find_job import as_typed
+def _load_typed_job(name: str, settings: list[str] | None = None, **changes: Any) -> Job:
+    from paragrad.jobs.find_job import build_requested_job
 
-    return as_typed(name, settings or [], **changes)
+    return build_requested_job(name, settings or [], **changes)
 
 
-def main() -> None:
+def run_command_line() -> None:
     """Run the command. What its terminal cannot show is spelled out, and what is printed is
     really written.
     """
-    codecs.register_error("spelled", spelled)
+    codecs.register_error("spelled", replace_unencodable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="spelled")
     # the last collection would look through all of torch: half a second
     atexit.register(gc.freeze)
+    for word in sys.argv[1:]:
+        option = word.partition("=")[0]
+        if option in RENAMED_OPTIONS:
+            print(f"paragrad: {option} is now called {RENAMED_OPTIONS[option]}", file=sys.stderr)
+            sys.exit(2)
     app()

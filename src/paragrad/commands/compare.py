@@ -10,30 +10,35 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paragrad.commands.train import check_same, folder_name, run
-from paragrad.commands.trial import tried
-from paragrad.engine.gradient_noise import unmeasured
+from paragrad.commands.train import check_against_serial, make_folder_name, train_on_ranks
+from paragrad.commands.trial import choose_by_trial
+from paragrad.engine.gradient_noise import explain_no_measurement
 from paragrad.errors import Interrupted, RankFailed, Refused
 from paragrad.jobs.job import Job
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.loops.synchronous import Progress
-from paragrad.record.record import Line, Record, Recorder, lines_of, new_folder
+from paragrad.record.record import Line, Record, Recorder, create_run_folder, read_lines
 from paragrad.report.comparison_page import write_page
 from paragrad.report.comparison_table import Table
-from paragrad.report.equivalence.lockstep import distances
-from paragrad.report.notebook import below_the_cell
-from paragrad.report.results import TWIN
-from paragrad.runtime.rendezvous import launched_size
-from paragrad.runtime.stop_signals import Request, asking_to_stop
-from paragrad.strategies.registry import strategies, strategy
+from paragrad.report.equivalence.lockstep import measure_distances
+from paragrad.report.notebook import make_notebook_progress
+from paragrad.report.results import ROUNDING_BASELINE
+from paragrad.runtime.rendezvous import get_launched_size
+from paragrad.runtime.stop_signals import StopRequest, handle_stop_signals
+from paragrad.strategies.registry import parse_strategies, strategy
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.identity import refuse_another
-from paragrad.trainer.pace import refuse_strange
-from paragrad.trainer.settings import Settings
-from paragrad.validation.inspect_job import Findings, examined
-from paragrad.validation.resume_check import identity_of
-from paragrad.validation.validate import Admitted, admitted, here_for, ready
+from paragrad.trainer.identity import refuse_other_training
+from paragrad.trainer.pace import refuse_unknown_ranks
+from paragrad.trainer.settings import Settings, name_in_records
+from paragrad.validation.inspect_job import JobInspection, inspect_job
+from paragrad.validation.resume_check import build_job_identity
+from paragrad.validation.validate import (
+    ValidatedRun,
+    detect_environment,
+    resolve_and_check_strategy,
+    validate_run,
+)
 
 BASELINE_STEPS = 200  # of a serial run that is there for its speed alone
 DISTANCE_STEPS = 100  # over which the page draws the distance from serial
@@ -45,16 +50,16 @@ def compare(
     *,
     runs: str | Path = "runs",
     seeds: int = 1,
-    twin: bool = False,
+    rounding_baseline: bool = False,
     data: str | Path | None = None,
     device: str = "cpu",
     backend: str = "auto",
     overlap: bool = True,
     loaders: int = 0,
     until: str | None = None,
-    sabotage: str | None = None,
-    unproved: bool = False,
-    unchecked: bool = False,
+    inject_fault: str | None = None,
+    skip_schedule_check: bool = False,
+    skip_first_step_check: bool = False,
     machine: str | Path | None = None,
     slow: str | None = None,
     pace: float | None = None,
@@ -77,7 +82,7 @@ def compare(
     others (`table.ended`); Ctrl-C raises Interrupted, of whose folder `Table(folder)` is such a
     table.
     """
-    if launched_size() is not None:
+    if get_launched_size() is not None:
         raise Refused(
             "compare starts its own ranks and cannot run under a launcher; call it with plain "
             "python"
@@ -90,24 +95,24 @@ def compare(
         overlap=overlap,
         loaders=loaders,
         until=until,
-        sabotage=sabotage,
-        unproved=unproved,
-        unchecked=unchecked,
+        inject_fault=inject_fault,
+        skip_schedule_check=skip_schedule_check,
+        skip_first_step_check=skip_first_step_check,
         machine=machine,
         slow=slow,
         pace=pace,
         noise_scale=noise_scale,
     )
-    listed = strategies(chosen) if isinstance(chosen, str) else list(chosen)
+    listed = parse_strategies(chosen) if isinstance(chosen, str) else list(chosen)
     if not listed:
         raise Refused("compare needs at least one strategy")
-    facts = examined(job, how.folder)
-    rows, baselines = rows_of(job, listed, how, twin, facts)
+    facts = inspect_job(job, how.folder)
+    rows, baselines = validate_rows(job, listed, how, rounding_baseline, facts)
     # it is in some rows alone
-    refuse_strange(how.slowed, max(each.size - each.resolved.servers for each in rows))
+    refuse_unknown_ranks(how.slow_ranks, max(each.size - each.resolved.servers for each in rows))
     names = [
         [
-            f"{place:02}-{folder_name(row.asked)}"
+            f"{place:02}-{make_folder_name(row.requested)}"
             + ("-twin" if row.settings.reverse else "")
             + (f"-seed-{job.seed + more}" if seeds > 1 else "")
             for more in range(seeds)
@@ -116,32 +121,32 @@ def compare(
     ]
     asked: Line = {
         "rows": names,
-        "strategies": [shown(row) for row in rows],
+        "strategies": [label_row(row) for row in rows],
         "until": str(how.goal) if how.goal else None,
         "seeds": seeds,
         "command": command,
-        "baselines": [for_speed(row) for row in baselines],
-        "identity": identity(rows[0], how),
+        "baselines": [name_baseline_folder(row) for row in baselines],
+        "identity": collect_comparison_identity(rows[0], how),
     }
     folder = (
-        new_folder(Path(runs), f"{job.name}-compare")
+        create_run_folder(Path(runs), f"{job.name}-compare")
         if resume is None
-        else begun(Path(resume), asked, job)
+        else find_resumed_folder(Path(resume), asked, job)
     )
     with (
-        Recorder(folder / "compare.jsonl", alone=True) as record,
-        Ranks(max(each.size for each in rows)) as ranks,
+        Recorder(folder / "compare.jsonl", exclusive=True) as record,
+        Launcher(max(each.size for each in rows)) as ranks,
     ):
-        comparing = Comparing(
-            ranks, folder, record, progress or below_the_cell() or (lambda name: None)
+        comparing = ComparisonRun(
+            ranks, folder, record, progress or make_notebook_progress() or (lambda name: None)
         )
         if resume is None:
-            record.write("comparison", **asked)
-        status, why = comparing.all(list(zip(rows, names, strict=True)), baselines)
+            record.write_line("comparison", **asked)
+        status, why = comparing.train_all_rows(list(zip(rows, names, strict=True)), baselines)
         with suppress(OSError):  # a full disk has no room for it
-            record.write("end", status=status, seconds=round(record.now(), 6), error=why)
+            record.write_line("end", status=status, seconds=round(record.now(), 6), error=why)
     table = Table(folder)
-    with warned(folder / "page.html"):
+    with warn_on_write_error(folder / "page.html"):
         if table.records:
             write_page(table)
     if status == "interrupted":
@@ -154,13 +159,17 @@ def _check_seeds(seeds: int) -> None:
         raise Refused(f"seeds must be a whole number from 1, got {seeds!r}")
 
 
-def rows_of(
-    job: Job, listed: Sequence[str | Strategy], how: Settings, twin: bool, facts: Findings
-) -> tuple[list[Admitted], list[Admitted]]:
+def validate_rows(
+    job: Job,
+    requested: Sequence[str | Strategy],
+    settings: Settings,
+    rounding_baseline: bool,
+    inspection: JobInspection,
+) -> tuple[list[ValidatedRun], list[ValidatedRun]]:
     """(rows, what else is trained for its speed): all checked at the door."""
-    honest = replace(how, sabotage=None, noise_scale=None)
-    hows = [as_it_can(each, how) for each in listed]
-    if how.noise_scale and not any(each.noise_scale for each in hows):
+    honest = replace(settings, inject_fault=None, noise_scale=None)
+    hows = [drop_noise_scale(each, settings) for each in requested]
+    if settings.noise_scale and not any(each.noise_scale for each in hows):
         raise Refused(
             "no strategy here has the gradient of parts and of the whole batch on a rank; add "
             "data(n), or leave out "
@@ -168,8 +177,8 @@ def rows_of(
         )
     if without := [
         str(each)
-        for each, own in zip(listed, hows, strict=True)
-        if how.noise_scale and not own.noise_scale
+        for each, own in zip(requested, hows, strict=True)
+        if settings.noise_scale and not own.noise_scale
     ]:
         warnings.warn(
             f"the noise scale is not measured under {', '.join(without)}: no rank there has the "
@@ -177,13 +186,15 @@ def rows_of(
             "and of the whole batch",
             stacklevel=3,
         )
-    rows = [admitted(job, each, own, facts) for each, own in zip(listed, hows, strict=True)]
-    if twin:
-        rows.append(admitted(job, Serial(), replace(honest, reverse=True), facts))
+    rows = [
+        validate_run(job, each, own, inspection) for each, own in zip(requested, hows, strict=True)
+    ]
+    if rounding_baseline:
+        rows.append(validate_run(job, Serial(), replace(honest, reverse=True), inspection))
     for_speed = {
         each.resolved: each
         for each in (
-            admitted(job, each, replace(honest, limit=BASELINE_STEPS), facts)
+            validate_run(job, each, replace(honest, limit=BASELINE_STEPS), inspection)
             for each in (Serial(), Serial(threads=1))
         )
     }
@@ -192,24 +203,24 @@ def rows_of(
     return rows, [each for resolved, each in for_speed.items() if resolved not in timed]
 
 
-def as_it_can(asked: str | Strategy, how: Settings) -> Settings:
+def drop_noise_scale(requested: str | Strategy, settings: Settings) -> Settings:
     """Without the noise scale where that cannot be measured: serial is in most comparisons."""
-    resolved = ready(strategy(asked), here_for(how))
-    return replace(how, noise_scale=None) if unmeasured(resolved) else how
+    resolved = resolve_and_check_strategy(strategy(requested), detect_environment(settings))
+    return replace(settings, noise_scale=None) if explain_no_measurement(resolved) else settings
 
 
-def identity(row: Admitted, how: Settings) -> Line:
+def collect_comparison_identity(row: ValidatedRun, settings: Settings) -> Line:
     """What must be equal where a comparison goes on."""
     job = row.job
-    facts = row.facts
+    facts = row.inspection
     return {
-        **identity_of(job, facts),
+        **build_job_identity(job, facts),
         "epochs": job.epochs,
         "metric": job.metric_name,
         "test samples": facts.test_samples,
         **{
-            name: str(value)
-            for name, value in vars(how).items()
+            name_in_records(name): str(value)
+            for name, value in vars(settings).items()
             if name not in ("until", "data", "memory")
             and (
                 # which earlier versions did not know
@@ -219,17 +230,17 @@ def identity(row: Admitted, how: Settings) -> Line:
     }
 
 
-def _named(value: Any) -> str:
+def _format_value_list(value: Any) -> str:
     return "; ".join(value) if isinstance(value, list) else str(value)
 
 
-def for_speed(row: Admitted) -> str:
+def name_baseline_folder(row: ValidatedRun) -> str:
     """The folder of a run that is made for its speed."""
-    return f"baseline-{folder_name(row.resolved)}"
+    return f"baseline-{make_folder_name(row.resolved)}"
 
 
 @contextmanager
-def warned(path: Path) -> Iterator[None]:
+def warn_on_write_error(path: Path) -> Iterator[None]:
     """Around writing what a comparison can do without."""
     try:
         yield
@@ -237,14 +248,15 @@ def warned(path: Path) -> Iterator[None]:
         warnings.warn(f"{path} could not be written: {error.strerror or error}", stacklevel=3)
 
 
-def shown(row: Admitted) -> str:
-    return TWIN if row.settings.reverse else str(row.asked)
+def label_row(row: ValidatedRun) -> str:
+    return ROUNDING_BASELINE if row.settings.reverse else str(row.requested)
 
 
-def begun(folder: Path, asked: Line, job: Job) -> Path:
+def find_resumed_folder(folder: Path, header: Line, job: Job) -> Path:
     """A comparison's folder, if it is one of the same. Raises Refused."""
     before = next(
-        (line for line in lines_of(folder / "compare.jsonl") if line["kind"] == "comparison"), None
+        (line for line in read_lines(folder / "compare.jsonl") if line["kind"] == "comparison"),
+        None,
     )
     if before is None:
         raise Refused(
@@ -256,105 +268,113 @@ def begun(folder: Path, asked: Line, job: Job) -> Path:
             f"{folder} is a comparison of an earlier version, which cannot be gone on with; begin "
             f"a new one"
         )
-    refuse_another(folder, before["identity"], asked["identity"], f"job {job.name} has")
+    refuse_other_training(folder, before["identity"], header["identity"], f"job {job.name} has")
     for what, name in (("strategies", "strategies"), ("--until", "until"), ("--seeds", "seeds")):
-        if before[name] != asked[name]:
+        if before[name] != header[name]:
             raise Refused(
-                f"{folder} is a comparison with {what} {_named(before[name])}, and here it is with "
-                f"{_named(asked[name])}; go on with the same"
+                f"{folder} is a comparison with {what} {_format_value_list(before[name])}, and "
+                f"here it is with "
+                f"{_format_value_list(header[name])}; go on with the same"
                 + (f": {before['command']}" if before.get("command") else "")
             )
     return folder
 
 
 @dataclass
-class Comparing:
+class ComparisonRun:
     """A comparison under way."""
 
-    ranks: Ranks
+    launcher: Launcher
     folder: Path
     record: Recorder
     progress: Callable[[str], Progress | None]
-    asked: Request = field(default_factory=Request)  # to stop
+    stop_request: StopRequest = field(default_factory=StopRequest)  # to stop
 
-    def all(
-        self, rows: list[tuple[Admitted, list[str]]], baselines: list[Admitted]
+    def train_all_rows(
+        self, rows: list[tuple[ValidatedRun, list[str]]], baselines: list[ValidatedRun]
     ) -> tuple[str, str | None]:
         """Every row that is not there yet: how that ended (finished, stopped, interrupted,
         failed), and why.
         """
 
         def ask() -> None:
-            self.asked.set()
-            self.ranks.ask_to_stop()
+            self.stop_request.set()
+            self.launcher.request_stop()
 
         try:
-            with asking_to_stop(ask):
+            with handle_stop_signals(ask):
                 for row, names in rows:
-                    if not self.asked.is_set():
-                        self.row(row, names)
+                    if not self.stop_request.is_set():
+                        self.train_row(row, names)
                 for row in baselines:
-                    if not self.asked.is_set():
-                        self.trained(row, for_speed(row), f"{row.resolved}, for its speed")
+                    if not self.stop_request.is_set():
+                        self.train_unless_finished(
+                            row, name_baseline_folder(row), f"{row.resolved}, for its speed"
+                        )
         except KeyboardInterrupt:
             return "interrupted", None
         # of the record: nothing can be written any more
         except OSError as error:
             return "failed", f"{error.filename or self.folder}: {error.strerror or error}"
-        return ("stopped" if self.asked.is_set() else "finished"), None
+        return ("stopped" if self.stop_request.is_set() else "finished"), None
 
-    def row(self, row: Admitted, names: list[str]) -> None:
+    def train_row(self, row: ValidatedRun, names: list[str]) -> None:
         """The trainings of one strategy, and its distances from serial; a failure is in the
         run's own record.
         """
-        if not all(map(self.done, names)):
-            row = tried(self.ranks, row)
+        if not all(map(self.is_finished, names)):
+            row = choose_by_trial(self.launcher, row)
         for more, name in enumerate(names):
             # the trial before, or the seed before, did not hear it
-            if self.asked.is_set():
+            if self.stop_request.is_set():
                 return
-            seeded = row.with_seed(row.job.seed + more)
-            told = f"{shown(row)}, seed {seeded.job.seed}" if len(names) > 1 else shown(row)
-            if not self.trained(seeded, name, told):
+            seeded = row.replace_seed(row.job.seed + more)
+            told = f"{label_row(row)}, seed {seeded.job.seed}" if len(names) > 1 else label_row(row)
+            if not self.train_unless_finished(seeded, name, told):
                 return
         if (
-            (row.settings.reverse or not row.resolved.reference)
+            (row.settings.reverse or not row.resolved.is_reference)
             and row.rounds is None
-            and not self.asked.is_set()
+            and not self.stop_request.is_set()
         ):
-            self.checked(row, names[0])
+            self.record_distances(row, names[0])
 
-    def done(self, name: str) -> bool:
+    def is_finished(self, name: str) -> bool:
         return Record(self.folder / name, spans=False).finished
 
-    def trained(self, row: Admitted, name: str, shown: str) -> bool:
+    def train_unless_finished(self, row: ValidatedRun, name: str, label: str) -> bool:
         """Whether the run is there, finished; one that is there and is not, is made anew."""
-        if self.done(name):
+        if self.is_finished(name):
             return True
         shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / name).mkdir()
         try:
-            return not run(
-                self.ranks, row, self.folder / name, progress=self.progress(shown)
+            return not train_on_ranks(
+                self.launcher, row, self.folder / name, progress=self.progress(label)
             ).stopped
         except RankFailed:
             return False
 
-    def checked(self, row: Admitted, name: str) -> None:
+    def record_distances(self, row: ValidatedRun, name: str) -> None:
         """The distances from serial, unless they are there."""
         if any(
             line["kind"] == "distance" and line["run"] == name
-            for line in lines_of(self.folder / "compare.jsonl")
+            for line in read_lines(self.folder / "compare.jsonl")
         ):
             return
         try:
             if not row.settings.reverse:
-                check_same(self.ranks, row, name, self.record)
-            values = row.on(
-                self.ranks, distances, row.job, row.resolved, row.settings, DISTANCE_STEPS
+                check_against_serial(self.launcher, row, name, self.record)
+            values = row.run_on_ranks(
+                self.launcher,
+                measure_distances,
+                row.job,
+                row.resolved,
+                row.settings,
+                DISTANCE_STEPS,
             )[0]
-            self.record.write("distance", baseline="serial", run=name, values=values)
+            self.record.write_line("distance", baseline="serial", run=name, values=values)
         except RankFailed as error:
-            self.record.write(
+            self.record.write_line(
                 "event", name="difference failed", numbers={}, run=name, message=str(error)
             )

@@ -8,30 +8,35 @@ from math import prod
 
 from paragrad.errors import Refused
 from paragrad.executors.machine import Machine
-from paragrad.parallel.compression.cost import cost_of
-from paragrad.planner.compression_cost import ELEMENT, Compressing, compressing, shape_of
-from paragrad.strategies.compressors import Compressor, compressor_of
-from paragrad.strategies.registry import resolve
-from paragrad.strategies.strategy import Here, Strategy, factors_of
+from paragrad.parallel.compression.cost import measure_codec_cost
+from paragrad.planner.compression_cost import (
+    ELEMENT_BYTES,
+    CompressionCost,
+    choose_vector_shape,
+    predict_compression_cost,
+)
+from paragrad.strategies.compressors import Compressor, find_compressor
+from paragrad.strategies.registry import resolve_strategy
+from paragrad.strategies.strategy import Environment, Strategy, list_factors
 
-MOST = 1 << 22  # elements that are compressed to see what it costs
+MAX_ELEMENTS = 1 << 22  # elements that are compressed to see what it costs
 
 
-def pays(
+def price_compression(
     chosen: Strategy,
     compressor: Compressor,
     size: int,
     machine: Machine,
     link: str | None = None,
     costs: tuple[float, float] | None = None,
-) -> Compressing:
+) -> CompressionCost:
     """The exchange of a strategy with its compressor. costs: `measured` before. Raises
     Refused.
     """
-    if len(factors := factors_of(chosen)) > 1:
+    if len(factors := list_factors(chosen)) > 1:
         raise Refused(
             f"{chosen}: what compresses is priced by itself; simulate "
-            f"{next(each for each in factors if compressor_of(each))}"
+            f"{next(each for each in factors if find_compressor(each))}"
         )
     if chosen.servers:
         raise Refused(
@@ -42,22 +47,26 @@ def pays(
         raise Refused(
             f"{chosen}: say how many workers exchange, for example data(4, compress={compressor})"
         )
-    resolved = resolve(chosen, Here())
-    return compressing(
+    resolved = resolve_strategy(chosen, Environment())
+    return predict_compression_cost(
         resolved,
         compressor,
         int(resolved.workers),
         size,
         machine,
-        costs or measured(compressor, size),
+        costs or measure_compression_cost(compressor, size),
         link,
     )
 
 
-def measured(compressor: Compressor, size: int) -> tuple[float, float]:
+def measure_compression_cost(compressor: Compressor, size: int) -> tuple[float, float]:
     """What compressing a byte costs in seconds, and extracting: tried on a vector of that size,
     or of 16 MiB where it is longer.
     """
-    shape = shape_of(compressor, ELEMENT * max(1, min(MOST, size // ELEMENT)))
-    compress, extract = (each / (ELEMENT * prod(shape)) for each in cost_of(compressor, shape))
+    shape = choose_vector_shape(
+        compressor, ELEMENT_BYTES * max(1, min(MAX_ELEMENTS, size // ELEMENT_BYTES))
+    )
+    compress, extract = (
+        each / (ELEMENT_BYTES * prod(shape)) for each in measure_codec_cost(compressor, shape)
+    )
     return compress, extract

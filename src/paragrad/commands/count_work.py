@@ -9,42 +9,48 @@ from typing import Any
 import torch
 from torch import nn
 
-from paragrad.datasets.loading import brought, copied, parted
+from paragrad.datasets.loading import clone_batch, convert_batch, separate_target
 from paragrad.errors import Refused
-from paragrad.jobs.job import Job, opened
-from paragrad.jobs.loss import Summed
-from paragrad.planner.profile import Profile, counted
-from paragrad.runtime.generators import generators_kept
-from paragrad.validation.inspect_job import examined
+from paragrad.jobs.job import Job, open_dataset
+from paragrad.jobs.loss import LossModule
+from paragrad.planner.profile import JobProfile, count_model_calls
+from paragrad.runtime.generators import keep_generators
+from paragrad.validation.inspect_job import inspect_job
 
 
-def profile(job: Job, data: Path | None = None) -> Profile:
+def profile_job(job: Job, data: Path | None = None) -> JobProfile:
     """Count one step of a job's global batch. data: folder for jobs that read files. Raises
     Refused with the repair.
     """
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
-    job = _on_copies(job)
-    with generators_kept():
-        facts = examined(job, data)
-        job = facts.ready(job)
+    job = _copy_model_function(job)
+    with keep_generators():
+        facts = inspect_job(job, data)
+        job = facts.prepare_job(job)
         order = facts.order
-        places = order.at(0)
-        fetched = parted(job.samples(opened(job.train, data))[0, order.indices(0, places)])
-        inputs, target = brought(copied(fetched), torch.device("cpu"), job.parameter_dtype)
-        module = Summed(job.built_model(), job.built_loss())
+        places = order.get_batch(0)
+        fetched = separate_target(
+            job.make_samples(open_dataset(job.train, data))[0, order.get_indices(0, places)]
+        )
+        inputs, target = convert_batch(
+            clone_batch(fetched), torch.device("cpu"), job.parameter_dtype
+        )
+        module = LossModule(job.build_model(), job.build_loss())
         try:
-            calls, products, missed = counted(module, inputs, target, len(places), job.autocast)
+            calls, products, missed = count_model_calls(
+                module, inputs, target, len(places), job.autocast
+            )
         except (RuntimeError, ValueError, TypeError) as error:
             raise Refused(
                 f"job {job.name}: one step of its model raised {type(error).__name__}: {error}; "
                 f"mend the model, or "
                 "give another --batch"
             ) from error
-    return Profile(job.name, len(places), tuple(calls), products, tuple(missed))
+    return JobProfile(job.name, len(places), tuple(calls), products, tuple(missed))
 
 
-def _on_copies(job: Job) -> Job:
+def _copy_model_function(job: Job) -> Job:
     """The job with a copy of what its model function builds: that may be a model that somebody
     holds.
     """

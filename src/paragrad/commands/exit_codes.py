@@ -14,13 +14,13 @@ from typing import TextIO
 
 import typer
 
-from paragrad.errors import Interrupted, RankFailed, Refused, no_room
-from paragrad.runtime.launcher_env import launched
-from paragrad.runtime.stop_signals import ending_as_interrupted
+from paragrad.errors import Interrupted, RankFailed, Refused, describe_write_error
+from paragrad.runtime.launcher_env import detect_launch
+from paragrad.runtime.stop_signals import raise_on_stop_signals
 
 
 @contextmanager
-def answering() -> Iterator[None]:
+def use_exit_codes() -> Iterator[None]:
     """Exit codes: 0 done (or stopped by SIGTERM, and saved), 1 a run failed, 2 refused, 130
     stopped; the message last.
     """
@@ -28,7 +28,7 @@ def answering() -> Iterator[None]:
     try:
         # a rank that was launched ends at once by SIGTERM: it may wait in C++ for others, where
         # no handler is called
-        with ending_as_interrupted() if launched() is None else nullcontext():
+        with raise_on_stop_signals() if detect_launch() is None else nullcontext():
             yield
             # a full disk is told of here, not as the interpreter ends
             sys.stdout.flush()
@@ -46,18 +46,19 @@ def answering() -> Iterator[None]:
         raise typer.Exit(130) from None
     # the reader of a pipe has left, as `| head` does
     except BrokenPipeError:
-        _to_nobody(sys.stdout)
+        _redirect_to_null(sys.stdout)
     except OSError as error:  # a full disk, a folder that is gone
-        told = _taken(
-            sys.stderr, f"paragrad: {no_room(error, error.filename or 'what it prints')}\n"
+        told = _write_stream(
+            sys.stderr,
+            f"paragrad: {describe_write_error(error, error.filename or 'what it prints')}\n",
         )
-        _taken(sys.stdout)
+        _write_stream(sys.stdout)
         # the terminal: no failure of ours
         closed = not told and error.errno == errno.EIO and error.filename is None
         raise typer.Exit(0 if closed else 1) from None
 
 
-def _taken(stream: TextIO, text: str = "") -> bool:
+def _write_stream(stream: TextIO, text: str = "") -> bool:
     """Write, with what was written before. Where nobody takes it Python would try again at its
     end, and say so in its words.
     """
@@ -66,22 +67,22 @@ def _taken(stream: TextIO, text: str = "") -> bool:
         stream.flush()
         return True
     except OSError:
-        _to_nobody(stream)
+        _redirect_to_null(stream)
         return False
 
 
-def _to_nobody(stream: TextIO) -> None:
+def _redirect_to_null(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-SPELLED = {
+REPLACEMENTS = {
     "\N{PLUS-MINUS SIGN}": "+-",
     "\N{MULTIPLICATION SIGN}": "x",
     "\N{HORIZONTAL ELLIPSIS}": "...",
 }
 
 
-def spelled(error: UnicodeError) -> tuple[str, int]:
+def replace_unencodable(error: UnicodeError) -> tuple[str, int]:
     """What stands for a sign that a terminal or a file cannot show."""
     assert isinstance(error, UnicodeEncodeError)
-    return SPELLED.get(error.object[error.start], "?"), error.start + 1
+    return REPLACEMENTS.get(error.object[error.start], "?"), error.start + 1

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.errors import Refused, StepFailed, told
+from paragrad.errors import Refused, StepFailed, describe_error
 from paragrad.executors.transport import Traffic
-from paragrad.notation.choices import Choice, build
+from paragrad.notation.choices import Choice, build_choice
 from paragrad.notation.grammar import parse_call
-from paragrad.parallel.compression.compressed_reduce import DENSE, Compression
-from paragrad.parallel.compression.feedback import real, shaped
-from paragrad.parallel.compression.momentum import Momentum, momentum_of
-from paragrad.parallel.data.bucket_queue import Bucket, BucketQueue, waiting_bucket
-from paragrad.runtime.rendezvous import ranks_here, standing
+from paragrad.parallel.compression.compressed_reduce import DENSE_BYTES, CompressedReduce
+from paragrad.parallel.compression.feedback import flatten_real, reshape_and_cast_like
+from paragrad.parallel.compression.momentum import DgcMomentum, take_over_momentum
+from paragrad.parallel.data.bucket_queue import Bucket, BucketQueue, make_pending_bucket
+from paragrad.runtime.rendezvous import count_local_ranks, find_existing_world
 from paragrad.runtime.world import World
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
-from paragrad.strategies.registry import algorithms
-from paragrad.strategies.strategy import Here
+from paragrad.strategies.registry import collect_all_reduces
+from paragrad.strategies.strategy import Environment
 from paragrad.trainer.settings import Settings
-from paragrad.validation.inspected_job import Updates
-from paragrad.validation.validate import check_plans
+from paragrad.validation.inspected_job import InspectedOptimizer
+from paragrad.validation.validate import prove_strategy_schedules
 
 
 def hook(
@@ -43,39 +43,48 @@ def hook(
     and warms up by epochs. state.close() ends its thread, and gives the momentum back, which
     begins anew. Raises Refused.
     """
-    world = standing()
+    world = find_existing_world()
     if world is None:
         raise Refused("hook wants a process group; call torch.distributed.init_process_group first")
-    found = _read(algorithm)
+    found = _parse_hook_argument(algorithm)
     size = world.size
     compressor = found if isinstance(found, Compressor) else None
     if compressor is not None:
-        compressor.refuse_hooked(None if optimizer is None else Updates(optimizer), steps_per_epoch)
+        compressor.refuse_hook(
+            None if optimizer is None else InspectedOptimizer(optimizer), steps_per_epoch
+        )
     elif optimizer is not None or steps_per_epoch is not None:
         raise Refused(
             f"hook('{found}') wants no optimizer and no steps_per_epoch, which dgc has a use for; "
             f"leave them out"
         )
     chosen = Data(size, reduce=found) if compressor is None else Data(size, compress=compressor)
-    resolved = chosen.resolved(
-        Here(ranks=size, group=ranks_here(), backend=world.backend or "gloo", own_loop=True)
+    resolved = chosen.resolve(
+        Environment(
+            ranks=size,
+            ranks_on_host=count_local_ranks(),
+            backend=world.backend or "gloo",
+            user_loop=True,
+        )
     )
-    check_plans(chosen, resolved, Settings())
+    prove_strategy_schedules(chosen, resolved, Settings())
     queue = (
         BucketQueue(resolved.reduce, world)
         if compressor is None
         else CompressedBuckets(compressor, resolved.reduce, world, optimizer, steps_per_epoch)
     )
-    return queue, _mean if compressor is None else _sent
+    return queue, _average_in_hook if compressor is None else _compress_in_hook
 
 
-def _read(algorithm: str | Choice) -> Any:
+def _parse_hook_argument(algorithm: str | Choice) -> Any:
     if algorithm == "auto":
         return algorithm
-    known: dict[str, type[Choice]] = {**algorithms(), **Compressor.members}
+    known: dict[str, type[Choice]] = {**collect_all_reduces(), **Compressor.members}
     try:
         found = (
-            build(parse_call(algorithm), known, "hook") if isinstance(algorithm, str) else algorithm
+            build_choice(parse_call(algorithm), known, "hook")
+            if isinstance(algorithm, str)
+            else algorithm
         )
         if not isinstance(found, tuple(known.values())):
             raise Refused(f"got {found!r}")
@@ -101,7 +110,7 @@ class CompressedBuckets(BucketQueue):
         optimizer: torch.optim.Optimizer | None,
         steps_per_epoch: int | None,
     ) -> None:
-        self.asked = compressor
+        self.requested = compressor
         self.steps_per_epoch = steps_per_epoch
         self.step = 0
         every = (
@@ -109,61 +118,66 @@ class CompressedBuckets(BucketQueue):
             if optimizer is None
             else [each for group in optimizer.param_groups for each in group["params"]]
         )
-        self.names = dict[Tensor, str]()
-        self.named = dict[str, Any]()
+        self.parameter_names = dict[Tensor, str]()
+        self.parameters_by_name = dict[str, Any]()
         for each in every:
-            self._know(each)
-        self.momentum = momentum_of(compressor, optimizer, self.named)
+            self._name_parameter(each)
+        self.momentum = take_over_momentum(compressor, optimizer, self.parameters_by_name)
         super().__init__(algorithm, world)
-        feedback = None if self.momentum is None else self.momentum.corrected()
+        feedback = None if self.momentum is None else self.momentum.build_feedback()
         if feedback is not None and self.momentum is not None:
             small = {
-                name for each, name in self.names.items() if not compressor.compresses(each.shape)
+                name
+                for each, name in self.parameter_names.items()
+                if not compressor.compresses(each.shape)
             }
-            self.momentum.goes_on(feedback, small, self.world.size, {})
-        self.compression = Compression(compressor, self.world, self._now, feedback=feedback)
+            self.momentum.adopt_buffers(feedback, small, self.world.size, {})
+        self.compression = CompressedReduce(
+            compressor, self.world, self._sum_vector, feedback=feedback
+        )
 
     def close(self) -> None:
         super().close()
         if self.momentum is not None:
-            self.momentum.give_back()
+            self.momentum.release_optimizer()
 
-    def _now(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
+    def _sum_vector(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
         """A sum over ranks, in the queue's own thread."""
-        self._play(vector)
+        self._reduce_vector(vector)
         return lambda: vector
 
-    def _know(self, parameter: Tensor) -> str:
+    def _name_parameter(self, parameter: Tensor) -> str:
         """Its name, by the order in which they were seen: DDP tells none."""
-        if parameter not in self.names:
-            name = f"parameter {len(self.names)} of shape {tuple(parameter.shape)}"
-            self.names[parameter] = name
-            self.named[name] = parameter
-        return self.names[parameter]
+        if parameter not in self.parameter_names:
+            name = f"parameter {len(self.parameter_names)} of shape {tuple(parameter.shape)}"
+            self.parameter_names[parameter] = name
+            self.parameters_by_name[name] = parameter
+        return self.parameter_names[parameter]
 
-    def _exchange(self, bucket: Bucket) -> Traffic:
+    def _exchange_bucket(self, bucket: Bucket) -> Traffic:
         try:
-            self._compressed(bucket)
+            self._compress_bucket(bucket)
         except StepFailed as error:
-            raise StepFailed.of(error, bucket.step) from error
+            raise StepFailed.wrap_error(error, bucket.step) from error
         # of the backend mostly, which does not say so
         except RuntimeError as error:
             raise StepFailed(
-                f"gradients could not be compressed and exchanged ({told(error)}); where a "
+                f"gradients could not be compressed and exchanged ({describe_error(error)}); where "
+                f"a "
                 f"connection was lost, "
                 "another rank has failed or is gone",
                 step=bucket.step,
             ) from error
         return Traffic(0)
 
-    def _once(self, momentum: Momentum, parameters: Iterable[Tensor]) -> None:
+    def _refuse_second_exchange(self, momentum: DgcMomentum, parameters: Iterable[Tensor]) -> None:
         """What dgc sent last is a velocity with decay: added to the next gradient it would get
         momentum once more.
         """
         for parameter in parameters:
             if (
-                momentum.holds(name := self._know(parameter))
-                and momentum.given.get(parameter) == momentum.steps
+                momentum.has_parameter(name := self._name_parameter(parameter))
+                and momentum.last_given_steps.get(parameter) == momentum.started_steps
             ):
                 raise StepFailed(
                     "dgc exchanged it twice, and the optimizer made no step in between; let "
@@ -173,35 +187,43 @@ class CompressedBuckets(BucketQueue):
                     "join() makes none, so give all equally many",
                     tensor=name,
                 )
-            momentum.given[parameter] = momentum.steps
+            momentum.last_given_steps[parameter] = momentum.started_steps
 
-    def _compressed(self, bucket: Bucket) -> None:
+    def _compress_bucket(self, bucket: Bucket) -> None:
         if self.steps_per_epoch is not None:
-            self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
-        gradients = {self._know(parameter): each for parameter, each in bucket.pairs}
+            self.compression.replace_compressor(
+                self.requested.adapt_to_epoch(bucket.step // self.steps_per_epoch)
+            )
+        gradients = {self._name_parameter(parameter): each for parameter, each in bucket.pairs}
         if self.momentum is not None:
-            self._once(self.momentum, (parameter for parameter, _ in bucket.pairs))
+            self._refuse_second_exchange(
+                self.momentum, (parameter for parameter, _ in bucket.pairs)
+            )
         large = {
-            name: each for name, each in gradients.items() if self.asked.compresses(each.shape)
+            name: each for name, each in gradients.items() if self.requested.compresses(each.shape)
         }
         means = self.compression.finish(
             self.compression.begin(large, 1.0 / self.world.size, bucket.step)
         )
-        if small := {name: real(each) for name, each in gradients.items() if name not in large}:
-            vector = self._now(torch.cat([*small.values()]).div_(self.world.size), DENSE)()
+        if small := {
+            name: flatten_real(each) for name, each in gradients.items() if name not in large
+        }:
+            vector = self._sum_vector(
+                torch.cat([*small.values()]).div_(self.world.size), DENSE_BYTES
+            )()
             means |= dict(
                 zip(small, vector.split([each.numel() for each in small.values()]), strict=True)
             )
         for name, flat in means.items():
-            mean = shaped(flat, gradients[name])
+            mean = reshape_and_cast_like(flat, gradients[name])
             gradients[name].copy_(
                 mean
                 if self.momentum is None
-                else self.momentum.moved(name, mean, small=name in small)
+                else self.momentum.compute_update(name, mean, is_small=name in small)
             )
 
 
-def _pairs(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _pair_gradients(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Parameters with their gradients, views of DDP's vector: in real numbers where it is of
     complex ones, and each in its parameter's own strides where these leave no gaps. DDP's own
     list of them has half of complex ones, and other strides.
@@ -227,17 +249,17 @@ def _pairs(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, T
 
 
 # DDP looks at annotations, and wants none or its own
-def _sent(compressing, bucket):  # type: ignore[no-untyped-def]
-    waiting = waiting_bucket(bucket.index(), bucket.buffer())
-    waiting.step, waiting.pairs = compressing.step, _pairs(bucket.parameters(), waiting.vector)
-    compressing.put(waiting)
-    compressing.step += bucket.is_last()
+def _compress_in_hook(queue, bucket):  # type: ignore[no-untyped-def]
+    waiting = make_pending_bucket(bucket.index(), bucket.buffer())
+    waiting.step, waiting.pairs = queue.step, _pair_gradients(bucket.parameters(), waiting.vector)
+    queue.put_bucket(waiting)
+    queue.step += bucket.is_last()
     # raises what was set, which DDP would take for a tensor
     return waiting.future.then(lambda future: future.value())
 
 
 # DDP looks at annotations, and wants none or its own
-def _mean(queue, bucket):  # type: ignore[no-untyped-def]
-    waiting = waiting_bucket(bucket.index(), bucket.buffer())
-    queue.put(waiting)
+def _average_in_hook(queue, bucket):  # type: ignore[no-untyped-def]
+    waiting = make_pending_bucket(bucket.index(), bucket.buffer())
+    queue.put_bucket(waiting)
     return waiting.future.then(lambda future: future.value().div_(queue.world.size))

@@ -10,22 +10,28 @@ from typing import Any
 
 import torch
 
-from paragrad.errors import RankFailed, Refused, StepFailed, traced
+from paragrad.errors import RankFailed, Refused, StepFailed, format_user_traceback
 from paragrad.jobs.job import Job
-from paragrad.loops.join import help_on, let_in
+from paragrad.loops.join import request_join, run_joined_worker
 from paragrad.notation.choices import Integer
-from paragrad.parallel.server.client import knock
-from paragrad.parallel.server.curve_keys import PUBLIC, Address, make_keys, own_keys, public_key
-from paragrad.parallel.server.join_endpoint import read_place, refuse_unreachable
+from paragrad.parallel.server.client import try_handshake
+from paragrad.parallel.server.curve_keys import (
+    PUBLIC_SUFFIX,
+    Address,
+    make_key_files,
+    read_key_pair,
+    read_public_key,
+)
+from paragrad.parallel.server.join_endpoint import parse_host_port, refuse_unreachable_port
 from paragrad.runtime import allocator
-from paragrad.runtime.launcher_env import cores
-from paragrad.runtime.rendezvous import joined
+from paragrad.runtime.launcher_env import count_cores
+from paragrad.runtime.rendezvous import join_world
 from paragrad.trainer.settings import Settings
 
-KNOCKING = 10.0  # seconds at most for being let in
+HANDSHAKE_SECONDS = 10.0  # seconds at most for being let in
 
 
-def join(
+def join_training(
     address: str,
     job: Job,
     *,
@@ -46,26 +52,26 @@ def join(
     chosen = Settings(**settings)
     key = Path(key)
     server_key = Path(server_key)
-    chosen.check(job)
+    chosen.check_settings(job)
     if threads is not None and threads not in Integer():
         raise Refused(f"threads must be a whole number from 1, got {threads!r}")
-    place = read_place("join", address)
+    place = parse_host_port("join", address)
     if not key.exists():
-        public = make_keys(key)
+        public = make_key_files(key)
         raise Refused(
             f"--key {key} was not there, and is made now; have its public half {public} put into "
             f"the folder that the "
             "training was given by --allow, and join again"
         )
-    keys = own_keys(key)
-    office = Address(str(place), public_key("--server-key", server_key))
-    refuse_unreachable(place, min(chosen.timeout, KNOCKING))
-    if how := knock(office, keys, min(chosen.timeout, KNOCKING)):
+    keys = read_key_pair(key)
+    office = Address(str(place), read_public_key("--server-key", server_key))
+    refuse_unreachable_port(place, min(chosen.timeout, HANDSHAKE_SECONDS))
+    if how := try_handshake(office, keys, min(chosen.timeout, HANDSHAKE_SECONDS)):
         raise Refused(
             f"{place} "
             + {
                 "unknown": f"does not let in the key of {key}; have its public half, "
-                f"{key.with_suffix(PUBLIC)}, put into the "
+                f"{key.with_suffix(PUBLIC_SUFFIX)}, put into the "
                 "folder that the training was given by --allow",
                 "another key": f"has another key than {server_key}, or is no training; give the "
                 f"office.key of the run that "
@@ -73,13 +79,17 @@ def join(
                 "silent": "is silent; give the address as the training printed it",
             }[how]
         )
-    allocator.keep()
-    torch.set_num_threads(threads or cores())
+    allocator.keep_freed_memory()
+    torch.set_num_threads(threads or count_cores())
     try:
-        checked, meeting = let_in(office, keys, job, chosen)
-        with joined(0, 1, Path(), timeout=chosen.timeout, device=chosen.device) as world:
-            return meeting.number, help_on(world, checked, meeting)
+        checked, meeting = request_join(office, keys, job, chosen)
+        with join_world(0, 1, Path(), timeout=chosen.timeout, device=chosen.device) as world:
+            return meeting.number, run_joined_worker(world, checked, meeting)
     except StepFailed as error:
         raise RankFailed(
-            error.message, rank=None, step=error.step, tensor=error.tensor, traceback=traced(error)
+            error.message,
+            rank=None,
+            step=error.step,
+            tensor=error.tensor,
+            traceback=format_user_traceback(error),
         ) from error

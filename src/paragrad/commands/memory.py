@@ -10,86 +10,89 @@ from typing import Any
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.launch import Ranks
+from paragrad.launch import Launcher
 from paragrad.loops.synchronous import train_rank
 from paragrad.record.record import Record
-from paragrad.report.memory_drawing import Lifetimes, as_text
-from paragrad.runtime.rendezvous import launched_size
-from paragrad.strategies.registry import strategies
+from paragrad.report.memory_drawing import RankMemory, draw_memory_text
+from paragrad.runtime.rendezvous import get_launched_size
+from paragrad.strategies.registry import parse_strategies
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.settings import Settings
-from paragrad.validation.activation_forecast import account
-from paragrad.validation.validate import Admitted, admitted
+from paragrad.validation.activation_forecast import forecast_activations
+from paragrad.validation.validate import ValidatedRun, validate_run
 
 # of which a step is made to count: more processes are not started for a drawing
-RANKS = 16
+MAX_COUNTED_RANKS = 16
 
 
 def draw_memory(text: str, job: Job, svg: Path | None = None, data: Path | None = None) -> str:
     """Strategies, one below the other. svg: a file for the picture of one. Raises Refused."""
-    if launched_size() is not None:
+    if get_launched_size() is not None:
         raise Refused(
             "draw --memory starts its own ranks and cannot run under a launcher; call it with "
             "plain python"
         )
-    asked = strategies(text)
+    asked = parse_strategies(text)
     if svg and len(asked) > 1:
         raise Refused(f"--svg {svg} takes one picture; give one strategy")
-    return "\n\n".join(_drawn(job, each, svg, data) for each in asked)
+    return "\n\n".join(_draw_strategy_memory(job, each, svg, data) for each in asked)
 
 
-def _drawn(job: Job, asked: Strategy, svg: Path | None, data: Path | None) -> str:
-    checked = admitted(job, asked, Settings(data=data))
-    found = account(checked.job, checked.resolved, checked.facts, data)
+def _draw_strategy_memory(
+    job: Job, requested: Strategy, svg: Path | None, data: Path | None
+) -> str:
+    checked = validate_run(job, requested, Settings(data=data))
+    found = forecast_activations(checked.job, checked.resolved, checked.inspection, data)
     counted: list[dict[str, int]] = []
-    if found.strategy.size <= RANKS:
-        checked = admitted(job, found.strategy, Settings(data=data), checked.facts)
-        with Ranks(checked.size) as ranks:
-            counted = one_step(ranks, checked)
+    if found.strategy.size <= MAX_COUNTED_RANKS:
+        checked = validate_run(job, found.strategy, Settings(data=data), checked.inspection)
+        with Launcher(checked.size) as ranks:
+            counted = measure_step_memory(ranks, checked)
     ranks_of = [
-        Lifetimes(
-            found.first + rank,
-            found.moments(rank),
-            found.in_test(rank),
-            counted[found.first + rank] if counted else None,
+        RankMemory(
+            found.first_rank + rank,
+            found.list_moments(rank),
+            found.compute_test_peak(rank),
+            counted[found.first_rank + rank] if counted else None,
         )
         for rank in range(found.ranks)
     ]
-    sizes = sorted(set(found.sizes), reverse=True)
+    sizes = sorted(set(found.micro_batch_sizes), reverse=True)
     title = (
         f"{found.strategy}: bytes that a replica's ranks hold of activations and messages, task by "
         f"task; a step of "
-        f"{len(found.sizes)} micro-batch{'es' if len(found.sizes) > 1 else ''} of "
+        f"{len(found.micro_batch_sizes)} "
+        f"micro-batch{'es' if len(found.micro_batch_sizes) > 1 else ''} of "
         f"{' or '.join(map(str, sizes))} samples"
     )
-    return as_text(title, ranks_of, svg)
+    return draw_memory_text(title, ranks_of, svg)
 
 
-def one_step(ranks: Ranks, checked: Admitted) -> list[dict[str, int]]:
+def measure_step_memory(launcher: Launcher, validated_run: ValidatedRun) -> list[dict[str, int]]:
     """What each rank held in a training of one step, by kind, as its record says. Raises
     RankFailed.
     """
     limited = replace(
-        checked,
+        validated_run,
         settings=replace(
-            checked.settings,
+            validated_run.settings,
             limit=1,
-            unchecked=True,
+            skip_first_step_check=True,
             save=None,
             resume=None,
             trace=None,
             until=None,
             tensorboard=False,
         ),
-        saved=None,
-        tried=None,
+        resume_checkpoint=None,
+        trial_result=None,
     )
     with tempfile.TemporaryDirectory() as folder:
-        limited.on(ranks, train_rank, limited, Path(folder), time.monotonic())
+        limited.run_on_ranks(launcher, train_rank, limited, Path(folder), time.monotonic())
         record = Record(Path(folder))
-        return [_of(record, rank) for rank in range(len(record.ranks))]
+        return [_read_rank_memory(record, rank) for rank in range(len(record.ranks))]
 
 
-def _of(record: Record, rank: int) -> dict[str, int]:
-    lines: list[dict[str, Any]] = record.of("memory", rank)
+def _read_rank_memory(record: Record, rank: int) -> dict[str, int]:
+    lines: list[dict[str, Any]] = record.select_lines("memory", rank)
     return {kind: held for kind, held in lines[-1].items() if kind != "kind"} if lines else {}

@@ -7,30 +7,38 @@ from typing import Annotated
 
 import typer
 
-from paragrad.schedules.fault_injection import SABOTAGES
+from paragrad.schedules.fault_injection import FAULTS
 
-JobName = Annotated[
+# options that had another name until version 0.1, and the names that they have now
+RENAMED_OPTIONS = {
+    "--sabotage": "--inject-fault",
+    "--unproved": "--skip-schedule-check",
+    "--unchecked": "--skip-first-step-check",
+    "--twin": "--rounding-baseline",
+}
+
+JobArgument = Annotated[
     str, typer.Argument(metavar="JOB", help="a built-in job, path/file.py[:name], or module:name")
 ]
-Strategy = Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")]
-Runs = Annotated[
+StrategyOption = Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")]
+RunsOption = Annotated[
     Path, typer.Option(help="folder for the record of runs: some 250 bytes a step and rank")
 ]
-Data = Annotated[
+DataOption = Annotated[
     Path | None,
     typer.Option(envvar="PARAGRAD_DATA", help="folder of data, for jobs that read files"),
 ]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Backend = Annotated[str, typer.Option(help="auto, shm, gloo or nccl")]
-Loaders = Annotated[int, typer.Option(help="processes per rank that load samples ahead")]
-Until = Annotated[
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda")]
+BackendOption = Annotated[str, typer.Option(help="auto, shm, gloo or nccl")]
+LoadersOption = Annotated[int, typer.Option(help="processes per rank that load samples ahead")]
+UntilOption = Annotated[
     str | None,
     typer.Option(
         metavar="METRIC=VALUE", help="stop after the epoch that reaches it: accuracy=97.5"
     ),
 ]
-Batch = Annotated[int | None, typer.Option(help="global batch size, instead of the job's")]
-ScaleLr = Annotated[
+BatchOption = Annotated[int | None, typer.Option(help="global batch size, instead of the job's")]
+ScaleLrOption = Annotated[
     str | None,
     typer.Option(
         "--scale-lr",
@@ -38,10 +46,10 @@ ScaleLr = Annotated[
         help="linear or sqrt: the learning rate grows with --batch, from the job's own",
     ),
 ]
-WarmUp = Annotated[
+WarmUpOption = Annotated[
     float | None, typer.Option("--warm-up", metavar="EPOCHS", help="in which --scale-lr gets there")
 ]
-NoiseScale = Annotated[
+NoiseScaleOption = Annotated[
     int | None,
     typer.Option(
         "--noise-scale",
@@ -49,42 +57,44 @@ NoiseScale = Annotated[
         help="measure the gradient noise scale every so many steps",
     ),
 ]
-Epochs = Annotated[int | None, typer.Option(help="epochs, instead of the job's")]
-Seed = Annotated[int | None, typer.Option(help="seed, instead of the job's")]
-Machine = Annotated[
+EpochsOption = Annotated[int | None, typer.Option(help="epochs, instead of the job's")]
+SeedOption = Annotated[int | None, typer.Option(help="seed, instead of the job's")]
+MachineOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="what `paragrad measure` wrote of a machine")
 ]
-Set = Annotated[
+SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="an argument of a built-in job"),
 ]
-Sabotage = Annotated[
-    str | None, typer.Option(help=f"plant a bug in the exchange: {', '.join(SABOTAGES)}")
+InjectFaultOption = Annotated[
+    str | None, typer.Option(help=f"plant a bug in the exchange: {', '.join(FAULTS)}")
 ]
-Unchecked = Annotated[
-    bool, typer.Option("--unchecked", help="do not compare the first step with one worker's")
+SkipFirstStepCheckOption = Annotated[
+    bool,
+    typer.Option("--skip-first-step-check", help="do not compare the first step with one worker's"),
 ]
-Unproved = Annotated[
-    bool, typer.Option("--unproved", help="do not prove the schedule before the ranks start")
+SkipScheduleCheckOption = Annotated[
+    bool,
+    typer.Option("--skip-schedule-check", help="do not prove the schedule before the ranks start"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
-Slow = Annotated[
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
+SlowOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="RANK=FACTOR",
         help="a rank that waits on purpose: 1=3x; random:0.2=3x: every one in a fifth of its steps",
     ),
 ]
-Pace = Annotated[
+PaceOption = Annotated[
     float | None,
     typer.Option(metavar="SECONDS", help="that a step of an equal share takes at least"),
 ]
-Listen = Annotated[
+ListenOption = Annotated[
     str | None, typer.Option(metavar="HOST[:PORT]", help="where workers may join from other hosts")
 ]
-Allow = Annotated[
+AllowOption = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="of their public keys, with --listen")
 ]
-Timeout = Annotated[
+TimeoutOption = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="that a rank waits for another")
 ]

@@ -12,22 +12,28 @@ import torch
 from torch import nn
 
 from paragrad.datasets.loading import Collate
-from paragrad.engine.layout import fill
-from paragrad.engine.optimizer.optimizer_state import beside_parameters, taken
+from paragrad.engine.layout import set_model_values
+from paragrad.engine.optimizer.optimizer_state import load_parameter_state, select_global_state
 from paragrad.engine.state import shared_initialization
 from paragrad.errors import Refused
 from paragrad.jobs.loss import Loss
-from paragrad.runtime.rendezvous import joined_from_environment, launched_size
-from paragrad.runtime.world import TIMEOUT, World
+from paragrad.runtime.rendezvous import get_launched_size, join_launched_world
+from paragrad.runtime.world import DEFAULT_TIMEOUT, World
 from paragrad.strategies.registry import strategy as read_strategy
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.model_partition import once_on_a_host
+from paragrad.trainer.model_partition import is_shared_per_host
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
-from paragrad.validation.inspect_job import unfit
-from paragrad.validation.inspected_job import Updates
-from paragrad.validation.lazy_modules import lazy_names
-from paragrad.validation.validate import asking, check_plans, here_for, ready, threads_of
+from paragrad.validation.inspect_job import explain_untrainable
+from paragrad.validation.inspected_job import InspectedOptimizer
+from paragrad.validation.lazy_modules import list_lazy_tensors
+from paragrad.validation.validate import (
+    choose_thread_count,
+    convert_strategy_errors,
+    detect_environment,
+    prove_strategy_schedules,
+    resolve_and_check_strategy,
+)
 
 
 @contextmanager
@@ -44,8 +50,8 @@ def parallelize(
     collate: Collate | None = None,
     device: str = "cpu",
     backend: str = "auto",
-    timeout: float = TIMEOUT,
-    unchecked: bool = False,
+    timeout: float = DEFAULT_TIMEOUT,
+    skip_first_step_check: bool = False,
 ) -> Iterator[Trainer]:
     """One rank of a strategy over the user's own model, loss and optimizer; a context manager.
 
@@ -64,26 +70,28 @@ def parallelize(
     optimizer, which holds them. Raises Refused before the first step.
     """
     settings = Settings(device=device, backend=backend)
-    _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
+    _check_loop_arguments(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen = read_strategy(strategy)
-    size = launched_size()
-    here = here_for(settings, own_loop=True)
-    if because := chosen.promise.jobs_only or (
+    size = get_launched_size()
+    here = detect_environment(settings, has_own_loop=True)
+    if because := chosen.guarantees.jobs_only or (
         chosen.servers and "its servers have no loop of your own; make it a Job"
     ):
         raise Refused(f"{chosen}: {because}")  # however many ranks were started
-    resolved = ready(chosen, here)
-    with asking(chosen):
-        resolved.refuse_updates(Updates(optimizer, clip_norm), chosen)
-    check_plans(chosen, resolved, settings)
+    resolved = resolve_and_check_strategy(chosen, here)
+    with convert_strategy_errors(chosen):
+        resolved.refuse_optimizer(InspectedOptimizer(optimizer, clip_norm), chosen)
+    prove_strategy_schedules(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
-        torch.set_num_threads(threads_of(resolved))
-    with _world(here.backend, device, timeout, alone=size is None) as world:
+        torch.set_num_threads(choose_thread_count(resolved))
+    with _join_loop_world(here.backend, device, timeout, alone=size is None) as world:
         model.to(world.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             world.copy_from_first(tensor.data)
         begun = (
-            shared_initialization.moved(world, model) if once_on_a_host(resolved, world) else None
+            shared_initialization.share_model_values(world, model)
+            if is_shared_per_host(resolved, world)
+            else None
         )
         trainer = Trainer(
             world,
@@ -96,52 +104,57 @@ def parallelize(
             clip_norm=clip_norm,
             autocast=autocast,
             collate=collate,
-            unchecked=unchecked,
-            begun=begun,
+            skip_first_step_check=skip_first_step_check,
+            initial_model=begun,
         )
         try:
             yield trainer
             if trainer.exchange is not None:
-                with trainer.watch.over(trainer.steps):
-                    trainer.exchange.settle()
-            if trainer.layout.cut:
-                _whole_again(trainer, model, optimizer)
+                with trainer.straggler_watch.track_step(trainer.steps):
+                    trainer.exchange.adopt_effective_weights()
+            if trainer.layout.is_partitioned:
+                _restore_whole_model(trainer, model, optimizer)
         finally:
-            if trainer.given is not None:
-                trainer.given.filled()
+            if trainer.user_model is not None:
+                trainer.user_model.remove_hooks()
             trainer.close()
 
 
-def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _restore_whole_model(
+    trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """The user's model as the parts make it up, and the optimizer over it, with the state that
     serial's has. Collective.
     """
     layout = trainer.layout
     assert trainer.exchange is not None
-    assert trainer.given is not None
-    parameters = fill(
-        model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())})
+    assert trainer.user_model is not None
+    parameters = set_model_values(
+        model,
+        layout.gather_serial_tensors({**trainer.parameters, **dict(trainer.model.named_buffers())}),
     )
-    state = layout.world.agreed(layout.state(trainer.exchange.state()))
+    state = layout.world.broadcast_object(
+        layout.gather_serial_state(trainer.exchange.gather_optimizer_state())
+    )
     # more, where the user added one
-    for group, names in zip(optimizer.param_groups, trainer.groups, strict=False):
+    for group, names in zip(optimizer.param_groups, trainer.group_names, strict=False):
         group["params"] = [parameters[name] for name in names if name in parameters]
-    optimizer.state = type(optimizer.state)(dict, beside_parameters(optimizer))
+    optimizer.state = type(optimizer.state)(dict, select_global_state(optimizer))
     for name, values in state.items():
         if name in parameters:
-            taken(optimizer, parameters[name], values)
+            load_parameter_state(optimizer, parameters[name], values)
 
 
 @contextmanager
-def _world(backend: str, device: str, timeout: float, alone: bool) -> Iterator[World]:
+def _join_loop_world(backend: str, device: str, timeout: float, alone: bool) -> Iterator[World]:
     if alone:
         yield World(device=torch.device(device))
         return
-    with joined_from_environment(backend, timeout, device) as world:
+    with join_launched_world(backend, timeout, device) as world:
         yield world
 
 
-def _check(
+def _check_loop_arguments(
     model: nn.Module,
     loss: Loss,
     optimizer: torch.optim.Optimizer,
@@ -160,12 +173,12 @@ def _check(
         raise Refused(f"clip_norm must be above 0 or None, got {clip_norm!r}")
     if autocast not in (None, torch.bfloat16):
         raise Refused(f"autocast must be torch.bfloat16 or None, got {autocast}")
-    if lazy := lazy_names(model):
+    if lazy := list_lazy_tensors(model):
         raise Refused(
             f"parallelize: {', '.join(lazy)} of the model have no shapes yet (lazy modules); run "
             f"one batch through "
             "the model before, and build the optimizer then"
         )
-    if wrong := unfit(model, optimizer, scheduler):
+    if wrong := explain_untrainable(model, optimizer, scheduler):
         raise Refused(f"parallelize: {wrong}")
-    settings.check()
+    settings.check_settings()

@@ -17,32 +17,32 @@ from typing import Any
 
 import torch
 
-from paragrad.commands.fit_batch import fitted
-from paragrad.commands.trial import tried
+from paragrad.commands.fit_batch import fit_job_batch
+from paragrad.commands.trial import choose_by_trial
 from paragrad.errors import Interrupted, RankFailed, Refused, StepFailed
 from paragrad.jobs.job import Job, accuracy
-from paragrad.launch import Ranks
-from paragrad.loops.failure_recovery import run_recovering
-from paragrad.loops.queue_coordinator import run_handed_out
-from paragrad.loops.rounds import InRounds
+from paragrad.launch import Launcher
+from paragrad.loops.failure_recovery import run_recoverable_training
+from paragrad.loops.queue_coordinator import run_queue_training
+from paragrad.loops.rounds import RoundTraining
 from paragrad.loops.synchronous import Progress, train_rank
-from paragrad.planner.step_timeline import whole_step
+from paragrad.planner.step_timeline import find_step_schedule
 from paragrad.record import chrome_trace
-from paragrad.record.clock_origin import common_origin
-from paragrad.record.record import SCHEMA, Record, Recorder, new_folder
-from paragrad.report.equivalence.lockstep import difference
-from paragrad.report.notebook import below_the_cell
+from paragrad.record.clock_origin import find_common_origin
+from paragrad.record.record import RECORD_SCHEMA, Record, Recorder, create_run_folder
+from paragrad.report.equivalence.lockstep import compare_with_serial
+from paragrad.report.notebook import make_notebook_progress
 from paragrad.report.run import Run
 from paragrad.runtime import allocator
-from paragrad.runtime.launcher_env import cores, load
-from paragrad.runtime.rendezvous import joined_from_environment, launched_rank, launched_size
-from paragrad.runtime.stop_signals import Request, asking_to_stop
+from paragrad.runtime.launcher_env import count_cores, read_load_average
+from paragrad.runtime.rendezvous import get_launched_rank, get_launched_size, join_launched_world
+from paragrad.runtime.stop_signals import StopRequest, handle_stop_signals
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.checkpoint.checkpoint_files import remove_partial
-from paragrad.trainer.pace import refuse_strange
-from paragrad.trainer.settings import Settings, settings_of
-from paragrad.validation.validate import Admitted, admitted, asking
+from paragrad.trainer.checkpoint.checkpoint_files import remove_partial_files
+from paragrad.trainer.pace import refuse_unknown_ranks
+from paragrad.trainer.settings import Settings, build_settings, name_in_records
+from paragrad.validation.validate import ValidatedRun, convert_strategy_errors, validate_run
 from paragrad.version import __version__
 
 
@@ -64,17 +64,18 @@ def train(
     `paragrad.trainer.settings.Settings`. On SIGTERM the run saves a checkpoint and ends
     (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
     """
-    job, how, fits = fitted(job, strategy, settings_of(settings))
-    checked = replace(admitted(job, strategy, how), fitted=fits)
-    refuse_strange(how.slowed, checked.size - checked.resolved.servers)
+    job, how, fits = fit_job_batch(job, strategy, build_settings(settings))
+    checked = replace(validate_run(job, strategy, how), batch_reason=fits)
+    refuse_unknown_ranks(how.slow_ranks, checked.size - checked.resolved.servers)
     if check and checked.rounds:
         raise Refused(
-            f"a check compares steps with serial's, and {checked.asked} has none: clients train "
+            f"a check compares steps with serial's, and {checked.requested} has none: clients "
+            f"train "
             f"apart for a round; "
             "leave out --check, and judge it by its tests"
         )
     if checked.settings.machine and not (
-        checked.resolved.picks_all_reduce() or whole_step(checked.resolved, checked.size)
+        checked.resolved.has_open_all_reduce() or find_step_schedule(checked.resolved, checked.size)
     ):
         warnings.warn(
             f"nobody reads the machine file {checked.settings.machine}: {checked.resolved} has no "
@@ -82,116 +83,150 @@ def train(
             "; leave out --machine, or give data(n, state=replicated) over gloo",
             stacklevel=2,
         )
-    if progress is None and (bar := below_the_cell()):
-        progress = bar(str(checked.asked))
-    if launched_size() is not None:
-        return _under_launcher(checked, Path(runs), check, progress)
-    folder = new_folder(Path(runs), f"{job.name}-{folder_name(checked.asked)}")
-    with Ranks(checked.size) as ranks:
-        asked = Request()
+    if progress is None and (bar := make_notebook_progress()):
+        progress = bar(str(checked.requested))
+    if get_launched_size() is not None:
+        return _train_under_launcher(checked, Path(runs), check, progress)
+    folder = create_run_folder(Path(runs), f"{job.name}-{make_folder_name(checked.requested)}")
+    with Launcher(checked.size) as ranks:
+        asked = StopRequest()
 
         def ask() -> None:
             asked.set()
-            ranks.ask_to_stop()
+            ranks.request_stop()
 
-        with asking_to_stop(ask):
-            checked = tried(ranks, checked)
+        with handle_stop_signals(ask):
+            checked = choose_by_trial(ranks, checked)
             if asked.is_set():
                 # the trial did not listen: the training saves at once
-                ranks.ask_to_stop()
-            finished = run(ranks, checked, folder, progress=progress, asked=asked)
-        if finished.stopped or not check or checked.resolved.reference:
+                ranks.request_stop()
+            finished = train_on_ranks(ranks, checked, folder, progress=progress, stop_request=asked)
+        if finished.stopped or not check or checked.resolved.is_reference:
             return finished
         with Recorder(folder / "run.jsonl") as record:
             try:
-                check_same(ranks, checked, finished.header["id"], record)
+                check_against_serial(ranks, checked, finished.header["id"], record)
             except RankFailed as error:
-                raise error.saying(unchecked(folder, error.message)) from error
+                raise error.with_message(describe_failed_check(folder, error.message)) from error
     return Run(checked.job, folder)
 
 
-def run(
-    ranks: Ranks,
-    checked: Admitted,
+def train_on_ranks(
+    launcher: Launcher,
+    validated_run: ValidatedRun,
     folder: Path,
     *,
     progress: Progress | None = None,
-    asked: Request | None = None,
+    stop_request: StopRequest | None = None,
 ) -> Run:
     """Train on ranks that are there already, recording into a folder. asked: set when the run
     is to stop, for one whose ranks are told so by this process.
     """
     with Recorder(folder / "run.jsonl") as record:
-        _write_header(record, checked, folder)
+        _write_run_header(record, validated_run, folder)
         try:
-            if checked.resolved.hands_out:
+            if validated_run.resolved.uses_work_queue:
                 statuses = [
-                    run_handed_out(ranks, checked, folder, record, asked or Request(), progress)
+                    run_queue_training(
+                        launcher,
+                        validated_run,
+                        folder,
+                        record,
+                        stop_request or StopRequest(),
+                        progress,
+                    )
                 ]
-            elif checked.resolved.recovers:
+            elif validated_run.resolved.can_recover:
                 statuses = [
-                    run_recovering(ranks, checked, folder, record, asked or Request(), progress)
+                    run_recoverable_training(
+                        launcher,
+                        validated_run,
+                        folder,
+                        record,
+                        stop_request or StopRequest(),
+                        progress,
+                    )
                 ]
             else:
-                statuses = checked.on(
-                    ranks,
-                    trained_by(checked),
-                    checked,
+                statuses = validated_run.run_on_ranks(
+                    launcher,
+                    select_rank_function(validated_run),
+                    validated_run,
                     folder,
                     record.origin,
                     on_report=lambda rank, value: progress(value) if progress else None,
                 )
         # of this process, which leads the others
         except StepFailed as error:
-            failed = _as_rank(error, None)
-            _broke_off(record, checked, folder, "failed", failed)
+            failed = _convert_to_rank_failure(error, None)
+            _record_broken_run(record, validated_run, folder, "failed", failed)
             raise failed from error
         except RankFailed as error:
-            _broke_off(record, checked, folder, "failed", error)
+            _record_broken_run(record, validated_run, folder, "failed", error)
             raise
         except BaseException as error:
-            _broke_off(record, checked, folder, "interrupted")
+            _record_broken_run(record, validated_run, folder, "interrupted")
             if isinstance(error, KeyboardInterrupt):
                 raise Interrupted(folder) from None
             raise
-        _write_end(record, statuses[0])
-    _write_trace(checked, folder)
-    return Run(checked.job, folder)
+        _write_end_line(record, statuses[0])
+    _write_trace_file(validated_run, folder)
+    return Run(validated_run.job, folder)
 
 
-def trained_by(checked: Admitted) -> Callable[..., str]:
+def select_rank_function(validated_run: ValidatedRun) -> Callable[..., str]:
     """What every rank runs of a training."""
-    return train_rank if checked.rounds is None else functools.partial(train_rank, loop=InRounds)
+    return (
+        train_rank
+        if validated_run.rounds is None
+        else functools.partial(train_rank, loop_class=RoundTraining)
+    )
 
 
-def check_same(ranks: Ranks, checked: Admitted, run: str, record: Recorder) -> None:
+def check_against_serial(
+    launcher: Launcher, validated_run: ValidatedRun, run_id: str, record: Recorder
+) -> None:
     """Compare a strategy with serial (`lockstep.difference`) and record the answer."""
-    found = checked.on(ranks, difference, checked.job, checked.resolved, checked.settings)[0]
-    record.write("difference", baseline="serial", run=run, value=found.value, tensor=found.tensor)
+    found = validated_run.run_on_ranks(
+        launcher,
+        compare_with_serial,
+        validated_run.job,
+        validated_run.resolved,
+        validated_run.settings,
+    )[0]
+    record.write_line(
+        "difference", baseline="serial", run=run_id, value=found.value, tensor=found.tensor
+    )
 
 
-def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progress | None) -> Run:
+def _train_under_launcher(
+    validated_run: ValidatedRun, runs: Path, check: bool, progress: Progress | None
+) -> Run:
     """This process is a rank that a launcher started: join, let rank 0 make the folder and the
     run's own lines.
     """
-    leads = launched_rank() == 0
-    allocator.keep()
-    torch.set_num_threads(checked.threads)
+    leads = get_launched_rank() == 0
+    allocator.keep_freed_memory()
+    torch.set_num_threads(validated_run.threads)
     with (
-        joined_from_environment(
-            checked.backend, checked.settings.timeout, checked.settings.device
+        join_launched_world(
+            validated_run.backend, validated_run.settings.timeout, validated_run.settings.device
         ) as world,
-        asking_to_stop(world.stop.set),
+        handle_stop_signals(world.stop.set),
     ):
-        folder = world.agreed(
-            new_folder(runs, f"{checked.job.name}-{folder_name(checked.asked)}") if leads else None
+        folder = world.broadcast_object(
+            create_run_folder(
+                runs, f"{validated_run.job.name}-{make_folder_name(validated_run.requested)}"
+            )
+            if leads
+            else None
         )
-        _refuse_unseen(world, folder)
-        origin, clocks = common_origin(world)
+        _refuse_unshared_folder(world, folder)
+        origin, clocks = find_common_origin(world)
         with Recorder(folder / "run.jsonl" if leads else Path("/dev/null"), origin) as record:
-            _write_header(record, checked, folder)
+            _write_run_header(record, validated_run, folder)
             if clocks > 1:
-                record.write(
+                record.write_line(
                     "choice",
                     what="origin",
                     bytes=None,
@@ -199,49 +234,53 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
                     because=f"ranks are on {clocks} hosts, each with a clock of its own",
                 )
             try:
-                status = trained_by(checked)(world, checked, folder, record.origin, report=progress)
+                status = select_rank_function(validated_run)(
+                    world, validated_run, folder, record.origin, report=progress
+                )
             except StepFailed as error:
-                failed = _as_rank(error, world.rank)
+                failed = _convert_to_rank_failure(error, world.rank)
                 with suppress(OSError):
-                    _write_end(record, "failed", failed)
+                    _write_end_line(record, "failed", failed)
                 with suppress(OSError):
-                    _write_trace(checked, folder, leads)  # until then
+                    _write_trace_file(validated_run, folder, leads)  # until then
                 raise failed from error
-            _write_end(record, status)
-            _write_trace(checked, folder, leads)
-            if check and status == "finished" and not checked.resolved.reference:
+            _write_end_line(record, status)
+            _write_trace_file(validated_run, folder, leads)
+            if check and status == "finished" and not validated_run.resolved.is_reference:
                 try:
-                    found = difference(world, checked.job, checked.resolved, checked.settings)
+                    found = compare_with_serial(
+                        world, validated_run.job, validated_run.resolved, validated_run.settings
+                    )
                 except StepFailed as error:
-                    raise _as_rank(error, world.rank).saying(
-                        unchecked(folder, error.message)
+                    raise _convert_to_rank_failure(error, world.rank).with_message(
+                        describe_failed_check(folder, error.message)
                     ) from error
-                record.write(
+                record.write_line(
                     "difference",
                     baseline="serial",
                     run=folder.name,
                     value=found.value,
                     tensor=found.tensor,
                 )
-    return Run(checked.job, folder)
+    return Run(validated_run.job, folder)
 
 
-def unchecked(folder: Path, message: str) -> str:
+def describe_failed_check(folder: Path, message: str) -> str:
     return f"the training is done ({folder}); its check against serial failed: {message}"
 
 
-def _as_rank(error: StepFailed, rank: int | None) -> RankFailed:
+def _convert_to_rank_failure(error: StepFailed, rank: int | None) -> RankFailed:
     return RankFailed(
         error.message, rank=rank, step=error.step, tensor=error.tensor, differs=error.differs
     )
 
 
-def _refuse_unseen(world: World, folder: Path) -> None:
+def _refuse_unshared_folder(world: World, folder: Path) -> None:
     """Refuse a run's folder that not every rank sees: each writes its record into it, and
     whoever reads it reads all. Collective.
     """
-    seen = world.collected(folder.is_dir())
-    if blind := world.agreed([rank for rank, sees in enumerate(seen) if not sees]):
+    seen = world.gather_objects(folder.is_dir())
+    if blind := world.broadcast_object([rank for rank, sees in enumerate(seen) if not sees]):
         if world.rank == 0:
             folder.rmdir()
         raise Refused(
@@ -250,53 +289,56 @@ def _refuse_unseen(world: World, folder: Path) -> None:
         )
 
 
-def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
-    job = checked.job
-    facts = checked.facts
-    settings = checked.settings
-    record.write(
+def _write_run_header(record: Recorder, validated_run: ValidatedRun, folder: Path) -> None:
+    job = validated_run.job
+    facts = validated_run.inspection
+    settings = validated_run.settings
+    record.write_line(
         "run",
-        schema=SCHEMA,
+        schema=RECORD_SCHEMA,
         id=folder.name,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        strategy=str(checked.asked),
-        resolved=str(checked.resolved),
-        exact=checked.resolved.exact,
-        hands_out=checked.resolved.hands_out,
+        strategy=str(validated_run.requested),
+        resolved=str(validated_run.resolved),
+        exact=validated_run.resolved.exact,
+        hands_out=validated_run.resolved.uses_work_queue,
         seed=job.seed,
         job={
             "name": job.name,
-            "arguments": {name: _as_json(value) for name, value in job.arguments},
+            "arguments": {name: _convert_to_json_value(value) for name, value in job.arguments},
             "batch": job.batch,
             "epochs": job.epochs,
             "metric": job.metric_name,
             "unit": "%" if job.metric is accuracy else "",
             "samples": facts.samples,
-            "parameters": facts.parameters,
+            "parameters": facts.parameter_count,
             "dtype": str(job.dtype).removeprefix("torch."),
         },
-        workers=checked.size - checked.resolved.servers,
-        servers=checked.resolved.servers,
-        backend=checked.backend if checked.size > 1 else None,
+        workers=validated_run.size - validated_run.resolved.servers,
+        servers=validated_run.resolved.servers,
+        backend=validated_run.backend if validated_run.size > 1 else None,
         device=settings.device,
-        threads=checked.threads,
+        threads=validated_run.threads,
         prediction=None,
         reverse=settings.reverse,
-        resumed=checked.saved
-        and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
+        resumed=validated_run.resume_checkpoint
+        and {
+            "run": str(validated_run.resume_checkpoint.folder.parent),
+            "step": validated_run.resume_checkpoint.step,
+        },
         settings={
-            name: str(value)
+            name_in_records(name): str(value)
             for name, value in vars(settings).items()
             if value != getattr(Settings, name)
         },
-        machine=this_machine(),
-        rounds=checked.rounds and checked.rounds.told,
+        machine=describe_this_machine(),
+        rounds=validated_run.rounds and validated_run.rounds.summary,
     )
-    for what, picked, because in _choices(checked):
-        record.write("choice", what=what, bytes=None, picked=picked, because=because)
+    for what, picked, because in _list_recorded_choices(validated_run):
+        record.write_line("choice", what=what, bytes=None, picked=picked, because=because)
 
 
-def _as_json(value: Any) -> Any:
+def _convert_to_json_value(value: Any) -> Any:
     """A value as JSON holds it, or as text."""
     try:
         return json.loads(json.dumps(value))
@@ -304,106 +346,120 @@ def _as_json(value: Any) -> Any:
         return str(value)
 
 
-def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
+def _list_recorded_choices(validated_run: ValidatedRun) -> Iterator[tuple[str, str, str]]:
     """What was picked and why: (what, picked, because)."""
-    settings = checked.settings
-    if checked.saved is not None:
-        yield "checkpoint", checked.saved.folder.name, checked.saved.because
-    if not checked.resolved.exact:
+    settings = validated_run.settings
+    if validated_run.resume_checkpoint is not None:
+        yield (
+            "checkpoint",
+            validated_run.resume_checkpoint.folder.name,
+            validated_run.resume_checkpoint.choice_reason,
+        )
+    if not validated_run.resolved.exact:
         yield (
             "training",
             "another than serial's",
             ("by its design: judge it by its tests, and see how far it is by `paragrad compare`"),
         )
-    if checked.rounds:
+    if validated_run.rounds:
         yield (
             "rounds",
-            str(checked.rounds),
+            str(validated_run.rounds),
             (
                 "as many as pass over as many samples as the job's epochs do"
-                if checked.rounds.asked is None
+                if validated_run.rounds.requested_rounds is None
                 else "asked for"
             ),
         )
-    if checked.fitted:
-        yield "batch", str(checked.job.batch), checked.fitted
-    if checked.facts.scaled:
-        factor, _, because = checked.facts.scaled.partition(": ")
+    if validated_run.batch_reason:
+        yield "batch", str(validated_run.job.batch), validated_run.batch_reason
+    if validated_run.inspection.rate_scaling:
+        factor, _, because = validated_run.inspection.rate_scaling.partition(": ")
         yield "learning rate", factor, because
-    if settings.sabotage:
+    if settings.inject_fault:
         yield (
             "sabotage",
-            settings.sabotage,
-            "asked for; " + ("not proved" if settings.unproved else "proved"),
+            settings.inject_fault,
+            "asked for; " + ("not proved" if settings.skip_schedule_check else "proved"),
         )
-    if checked.facts.whole_batch:
-        yield "collate", "whole batches on every rank", checked.facts.whole_batch
-    if checked.size > 1 and settings.backend == "auto" and settings.device == "cpu":
-        yield "backend", checked.backend, checked.not_shm or "all ranks are on this host"
-    if checked.tried:
-        yield "strategy", str(checked.resolved), checked.tried
+    if validated_run.inspection.whole_batch_reason:
+        yield "collate", "whole batches on every rank", validated_run.inspection.whole_batch_reason
+    if validated_run.size > 1 and settings.backend == "auto" and settings.device == "cpu":
+        yield (
+            "backend",
+            validated_run.backend,
+            validated_run.shm_obstacle or "all ranks are on this host",
+        )
+    if validated_run.trial_result:
+        yield "strategy", str(validated_run.resolved), validated_run.trial_result
     else:
         lacks = {
-            "scheduler": checked.job.scheduler is None,
-            "clipping": checked.job.clip_norm is None,
+            "scheduler": validated_run.job.scheduler is None,
+            "clipping": validated_run.job.clip_norm is None,
         }
-        with asking(checked.asked):
+        with convert_strategy_errors(validated_run.requested):
             yield from [
                 each
-                for each in checked.asked.picked(checked.resolved, checked.here)
+                for each in validated_run.requested.explain_choices(
+                    validated_run.resolved, validated_run.environment
+                )
                 if not lacks.get(each[0])
             ]
 
 
-def _write_end(record: Recorder, status: str, error: RankFailed | None = None) -> None:
+def _write_end_line(record: Recorder, status: str, error: RankFailed | None = None) -> None:
     told = error and {
         "rank": error.rank,
         "step": error.step,
         "tensor": error.tensor,
         "message": error.message,
     }
-    record.write("end", status=status, seconds=round(record.now(), 6), error=told)
+    record.write_line("end", status=status, seconds=round(record.now(), 6), error=told)
 
 
-def _broke_off(
-    record: Recorder, checked: Admitted, folder: Path, status: str, error: RankFailed | None = None
+def _record_broken_run(
+    record: Recorder,
+    validated_run: ValidatedRun,
+    folder: Path,
+    status: str,
+    error: RankFailed | None = None,
 ) -> None:
     """Every rank is gone: what one of them left half-written goes too. A full disk may be what
     they failed of.
     """
     with suppress(OSError):
-        remove_partial(folder)
+        remove_partial_files(folder)
     with suppress(OSError):
-        _write_end(record, status, error)
+        _write_end_line(record, status, error)
     with suppress(OSError):
-        _write_trace(checked, folder)  # until then
+        _write_trace_file(validated_run, folder)  # until then
 
 
-def _write_trace(checked: Admitted, folder: Path, leads: bool = True) -> None:
+def _write_trace_file(validated_run: ValidatedRun, folder: Path, is_first: bool = True) -> None:
     """leads: of ranks that a launcher started, this one writes it."""
-    if leads and checked.settings.trace is not None:
-        chrome_trace.write(Record(folder), Path(checked.settings.trace))
+    if is_first and validated_run.settings.trace is not None:
+        chrome_trace.write_trace(Record(folder), Path(validated_run.settings.trace))
 
 
-def folder_name(chosen: Strategy) -> str:
+def make_folder_name(chosen: Strategy) -> str:
     """A strategy as part of a folder's name."""
     kept = "".join(sign if sign.isalnum() or sign in "_." else "-" for sign in str(chosen))
     return "-".join(part for part in kept.split("-") if part)
 
 
-def this_machine() -> dict[str, Any]:
+def describe_this_machine() -> dict[str, Any]:
     """What a run ran on, and the versions."""
     return {
-        "cpu": _cpu(),
-        "cores": cores(),
-        "load": load(),
+        "cpu": _read_cpu_name(),
+        "cores": count_cores(),
+        "load": read_load_average(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "paragrad": __version__,
     }
 
 
-def _cpu() -> str:
+def _read_cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from paragrad.commands.train import folder_name, this_machine
-from paragrad.datasets.loading import mapped
+from paragrad.commands.train import describe_this_machine, make_folder_name
+from paragrad.datasets.loading import map_leaves
 from paragrad.errors import RankFailed, Refused
-from paragrad.jobs.job import Job, opened
-from paragrad.launch import Ranks
+from paragrad.jobs.job import Job, open_dataset
+from paragrad.launch import Launcher
 from paragrad.loops.synchronous import Progress
-from paragrad.record.record import new_folder
+from paragrad.record.record import create_run_folder
 from paragrad.report.certificate import Certificate, Difference
-from paragrad.report.equivalence.lockstep import STEPS, difference
-from paragrad.report.notebook import below_the_cell
-from paragrad.runtime.rendezvous import launched_size
+from paragrad.report.equivalence.lockstep import COMPARED_STEPS, compare_with_serial
+from paragrad.report.notebook import make_notebook_progress
+from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.first_step.diagnosis import BY_DESIGN, of_difference
+from paragrad.trainer.first_step.diagnosis import BY_DESIGN, diagnose_difference
 from paragrad.trainer.settings import Settings
-from paragrad.validation.validate import Admitted, admitted
+from paragrad.validation.validate import ValidatedRun, validate_run
 
-APART = (
+NO_COMMON_STEP = (
     "there is no step to compare: clients train apart for a round, each over samples of its own, "
     "from the round's "
     "weights; it is another training, to be judged by its tests"
@@ -44,7 +44,7 @@ def verify(
     backend: str = "auto",
     overlap: bool = True,
     loaders: int = 0,
-    sabotage: str | None = None,
+    inject_fault: str | None = None,
     progress: Progress | None = None,
 ) -> Certificate:
     """Train 20 steps beside serial (`lockstep`), in float64 where the job can, and write the
@@ -55,11 +55,11 @@ def verify(
     it. Raises Refused; and RankFailed where the run failed, so that there is nothing to say of
     its being the same.
     """
-    if launched_size() is not None:
+    if get_launched_size() is not None:
         raise Refused(
             "verify starts its own ranks and cannot run under a launcher; call it with plain python"
         )
-    checked = admitted(
+    checked = validate_run(
         job,
         strategy,
         Settings(
@@ -68,16 +68,16 @@ def verify(
             backend=backend,
             overlap=overlap,
             loaders=loaders,
-            sabotage=sabotage,
-            unproved=True,
+            inject_fault=inject_fault,
+            skip_schedule_check=True,
         ),
     )
-    if progress is None and (bar := below_the_cell()):
-        progress = bar(f"verify {checked.asked}")
+    if progress is None and (bar := make_notebook_progress()):
+        progress = bar(f"verify {checked.requested}")
     found, failure = (
-        _compared(checked, progress)
+        _compare_run(checked, progress)
         if checked.rounds is None
-        else (Difference(float("nan")), APART)
+        else (Difference(float("nan")), NO_COMMON_STEP)
     )
     tensor = found.first[0] if found.first else None
     exact = checked.resolved.exact
@@ -86,73 +86,78 @@ def verify(
         if not exact and (failure or tensor)
         else None
         if tensor is None
-        else of_difference(
+        else diagnose_difference(
             tensor,
-            tensor in checked.facts.shapes and f"gradient of {tensor}" not in found.tensors,
-            sabotage,
+            tensor in checked.inspection.shapes and f"gradient of {tensor}" not in found.tensors,
+            inject_fault,
         )
     )
-    folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
+    folder = create_run_folder(
+        Path(runs), f"{job.name}-verify-{make_folder_name(checked.requested)}"
+    )
     certificate = Certificate(
         **vars(found),
         job=job.name,
-        digest=digest(checked),
-        strategy=str(checked.asked),
+        digest=compute_training_digest(checked),
+        strategy=str(checked.requested),
         resolved=str(checked.resolved),
         device=device,
         backend=checked.backend if checked.size > 1 else "none",
-        steps=0 if checked.rounds else STEPS,
+        steps=0 if checked.rounds else COMPARED_STEPS,
         failure=failure,
         cause=cause,
-        sabotage=checked.settings.sabotage,
+        sabotage=checked.settings.inject_fault,
         folder=folder,
-        machine=this_machine(),
+        machine=describe_this_machine(),
     )
     partial = folder / "certificate.json.partial"
-    partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
+    partial.write_text(json.dumps(certificate.to_json(), indent=1, allow_nan=False) + "\n")
     partial.rename(folder / "certificate.json")
     return certificate
 
 
-def _compared(checked: Admitted, progress: Progress | None) -> tuple[Difference, str | None]:
+def _compare_run(
+    validated_run: ValidatedRun, progress: Progress | None
+) -> tuple[Difference, str | None]:
     """(the difference, what a rank said of replicas that are not equal)."""
-    with Ranks(checked.size) as ranks:
+    with Launcher(validated_run.size) as ranks:
         try:
-            return checked.on(
+            return validated_run.run_on_ranks(
                 ranks,
-                difference,
-                checked.job,
-                checked.resolved,
-                checked.settings,
+                compare_with_serial,
+                validated_run.job,
+                validated_run.resolved,
+                validated_run.settings,
                 on_report=lambda rank, told: progress(told) if progress else None,
             )[0], None
         except RankFailed as error:
             if not error.differs:
-                own = checked.facts.order.steps * checked.job.epochs
+                own = validated_run.inspection.order.steps * validated_run.job.epochs
                 ended = (
                     ""
                     if error.step is None or error.step < own
                     else (
-                        f"; a comparison makes {STEPS} steps and the job {own}: if something of it "
+                        f"; a comparison makes {COMPARED_STEPS} steps and the job {own}: if "
+                        f"something of it "
                         f"ends with these (a scheduler), "
                         "give it more epochs"
                     )
                 )
-                raise error.saying(
+                raise error.with_message(
                     f"{error.message}{ended} (the run failed, so whether it is the same training "
                     f"is not known)"
                 ) from error
             return Difference(float("nan")), str(error)
 
 
-def digest(checked: Admitted) -> str:
+def compute_training_digest(validated_run: ValidatedRun) -> str:
     """sha256 of what a training begins with: the job's settings, its model, optimizer,
     scheduler and loss by what they show of themselves, its initial parameters and its first
     batch.
     """
-    job = checked.job.replace(dtype=torch.float64)
-    facts = checked.facts
-    model = job.built_model()
+    job = validated_run.job.replace(dtype=torch.float64)
+    facts = validated_run.inspection
+    model = job.build_model()
     told = {
         "name": job.name,
         "arguments": dict(job.arguments),
@@ -160,14 +165,14 @@ def digest(checked: Admitted) -> str:
         "epochs": job.epochs,
         "seed": job.seed,
         "samples": facts.samples,
-        "dtype": str(checked.job.dtype),
-        **facts.training,
+        "dtype": str(validated_run.job.dtype),
+        **facts.initial_training,
     }
     found = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
 
     def add(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-            mapped(add, leaf.unbind())
+            map_leaves(add, leaf.unbind())
         elif isinstance(leaf, torch.Tensor):
             found.update(str((leaf.dtype, tuple(leaf.shape))).encode())
             found.update(
@@ -181,7 +186,9 @@ def digest(checked: Admitted) -> str:
             )
         return leaf
 
-    mapped(add, dict(model.state_dict()))
-    first = facts.order.indices(0, facts.order.at(0))
-    mapped(add, job.samples(opened(job.train, checked.settings.folder))[0, first])
+    map_leaves(add, dict(model.state_dict()))
+    first = facts.order.get_indices(0, facts.order.get_batch(0))
+    map_leaves(
+        add, job.make_samples(open_dataset(job.train, validated_run.settings.folder))[0, first]
+    )
     return found.hexdigest()

@@ -18,12 +18,12 @@ from typing import Any
 
 from paragrad.errors import Refused
 
-SILENCE = 20.0  # seconds that a server may let us wait for its next bytes
-LONGEST = 600.0  # seconds that one file may take: 11 MB come through at 20 kB/s
+SOCKET_TIMEOUT = 20.0  # seconds that a server may let us wait for its next bytes
+MAX_DOWNLOAD_SECONDS = 600.0  # seconds that one file may take: 11 MB come through at 20 kB/s
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
+class PublishedFile:
     """A file as it was published. Files in a folder that is given may differ from it: relatives
     of MNIST share its names.
     """
@@ -32,40 +32,40 @@ class Original:
     sha256: str
 
     @property
-    def published(self) -> str:
+    def packed_name(self) -> str:
         """Its name in the cache."""
         return self.url.rpartition("/")[2]
 
     @property
     def name(self) -> str:
         """Its name unpacked."""
-        return self.published.removesuffix(".gz")
+        return self.packed_name.removesuffix(".gz")
 
 
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist"
 _SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"
 
-SETS: dict[str, tuple[Original, ...]] = {
+PUBLISHED_FILES: dict[str, tuple[PublishedFile, ...]] = {
     "mnist": (
-        Original(
+        PublishedFile(
             f"{_MNIST}/train-images-idx3-ubyte.gz",
             "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
         ),
-        Original(
+        PublishedFile(
             f"{_MNIST}/train-labels-idx1-ubyte.gz",
             "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
         ),
-        Original(
+        PublishedFile(
             f"{_MNIST}/t10k-images-idx3-ubyte.gz",
             "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
         ),
-        Original(
+        PublishedFile(
             f"{_MNIST}/t10k-labels-idx1-ubyte.gz",
             "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
         ),
     ),
     "tinyshakespeare": (
-        Original(
+        PublishedFile(
             f"{_SHAKESPEARE}/input.txt",
             "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
         ),
@@ -73,20 +73,23 @@ SETS: dict[str, tuple[Original, ...]] = {
 }
 
 
-def located(dataset: str, data: Path | None) -> dict[str, Path]:
+def locate_files(dataset: str, data: Path | None) -> dict[str, Path]:
     """All files of a data set, by their unpacked names: in data/<dataset> or data; without a
     folder, from the cache or the network.
 
     Raises Refused where some cannot be had, with the names of what to put where.
     """
     return (
-        {original.name: _kept(dataset, original) for original in SETS[dataset]}
+        {
+            original.name: _fetch_cached_file(dataset, original)
+            for original in PUBLISHED_FILES[dataset]
+        }
         if data is None
-        else _given(dataset, data)
+        else _find_given_files(dataset, data)
     )
 
 
-def content(path: Path) -> bytes:
+def read_unpacked(path: Path) -> bytes:
     """What is in a file, unpacked where it is gzip, whatever its name says. Raises Refused."""
     try:
         raw = path.read_bytes()
@@ -105,7 +108,7 @@ def content(path: Path) -> bytes:
         ) from error
 
 
-def _given(dataset: str, data: Path) -> dict[str, Path]:
+def _find_given_files(dataset: str, data: Path) -> dict[str, Path]:
     """The files that a folder holds: all, or none. No set is put together from two places: it
     could be two sets.
     """
@@ -117,7 +120,7 @@ def _given(dataset: str, data: Path) -> dict[str, Path]:
     for folder in (data / dataset, data):
         held = {}
         missing = []
-        for original in SETS[dataset]:
+        for original in PUBLISHED_FILES[dataset]:
             plain = folder / original.name
             packed = folder / (original.name + ".gz")
             if plain.is_file() or packed.is_file():
@@ -126,29 +129,31 @@ def _given(dataset: str, data: Path) -> dict[str, Path]:
                 missing.append(original.name)
         if held and missing:
             raise Refused(
-                f"{folder} lacks {_listed(missing)} of the data set {dataset}; put all its files "
+                f"{folder} lacks {_join_names(missing)} of the data set {dataset}; put all its "
+                f"files "
                 f"there, "
                 "each with or without .gz"
             )
         if held:
             return held
-    source = SETS[dataset][0].url.rpartition("/")[0]
+    source = PUBLISHED_FILES[dataset][0].url.rpartition("/")[0]
     raise Refused(
-        f"{data} holds no file of the data set {dataset}; put {_listed(_names(dataset))} there, "
+        f"{data} holds no file of the data set {dataset}; put "
+        f"{_join_names(_list_file_names(dataset))} there, "
         f"each with or without "
         f".gz, or name no folder (--data, PARAGRAD_DATA): they are then downloaded once, from "
         f"{source}"
     )
 
 
-def _kept(dataset: str, original: Original) -> Path:
+def _fetch_cached_file(dataset: str, original: PublishedFile) -> Path:
     """The file in the cache, downloaded first where it is not there or is no longer the
     original.
     """
     try:
         import pooch
     except ImportError as error:
-        raise _unavailable(
+        raise _make_unavailable_error(
             dataset, "the cache and the download need pooch: pip install pooch"
         ) from error
     cache = Path(pooch.os_cache("paragrad")) / dataset
@@ -157,37 +162,41 @@ def _kept(dataset: str, original: Original) -> Path:
     try:
         return Path(
             pooch.retrieve(
-                original.url, original.sha256, original.published, cache, downloader=_download
+                original.url,
+                original.sha256,
+                original.packed_name,
+                cache,
+                downloader=_download_file,
             )
         )
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
         why = shorten(f"{type(error).__name__}: {error}", 160)
-        raise _unavailable(
-            dataset, f"{original.published} could not be got from {original.url} ({why})"
+        raise _make_unavailable_error(
+            dataset, f"{original.packed_name} could not be got from {original.url} ({why})"
         ) from error
     except ValueError as error:  # pooch compared, and threw away what it had got
-        raise _unavailable(
+        raise _make_unavailable_error(
             dataset,
-            f"what {original.url} sends is not the original {original.published}: its sha256 "
+            f"what {original.url} sends is not the original {original.packed_name}: its sha256 "
             f"is not {original.sha256}; nothing of it was kept",
         ) from error
     finally:
         pooch.get_logger().setLevel(level)
 
 
-def _download(url: str, target: str, _: Any) -> None:
+def _download_file(url: str, target: str, _: Any) -> None:
     """Write to `target` what `url` sends, byte by byte as sent. Raises OSError or
     HTTPException, in bounded time.
     """
     print(f"downloading {url}", file=sys.stderr, flush=True)
-    end = time.monotonic() + LONGEST
-    with urllib.request.urlopen(url, timeout=SILENCE) as answer, open(target, "wb") as file:
+    end = time.monotonic() + MAX_DOWNLOAD_SECONDS
+    with urllib.request.urlopen(url, timeout=SOCKET_TIMEOUT) as answer, open(target, "wb") as file:
         while chunk := answer.read1(1 << 16):
             file.write(chunk)
             if time.monotonic() > end:
-                raise TimeoutError(f"not finished after {LONGEST:g} seconds")
+                raise TimeoutError(f"not finished after {MAX_DOWNLOAD_SECONDS:g} seconds")
         promised = answer.headers["Content-Length"]
         if promised not in (None, str(file.tell())):
             raise ConnectionError(
@@ -195,17 +204,18 @@ def _download(url: str, target: str, _: Any) -> None:
             )
 
 
-def _unavailable(dataset: str, why: str) -> Refused:
+def _make_unavailable_error(dataset: str, why: str) -> Refused:
     return Refused(
-        f"data set {dataset}: {why}; or put {_listed(_names(dataset))}, each with or without .gz, "
+        f"data set {dataset}: {why}; or put {_join_names(_list_file_names(dataset))}, each with or "
+        f"without .gz, "
         f"into a folder "
         "and give it with --data FOLDER"
     )
 
 
-def _names(dataset: str) -> list[str]:
-    return [original.name for original in SETS[dataset]]
+def _list_file_names(dataset: str) -> list[str]:
+    return [original.name for original in PUBLISHED_FILES[dataset]]
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])

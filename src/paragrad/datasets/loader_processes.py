@@ -19,37 +19,43 @@ from torch.utils.data import DataLoader
 
 from paragrad.datasets.loading import Samples
 from paragrad.errors import StepFailed
-from paragrad.launch.launcher_folder import clear_after_kill
-from paragrad.launch.tensorless_pickle import pickled, unpickled
-from paragrad.runtime.stop_signals import ending_with_this
-from paragrad.shm.region import TOKEN, OwnRegion, Region, begins, unavailable
+from paragrad.launch.launcher_folder import use_clearable_tempdir
+from paragrad.launch.tensorless_pickle import dump_tensorless, load_tensorless
+from paragrad.runtime.stop_signals import make_worker_init
+from paragrad.shm.region import (
+    TOKEN_BYTES,
+    CreatedRegion,
+    SharedRegion,
+    compute_offsets,
+    explain_unavailable_shm,
+)
 
-BUS = "Bus error"
-REPAIR = "start fewer loaders, or smaller batches"
+BUS_ERROR = "Bus error"
+LOADER_REPAIR = "start fewer loaders, or smaller batches"
 
 
-def loaded(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[Any]:
+def load_batches(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[Any]:
     """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads
     here.
     """
     if loaders == 0:
         return (samples[key] for key in keys)
-    clear_after_kill()
-    return _loaded_ahead(samples, keys, loaders)
+    use_clearable_tempdir()
+    return _load_in_processes(samples, keys, loaders)
 
 
-def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterator[Any]:
+def _load_in_processes(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterator[Any]:
     # DataLoader draws a seed; not from the generator that the model may use
     own = torch.Generator()
     try:
         for batch in DataLoader(
-            Sent(samples),
+            TransferredSamples(samples),
             batch_size=None,
             sampler=keys,
             num_workers=loaders,  # type: ignore
-            collate_fn=_as_it_is,
+            collate_fn=_return_unchanged,
             generator=own,
-            worker_init_fn=ending_with_this(),
+            worker_init_fn=make_worker_init(),
         ):
             if isinstance(batch, StepFailed):
                 raise batch
@@ -65,7 +71,7 @@ def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterat
             "(leave out --loaders)"
         ) from error
     except RuntimeError as error:
-        if BUS not in str(error):
+        if BUS_ERROR not in str(error):
             raise
         raise StepFailed(
             "a bus error ended a loader: a file that the dataset maps into memory was cut short, "
@@ -75,7 +81,7 @@ def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterat
 
 
 @dataclass(frozen=True)
-class Sent:
+class TransferredSamples:
     """Samples for a process that loads: what fails there is sent as it is, which DataLoader
     would wrap in two tracebacks.
     """
@@ -88,22 +94,22 @@ class Sent:
     def __getitem__(self, key: Any) -> Any:
         try:
             batch = self.samples[key]
-            return batch if unavailable() else HandedOver(batch)
+            return batch if explain_unavailable_shm() else SharedBatch(batch)
         except StepFailed as error:
             return error
 
 
-class HandedOver:
+class SharedBatch:
     """A batch whose tensors are in memory that another process maps when it unpickles this:
     there it is the batch itself.
     """
 
     def __init__(self, batch: Any) -> None:
-        self.text, storages = pickled(batch, [], cut_out=True)
+        self.pickle_text, storages = dump_tensorless(batch, [], compact_views=True)
         self.sizes = [storage.nbytes() for storage in storages]
-        *places, end = begins(TOKEN, self.sizes)
+        *places, end = compute_offsets(TOKEN_BYTES, self.sizes)
         try:
-            self.region = OwnRegion(end, repair=REPAIR)
+            self.region = CreatedRegion(end, repair=LOADER_REPAIR)
         except RuntimeError as error:
             raise StepFailed(f"a loader hands over a batch: {error}") from error
         for place, size, storage in zip(places, self.sizes, storages, strict=True):
@@ -112,23 +118,32 @@ class HandedOver:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _taken, (DupFd(self.region.descriptor), self.region.size, self.sizes, self.text)
+        return _map_shared_batch, (
+            DupFd(self.region.descriptor),
+            self.region.size,
+            self.sizes,
+            self.pickle_text,
+        )
 
     def __del__(self) -> None:
         if hasattr(self, "region"):
-            self.region.opened_by_all()
+            self.region.close_descriptor()
 
 
-def _taken(duplicate: Any, size: int, sizes: Sequence[int], text: bytes) -> Any:
+def _map_shared_batch(duplicate: Any, size: int, sizes: Sequence[int], text: bytes) -> Any:
     descriptor = duplicate.detach()
     try:
-        region = Region(descriptor, size)
+        region = SharedRegion(descriptor, size)
     finally:
         os.close(descriptor)
-    return unpickled(
-        text, [region.storage(*each) for each in zip(begins(TOKEN, sizes), sizes, strict=False)]
+    return load_tensorless(
+        text,
+        [
+            region.make_storage(*each)
+            for each in zip(compute_offsets(TOKEN_BYTES, sizes), sizes, strict=False)
+        ],
     )
 
 
-def _as_it_is(batch: Any) -> Any:
+def _return_unchanged(batch: Any) -> Any:
     return batch

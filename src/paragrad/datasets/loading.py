@@ -20,16 +20,16 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import worker
 
-from paragrad.errors import Refused, StepFailed, told
-from paragrad.runtime.generators import generator_states, generators_kept, seed_generators
-from paragrad.runtime.timeout import bounded
-from paragrad.runtime.world import TIMEOUT
+from paragrad.errors import Refused, StepFailed, describe_error
+from paragrad.runtime.generators import fingerprint_generators, keep_generators, seed_generators
+from paragrad.runtime.timeout import limit_time
+from paragrad.runtime.world import DEFAULT_TIMEOUT
 
 # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Dataset = Any
 Collate = Callable[[list[Any]], Any]
-FEW = 5  # samples by which a collate is looked at
-OF_A_SHARE = (
+PROBE_SAMPLES = 5  # samples by which a collate is looked at
+SHARE_HINT = (
     "; if it drops samples, let it keep them with targets that do not count, or leave them out of "
     "the dataset; if it "
     "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)"
@@ -67,7 +67,7 @@ class Samples:
     dataset: Dataset
     seed: int = 0
     collate: Collate | None = None
-    patience: float = TIMEOUT  # seconds that a sample may take
+    sample_timeout: float = DEFAULT_TIMEOUT  # seconds that a sample may take
 
     def __post_init__(self) -> None:
         refuse_loader(self.dataset, "the dataset")
@@ -78,59 +78,63 @@ class Samples:
     def __getitem__(self, key: tuple[int, list[int]] | tuple[int, list[int], list[int]]) -> Any:
         epoch, indices, *places = key
         if not places:
-            return self._collated(epoch, indices, len(indices))
+            return self._collate_samples(epoch, indices, len(indices))
         if isinstance(self.collate, WholeBatch):
-            return cut(self._collated(epoch, indices, len(indices)), places[0], len(indices))
-        return self._collated(epoch, [indices[place] for place in places[0]], len(indices))
+            return slice_batch(
+                self._collate_samples(epoch, indices, len(indices)), places[0], len(indices)
+            )
+        return self._collate_samples(epoch, [indices[place] for place in places[0]], len(indices))
 
-    def _collated(self, epoch: int, indices: list[int], batch: int) -> Any:
+    def _collate_samples(self, epoch: int, indices: list[int], batch: int) -> Any:
         dataset = self.dataset
         if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
             # torch.tensor of a list, and indexing by one, take far longer
             places = torch.from_numpy(numpy.array(indices))
             return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)
         if self.collate is None and getattr(dataset, "whole_batches", False):
-            with bounded(
-                self.patience * len(indices),
+            with limit_time(
+                self.sample_timeout * len(indices),
                 f"samples {indices[0]}, ... of the dataset were not there",
             ):
                 return dataset[indices]
-        with generators_kept():
-            drawn = self.drawn(epoch, indices)
+        with keep_generators():
+            drawn = self.draw_samples(epoch, indices)
             if self.collate is None:
-                with unshared():
+                with use_private_memory():
                     return default_collate(drawn)
             try:
-                with unshared():
+                with use_private_memory():
                     return self.collate(drawn)
             except Exception as error:
                 raise StepFailed(
                     f"collate raised {type(error).__name__}: {error} (it was given {len(indices)} "
                     f"of the batch's "
-                    f"{batch} samples)" + (OF_A_SHARE if len(indices) < batch else "")
+                    f"{batch} samples)" + (SHARE_HINT if len(indices) < batch else "")
                 ) from error
 
-    def drawn(self, epoch: int, indices: list[int]) -> list[Any]:
+    def draw_samples(self, epoch: int, indices: list[int]) -> list[Any]:
         """Samples as `collate` is given them, the generators as it finds them."""
         found = []
         for index in indices:
             seed_generators(f"sample {self.seed} {epoch} {index}")
-            with bounded(self.patience, f"sample {index} of the dataset was not there"):
-                found.append(self._sample(index))
+            with limit_time(self.sample_timeout, f"sample {index} of the dataset was not there"):
+                found.append(self._read_sample(index))
         seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
         return found
 
-    def _sample(self, index: int) -> Any:
+    def _read_sample(self, index: int) -> Any:
         try:
             return self.dataset[index]
         except StepFailed:
             raise
         except Exception as error:
-            raise StepFailed(f"sample {index} of the dataset raised {told(error)}") from error
+            raise StepFailed(
+                f"sample {index} of the dataset raised {describe_error(error)}"
+            ) from error
 
 
 @contextlib.contextmanager
-def unshared() -> Iterator[None]:
+def use_private_memory() -> Iterator[None]:
     """Meanwhile default_collate makes batches in memory of this process, not in /dev/shm, as it
     does where it sees a loader.
     """
@@ -142,7 +146,7 @@ def unshared() -> Iterator[None]:
         worker._worker_info = before
 
 
-def why_whole(samples: Samples, batch: int) -> str | None:
+def explain_whole_batch(samples: Samples, batch: int) -> str | None:
     """Why collate must be given whole batches, or None; seen on a few samples from all over the
     dataset, at most a batch.
 
@@ -152,37 +156,41 @@ def why_whole(samples: Samples, batch: int) -> str | None:
     """
     if samples.collate is None or isinstance(samples.collate, WholeBatch):
         return None
-    count = min(len(samples), batch, FEW)
+    count = min(len(samples), batch, PROBE_SAMPLES)
     # neighbours are often of one length
     indices = [len(samples) * number // count for number in range(count)]
     try:
-        with generators_kept():
-            drawn = samples.drawn(0, indices)
-            before = generator_states()
+        with keep_generators():
+            drawn = samples.draw_samples(0, indices)
+            before = fingerprint_generators()
             forwards = samples.collate(drawn)
-            if generator_states() != before:
+            if fingerprint_generators() != before:
                 return "it draws at random"
-            backwards = cut(
-                samples.collate(samples.drawn(0, indices[::-1])), list(range(count))[::-1], count
+            backwards = slice_batch(
+                samples.collate(samples.draw_samples(0, indices[::-1])),
+                list(range(count))[::-1],
+                count,
             )
-            if alike(forwards, backwards) or not alike(
-                forwards, samples.collate(samples.drawn(0, indices))
+            if is_same_batch(forwards, backwards) or not is_same_batch(
+                forwards, samples.collate(samples.draw_samples(0, indices))
             ):
                 return None  # or it never makes the same of the same
             # another dimension, by chance?
-            cut(samples.collate(samples.drawn(0, indices[:-1])), slice(0, 1), count - 1)
+            slice_batch(
+                samples.collate(samples.draw_samples(0, indices[:-1])), slice(0, 1), count - 1
+            )
     except Exception:
         return None
     return "it puts samples in an order of its own"
 
 
-def whole_where_needed(samples: Samples, batch: int) -> Samples:
+def wrap_collate_if_needed(samples: Samples, batch: int) -> Samples:
     """The same; where its collate must be given whole batches of that size, with one that
     is.
     """
     return (
         replace(samples, collate=WholeBatch(samples.collate))
-        if samples.collate and why_whole(samples, batch)
+        if samples.collate and explain_whole_batch(samples, batch)
         else samples
     )
 
@@ -210,7 +218,7 @@ def refuse_loader(dataset: Any, what: str) -> None:
         )
 
 
-def parted(batch: Any) -> tuple[Any, Any]:
+def separate_target(batch: Any) -> tuple[Any, Any]:
     """(inputs, target) of a batch; a dict is both."""
     if isinstance(batch, Mapping):
         return dict(batch), dict(batch)
@@ -222,7 +230,7 @@ def parted(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def called(model: Callable[..., Any], inputs: Any) -> Any:
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """model(inputs): a dict by name, a tuple or list in its order; a named tuple is one
     argument.
     """
@@ -235,24 +243,24 @@ def called(model: Callable[..., Any], inputs: Any) -> Any:
     )
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """value with function(leaf) for every leaf: a tensor, a PackedSequence, a sequence of plain
     values (such as texts), or any other value.
     """
     if isinstance(value, PackedSequence):
         return function(value)
     if isinstance(value, Mapping):
-        return {name: mapped(function, each) for name, each in value.items()}
+        return {name: map_leaves(function, each) for name, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(function, each) for each in value))
+        return type(value)(*(map_leaves(function, each) for each in value))
     if isinstance(value, tuple | list) and any(
         isinstance(each, Tensor | Mapping | tuple | list) for each in value
     ):
-        return type(value)(mapped(function, each) for each in value)
+        return type(value)(map_leaves(function, each) for each in value)
     return function(value)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def list_batch_tensors(value: Any) -> list[Tensor]:
     """The tensors of a batch."""
     found: list[Tensor] = []
 
@@ -260,19 +268,19 @@ def tensors_of(value: Any) -> list[Tensor]:
         leaf = leaf.data if isinstance(leaf, PackedSequence) else leaf
         found.extend([leaf] if isinstance(leaf, Tensor) else [])
 
-    mapped(note, value)
+    map_leaves(note, value)
     return found
 
 
-def alike(one: Any, other: Any) -> bool:
+def is_same_batch(one: Any, other: Any) -> bool:
     """Do two batches hold the same, of all that is by sample? A NaN is one everywhere."""
     both: tuple[list[Any], list[Any]] = ([], [])
     for found, value in zip(both, (one, other), strict=True):
-        mapped(found.append, value)
-    return len(both[0]) == len(both[1]) and all(map(_alike, *both))
+        map_leaves(found.append, value)
+    return len(both[0]) == len(both[1]) and all(map(_is_same_leaf, *both))
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _is_same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and (
             not one.dim() or bool(((one == other) | ((one != one) & (other != other))).all())
@@ -280,7 +288,7 @@ def _alike(one: Any, other: Any) -> bool:
     return not isinstance(one, tuple | list) or bool(one == other)
 
 
-def copied(value: Any) -> Any:
+def clone_batch(value: Any) -> Any:
     """value with its tensors cloned: a model may change its inputs in place. What it holds
     twice stays one tensor: a loss may differentiate by an input that is also in its target.
     """
@@ -291,23 +299,23 @@ def copied(value: Any) -> Any:
             return leaf._replace(data=leaf.data.clone())
         return clones.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, Tensor) else leaf
 
-    return mapped(copy, value)
+    return map_leaves(copy, value)
 
 
-def brought(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+def convert_batch(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
     """value on a device (None: where it is), its floating point numbers in dtype, complex ones
     in its precision; dtype None: as they are.
     """
 
     def bring(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
-            return leaf.to(device, in_type(leaf.data, dtype))
-        return leaf.to(device, in_type(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
+            return leaf.to(device, choose_dtype(leaf.data, dtype))
+        return leaf.to(device, choose_dtype(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
 
-    return mapped(bring, value)
+    return map_leaves(bring, value)
 
 
-def in_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def choose_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """A tensor's type when real numbers are brought to dtype and complex ones to its precision;
     None: as it is.
     """
@@ -316,7 +324,7 @@ def in_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype.to_complex() if tensor.is_complex() else dtype
 
 
-def cut(value: Any, part: slice | list[int], samples: int) -> Any:
+def slice_batch(value: Any, rows: slice | list[int], samples: int) -> Any:
     """A part of a batch of so many samples, or what stands at some places of it: of every
     tensor, along its first dimension, and of sequences of plain values.
 
@@ -340,9 +348,9 @@ def cut(value: Any, part: slice | list[int], samples: int) -> Any:
             )
         if isinstance(leaf, tuple | list) and len(leaf) == samples:
             return (
-                leaf[part]
-                if isinstance(part, slice)
-                else type(leaf)([leaf[place] for place in part])
+                leaf[rows]
+                if isinstance(rows, slice)
+                else type(leaf)([leaf[place] for place in rows])
             )
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
@@ -358,6 +366,6 @@ def cut(value: Any, part: slice | list[int], samples: int) -> Any:
                 f"cannot be cut "
                 "into micro-batches; let the samples be its first dimension, or train with micro=1"
             )
-        return pieces.setdefault(id(leaf), leaf[part])
+        return pieces.setdefault(id(leaf), leaf[rows])
 
-    return mapped(cut_leaf, value)
+    return map_leaves(cut_leaf, value)

@@ -13,15 +13,15 @@ from typing import Any
 import numpy
 
 from paragrad.errors import Refused
-from paragrad.runtime.launcher_env import memory_left
+from paragrad.runtime.launcher_env import read_available_memory
 
 # bytes a sample while an order is made: key 8, number 8, sorting 4, and 8 of the epoch's before
-PLACE = 28
-ENDLESS = 10**10  # samples: at a million a second nearly three hours for one look at each
+BYTES_PER_SAMPLE = 28
+MAX_SAMPLES = 10**10  # samples: at a million a second nearly three hours for one look at each
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SampleOrder:
     """Every one of `samples` once per epoch, in batches of `batch`; the last batch of an epoch
     may be short.
     """
@@ -35,24 +35,24 @@ class Order:
         """Steps per epoch."""
         return -(-self.samples // self.batch)
 
-    def at(self, step: int) -> range:
+    def get_batch(self, step: int) -> range:
         """The batch of a step of an epoch as a range of positions in its order."""
         start = step * self.batch
         return range(start, min(start + self.batch, self.samples))
 
-    def batches(self, start: int = 0) -> Iterator[range]:
+    def list_batches(self, start: int = 0) -> Iterator[range]:
         """The batches of an epoch, from a step on."""
-        return map(self.at, range(start, self.steps))
+        return map(self.get_batch, range(start, self.steps))
 
-    def indices(self, epoch: int, positions: range) -> list[int]:
+    def get_indices(self, epoch: int, positions: range) -> list[int]:
         """The samples that stand at these positions of an epoch's order."""
-        order = permutation(self.samples, self.seed, epoch)
+        order = permute_samples(self.samples, self.seed, epoch)
         indices: list[int] = order[positions.start : positions.stop].tolist()
         return indices
 
 
 @lru_cache(maxsize=2)  # one epoch ends where the next begins
-def permutation(samples: int, seed: int, epoch: int) -> Any:
+def permute_samples(samples: int, seed: int, epoch: int) -> Any:
     """An array of all of 0..samples-1, shuffled by sorting on random keys. Raises Refused where
     memory cannot hold it.
 
@@ -60,19 +60,19 @@ def permutation(samples: int, seed: int, epoch: int) -> Any:
     promises the same numbers in every version; numpy's RandomState, which promises it too, goes
     on from its state, in one call for all.
     """
-    refuse_unordered(samples, "an epoch")
-    order = shuffled(samples, f"order {seed} {epoch}")
+    refuse_oversized_dataset(samples, "an epoch")
+    order = shuffle_indices(samples, f"order {seed} {epoch}")
     order.flags.writeable = False  # it is everybody's
     return order
 
 
-def shuffled(count: int, text: str) -> Any:
+def shuffle_indices(count: int, text: str) -> Any:
     """An array of all of 0..count-1, as `permutation` makes it, for the text."""
     # stable: of equal keys the lower sample first
-    return numpy.argsort(draws(text).random_sample(count), kind="stable")
+    return numpy.argsort(make_random_state(text).random_sample(count), kind="stable")
 
 
-def draws(text: str) -> Any:
+def make_random_state(text: str) -> Any:
     """numpy's RandomState, beginning as `random.Random` does for the text."""
     _, (*state, position), _ = random.Random(f"paragrad {text}").getstate()
     found = numpy.random.RandomState()
@@ -80,26 +80,28 @@ def draws(text: str) -> Any:
     return found
 
 
-def refuse_endless(samples: int, what: str) -> None:
+def refuse_endless_dataset(samples: int, what: str) -> None:
     """Refuse a dataset that says it has more samples than anybody will see."""
-    if samples > ENDLESS:
+    if samples > MAX_SAMPLES:
         raise Refused(
             f"{what} has {samples} samples, whose end nobody would see; let its __len__ say how "
             f"many an epoch has, "
-            f"at most {ENDLESS}"
+            f"at most {MAX_SAMPLES}"
         )
 
 
-def refuse_unordered(samples: int, what: str, ranks: int = 1) -> None:
+def refuse_oversized_dataset(samples: int, what: str, ranks: int = 1) -> None:
     """Refuse a dataset so long that this host cannot hold its order, in as many ranks."""
-    refuse_endless(samples, what)
-    left = memory_left()
-    if left is not None and ranks * PLACE * samples > left:
+    refuse_endless_dataset(samples, what)
+    left = read_available_memory()
+    if left is not None and ranks * BYTES_PER_SAMPLE * samples > left:
         every, fewer = (
             (f" in each of {ranks} ranks", ", or start fewer ranks") if ranks > 1 else ("", "")
         )
         raise Refused(
-            f"{what} has {samples} samples, whose order takes {PLACE} bytes a sample while it is "
+            f"{what} has {samples} samples, whose order takes {BYTES_PER_SAMPLE} bytes a sample "
+            f"while it is "
             f"made{every}, and "
-            f"there is memory for {left // (ranks * PLACE)}; let its __len__ say no more{fewer}"
+            f"there is memory for {left // (ranks * BYTES_PER_SAMPLE)}; let its __len__ say no "
+            f"more{fewer}"
         )

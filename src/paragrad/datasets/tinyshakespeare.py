@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paragrad.datasets.dataset_files import content, located
+from paragrad.datasets.dataset_files import locate_files, read_unpacked
 from paragrad.errors import Refused
 
 # all 65 of the text, in order
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
-NUMBERS = {character: number for number, character in enumerate(CHARACTERS)}
-IGNORED = -100  # cross-entropy's ignore_index: a target that does not count
-TRAINING = 0.9  # of the text; the rest is for validation
+CHARACTER_NUMBERS = {character: number for number, character in enumerate(CHARACTERS)}
+IGNORE_INDEX = -100  # cross-entropy's ignore_index: a target that does not count
+TRAINING_SHARE = 0.9  # of the text; the rest is for validation
 
 
 class Speeches(Dataset):
@@ -30,7 +30,7 @@ class Speeches(Dataset):
 
     def __init__(self, speeches: Sequence[str], length: int) -> None:
         self.samples = [
-            torch.tensor([NUMBERS[character] for character in speech[: length + 1]])
+            torch.tensor([CHARACTER_NUMBERS[character] for character in speech[: length + 1]])
             for speech in speeches
             if len(speech) >= 2
         ]
@@ -48,7 +48,7 @@ class Windows(Dataset):
     """
 
     def __init__(self, text: str, length: int) -> None:
-        self.characters = torch.tensor([NUMBERS[character] for character in text])
+        self.characters = torch.tensor([CHARACTER_NUMBERS[character] for character in text])
         self.length = length
 
     def __len__(self) -> int:
@@ -61,12 +61,12 @@ class Windows(Dataset):
         ]
 
 
-def windows(data: Path | None, train: bool, length: int) -> Windows:
+def load_windows(data: Path | None, train: bool, length: int) -> Windows:
     """Those of the first 90 % of the text, or of the rest. data: see files.located. Raises
     Refused.
     """
-    text = _text(data)
-    cut = int(TRAINING * len(text))
+    text = _read_text(data)
+    cut = int(TRAINING_SHARE * len(text))
     part = text[:cut] if train else text[cut:]
     if len(part) <= length:
         raise Refused(
@@ -77,19 +77,20 @@ def windows(data: Path | None, train: bool, length: int) -> Windows:
     return Windows(part, length)
 
 
-def speeches(data: Path | None, train: bool, length: int) -> Speeches:
+def load_speeches(data: Path | None, train: bool, length: int) -> Speeches:
     """The speeches that begin in the first 90 % of the text, or the others. data: see
     files.located. Raises Refused.
     """
-    text = _text(data)
+    text = _read_text(data)
     # lines with no empty one between them
     blocks = list(re.finditer(r".+(?:\n.+)*", text))
     return Speeches(
-        [block[0] for block in blocks if (block.start() < TRAINING * len(text)) == train], length
+        [block[0] for block in blocks if (block.start() < TRAINING_SHARE * len(text)) == train],
+        length,
     )
 
 
-def pad(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def pad_speeches(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Samples of different lengths as one batch: (characters [n, t], the next ones [n, t]), t
     the longest's length - 1.
 
@@ -98,19 +99,19 @@ def pad(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """
     longest = max(map(len, samples))
     characters = torch.zeros(len(samples), longest, dtype=torch.int64)
-    targets = torch.full((len(samples), longest - 1), IGNORED)
+    targets = torch.full((len(samples), longest - 1), IGNORE_INDEX)
     for row, sample in enumerate(samples):
         characters[row, : len(sample)] = sample
         targets[row, : len(sample) - 1] = sample[1:]
     return characters[:, :-1], targets
 
 
-def _text(data: Path | None) -> str:
-    path = located("tinyshakespeare", data)["input.txt"]
-    return _checked(path, content(path))
+def _read_text(data: Path | None) -> str:
+    path = locate_files("tinyshakespeare", data)["input.txt"]
+    return _decode_text(path, read_unpacked(path))
 
 
-def _checked(path: Path, raw: bytes) -> str:
+def _decode_text(path: Path, raw: bytes) -> str:
     """The text, lines ending in a bare newline, without any character that has no number."""
     try:
         text = raw.decode("utf-8").replace("\r\n", "\n")

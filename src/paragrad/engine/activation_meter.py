@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-class Alive:
+class ActivationMeter:
     """Counts storages while somebody holds them, each once: what autograd saves for a backward,
     messages, gradients that wait.
 
@@ -20,67 +20,71 @@ class Alive:
     nor what a model that checkpoints makes again in a backward.
     """
 
-    def __init__(self, beside: Iterable[Tensor] = ()) -> None:
-        self.apart: set[int] = set()
-        self.holders: dict[int, int] = {}  # address of a storage -> how many hold it
-        self.now = 0
-        self.most = 0
-        self.beside(beside)
+    def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
+        self.excluded_addresses: set[int] = set()
+        self.reference_counts: dict[int, int] = {}  # address of a storage -> how many hold it
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.exclude_tensors(excluded)
 
-    def beside(self, tensors: Iterable[Tensor]) -> None:
+    def exclude_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Leave these out, from now on."""
-        self.apart.update(address for address, _ in filter(None, map(storage, tensors)))
+        self.excluded_addresses.update(
+            address for address, _ in filter(None, map(find_storage, tensors))
+        )
 
-    def noting(self) -> contextlib.AbstractContextManager[Any]:
+    def count_saved_tensors(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward: what is saved in it is counted until its backward lets it go."""
-        return torch.autograd.graph.saved_tensors_hooks(self.hold, Hold.back)
+        return torch.autograd.graph.saved_tensors_hooks(
+            self.track_tensor, TrackedTensor.unpack_tensor
+        )
 
-    def hold(self, tensor: Tensor) -> Hold:
+    def track_tensor(self, tensor: Tensor) -> TrackedTensor:
         """Counted for as long as what this returns is there."""
-        return Hold(self, tensor)
+        return TrackedTensor(self, tensor)
 
-    def holds(self, tensor: Tensor) -> bool:
-        found = storage(tensor)
-        return found is not None and found[0] in self.holders
+    def is_tracked(self, tensor: Tensor) -> bool:
+        found = find_storage(tensor)
+        return found is not None and found[0] in self.reference_counts
 
-    def take(self, address: int, size: int) -> None:
-        self.holders[address] = self.holders.get(address, 0) + 1
-        if self.holders[address] == 1:
-            self.now += size
-            self.most = max(self.most, self.now)
+    def add_reference(self, address: int, size: int) -> None:
+        self.reference_counts[address] = self.reference_counts.get(address, 0) + 1
+        if self.reference_counts[address] == 1:
+            self.current_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
-    def let(self, address: int, size: int) -> None:
-        self.holders[address] -= 1
-        if not self.holders[address]:
-            del self.holders[address]
-            self.now -= size
+    def drop_reference(self, address: int, size: int) -> None:
+        self.reference_counts[address] -= 1
+        if not self.reference_counts[address]:
+            del self.reference_counts[address]
+            self.current_bytes -= size
 
 
-class Hold:
+class TrackedTensor:
     """A tensor that is held. version: what it was then; with hooks, autograd itself does not
     look whether it was changed.
     """
 
-    __slots__ = ("alive", "found", "tensor", "version")
+    __slots__ = ("meter", "storage_key", "tensor", "version")
 
-    def __init__(self, alive: Alive, tensor: Tensor) -> None:
+    def __init__(self, meter: ActivationMeter, tensor: Tensor) -> None:
         self.tensor = tensor
         self.version = tensor._version
-        found = storage(tensor)
-        self.alive = alive
-        self.found = None if found is None or found[0] in alive.apart else found
-        if self.found:
-            alive.take(*self.found)
+        found = find_storage(tensor)
+        self.meter = meter
+        self.storage_key = None if found is None or found[0] in meter.excluded_addresses else found
+        if self.storage_key:
+            meter.add_reference(*self.storage_key)
 
     def __del__(self) -> None:
-        if self.found:
-            self.alive.let(*self.found)
+        if self.storage_key:
+            self.meter.drop_reference(*self.storage_key)
 
-    def back(self) -> Tensor:
-        return unchanged_since(self.tensor, self.version)
+    def unpack_tensor(self) -> Tensor:
+        return check_tensor_version(self.tensor, self.version)
 
 
-def unchanged_since(tensor: Tensor, version: int) -> Tensor:
+def check_tensor_version(tensor: Tensor, version: int) -> Tensor:
     """The tensor. Raises RuntimeError, as autograd does, where it was changed after it was
     saved for a backward.
     """
@@ -94,7 +98,7 @@ def unchanged_since(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-def storage(tensor: Tensor) -> tuple[int, int] | None:
+def find_storage(tensor: Tensor) -> tuple[int, int] | None:
     """(address, bytes) of a tensor's storage; None where it has none: a sparse one, one without
     values.
     """

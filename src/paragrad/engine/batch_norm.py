@@ -30,28 +30,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paragrad.errors import StepFailed
 from paragrad.runtime.world import World
 
-PLAIN: Callable[..., Tensor] = torch.batch_norm
-INSTANCES: Callable[..., Tensor] = torch.instance_norm
-VERIFY: Callable[..., None] = functional._verify_batch_size  # type: ignore[attr-defined]
-FEW = "Expected more than 1 value per channel when training"  # torch's sentence
-_beside: tuple[World, ...] = ()
-REPAIR = (
+TORCH_BATCH_NORM: Callable[..., Tensor] = torch.batch_norm
+TORCH_INSTANCE_NORM: Callable[..., Tensor] = torch.instance_norm
+TORCH_VERIFY_BATCH_SIZE: Callable[..., None] = functional._verify_batch_size  # type: ignore[attr-defined]
+TOO_FEW_VALUES = "Expected more than 1 value per channel when training"  # torch's sentence
+_sample_part_worlds: tuple[World, ...] = ()
+SINGLE_SAMPLE_REPAIR = (
     "a micro-batch of one sample has no variance: give fewer micro-batches, or another batch size"
 )
 
 
 @contextmanager
-def beside(worlds: tuple[World, ...]) -> Iterator[None]:
+def combine_sample_parts(worlds: tuple[World, ...]) -> Iterator[None]:
     """Around a batch norm of a part of each sample: the ranks along these lines have the
     others.
     """
-    global _beside
-    before = _beside
-    _beside = worlds
+    global _sample_part_worlds
+    before = _sample_part_worlds
+    _sample_part_worlds = worlds
     try:
         yield
     finally:
-        _beside = before
+        _sample_part_worlds = before
 
 
 class BatchNorm:
@@ -67,31 +67,31 @@ class BatchNorm:
         self,
         world: World,
         model: nn.Module,
-        count: Callable[[int, int], None],
-        own: bool = False,
+        count_bytes: Callable[[int, int], None],
+        local_statistics: bool = False,
         samples: int = 0,
     ) -> None:
         self.world = world
         self.model = model
-        self.count = count
+        self.count_bytes = count_bytes
         # of the present micro-batch on this rank; 0: one runs, and counts for nothing
         self.samples = samples
-        self.own = own
-        self.alone = own or world.size == 1
-        self.waited = 0.0  # seconds for what others tell
-        self.looks = False
-        self.computed = False
+        self.local_statistics = local_statistics
+        self.is_local = local_statistics or world.size == 1
+        self.waited_seconds = 0.0  # seconds for what others tell
+        self.is_probing = False
+        self.has_computed = False
         # by torch.compile, whose graphs do not come here again
-        self.compiled = False
+        self.is_compiled = False
         # the running statistics that batch norms in training were called with
-        self.given = WeakTensorKeyDictionary()
+        self.running_statistics = WeakTensorKeyDictionary()
         # which calls of a micro-batch take statistics inside of samples or weights
-        self.inside: set[int] = set()
-        self.call = 0
-        self.before: list[tuple[Any, ...]] = []
+        self.per_sample_calls: set[int] = set()
+        self.call_index = 0
+        self.saved_functions: list[tuple[Any, ...]] = []
 
     def __enter__(self) -> BatchNorm:
-        self.before.append(
+        self.saved_functions.append(
             (
                 torch.batch_norm,
                 torch.instance_norm,
@@ -99,65 +99,69 @@ class BatchNorm:
                 nn.SyncBatchNorm.forward,
             )
         )
-        self.call = 0
+        self.call_index = 0
         # SyncBatchNorm refuses the CPU
-        self._replace(self.batch_norm, instance_norm, self._verify, _BatchNorm.forward)
+        self._replace_functions(
+            self.batch_norm, instance_norm, self._verify_part_size, _BatchNorm.forward
+        )
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._replace(*self.before.pop())
+        self._replace_functions(*self.saved_functions.pop())
 
-    def _replace(self, batch_norm: Any, instance_norm: Any, verify: Any, forward: Any) -> None:
+    def _replace_functions(
+        self, batch_norm: Any, instance_norm: Any, verify: Any, forward: Any
+    ) -> None:
         torch.batch_norm = batch_norm
         torch.instance_norm = instance_norm
         functional._verify_batch_size = verify  # type: ignore[attr-defined]
         nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def use_probe_mode(self) -> Iterator[None]:
         """For a look at the model, on this rank alone: no rank is asked, and a part of one
         sample is no error.
         """
-        self.looks, before = True, self.looks
+        self.is_probing, before = True, self.is_probing
         try:
             with self:
                 yield
         finally:
-            self.looks = before
+            self.is_probing = before
 
-    def agree(self, inside: set[int]) -> None:
+    def adopt_per_sample_calls(self, per_sample_calls: set[int]) -> None:
         """After a look: the calls that ask no other rank, as all saw. Raises StepFailed where a
         compiler would bake them in.
         """
-        if not self.alone and (self.compiled or _compiled_before(self.model)):
+        if not self.is_local and (self.is_compiled or _has_compiled_batch_norm(self.model)):
             raise StepFailed(
                 "batch norm in a compiled model would take each rank's own statistics; train the "
                 "model without "
                 "torch.compile, or compile parts of it that have no batch norm"
             )
-        self.inside = inside
+        self.per_sample_calls = per_sample_calls
 
     @property
-    def normed(self) -> set[str]:
+    def normalized_buffers(self) -> set[str]:
         """The names of the running statistics that a batch norm in training changed."""
         return {
             name
             for name, buffer in self.model.named_buffers(remove_duplicate=False)
-            if buffer in self.given
+            if buffer in self.running_statistics
         }
 
     @cached_property
-    def ranks(self) -> World:
+    def gather_world(self) -> World:
         """Made by the first batch norm in training, which all ranks run together."""
-        return self.world.twin()
+        return self.world.duplicate()
 
-    def _verify(self, size: Any) -> None:
+    def _verify_part_size(self, size: Any) -> None:
         """A part of one sample is no error: over all ranks there are more."""
-        if self.alone and self.samples and not self.looks:
+        if self.is_local and self.samples and not self.is_probing:
             try:
-                VERIFY(size)
+                TORCH_VERIFY_BATCH_SIZE(size)
             except ValueError as error:
-                raise ValueError(f"{error}; {REPAIR}") from None
+                raise ValueError(f"{error}; {SINGLE_SAMPLE_REPAIR}") from None
 
     def batch_norm(
         self,
@@ -176,12 +180,12 @@ class BatchNorm:
         # of a tensor that has a word of its own in torch's functions
         if has_torch_function(given):
             return handle_torch_function(
-                PLAIN, given, *given, training, momentum, eps, cudnn_enabled
+                TORCH_BATCH_NORM, given, *given, training, momentum, eps, cudnn_enabled
             )  # type: ignore
 
         def plain(training: bool) -> Tensor:
-            return in_one_layout(
-                PLAIN,
+            return apply_norm_contiguously(
+                TORCH_BATCH_NORM,
                 1 in (input.shape[0], *input.shape[2:]),
                 input,
                 weight,
@@ -196,9 +200,9 @@ class BatchNorm:
 
         if not training:
             return plain(False)
-        self.compiled |= torch.compiler.is_compiling()
+        self.is_compiled |= torch.compiler.is_compiling()
         if isinstance(input, FakeTensor):  # for its shape: it is no call of this rank's
-            return PLAIN(
+            return TORCH_BATCH_NORM(
                 input,
                 weight,
                 bias,
@@ -209,29 +213,31 @@ class BatchNorm:
                 eps,
                 cudnn_enabled,
             )
-        self.computed = True
-        self.given.update(
+        self.has_computed = True
+        self.running_statistics.update(
             {tensor: None for tensor in (running_mean, running_var) if tensor is not None}
         )
-        number = self.call
-        self.call = self.call + 1
-        inside = self.samples > 1 and not _beside and _inside(input, weight)
-        if self.looks:
-            self.inside |= {number} if inside else set()
-        elif self.alone and (self.own or not _beside):
+        number = self.call_index
+        self.call_index = self.call_index + 1
+        inside = self.samples > 1 and not _sample_part_worlds and _is_per_sample(input, weight)
+        if self.is_probing:
+            self.per_sample_calls |= {number} if inside else set()
+        elif self.is_local and (self.local_statistics or not _sample_part_worlds):
             if self.samples == 0 and running_mean is not None:
                 return plain(False)  # an empty part changes no statistics
-        elif number not in self.inside:
+        elif number not in self.per_sample_calls:
             if inside:
                 raise ValueError(
                     "a batch norm inside of samples came where the first step had one over the "
                     "batch; let the "
                     "model call its batch norms in the same order in every step"
                 )
-            return self._whole(input, weight, bias, running_mean, running_var, momentum, eps, plain)
+            return self._normalize_globally(
+                input, weight, bias, running_mean, running_var, momentum, eps, plain
+            )
         return plain(True)
 
-    def _whole(
+    def _normalize_globally(
         self,
         x: Tensor,
         weight: Tensor | None,
@@ -242,12 +248,14 @@ class BatchNorm:
         eps: float,
         plain: Callable[[bool], Tensor],
     ) -> Tensor:
-        gather = functools.partial(self.gathered, worlds=_beside)
-        number, mean, m2 = merged(gather(_moments(x.detach(), counted=self.samples > 0)))
+        gather = functools.partial(self.gather_rows, worlds=_sample_part_worlds)
+        number, mean, m2 = merge_moments(
+            gather(_compute_moments(x.detach(), has_samples=self.samples > 0))
+        )
         if number == 0:  # the part of every rank is empty
             return plain(running_mean is None)
         if number == 1:
-            raise ValueError(f"{FEW}, got 1 over all ranks; {REPAIR}")
+            raise ValueError(f"{TOO_FEW_VALUES}, got 1 over all ranks; {SINGLE_SAMPLE_REPAIR}")
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
@@ -255,7 +263,7 @@ class BatchNorm:
         inverse = (m2 / number + eps).rsqrt()
         # bfloat16 under autocast: computed as torch does
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normal = Normalise.apply(
+        normal = GlobalNormalize.apply(
             wide,
             weight,
             bias,
@@ -267,20 +275,22 @@ class BatchNorm:
         )
         return normal.to(x.dtype)
 
-    def gathered(self, tensor: Tensor, worlds: tuple[World, ...] = ()) -> list[Tensor]:
+    def gather_rows(self, tensor: Tensor, worlds: tuple[World, ...] = ()) -> list[Tensor]:
         """What all ranks have, along each of the worlds and then over all replicas."""
         begun = time.perf_counter()
         for world in worlds:
-            self.count(tensor.nbytes, world.size)
-            tensor = torch.stack(world.gathered(tensor))
-        if not self.alone:
-            self.count(tensor.nbytes, self.ranks.size)
-            tensor = torch.stack(self.ranks.gathered(tensor))
-        self.waited += time.perf_counter() - begun
-        return list(tensor.reshape(-1, tensor.shape[-1])) if worlds or not self.alone else [tensor]
+            self.count_bytes(tensor.nbytes, world.size)
+            tensor = torch.stack(world.all_gather(tensor))
+        if not self.is_local:
+            self.count_bytes(tensor.nbytes, self.gather_world.size)
+            tensor = torch.stack(self.gather_world.all_gather(tensor))
+        self.waited_seconds += time.perf_counter() - begun
+        return (
+            list(tensor.reshape(-1, tensor.shape[-1])) if worlds or not self.is_local else [tensor]
+        )
 
 
-def _compiled_before(model: nn.Module) -> bool:
+def _has_compiled_batch_norm(model: nn.Module) -> bool:
     """Is there a batch norm in training under what torch.compile made? Its graph may be there
     already, and is not made anew.
     """
@@ -297,7 +307,7 @@ def _compiled_before(model: nn.Module) -> bool:
     )
 
 
-def _inside(x: Tensor, weight: Tensor | None) -> bool:
+def _is_per_sample(x: Tensor, weight: Tensor | None) -> bool:
     """Of a part of several samples: are the statistics not over its samples?
 
     So instance norms are written with batch_norm (samples x channels as channels), and the
@@ -306,7 +316,9 @@ def _inside(x: Tensor, weight: Tensor | None) -> bool:
     return x.shape[0] == 1 and not isinstance(weight, nn.Parameter)
 
 
-def in_one_layout(norm: Callable[..., Tensor], ambiguous: bool, x: Tensor, *rest: Any) -> Tensor:
+def apply_norm_contiguously(
+    norm: Callable[..., Tensor], ambiguous: bool, x: Tensor, *rest: Any
+) -> Tensor:
     """A norm of torch. ambiguous: the images or volumes can be taken for both of torch's
     layouts, as a batch, a height or a width of 1 makes them. Its backward on the CPU (2.13)
     takes the gradient for one and the input for the other, and is wrong, unless both are
@@ -323,15 +335,17 @@ def in_one_layout(norm: Callable[..., Tensor], ambiguous: bool, x: Tensor, *rest
 def instance_norm(x: Tensor, *rest: Any, **named: Any) -> Tensor:
     """As torch.instance_norm, which is a batch norm of one image with samples x channels."""
     if has_torch_function(given := (x, *rest)):
-        result: Tensor = handle_torch_function(INSTANCES, given, *given, **named)
+        result: Tensor = handle_torch_function(TORCH_INSTANCE_NORM, given, *given, **named)
         return result
-    return in_one_layout(lambda given, *rest: INSTANCES(given, *rest, **named), True, x, *rest)
+    return apply_norm_contiguously(
+        lambda given, *rest: TORCH_INSTANCE_NORM(given, *rest, **named), True, x, *rest
+    )
 
 
-def _moments(x: Tensor, counted: bool) -> Tensor:
+def _compute_moments(x: Tensor, has_samples: bool) -> Tensor:
     """[count, mean of each channel, M2 of each channel] in float64."""
     channels = x.shape[1]
-    if not counted:
+    if not has_samples:
         return torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
     values = x.double().transpose(0, 1).reshape(channels, -1)
     variance, mean = torch.var_mean(values, dim=1, correction=0)
@@ -339,7 +353,7 @@ def _moments(x: Tensor, counted: bool) -> Tensor:
     return torch.cat([mean.new_tensor([float(number)]), mean, variance * number])
 
 
-def merged(moments: list[Tensor]) -> tuple[float, Tensor, Tensor]:
+def merge_moments(moments: list[Tensor]) -> tuple[float, Tensor, Tensor]:
     """(count, mean, M2) of all parts together, merged in rank order."""
     channels = (moments[0].numel() - 1) // 2
     number = 0.0
@@ -356,7 +370,7 @@ def merged(moments: list[Tensor]) -> tuple[float, Tensor, Tensor]:
     return number, mean, m2
 
 
-class Normalise(torch.autograd.Function):
+class GlobalNormalize(torch.autograd.Function):
     """(x - mean) * inverse * weight + bias, where mean and inverse depend on the x of all
     ranks.
     """

@@ -17,22 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.engine.layout import Layout, State
-from paragrad.engine.optimizer.modes import in_eval_mode, set_mode
+from paragrad.engine.layout import Layout, OptimizerState
+from paragrad.engine.optimizer.modes import set_optimizer_mode, use_optimizer_eval_mode
 from paragrad.errors import StepFailed
 from paragrad.executors.machine import Machine
-from paragrad.jobs.loss import Summed
+from paragrad.jobs.loss import LossModule
 from paragrad.strategies.strategy import Strategy
 
 # by which names bytes count that are sent for a test, and to save
-TESTS = "tests"
-CHECKPOINTS = "checkpoints"
-SHARED = (
+TEST_TRAFFIC = "tests"
+CHECKPOINT_TRAFFIC = "checkpoints"
+SHARED_PARAMETER_CHANGED = (
     "the forward changes a parameter, which every rank would do, and here they share it; train "
     "with state=replicated, or "
     "change it in the optimizer's step"
 )
-CARRIED = (
+UNCARRIED_PARAMETER_CHANGED = (
     "a forward changes it, besides gradients and buffers, and a cut model does not carry that from "
     "part to part; train "
     "it with data(n)"
@@ -40,7 +40,7 @@ CARRIED = (
 
 
 @dataclass(frozen=True)
-class How:
+class ExchangeOptions:
     """How exchanges go, whatever the technique.
 
     overlap: exchange while backward runs;  machine: known links, for `auto`;  sabotage: a
@@ -50,12 +50,16 @@ class How:
 
     overlap: bool = True
     machine: Machine | None = None
-    sabotage: str | None = None
-    meeting: Any = None
+    inject_fault: str | None = None
+    endpoints: Any = None
 
-    def serves(self, strategy: Strategy, rank: int) -> bool:
+    def is_server(self, strategy: Strategy, rank: int) -> bool:
         """Is this rank a server?"""
-        return strategy.serves(rank) if self.meeting is None else self.meeting.server is not None
+        return (
+            strategy.is_server(rank)
+            if self.endpoints is None
+            else self.endpoints.server is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -73,19 +77,21 @@ class Replica:
     job's.
     """
 
-    module: Summed
+    module: LossModule
     optimizer: torch.optim.Optimizer
     clip_norm: float | None = None
-    some_unused: bool = False
+    has_unused_parameters: bool = False
     layout: Layout = field(default_factory=Layout)
     forward: Callable[..., Any] | None = None
-    kept: bool = False
-    steps: int = 0
-    restored: State = field(default_factory=dict)
+    keeps_whole_model: bool = False
+    completed_steps: int = 0
+    restored_tensors: OptimizerState = field(default_factory=dict)
     scheduler: Any = None
-    alike: Callable[[str, int, Callable[[], Any]], None] = lambda name, step, function: function()
-    full: int = 1
-    follows: tuple[str, ...] = ()
+    draw_alike: Callable[[str, int, Callable[[], Any]], None] = lambda name, step, function: (
+        function()
+    )
+    full_batch: int = 1
+    changed_by_forward: tuple[str, ...] = ()
     seed: int = 0
 
 
@@ -110,50 +116,50 @@ class Exchange(ABC):
     what a checkpoint is to hold beside the optimizer's state.
     """
 
-    sharing = 1
-    keeps: tuple[str, ...] = ()
-    shards: Layout | None = None
-    parts: Mapping[str, Tensor]
-    hollow: nn.Module
-    stop = False
-    own_samples = 0
+    sharing_ranks = 1
+    saved_names: tuple[str, ...] = ()
+    shard_layout: Layout | None = None
+    shard_tensors: Mapping[str, Tensor]
+    empty_model: nn.Module
+    stop_requested = False
+    local_samples = 0
     epoch = 0
-    again = False
-    apart = False
-    asked = 0.0
-    doubt = 0.0
+    already_applied = False
+    steps_alone = False
+    stop_requests = 0.0
+    doubtful_weight = 0.0
     weight = 0.0
-    share = 0.0
+    weight_share = 0.0
 
     def __init__(self, replica: Replica) -> None:
-        self.summed = replica.module
+        self.loss_module = replica.module
         self.optimizer = replica.optimizer
         self.clip_norm = replica.clip_norm
         self.layout = replica.layout
         # what forward and backward run: an exchange may wrap it
         self.module: nn.Module = replica.module
-        self.every = list(replica.module.model.parameters())
+        self.parameters = list(replica.module.model.parameters())
         # what is trained, from the first step on
-        self.trains: list[tuple[str, Tensor, bool]] = []
-        self.sent: dict[str, dict[str, Any]] = {}
-        self.largest = 0
+        self.trained_at_start: list[tuple[str, Tensor, bool]] = []
+        self.sent_bytes: dict[str, dict[str, Any]] = {}
+        self.peak_bytes = 0
 
     # ---- in a step ---------------------------------------------------------------------------
     def begin(self) -> None:
         """A step begins: nothing was sent in it yet."""
-        self.sent = {}
-        set_mode(self.optimizer, "train")
+        self.sent_bytes = {}
+        set_optimizer_mode(self.optimizer, "train")
 
     def refuse_refrozen(self) -> None:
         """For `begin` of those who exchange what was trained when they were made. Raises
         StepFailed.
         """
-        self.trains = self.trains or [
+        self.trained_at_start = self.trained_at_start or [
             (name.removeprefix("model."), each, each.requires_grad)
-            for name, each in self.summed.named_parameters()
+            for name, each in self.loss_module.named_parameters()
         ]
         if changed := [
-            name for name, each, trained in self.trains if each.requires_grad != trained
+            name for name, each, trained in self.trained_at_start if each.requires_grad != trained
         ]:
             raise StepFailed(
                 "it was frozen or unfrozen after step 0, and ranks exchange what was trained then; "
@@ -167,7 +173,7 @@ class Exchange(ABC):
         return contextlib.nullcontext()
 
     # most wait for the end of backward
-    def ready(self, parameter: nn.Parameter) -> None:  # noqa: B027
+    def mark_ready(self, parameter: nn.Parameter) -> None:  # noqa: B027
         """Passes of their own may say that a gradient is final, micro-batches summed: it may
         travel while they go on.
         """
@@ -179,7 +185,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def counted(self) -> list[float]:
+    def reduce_totals(self) -> list[float]:
         """(weight, loss, ranks asked to stop, doubtful weight), summed over replicas; of the
         wish to stop all ranks hear.
         """
@@ -187,21 +193,25 @@ class Exchange(ABC):
     def average(self, weight: float) -> None:
         """The one division by the global weight."""
         # of some parts, none
-        if gradients := [parameter.grad for parameter in self.every if parameter.grad is not None]:
+        if gradients := [
+            parameter.grad for parameter in self.parameters if parameter.grad is not None
+        ]:
             torch._foreach_div_(gradients, weight)
 
-    def uncounted(self) -> None:
+    def refuse_zero_weight(self) -> None:
         """In the place of `average`, where the weight is 0."""
         raise StepFailed("no sample of this batch counts: its weight is 0")
 
-    def averaged(self) -> dict[str, Tensor | None]:
+    def gather_mean_gradients(self) -> dict[str, Tensor | None]:
         """The mean gradient of every parameter, between `average` and `update`. Collective."""
-        return self.gradients()
+        return self.gather_gradients()
 
     def update(self) -> None:
         """Clipping and the optimizer."""
         if self.clip_norm is not None:
-            self.layout.clip(dict(self.summed.model.named_parameters()), self.clip_norm)
+            self.layout.clip_gradients(
+                dict(self.loss_module.model.named_parameters()), self.clip_norm
+            )
         self.optimizer.step()
 
     def serve(self) -> None:  # noqa: B027         # most have no servers
@@ -209,97 +219,105 @@ class Exchange(ABC):
         batches.
         """
 
-    def dismiss(self) -> None:  # noqa: B027         # most have no servers
+    def dismiss_servers(self) -> None:  # noqa: B027         # most have no servers
         """Of a worker, when the run has come to its end: let the servers go. Collective of all
         workers; not after a failure, where some no longer come.
         """
 
-    def cause(self, error: Exception) -> Exception:
+    def find_cause(self, error: Exception) -> Exception:
         """What was raised in a step, or what it was raised for, where somebody in between says
         less.
         """
         return error
 
     # ---- what others look at -----------------------------------------------------------------
-    def evaluating(self) -> contextlib.AbstractContextManager[Any]:
+    def use_evaluation_weights(self) -> contextlib.AbstractContextManager[Any]:
         """The model as what the run stands for (before a test, or when it is saved); afterwards
         as it was. Collective.
         """
-        return in_eval_mode(self.optimizer, self.every)
+        return use_optimizer_eval_mode(self.optimizer, self.parameters)
 
-    def settle(self) -> None:  # noqa: B027         # most replicas are equal
+    def adopt_effective_weights(self) -> None:  # noqa: B027         # most replicas are equal
         """From here on the model is what the run stands for, where replicas differ.
         Collective.
         """
 
-    def standing(self) -> contextlib.AbstractContextManager[None]:
+    def use_effective_weights(self) -> contextlib.AbstractContextManager[None]:
         """The same for a while; afterwards every replica is as it was. Collective."""
         return contextlib.nullcontext()
 
-    def kept(self) -> State:
+    def collect_saved_tensors(self) -> OptimizerState:
         """What a checkpoint is to hold beside the optimizer's state; as `state`, within
         `standing`. Collective.
         """
         return {}
 
-    def gradients(self) -> dict[str, Tensor | None]:
+    def gather_gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped); until any
         rank begins the next step.
         """
-        return {name: parameter.grad for name, parameter in self.summed.model.named_parameters()}
+        return {
+            name: parameter.grad for name, parameter in self.loss_module.model.named_parameters()
+        }
 
-    def state(self) -> State:
+    def gather_optimizer_state(self) -> OptimizerState:
         """The optimizer's state of this part of the model; whole on rank 0 of those that hold
         the same. Collective.
         """
-        names = {parameter: name for name, parameter in self.summed.model.named_parameters()}
+        names = {parameter: name for name, parameter in self.loss_module.model.named_parameters()}
         return {
             names[key]: values
             for key, values in self.optimizer.state.items()
             if isinstance(key, Tensor)
         }
 
-    def count(self, kind: str, number: int, *, computed: bool) -> None:
+    def count_bytes(self, kind: str, number: int, *, computed: bool) -> None:
         """Bytes of a kind that this rank sends in this step; computed: by a closed form."""
-        before = self.sent.get(kind, {"bytes": 0})["bytes"]
-        self.sent[kind] = {"bytes": before + number, "computed": computed}
+        before = self.sent_bytes.get(kind, {"bytes": 0})["bytes"]
+        self.sent_bytes[kind] = {"bytes": before + number, "computed": computed}
 
     def close(self) -> None:  # noqa: B027         # most hold nothing
         """Let go of what the exchange holds; the model is a plain one again."""
 
 
 @contextlib.contextmanager
-def unmoved(
+def refuse_moved_parameters(
     exchange: Exchange, parameters: Mapping[str, Tensor], layout: Layout, replicas: int
 ) -> Iterator[None]:
     """Around the passes of a step. Raises StepFailed where a forward changes a parameter that
     other ranks have too, in one place or, of a model that is cut, in copies: it may do so for
     the first time long after the first step (an embedding with max_norm).
     """
-    watched = parameters if exchange.sharing > 1 else layout.copied(parameters, replicas)
+    watched = (
+        parameters if exchange.sharing_ranks > 1 else layout.select_copies(parameters, replicas)
+    )
     before = [(name, each, each._version) for name, each in watched.items()]
     yield
     if moved := [name for name, each, version in before if each._version != version]:
-        raise StepFailed(SHARED if exchange.sharing > 1 else CARRIED, tensor=", ".join(moved[:3]))
+        raise StepFailed(
+            SHARED_PARAMETER_CHANGED if exchange.sharing_ranks > 1 else UNCARRIED_PARAMETER_CHANGED,
+            tensor=", ".join(moved[:3]),
+        )
 
 
-def counted(exchange: Exchange) -> list[float]:
+def check_totals(exchange: Exchange) -> list[float]:
     """What an exchange, anybody's, says that it counted."""
-    told = list(exchange.counted())
+    told = list(exchange.reduce_totals())
     if len(told) != 4:
         raise StepFailed(
-            f"counted() of {type(exchange).__name__} gives {len(told)} numbers; give four: weight, "
+            f"reduce_totals() of {type(exchange).__name__} gives {len(told)} numbers; give four: "
+            f"weight, "
             f"loss, ranks "
             "asked to stop, doubtful weight"
         )
     return told
 
 
-class Alone(Exchange):
+class NoExchange(Exchange):
     """Of one replica, serial's: gradients stay where backward puts them."""
 
     def finish(self, weight: float, loss: float) -> None:
-        self.told = [weight, loss, float(self.stop), self.doubt]
+        self.totals = [weight, loss, float(self.stop_requested), self.doubtful_weight]
 
-    def counted(self) -> list[float]:
-        return self.told
+    def reduce_totals(self) -> list[float]:
+        return self.totals

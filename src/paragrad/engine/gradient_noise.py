@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from paragrad.engine.state.values import wide
-from paragrad.strategies.compressors import compressor_of
+from paragrad.engine.state.values import get_accumulation_dtype
+from paragrad.strategies.compressors import find_compressor
 from paragrad.strategies.strategy import Strategy
 
 
@@ -27,77 +27,91 @@ class GradientNorms:
     or None.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], every: int) -> None:
-        self.every = every
-        self.told: list[float] | None = None
-        self.on = False  # is this step measured?
+    def __init__(self, parameters: Iterable[nn.Parameter], interval: int) -> None:
+        self.interval = interval
+        self.measurement: list[float] | None = None
+        self.is_measured = False  # is this step measured?
         # of the first micro-batch, while its backward runs
         self.squares: dict[int, Tensor] | None = None
-        self.first: tuple[float, float] | None = None
+        self.first_micro_batch: tuple[float, float] | None = None
         self.handles = [
-            each.register_post_accumulate_grad_hook(self._accumulated)
+            each.register_post_accumulate_grad_hook(self._record_gradient)
             for each in parameters
-            if each.requires_grad and every
+            if each.requires_grad and interval
         ]
 
-    def begin(self, step: int, rehearsed: bool) -> None:
+    def begin_step(self, step: int, rehearsed: bool) -> None:
         """A step begins. rehearsed: it is put back."""
-        self.on = bool(self.every) and step % self.every == 0 and not rehearsed
-        self.first = None
-        self.told = None
+        self.is_measured = bool(self.interval) and step % self.interval == 0 and not rehearsed
+        self.first_micro_batch = None
+        self.measurement = None
 
     @contextlib.contextmanager
-    def over(self, number: int, divisor: float) -> Iterator[None]:
+    def measure_backward(self, number: int, divisor: float) -> Iterator[None]:
         """Around the backward of a micro-batch. divisor: by which its gradient becomes a mean,
         0 where nothing counts.
         """
-        if number or not self.on:
+        if number or not self.is_measured:
             yield
             return
         self.squares = {}
         try:
             yield
             if divisor and self.squares:
-                self.first = _sum(self.squares.values()) / divisor**2, divisor
+                self.first_micro_batch = _sum_squares(self.squares.values()) / divisor**2, divisor
         finally:
             self.squares = None
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _record_gradient(self, parameter: Tensor) -> None:
         if self.squares is not None and parameter.grad is not None:
-            self.squares[id(parameter)] = _square(parameter.grad)
+            self.squares[id(parameter)] = _compute_squared_norm(parameter.grad)
 
-    def mean(self, averaged: Callable[[], Mapping[str, Tensor | None]]) -> None:
+    def measure_mean_gradient(
+        self, gather_gradients: Callable[[], Mapping[str, Tensor | None]]
+    ) -> None:
         """The gradients are means now, which that function tells."""
         found = [
-            _square(each) for each in (averaged().values() if self.on else ()) if each is not None
+            _compute_squared_norm(each)
+            for each in (gather_gradients().values() if self.is_measured else ())
+            if each is not None
         ]
-        if self.first is not None and found:
-            told = [*self.first, _sum(found)]
-            self.told = told if all(map(math.isfinite, told)) else None
+        if self.first_micro_batch is not None and found:
+            told = [*self.first_micro_batch, _sum_squares(found)]
+            self.measurement = told if all(map(math.isfinite, told)) else None
 
     @property
-    def line(self) -> dict[str, list[float] | None]:
+    def record_entry(self) -> dict[str, list[float] | None]:
         """What the record says of the step."""
-        return {"noise": self.told} if self.every else {}
+        return {"noise": self.measurement} if self.interval else {}
 
     def close(self) -> None:
         for handle in self.handles:
             handle.remove()
 
 
-def _square(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient.detach(), dtype=wide(gradient.dtype)).double() ** 2
+def _compute_squared_norm(gradient: Tensor) -> Tensor:
+    return (
+        torch.linalg.vector_norm(
+            gradient.detach(), dtype=get_accumulation_dtype(gradient.dtype)
+        ).double()
+        ** 2
+    )
 
 
-def _sum(squares: Iterable[Tensor]) -> float:
+def _sum_squares(squares: Iterable[Tensor]) -> float:
     return float(torch.stack([each.cpu() for each in squares]).sum())
 
 
-def unmeasured(strategy: Strategy) -> str | None:
+def explain_no_measurement(strategy: Strategy) -> str | None:
     """Why a resolved strategy's noise scale cannot be measured, with the repair, or None."""
     divided = any(axis.divides != "samples" for axis in strategy.axes)
-    compressed = compressor_of(strategy) is not None
-    if divided or strategy.sharded or strategy.servers or not (strategy.exact or compressed):
+    compressed = find_compressor(strategy) is not None
+    if (
+        divided
+        or strategy.shards_parameters
+        or strategy.servers
+        or not (strategy.exact or compressed)
+    ):
         return (
             "compares the gradient of each share with that of the whole batch, and here no rank "
             "has both; train for a "

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.engine.optimizer.optimizer_state import beside_parameters
-from paragrad.engine.state.empty_parameter import Vacant
+from paragrad.engine.optimizer.optimizer_state import select_global_state
+from paragrad.engine.state.empty_parameter import EmptyTensor
 from paragrad.errors import StepFailed
-from paragrad.planner.cost_formulas import computed_bytes
+from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.runtime.world import World
 
 # start to stop along the first dimensions of a tensor; the others whole
-Box = tuple[slice, ...]
+TensorBox = tuple[slice, ...]
 # an optimizer's, by the parameter's name, then by what
-State = dict[str, dict[str, Any]]
+OptimizerState = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardSpec:
     """What a local tensor holds of a serial one, of that name and shape.
 
     where: all of it (None), elements of it in a row (a range), or boxes, which follow each
@@ -42,12 +42,12 @@ class Held:
 
     name: str
     shape: tuple[int, ...]
-    where: range | tuple[Box, ...] | None = None
+    where: range | tuple[TensorBox, ...] | None = None
     dim: int = 0
-    counts: bool = True
-    owners: tuple[World, ...] = ()
+    is_primary: bool = True
+    gradient_worlds: tuple[World, ...] = ()
 
-    def of(self, serial: Tensor) -> Tensor:
+    def extract_shard(self, serial: Tensor) -> Tensor:
         """The part, out of the serial tensor; a copy."""
         if self.where is None:
             return serial.detach().clone()
@@ -55,7 +55,7 @@ class Held:
             return serial.detach().reshape(-1)[self.where.start : self.where.stop].clone()
         return torch.cat([serial.detach()[box] for box in self.where], self.dim)
 
-    def put(self, part: Tensor, serial: Tensor) -> None:
+    def insert_shard(self, part: Tensor, serial: Tensor) -> None:
         """The part, into its place in the serial tensor."""
         if self.where is None:
             serial.copy_(part)
@@ -70,23 +70,23 @@ class Held:
             ):
                 place.copy_(each)
 
-    def after(self, before: Held) -> Held:
+    def compose_with(self, earlier: ShardSpec) -> ShardSpec:
         """The same in terms of the serial model, where this is a part of what an earlier cut
         left of it.
         """
-        if self.where is not None and before.where is not None:
-            raise StepFailed("two cuts divide it; leave one of them out", tensor=before.name)
-        cut = self if before.where is None else before
-        return Held(
-            before.name,
-            before.shape,
+        if self.where is not None and earlier.where is not None:
+            raise StepFailed("two cuts divide it; leave one of them out", tensor=earlier.name)
+        cut = self if earlier.where is None else earlier
+        return ShardSpec(
+            earlier.name,
+            earlier.shape,
             cut.where,
             cut.dim,
-            self.counts and before.counts,
-            self.owners + before.owners,
+            self.is_primary and earlier.is_primary,
+            self.gradient_worlds + earlier.gradient_worlds,
         )
 
-    def overlaps(self, other: Held) -> bool:
+    def has_overlap(self, other: ShardSpec) -> bool:
         """Do two parts of one tensor have an element in common?"""
         if self.where is None or other.where is None:
             return True
@@ -99,7 +99,8 @@ class Held:
             )
         return any(
             all(
-                max(a.start or 0, b.start or 0) < min(_stop(a, size), _stop(b, size))
+                max(a.start or 0, b.start or 0)
+                < min(_get_slice_stop(a, size), _get_slice_stop(b, size))
                 for a, b, size in zip(one, two, self.shape, strict=False)
             )
             for one in self.where
@@ -107,11 +108,11 @@ class Held:
         )
 
 
-def _stop(part: slice, size: int) -> int:
+def _get_slice_stop(part: slice, size: int) -> int:
     return size if part.stop is None else min(int(part.stop), size)
 
 
-def together(parts: Iterable[tuple[Held, Tensor | None]]) -> dict[str, Tensor | None]:
+def assemble_tensors(parts: Iterable[tuple[ShardSpec, Tensor | None]]) -> dict[str, Tensor | None]:
     """Serial tensors by name, from parts; None where no part of one is there."""
     found: dict[str, Tensor | None] = {}
     for held, part in parts:
@@ -121,7 +122,7 @@ def together(parts: Iterable[tuple[Held, Tensor | None]]) -> dict[str, Tensor | 
                 serial = torch.zeros(held.shape, dtype=part.dtype, device=part.device)
                 found[held.name] = serial
             try:
-                held.put(part, serial)
+                held.insert_shard(part, serial)
             except RuntimeError as error:
                 raise StepFailed(
                     f"a part of it has the shape {tuple(part.shape)} now, and had another one when "
@@ -132,11 +133,11 @@ def together(parts: Iterable[tuple[Held, Tensor | None]]) -> dict[str, Tensor | 
     return found
 
 
-def state_together(parts: Iterable[tuple[Held, dict[str, Any]]]) -> State:
+def assemble_optimizer_state(parts: Iterable[tuple[ShardSpec, dict[str, Any]]]) -> OptimizerState:
     """An optimizer's state in serial shapes, from that of parts; numbers are those of any
     part.
     """
-    found: State = {}
+    found: OptimizerState = {}
     tensors = []
     for held, values in parts:
         for what, value in values.items():
@@ -144,28 +145,30 @@ def state_together(parts: Iterable[tuple[Held, dict[str, Any]]]) -> State:
                 found.setdefault(held.name, {})[what] = value
             else:
                 tensors.append((replace(held, name=f"{held.name}/{what}"), value))
-    for name, value in together(tensors).items():
+    for name, value in assemble_tensors(tensors).items():
         parameter, _, what = name.rpartition("/")
         found.setdefault(parameter, {})[what] = value
     return found
 
 
-def hand_over(
-    optimizer: torch.optim.Optimizer, held: Mapping[Tensor, Sequence[tuple[Held, Tensor]]]
+def install_shards(
+    optimizer: torch.optim.Optimizer, shards: Mapping[Tensor, Sequence[tuple[ShardSpec, Tensor]]]
 ) -> None:
     """Give an optimizer parts, and their part of the state, in place of parameters: {parameter:
     [(which, the part)]}.
     """
     before = optimizer.state
-    optimizer.state = type(optimizer.state)(dict, beside_parameters(optimizer))
+    optimizer.state = type(optimizer.state)(dict, select_global_state(optimizer))
     for group in optimizer.param_groups:
         pairs = [
-            (parameter, *each) for parameter in group["params"] for each in held.get(parameter, ())
+            (parameter, *each)
+            for parameter in group["params"]
+            for each in shards.get(parameter, ())
         ]
         for parameter, which, part in pairs:
             if parameter in before:
                 optimizer.state[part] = {
-                    what: which.of(value)
+                    what: which.extract_shard(value)
                     if isinstance(value, Tensor) and value.dim()
                     else copy.deepcopy(value)
                     for what, value in before[parameter].items()
@@ -185,153 +188,155 @@ class Layout:
     def __init__(
         self,
         world: World | None = None,
-        held: Mapping[str, Held] | None = None,
-        serial: Sequence[str] = (),
-        gives: bool = True,
+        specs: Mapping[str, ShardSpec] | None = None,
+        serial_names: Sequence[str] = (),
+        has_output: bool = True,
     ) -> None:
         self.world = world or World()
-        self.held = dict(held or {})
-        self.serial = list(serial)
-        self.gives = gives
-        self.cut = held is not None
-        self.sent = 0
-        self.givers = 1
+        self.specs = dict(specs or {})
+        self.serial_names = list(serial_names)
+        self.has_output = has_output
+        self.is_partitioned = specs is not None
+        self.sent_bytes = 0
+        self.output_rank_count = 1
         # serial parameters of which several ranks hold a part, once known
-        self.divided: list[str] | None = None
+        self.divided_names: list[str] | None = None
 
-    def whole(
-        self, tensors: Mapping[str, Tensor | None], everywhere: bool = True
+    def gather_serial_tensors(
+        self, tensors: Mapping[str, Tensor | None], on_all_ranks: bool = True
     ) -> dict[str, Tensor | None]:
         """The serial tensors of which these are the local ones, on every rank, or on the first
         alone. Collective.
         """
-        if not self.cut:
+        if not self.is_partitioned:
             return dict(tensors)
-        if late := [name for name in tensors if name not in self.held]:
+        if late := [name for name in tensors if name not in self.specs]:
             raise StepFailed(
                 "it was not there when the model was cut, and has no place in the whole; make it "
                 "in the "
                 "constructor, or train it with data(n)",
                 tensor=", ".join(late[:3]),
             )
-        told = self.world.collected(
+        told = self.world.gather_objects(
             [
-                (replace(self.held[name], owners=()), on_host(tensor))
+                (replace(self.specs[name], gradient_worlds=()), copy_to_host(tensor))
                 for name, tensor in tensors.items()
-                if self.held[name].counts
+                if self.specs[name].is_primary
             ]
         )
-        found = together(each for parts in told for each in parts)
-        found = self.world.agreed(found) if everywhere else found
+        found = assemble_tensors(each for parts in told for each in parts)
+        found = self.world.broadcast_object(found) if on_all_ranks else found
         return {
             name: None if (tensor := found[name]) is None else tensor.to(self.world.device)
-            for name in self.serial
+            for name in self.serial_names
             if name in found
         }
 
-    def state(self, state: State) -> State:
+    def gather_serial_state(self, state: OptimizerState) -> OptimizerState:
         """An optimizer's state in serial shapes, on the first rank. Collective."""
-        if not self.cut:
+        if not self.is_partitioned:
             return state
-        told = self.world.collected(
+        told = self.world.gather_objects(
             [
                 (
-                    replace(self.held[name], owners=()),
-                    {what: on_host(value) for what, value in values.items()},
+                    replace(self.specs[name], gradient_worlds=()),
+                    {what: copy_to_host(value) for what, value in values.items()},
                 )
                 for name, values in state.items()
-                if self.held[name].counts
+                if self.specs[name].is_primary
             ]
         )
-        return state_together(each for parts in told for each in parts)
+        return assemble_optimizer_state(each for parts in told for each in parts)
 
-    def parted(self, state: State) -> State:
+    def select_local_state(self, state: OptimizerState) -> OptimizerState:
         """What of a state in serial shapes belongs to this rank's parts."""
-        if not self.cut:
+        if not self.is_partitioned:
             return state
         return {
-            name: {what: held.of(value) for what, value in state[held.name].items()}
-            for name, held in self.held.items()
+            name: {what: held.extract_shard(value) for what, value in state[held.name].items()}
+            for name, held in self.specs.items()
             if held.name in state
         }
 
-    def norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
+    def compute_norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
         """The 2-norm of every serial tensor of which these are the local ones. Collective."""
-        squares = dict.fromkeys(self.serial, 0.0)
+        squares = dict.fromkeys(self.serial_names, 0.0)
         for name, tensor in tensors.items():
-            if tensor is not None and self.held[name].counts:
+            if tensor is not None and self.specs[name].is_primary:
                 wide = torch.promote_types(tensor.dtype, torch.float32)
-                squares[self.held[name].name] += (
+                squares[self.specs[name].name] += (
                     float(torch.linalg.vector_norm(tensor, dtype=wide)) ** 2
                 )
-        sums = self._all_reduced(torch.tensor([*squares.values()], dtype=torch.float64)).sqrt()
+        sums = self._all_reduce(torch.tensor([*squares.values()], dtype=torch.float64)).sqrt()
         return dict(zip(squares, sums.tolist(), strict=True))
 
-    def clip(self, parameters: Mapping[str, Tensor], most: float) -> None:
+    def clip_gradients(self, parameters: Mapping[str, Tensor], max_norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_, by the norm of the serial gradients.
         Collective.
         """
-        if not self.cut:
-            nn.utils.clip_grad_norm_(parameters.values(), most)
+        if not self.is_partitioned:
+            nn.utils.clip_grad_norm_(parameters.values(), max_norm)
             return
-        norms = self.norms({name: parameter.grad for name, parameter in parameters.items()})
+        norms = self.compute_norms({name: parameter.grad for name, parameter in parameters.items()})
         total = torch.tensor(
             math.sqrt(sum(norm**2 for norm in norms.values())), dtype=torch.float64
         )
-        nn.utils.clip_grads_with_norm_(parameters.values(), most, total)
+        nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total)
 
-    def sum_owned(self, parameters: Mapping[str, Tensor]) -> None:
+    def sum_shared_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Gradients of what several ranks own become their sum; a part without one is zero
         where another part of the same serial tensor has one, as in serial. Collective.
         """
-        if not self.cut:
+        if not self.is_partitioned:
             return
-        if self.divided is None:
-            counted = Counter(self.held[name].name for name in parameters)
-            holders = self._all_reduced(
-                torch.tensor([float(counted[name]) for name in self.serial])
+        if self.divided_names is None:
+            counted = Counter(self.specs[name].name for name in parameters)
+            holders = self._all_reduce(
+                torch.tensor([float(counted[name]) for name in self.serial_names])
             ).tolist()
-            self.divided = [
-                name for name, count in zip(self.serial, holders, strict=True) if count > 1
+            self.divided_names = [
+                name for name, count in zip(self.serial_names, holders, strict=True) if count > 1
             ]
-        if not self.divided:
+        if not self.divided_names:
             return
-        there = dict.fromkeys(self.divided, 0.0)
+        there = dict.fromkeys(self.divided_names, 0.0)
         mine = {
             name: parameter
             for name, parameter in parameters.items()
-            if self.held[name].name in there
+            if self.specs[name].name in there
         }
         for name, parameter in mine.items():
             if parameter.grad is not None:
-                there[self.held[name].name] = 1.0
+                there[self.specs[name].name] = 1.0
         used = dict(
             zip(
                 there,
-                self._all_reduced(torch.tensor([*there.values()]), "MAX").tolist(),
+                self._all_reduce(torch.tensor([*there.values()]), "MAX").tolist(),
                 strict=True,
             )
         )
         # as all owners do
-        for name, parameter in sorted(mine.items(), key=lambda item: self.held[item[0]].name):
-            if not used[self.held[name].name]:
+        for name, parameter in sorted(mine.items(), key=lambda item: self.specs[item[0]].name):
+            if not used[self.specs[name].name]:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            for world in self.held[name].owners:
-                parameter.grad = self._all_reduced(parameter.grad, among=world)
+            for world in self.specs[name].gradient_worlds:
+                parameter.grad = self._all_reduce(parameter.grad, subworld=world)
 
-    def copied(self, parameters: Mapping[str, Tensor], replicas: int) -> Mapping[str, Tensor]:
+    def select_copies(
+        self, parameters: Mapping[str, Tensor], replicas: int
+    ) -> Mapping[str, Tensor]:
         """Those of a model that is cut of which other ranks hold copies: of this replica, or of
         so many.
         """
         return {
             name: each
             for name, each in parameters.items()
-            if self.cut and (replicas > 1 or self.held[name].owners)
+            if self.is_partitioned and (replicas > 1 or self.specs[name].gradient_worlds)
         }
 
-    def unequal(
+    def find_unequal_copies(
         self, tensors: Mapping[str, Tensor | None], world: World | None = None
     ) -> tuple[int, int, str] | None:
         """The first two ranks that hold the same part of a serial tensor with other bits, and
@@ -342,7 +347,7 @@ class Layout:
         world = world or self.world
         mine = {}
         for name, tensor in tensors.items():
-            held = self.held.get(name)
+            held = self.specs.get(name)
             bits = (
                 b""
                 if tensor is None
@@ -359,44 +364,44 @@ class Layout:
             )
         first: dict[tuple[str, str], tuple[int, bytes]] = {}
         found = None
-        for rank, theirs in enumerate(world.collected(mine)):
+        for rank, theirs in enumerate(world.gather_objects(mine)):
             for key, digest in theirs.items():
                 holder, seen = first.setdefault(key, (rank, digest))
                 found = (holder, rank, key[0]) if found is None and seen != digest else found
-        return world.agreed(found)  # type: ignore[no-any-return]
+        return world.broadcast_object(found)  # type: ignore[no-any-return]
 
-    def told(self, numbers: Sequence[float]) -> list[list[float]]:
+    def share_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of all ranks that hold this replica, first of those that have the loss.
         Collective.
         """
-        if not self.cut:
+        if not self.is_partitioned:
             return [list(numbers)]
-        mine = torch.tensor([not self.gives, *numbers], dtype=torch.float64)
-        self.sent += computed_bytes("all_gather", mine.nbytes, self.world.size)
-        every = [each.tolist() for each in self.world.gathered(mine)]
+        mine = torch.tensor([not self.has_output, *numbers], dtype=torch.float64)
+        self.sent_bytes += count_collective_bytes("all_gather", mine.nbytes, self.world.size)
+        every = [each.tolist() for each in self.world.all_gather(mine)]
         return [each[1:] for each in sorted(every, key=lambda each: each[0])]
 
-    def _all_reduced(
-        self, tensor: Tensor, operation: str = "SUM", among: World | None = None
+    def _all_reduce(
+        self, tensor: Tensor, operation: str = "SUM", subworld: World | None = None
     ) -> Tensor:
-        world = among or self.world
-        self.sent += computed_bytes("all_reduce", tensor.nbytes, world.size)
-        return world.all_reduced(tensor, operation)
+        world = subworld or self.world
+        self.sent_bytes += count_collective_bytes("all_reduce", tensor.nbytes, world.size)
+        return world.all_reduce(tensor, operation)
 
 
-def on_host(value: Any) -> Any:
+def copy_to_host(value: Any) -> Any:
     """A tensor as it goes to another process: through the host, and without what it is a view
     of.
     """
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def hollow(model: nn.Module) -> nn.Module:
+def build_empty_model(model: nn.Module) -> nn.Module:
     """The same modules, their parameters and buffers without values. Raises StepFailed where
     they keep what torch does not copy.
     """
     try:
-        return copy.deepcopy(model, dict(_empty(model)))
+        return copy.deepcopy(model, dict(_make_placeholders(model)))
     except RuntimeError as error:
         raise StepFailed(
             f"the model cannot be copied, as a cut wants it: {error}. Keep nothing in attributes "
@@ -407,18 +412,20 @@ def hollow(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def vacate(model: nn.Module) -> None:
+def remove_model_values(model: nn.Module) -> None:
     """Take the values out of a model: who asks for some is told so."""
-    _exchange(
+    _swap_tensors(
         model,
         {
-            id(each): Vacant.of(each, name)
+            id(each): EmptyTensor.make_empty(each, name)
             for name, each in (*model.named_parameters(), *model.named_buffers())
         },
     )
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> dict[str, nn.Parameter]:
+def set_model_values(
+    model: nn.Module, tensors: Mapping[str, Tensor | None]
+) -> dict[str, nn.Parameter]:
     """Give a vacated model values, by a tensor's first name, but for what others put in the
     place of one since; its parameters that have some now.
     """
@@ -432,11 +439,11 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> dict[str, nn
             values[id(parameter)] = found[name] = nn.Parameter(
                 value, requires_grad=parameter.requires_grad
             )
-    _exchange(model, values)
+    _swap_tensors(model, values)
     return found
 
 
-def _empty(model: nn.Module) -> dict[int, Tensor]:
+def _make_placeholders(model: nn.Module) -> dict[int, Tensor]:
     """What stands for each parameter and buffer of a model, without values."""
     return {
         **{
@@ -447,16 +454,16 @@ def _empty(model: nn.Module) -> dict[int, Tensor]:
     }
 
 
-def _exchange(model: nn.Module, instead: Mapping[int, Tensor]) -> None:
+def _swap_tensors(model: nn.Module, replacements: Mapping[int, Tensor]) -> None:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
-                if id(tensor) in instead:
+                if id(tensor) in replacements:
                     # by which an LSTM hears of it
-                    setattr(module, name, instead[id(tensor)])
+                    setattr(module, name, replacements[id(tensor)])
 
 
-def filled(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> nn.Module:
+def build_filled_model(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> nn.Module:
     """A hollow model with values: those under a tensor's first name are under its others
     too.
     """

@@ -16,34 +16,36 @@ from typing import Protocol
 
 from torch import nn
 
-from paragrad.engine.layout import Held
+from paragrad.engine.layout import ShardSpec
 from paragrad.errors import StepFailed
 
 
-class Around(Protocol):
+class PassContext(Protocol):
     """What a technique that splits layers wants around the forwards and backwards of a step, or
     of a test. name: of its messages in the record;  sent: bytes of them in the last step.
     """
 
     name: str
-    sent: int
+    sent_bytes: int
 
-    def over(self) -> AbstractContextManager[None]: ...
+    def enter_passes(self) -> AbstractContextManager[None]: ...
 
 
 @contextmanager
-def over(around: Iterable[Around], count: Callable[..., None] | None = None) -> Iterator[None]:
+def enter_pass_contexts(
+    contexts: Iterable[PassContext], count_bytes: Callable[..., None] | None = None
+) -> Iterator[None]:
     """Around passes. count(name, bytes, computed): told what was sent for them."""
     with ExitStack() as stack:
-        for each in around:
-            stack.enter_context(each.over())
+        for each in contexts:
+            stack.enter_context(each.enter_passes())
         yield
-    for each in around if count else ():
-        count(each.name, each.sent, computed=True)  # type: ignore[misc]
+    for each in contexts if count_bytes else ():
+        count_bytes(each.name, each.sent_bytes, computed=True)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Share:
+class ModelShard:
     """What a rank holds of a model.
 
     held: which part of which tensor its parameters and buffers are, by their names in `model`;
@@ -54,27 +56,27 @@ class Share:
     """
 
     model: nn.Module
-    held: Mapping[str, Held]
-    gives: bool = True
-    draws: tuple[int, ...] | None = None
-    chose: tuple[tuple[str, str, str], ...] = ()
-    around: tuple[Around, ...] = ()
+    specs: Mapping[str, ShardSpec]
+    has_output: bool = True
+    draw_calls: tuple[int, ...] | None = None
+    choices: tuple[tuple[str, str, str], ...] = ()
+    contexts: tuple[PassContext, ...] = ()
 
     @classmethod
-    def all_of(cls, model: nn.Module) -> Share:
+    def build_undivided(cls, model: nn.Module) -> ModelShard:
         """An uncut model."""
         return cls(
             model,
             {
-                name: Held(name, tuple(tensor.shape))
+                name: ShardSpec(name, tuple(tensor.shape))
                 for name, tensor in [*model.named_parameters(), *model.named_buffers()]
             },
         )
 
-    def after(self, before: Share) -> Share:
+    def compose_with(self, earlier: ModelShard) -> ModelShard:
         """Of what an earlier cut left, as a share of the serial model."""
         if not isinstance(self.model, nn.Module) or not all(
-            isinstance(each, Held) for each in self.held.values()
+            isinstance(each, ShardSpec) for each in self.specs.values()
         ):
             raise StepFailed(
                 "a share is Share(model, held): an nn.Module, and a paragrad.Held for each of its "
@@ -82,24 +84,26 @@ class Share:
                 "buffers, by name"
             )
         draws = (
-            self.draws
-            if before.draws is None
-            else before.draws
-            if self.draws is None
-            else tuple(before.draws[call] for call in self.draws)
+            self.draw_calls
+            if earlier.draw_calls is None
+            else earlier.draw_calls
+            if self.draw_calls is None
+            else tuple(earlier.draw_calls[call] for call in self.draw_calls)
         )
-        if strange := [name for name, each in self.held.items() if each.name not in before.held]:
+        if strange := [name for name, each in self.specs.items() if each.name not in earlier.specs]:
             raise StepFailed(
-                f"a cut says that {strange[0]} holds of {self.held[strange[0]].name}, which the "
+                f"a cut says that {strange[0]} holds of {self.specs[strange[0]].name}, which the "
                 f"model does not "
                 "have"
             )
-        held = {name: each.after(before.held[each.name]) for name, each in self.held.items()}
-        return Share(
+        held = {
+            name: each.compose_with(earlier.specs[each.name]) for name, each in self.specs.items()
+        }
+        return ModelShard(
             self.model,
             held,
-            self.gives and before.gives,
+            self.has_output and earlier.has_output,
             draws,
-            before.chose + self.chose,
-            before.around + self.around,
+            earlier.choices + self.choices,
+            earlier.contexts + self.contexts,
         )

@@ -12,81 +12,87 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import called, copied
-from paragrad.engine.activation_meter import storage, unchanged_since
+from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.engine.activation_meter import check_tensor_version, find_storage
 from paragrad.engine.batch_norm import BatchNorm
-from paragrad.engine.rng.draws import Draws, Recording, seen
-from paragrad.engine.rng.random_kernels import drawing
-from paragrad.jobs.loss import Summed
-from paragrad.runtime.generators import generator_states
+from paragrad.engine.rng.draws import DrawRecorder, Draws, inspect_draws
+from paragrad.engine.rng.random_kernels import use_draw_source
+from paragrad.jobs.loss import LossModule
+from paragrad.runtime.generators import fingerprint_generators
 
 
 @dataclass(frozen=True)
 class Probe:
     """What one forward and backward showed."""
 
-    some_unused: bool  # a trainable parameter got no gradient
+    has_unused_parameters: bool  # a trainable parameter got no gradient
     # bytes for each sample that backward keeps besides parameters
-    activations: int
-    known: bool  # the weight of the loss is more than the number of samples
-    normed: bool  # a batch norm took statistics
-    coarsest: float  # eps of the coarsest real numbers that backward keeps
-    linear: bool  # gradients grow as the loss does
+    activation_bytes: int
+    weight_known: bool  # the weight of the loss is more than the number of samples
+    has_batch_norm: bool  # a batch norm took statistics
+    coarsest_eps: float  # eps of the coarsest real numbers that backward keeps
+    is_linear: bool  # gradients grow as the loss does
     draws: Draws
-    follows: tuple[str, ...] = ()  # parameters that are not trained, and that forwards change
+    changed_by_forward: tuple[
+        str, ...
+    ] = ()  # parameters that are not trained, and that forwards change
     # parameters in whose place a forward puts others, or that it makes
-    replaced: tuple[str, ...] = ()
+    replaced_parameters: tuple[str, ...] = ()
 
     def __or__(self, other: Probe) -> Probe:
         """What two ranks' looks show together."""
         return Probe(
-            self.some_unused or other.some_unused,
-            max(self.activations, other.activations),
-            self.known and other.known,
-            self.normed or other.normed,
-            max(self.coarsest, other.coarsest),
-            self.linear and other.linear,
+            self.has_unused_parameters or other.has_unused_parameters,
+            max(self.activation_bytes, other.activation_bytes),
+            self.weight_known and other.weight_known,
+            self.has_batch_norm or other.has_batch_norm,
+            max(self.coarsest_eps, other.coarsest_eps),
+            self.is_linear and other.is_linear,
             self.draws | other.draws,
-            tuple(sorted({*self.follows, *other.follows})),
-            tuple(sorted({*self.replaced, *other.replaced})),
+            tuple(sorted({*self.changed_by_forward, *other.changed_by_forward})),
+            tuple(sorted({*self.replaced_parameters, *other.replaced_parameters})),
         )
 
 
-class Kept:
+class SavedActivations:
     """What a forward keeps for its backward: bytes by address, and the eps of its coarsest real
     numbers.
     """
 
     def __init__(self) -> None:
-        self.bytes: dict[int, int] = {}
-        self.coarsest = 0.0
+        self.bytes_by_address: dict[int, int] = {}
+        self.coarsest_eps = 0.0
 
-    def noting(self) -> contextlib.AbstractContextManager[Any]:
+    def record_saved_tensors(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward."""
         return torch.autograd.graph.saved_tensors_hooks(
-            self._keep, lambda kept: unchanged_since(*kept)
+            self._record_tensor, lambda kept: check_tensor_version(*kept)
         )
 
-    def _keep(self, tensor: Tensor) -> tuple[Tensor, int]:
-        self.coarsest = max(
-            self.coarsest, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+    def _record_tensor(self, tensor: Tensor) -> tuple[Tensor, int]:
+        self.coarsest_eps = max(
+            self.coarsest_eps, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
         )
-        self.bytes |= dict(filter(None, [storage(tensor)]))
+        self.bytes_by_address |= dict(filter(None, [find_storage(tensor)]))
         return tensor, tensor._version
 
-    def beside(self, module: nn.Module) -> int:
+    def count_without_parameters(self, module: nn.Module) -> int:
         """Bytes that are not its parameters."""
-        parameters = {address for address, _ in filter(None, map(storage, module.parameters()))}
-        return sum(size for address, size in self.bytes.items() if address not in parameters)
+        parameters = {
+            address for address, _ in filter(None, map(find_storage, module.parameters()))
+        }
+        return sum(
+            size for address, size in self.bytes_by_address.items() if address not in parameters
+        )
 
 
-def probed(
-    module: Summed,
+def probe_model(
+    module: LossModule,
     inputs: Any,
     target: Any,
     samples: int,
-    norm: BatchNorm,
-    repeated: Callable[[int], tuple[Any, Any]],
+    batch_norm: BatchNorm,
+    make_repeated_batch: Callable[[int], tuple[Any, Any]],
 ) -> Probe:
     """One forward and backward of the module on copies of its inputs; what it leaves behind is
     the caller's (`untouched`).
@@ -94,40 +100,40 @@ def probed(
     norm: entered by the caller;  repeated(n): (inputs, target) of a batch that is n times one
     sample.
     """
-    kept = Kept()
+    kept = SavedActivations()
 
-    def ran(hooks: contextlib.AbstractContextManager[Any]) -> tuple[Recording, bool]:
-        with hooks, drawing(Recording()) as recording, _hooks_noted() as hooked:
-            total, _ = module(*copied((inputs, target)), samples)
-            own = bool(hooked) or _hooked(module) or _has_functions(total)
+    def ran(hooks: contextlib.AbstractContextManager[Any]) -> tuple[DrawRecorder, bool]:
+        with hooks, use_draw_source(DrawRecorder()) as recording, _record_tensor_hooks() as hooked:
+            total, _ = module(*clone_batch((inputs, target)), samples)
+            own = bool(hooked) or _has_hooks(module) or _has_python_functions(total)
             total.backward(retain_graph=own)
             return recording, not own or _is_linear(module, total)
 
-    before = generator_states()
+    before = fingerprint_generators()
     try:
-        recording, linear = ran(kept.noting())
+        recording, linear = ran(kept.record_saved_tensors())
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
         # torch.func takes no such hooks: what backward keeps stays unknown
-        kept = Kept()
-        before = generator_states()
+        kept = SavedActivations()
+        before = fingerprint_generators()
         recording, linear = ran(contextlib.nullcontext())
     some_unused = any(
         parameter.requires_grad and parameter.grad is None for parameter in module.parameters()
     )
     draws = Draws()
-    if recording.calls or recording.owners or generator_states() != before:
+    if recording.calls or recording.own_generators or fingerprint_generators() != before:
         # what loading draws is no matter of the model's
-        batches = {count: repeated(count) for count in (2, 3)}
+        batches = {count: make_repeated_batch(count) for count in (2, 3)}
         # what one sample weighs is no matter
-        draws = seen(lambda count: module(*copied(batches[count]), 0))
+        draws = inspect_draws(lambda count: module(*clone_batch(batches[count]), 0))
     return Probe(
         some_unused,
-        kept.beside(module) // max(samples, 1),
-        module.known,
-        norm.computed,
-        kept.coarsest,
+        kept.count_without_parameters(module) // max(samples, 1),
+        module.has_known_weight,
+        batch_norm.has_computed,
+        kept.coarsest_eps,
         linear,
         draws,
     )
@@ -136,7 +142,7 @@ def probed(
 # ---- what is not linear in a gradient: hooks and autograd functions that clip it, or divide it by
 # its norm
 @contextlib.contextmanager
-def _hooks_noted() -> Iterator[list[Tensor]]:
+def _record_tensor_hooks() -> Iterator[list[Tensor]]:
     """The hidden tensors that get a hook."""
     noted: list[Tensor] = []
     original = Tensor.register_hook
@@ -152,13 +158,13 @@ def _hooks_noted() -> Iterator[list[Tensor]]:
         Tensor.register_hook = original  # type: ignore[method-assign]
 
 
-def _hooked(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     return any(parameter._backward_hooks for parameter in module.parameters()) or any(
         each._backward_hooks or each._backward_pre_hooks for each in module.modules()
     )
 
 
-def _has_functions(total: Tensor) -> bool:
+def _has_python_functions(total: Tensor) -> bool:
     """Is a function in Python in its graph?"""
     waiting = [total.grad_fn]
     met = set()
@@ -191,7 +197,7 @@ def _is_linear(module: nn.Module, total: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def use_model_eval_mode(model: nn.Module) -> Iterator[None]:
     """In eval mode; afterwards every module is in the mode it was in (a frozen batch norm stays
     frozen).
     """
@@ -204,7 +210,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:
+def find_nonfinite_tensor(model: nn.Module, inputs: Any, target: Any) -> str:
     """The first tensor with a value that is not finite: inputs, target, parameters, buffers,
     then outputs in forward order.
     """
@@ -215,32 +221,34 @@ def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:
         **dict(model.named_buffers()),
     }
     for name, value in named.items():
-        if not _finite(value):
+        if not _is_finite(value):
             return name
     bad: list[str] = []
     hooks = [
         module.register_forward_hook(
             lambda _module, _inputs, output, name=name: (
-                None if _finite(output) else bad.append(f"output of {name or type(model).__name__}")
+                None
+                if _is_finite(output)
+                else bad.append(f"output of {name or type(model).__name__}")
             )
         )
         for name, module in model.named_modules()
     ]
     try:
         # batch norm in training would wait for the other ranks
-        with evaluating(model):
-            called(model, inputs)
+        with use_model_eval_mode(model):
+            call_model(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
     return bad[0] if bad else "loss"
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, tuple | list):
-        return all(map(_finite, value))
+        return all(map(_is_finite, value))
     return (
         not isinstance(value, Tensor)
         or not value.is_floating_point()

@@ -25,7 +25,7 @@ def unwrap(value: Tensor) -> Tensor:
 
 
 # properties and functions that depend on shape, type and layout alone, never on values
-OF_THE_WHOLE = frozenset(
+GLOBAL_ATTRIBUTES = frozenset(
     (
         "shape",
         "size",
@@ -69,7 +69,7 @@ OF_THE_WHOLE = frozenset(
 )
 
 
-def name_of(func: Any) -> str:
+def get_function_name(func: Any) -> str:
     """__get__ of an attribute has the attribute's name."""
     name = func.__name__
     result: str = func.__self__.__name__ if name in ("__get__", "__set__") else name

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
-from paragrad.executors.program_reader import read
+from paragrad.executors.program_reader import read_program
 from paragrad.schedules.actions import (
     Action,
     Compute,
@@ -26,15 +26,15 @@ from paragrad.schedules.actions import (
     ScheduleError,
     Send,
     Slot,
-    parts_in,
-    shown,
+    expand_slot,
+    format_slot,
 )
 
-Sends = Literal["asynchronous", "grouped", "rendezvous"]
+SendMode = Literal["asynchronous", "grouped", "rendezvous"]
 Payload = TypeVar("Payload")
 
 
-class Meaning(Protocol[Payload]):
+class Interpretation(Protocol[Payload]):
     """What a message carries and what its arrival does. Slots belong to a rank."""
 
     def read(self, rank: int, send: Send) -> Payload: ...
@@ -45,16 +45,16 @@ class Meaning(Protocol[Payload]):
 
 
 @dataclass
-class Posted(Generic[Payload]):
+class PostedSend(Generic[Payload]):
     """A posted Send: taken once a Recv has it."""
 
     send: Send
     payload: Payload
     round: int
-    taken: bool = False
+    received: bool = False
 
 
-class Rounds:
+class RoundCounter:
     """Which round an action falls into, from 1: a rank starts one send and ends one receive in
     a round (links carry both ways at once), keeps the order of its own actions, and a message
     cannot arrive before the round it was sent in.
@@ -63,209 +63,220 @@ class Rounds:
     """
 
     def __init__(self, size: int) -> None:
-        self.of = [0] * size
+        self.current = [0] * size
         # the first in which a rank can
-        self.to_send = [1] * size
-        self.to_receive = [1] * size
+        self.next_send = [1] * size
+        self.next_receive = [1] * size
 
-    def send(self, rank: int, wait: bool) -> int:
-        found = max(self.to_send[rank], self.to_receive[rank])
-        self.of[rank] = found
-        self.to_send[rank] = found + 1
+    def count_send(self, rank: int, wait: bool) -> int:
+        found = max(self.next_send[rank], self.next_receive[rank])
+        self.current[rank] = found
+        self.next_send[rank] = found + 1
         if wait:
-            self.to_receive[rank] = found + 1
+            self.next_receive[rank] = found + 1
         return found
 
-    def receive(self, rank: int, sent: int) -> None:
-        self.of[rank] = max(sent, self.to_receive[rank])
-        self.to_receive[rank] = self.of[rank] + 1
+    def count_receive(self, rank: int, sent: int) -> None:
+        self.current[rank] = max(sent, self.next_receive[rank])
+        self.next_receive[rank] = self.current[rank] + 1
 
-    def compute(self, rank: int) -> None:
-        self.of[rank] = max(self.to_send[rank], self.to_receive[rank])
-        self.to_send[rank] = self.to_receive[rank] = self.of[rank] + 1
+    def count_compute(self, rank: int) -> None:
+        self.current[rank] = max(self.next_send[rank], self.next_receive[rank])
+        self.next_send[rank] = self.next_receive[rank] = self.current[rank] + 1
 
 
 class Deadlock(ScheduleError):
     """Nobody can go on."""
 
 
-def walk(
+def interpret_schedule(
     program: Callable[[int, int], Program],
     size: int,
-    meaning: Meaning[Payload],
-    sends: Sends = "asynchronous",
-    rounds: Rounds | None = None,
+    interpretation: Interpretation[Payload],
+    send_mode: SendMode = "asynchronous",
+    rounds: RoundCounter | None = None,
 ) -> list[list[Action]]:
     """Play `program(rank, size)` of every rank to its end; what each did. Raises ScheduleError
     (Deadlock among them) by name.
 
     rounds: counts them, for a meaning that wants to know.
     """
-    pairs: dict[tuple[int, int], deque[Posted[Payload]]] = {}
-    rounds = rounds or Rounds(size)
+    pairs: dict[tuple[int, int], deque[PostedSend[Payload]]] = {}
+    rounds = rounds or RoundCounter(size)
     ranks = [
-        Cursor(rank, read(program, rank, size), meaning, pairs, sends, rounds)
+        RankCursor(
+            rank, read_program(program, rank, size), interpretation, pairs, send_mode, rounds
+        )
         for rank in range(size)
     ]
     waiting = list(ranks)
     while waiting:
-        moved = [cursor.advance() for cursor in waiting]
+        moved = [cursor.run_until_blocked() for cursor in waiting]
         if not any(moved):
-            raise Deadlock(_picture(waiting, size, sends))
+            raise Deadlock(_draw_deadlock(waiting, size, send_mode))
         waiting = [cursor for cursor in waiting if not cursor.finished]
     for (source, target), left in pairs.items():
         if left:
             raise ScheduleError(
-                f"rank {target} never receives slot {shown(left[0].send.slot)} that rank {source} "
+                f"rank {target} never receives slot {format_slot(left[0].send.slot)} that rank "
+                f"{source} "
                 f"sends to it, "
                 f"in round {left[0].round}"
             )
-    return [cursor.trail for cursor in ranks]
+    return [cursor.actions_done for cursor in ranks]
 
 
-class Cursor(Generic[Payload]):
+class RankCursor(Generic[Payload]):
     """One rank on its way: the group of actions it stands at, and what of it is still open."""
 
     def __init__(
         self,
         rank: int,
         program: Program,
-        meaning: Meaning[Payload],
-        pairs: dict[tuple[int, int], deque[Posted[Payload]]],
-        sends: Sends,
-        rounds: Rounds,
+        interpretation: Interpretation[Payload],
+        channels: dict[tuple[int, int], deque[PostedSend[Payload]]],
+        send_mode: SendMode,
+        rounds: RoundCounter,
     ) -> None:
         self.rank = rank
-        self.meaning = meaning
-        self.pairs = pairs
-        self.sends = sends
+        self.interpretation = interpretation
+        self.channels = channels
+        self.send_mode = send_mode
         self.rounds = rounds
-        self.groups = _groups(program) if sends == "grouped" else ([action] for action in program)
-        self.sent: list[Posted[Payload]] = []  # sends that may not be over
+        self.action_groups = (
+            _group_actions(program) if send_mode == "grouped" else ([action] for action in program)
+        )
+        self.open_sends: list[PostedSend[Payload]] = []  # sends that may not be over
         # of the present group, which wait until those are over
-        self.due_sends: deque[Posted[Payload]] = deque()
-        self.receives: list[Recv] = []  # of the present group, not yet taken
+        self.due_sends: deque[PostedSend[Payload]] = deque()
+        self.due_receives: list[Recv] = []  # of the present group, not yet taken
         # of the present group, waiting in scratch
-        self.added: list[Recv] = []
+        self.added_receives: list[Recv] = []
         # the present group, until the sends of its slot are over
-        self.due: Compute | None = None
+        self.due_compute: Compute | None = None
         self.finished = False
-        self.trail: list[Action] = []
+        self.actions_done: list[Action] = []
 
-    def advance(self) -> bool:
+    def run_until_blocked(self) -> bool:
         """Go as far as possible; whether anything happened."""
         moved = False
         while not self.finished:
-            moved |= self._send() | self._receive() | self._compute()
-            if self._held_up():
+            moved |= self._post_due_sends() | self._take_messages() | self._run_due_compute()
+            if self._is_blocked():
                 return moved
-            group = next(self.groups, None)
+            group = next(self.action_groups, None)
             self.finished = group is None
             moved = True
-            self.added = []
+            self.added_receives = []
             for action in group or []:
-                self._post(action)
+                self._post_action(action)
         return moved
 
-    def _held_up(self) -> bool:
+    def _is_blocked(self) -> bool:
         """A message has not come, a send blocks, or a slot that is to be written is still being
         sent.
         """
         return (
-            bool(self.due_sends or self.receives or self.due)
-            or any(map(self._blocks, self.sent))
-            or any(self._open(recv.slot) for recv in self.added)
+            bool(self.due_sends or self.due_receives or self.due_compute)
+            or any(map(self._is_blocking_send, self.open_sends))
+            or any(self._find_open_send(recv.slot) for recv in self.added_receives)
         )
 
-    def _open(self, slot: Slot) -> Posted[Payload] | None:
+    def _find_open_send(self, slot: Slot) -> PostedSend[Payload] | None:
         """A send of the slot, or of a part of it, that is not over."""
-        if not self.sent:
+        if not self.open_sends:
             return None
-        self.sent = [message for message in self.sent if not message.taken]
-        parts = set(parts_in(slot))
+        self.open_sends = [message for message in self.open_sends if not message.received]
+        parts = set(expand_slot(slot))
         return next(
-            (message for message in self.sent if not parts.isdisjoint(parts_in(message.send.slot))),
+            (
+                message
+                for message in self.open_sends
+                if not parts.isdisjoint(expand_slot(message.send.slot))
+            ),
             None,
         )
 
-    def _post(self, action: Action) -> None:
-        self.trail.append(action)
+    def _post_action(self, action: Action) -> None:
+        self.actions_done.append(action)
         if isinstance(action, Send):
-            sent = self.rounds.send(self.rank, action.wait)
-            message = Posted(action, self.meaning.read(self.rank, action), sent)
+            sent = self.rounds.count_send(self.rank, action.wait)
+            message = PostedSend(action, self.interpretation.read(self.rank, action), sent)
             self.due_sends.append(message)
-            self._send()
+            self._post_due_sends()
         elif isinstance(action, Recv):
-            self.receives.append(action)
+            self.due_receives.append(action)
         else:
-            self.due = action
+            self.due_compute = action
 
-    def _send(self) -> bool:
+    def _post_due_sends(self) -> bool:
         """Post what is due; one that comes after those before it, when they are over."""
         moved = False
         while self.due_sends and not (
-            self.due_sends[0].send.after and any(not message.taken for message in self.sent)
+            self.due_sends[0].send.after
+            and any(not message.received for message in self.open_sends)
         ):
             message = self.due_sends.popleft()
-            self.pairs.setdefault((self.rank, message.send.to), deque()).append(message)
-            self.sent.append(message)
+            self.channels.setdefault((self.rank, message.send.to), deque()).append(message)
+            self.open_sends.append(message)
             moved = True
         return moved
 
-    def _compute(self) -> bool:
+    def _run_due_compute(self) -> bool:
         """Compute what is due, once the sends of its slot are over."""
-        if self.due is None or self._open(self.due.at):
+        if self.due_compute is None or self._find_open_send(self.due_compute.at):
             return False
-        self.rounds.compute(self.rank)
-        self.meaning.compute(self.rank, self.due)
-        self.due = None
+        self.rounds.count_compute(self.rank)
+        self.interpretation.compute(self.rank, self.due_compute)
+        self.due_compute = None
         return True
 
-    def _blocks(self, message: Posted[Payload]) -> bool:
-        return not message.taken and (message.send.wait or self.sends != "asynchronous")
+    def _is_blocking_send(self, message: PostedSend[Payload]) -> bool:
+        return not message.received and (message.send.wait or self.send_mode != "asynchronous")
 
-    def _receive(self) -> bool:
+    def _take_messages(self) -> bool:
         """Take what has come; from one peer in order, from different peers in any."""
         left: list[Recv] = []
-        for recv in self.receives:
-            if any(earlier.frm == recv.frm for earlier in left) or not self._take(recv):
+        for recv in self.due_receives:
+            if any(earlier.frm == recv.frm for earlier in left) or not self._take_message(recv):
                 left.append(recv)
-        moved = len(left) < len(self.receives)
-        self.receives = left
+        moved = len(left) < len(self.due_receives)
+        self.due_receives = left
         return moved
 
-    def _take(self, recv: Recv) -> bool:
-        queue = self.pairs.get((recv.frm, self.rank))
-        if not queue or (not recv.add and self._open(recv.slot)):
+    def _take_message(self, recv: Recv) -> bool:
+        queue = self.channels.get((recv.frm, self.rank))
+        if not queue or (not recv.add and self._find_open_send(recv.slot)):
             return False
         message = queue.popleft()
-        self.rounds.receive(self.rank, message.round)
+        self.rounds.count_receive(self.rank, message.round)
         if message.send.slot != recv.slot:
             raise ScheduleError(
-                f"rank {self.rank} expects slot {shown(recv.slot)} from rank {recv.frm}, which "
+                f"rank {self.rank} expects slot {format_slot(recv.slot)} from rank {recv.frm}, "
+                f"which "
                 f"sends slot "
-                f"{shown(message.send.slot)}: first sent is first received (round "
-                f"{self.rounds.of[self.rank]})"
+                f"{format_slot(message.send.slot)}: first sent is first received (round "
+                f"{self.rounds.current[self.rank]})"
             )
-        message.taken = True
+        message.received = True
         if recv.add:
-            self.added.append(recv)
-        self.meaning.write(self.rank, recv, message.payload)
+            self.added_receives.append(recv)
+        self.interpretation.write(self.rank, recv, message.payload)
         return True
 
-    def waits_for(self) -> str:
-        first = self.receives[0] if self.receives else None
-        if first and (first.add or not self._open(first.slot)):
-            return f"slot {shown(first.slot)} from rank {first.frm}"
-        written = [recv.slot for recv in (*self.receives, *self.added)] + (
-            [self.due.at] if self.due else []
+    def describe_wait(self) -> str:
+        first = self.due_receives[0] if self.due_receives else None
+        if first and (first.add or not self._find_open_send(first.slot)):
+            return f"slot {format_slot(first.slot)} from rank {first.frm}"
+        written = [recv.slot for recv in (*self.due_receives, *self.added_receives)] + (
+            [self.due_compute.at] if self.due_compute else []
         )
-        to_write = next(filter(None, map(self._open, written)), None)
-        blocked = to_write or next(message for message in self.sent if not message.taken)
-        return f"rank {blocked.send.to} to take slot {shown(blocked.send.slot)}"
+        to_write = next(filter(None, map(self._find_open_send, written)), None)
+        blocked = to_write or next(message for message in self.open_sends if not message.received)
+        return f"rank {blocked.send.to} to take slot {format_slot(blocked.send.slot)}"
 
 
-def _groups(program: Program) -> Iterator[list[Action]]:
+def _group_actions(program: Program) -> Iterator[list[Action]]:
     """The messages of a round: sends, then receives (or the other way round), none of which
     reads or overwrites what an earlier one writes. Receives that add to the same slot can go
     together: each comes into scratch of its own.
@@ -277,7 +288,7 @@ def _groups(program: Program) -> Iterator[list[Action]]:
         if isinstance(action, Compute):
             starts_anew = True
         else:
-            parts = set(parts_in(action.slot))
+            parts = set(expand_slot(action.slot))
             adds = isinstance(action, Recv) and action.add
             starts_anew = not parts.isdisjoint(written) or not (adds or parts.isdisjoint(added))
             starts_anew |= (
@@ -292,20 +303,20 @@ def _groups(program: Program) -> Iterator[list[Action]]:
             added = set()
         group.append(action)
         if isinstance(action, Recv):
-            (added if action.add else written).update(parts_in(action.slot))
+            (added if action.add else written).update(expand_slot(action.slot))
     if group:
         yield group
 
 
-def _picture(waiting: list[Cursor[Payload]], size: int, sends: Sends) -> str:
+def _draw_deadlock(waiting: list[RankCursor[Payload]], size: int, send_mode: SendMode) -> str:
     """Who waits for what, with the last actions of each: the schedule around the hang."""
     first = waiting[0]
     lines = [
-        f"deadlock among {size} ranks under {sends} sends: rank {first.rank} waits for "
-        f"{first.waits_for()} (round "
-        f"{first.rounds.to_receive[first.rank]})"
+        f"deadlock among {size} ranks under {send_mode} sends: rank {first.rank} waits for "
+        f"{first.describe_wait()} (round "
+        f"{first.rounds.next_receive[first.rank]})"
     ]
     for cursor in waiting[:8]:
-        done = cursor.trail[-4:]
+        done = cursor.actions_done[-4:]
         lines.append(f"   {cursor.rank} | " + " ".join([*map(str, done[:-1]), f"[{done[-1]}]"]))
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from typing import Any
 
 from paragrad.errors import Refused
 
-SCHEMA = 2
+MACHINE_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Link:
     points: tuple[tuple[int, float], ...] = ()
     disturbed: Link | None = None
 
-    def held(self, size: int) -> float:
+    def compute_port_seconds(self, size: int) -> float:
         """How long a message of `size` bytes holds its ways."""
         if not self.points:
             return self.alpha + self.beta * size
@@ -66,17 +66,17 @@ class Cluster:
     cores: int = 1
     slow: tuple[tuple[int, float], ...] = ()
 
-    def between(self, one: int, other: int) -> Link:
+    def find_link(self, one: int, other: int) -> Link:
         """The link of a message between two ranks."""
         return (
             self.inside if self.inside and one // self.group == other // self.group else self.link
         )
 
-    def factor(self, rank: int) -> float:
+    def find_slowdown(self, rank: int) -> float:
         """How many times slower a rank is."""
         return dict(self.slow).get(rank, 1.0)
 
-    def disturbed(self) -> Cluster | None:
+    def build_disturbed_cluster(self) -> Cluster | None:
         """The same with its links as they are when other work disturbs them; None where that
         was not measured.
         """
@@ -107,7 +107,7 @@ class Machine:
     # average of the minute before: threads that wanted a core
     load: float | None = None
 
-    def link(self, name: str | None = None) -> Link:
+    def select_link(self, name: str | None = None) -> Link:
         """A link by name, or the first. Raises Refused."""
         if name is None:
             return next(iter(self.links.values()))
@@ -119,13 +119,13 @@ class Machine:
             )
         return self.links[name]
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+    def write_machine_file(self, path: Path) -> None:
+        path.write_text(json.dumps({"schema": MACHINE_SCHEMA, **asdict(self)}, indent=1) + "\n")
 
 
 # what a simulation takes where no machine was measured: the reference example of
 # docs/all_reduce.md
-ASSUMED = Machine(
+ASSUMED_MACHINE = Machine(
     {"network": Link(alpha=20e-6, beta=1 / 2e9)},
     gamma=1 / 8e9,
     cores=1,
@@ -133,7 +133,7 @@ ASSUMED = Machine(
 )
 
 
-def _check(machine: Machine) -> None:
+def _check_machine(machine: Machine) -> None:
     """Raises ValueError where something is no measured quantity."""
     if not machine.links:
         raise ValueError("no link")
@@ -171,31 +171,31 @@ def _check(machine: Machine) -> None:
         raise ValueError(f"measured {machine.measured!r} on {machine.cores!r} cores")
 
 
-def _link(found: dict[str, Any]) -> Link:
+def _parse_link(found: dict[str, Any]) -> Link:
     """A link as the file has it."""
     disturbed = found["disturbed"]
     return Link(
         **{
             **found,
             "points": tuple((int(size), float(seconds)) for size, seconds in found["points"]),
-            "disturbed": disturbed and _link(disturbed),
+            "disturbed": disturbed and _parse_link(disturbed),
         }
     )
 
 
-def machine_of(path: Path | None, cores: int) -> Machine:
+def load_machine(path: Path | None, cores: int) -> Machine:
     """The machine of a file, or the assumed one; a warning where the file is of another number
     of cores.
     """
     if path is None:
-        return ASSUMED
-    machine, warning = read_machine(path, cores)
+        return ASSUMED_MACHINE
+    machine, warning = read_machine_file(path, cores)
     if warning:
         warnings.warn(warning, stacklevel=2)
     return machine
 
 
-def read_machine(path: Path, cores: int) -> tuple[Machine, str | None]:
+def read_machine_file(path: Path, cores: int) -> tuple[Machine, str | None]:
     """(machine, warning or None) of a machine file; cores: those of this host. Raises Refused
     with the repair.
     """
@@ -207,15 +207,16 @@ def read_machine(path: Path, cores: int) -> tuple[Machine, str | None]:
         raise Refused(f"there is no machine file {path}; {again}") from None
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Refused(f"{path} is no machine file ({error}); {again}") from None
-    if schema != SCHEMA:
+    if schema != MACHINE_SCHEMA:
         raise Refused(
-            f"{path} is a machine file of version {schema}, this paragrad reads version {SCHEMA}; "
+            f"{path} is a machine file of version {schema}, this paragrad reads version "
+            f"{MACHINE_SCHEMA}; "
             f"{again}"
         )
     try:
-        links = {name: _link(link) for name, link in found.pop("links").items()}
+        links = {name: _parse_link(link) for name, link in found.pop("links").items()}
         machine = Machine(links=links, **found)
-        _check(machine)
+        _check_machine(machine)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise Refused(f"{path} lacks or misnames something ({error}); {again}") from None
     warning = None

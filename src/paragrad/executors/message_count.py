@@ -9,43 +9,50 @@ from contextlib import suppress
 from itertools import islice
 
 from paragrad.errors import Refused
-from paragrad.executors.program_reader import read
+from paragrad.executors.program_reader import read_program
 from paragrad.schedules.actions import Schedule, ScheduleError, Send
 
 
-def sent_by(schedule: Schedule, rank: int, size: int, most: int) -> int | None:
+def count_rank_sends(schedule: Schedule, rank: int, size: int, limit: int) -> int | None:
     """Messages that a rank sends; None where there are more than `most`. Raises ScheduleError
     where the program does.
     """
     try:
         found = sum(
-            islice((1 for action in schedule.program(rank, size) if type(action) is Send), most + 1)
+            islice(
+                (1 for action in schedule.program(rank, size) if type(action) is Send), limit + 1
+            )
         )
     except Exception:
-        found = sum(1 for _ in read(schedule.program, rank, size))  # it is named there
-    return found if found <= most else None
+        found = sum(1 for _ in read_program(schedule.program, rank, size))  # it is named there
+    return found if found <= limit else None
 
 
-def messages(schedule: Schedule, size: int, most: int) -> int | None:
+def count_messages(schedule: Schedule, size: int, limit: int) -> int | None:
     """Messages of all ranks; None where there are more than `most`."""
-    if size > most:  # asking as many ranks would take as long
+    if size > limit:  # asking as many ranks would take as long
         return None
-    left = most
+    left = limit
     for rank in range(size):
-        sent = sent_by(schedule, rank, size, left)
+        sent = count_rank_sends(schedule, rank, size, left)
         if sent is None:
             return None
         left -= sent
-    return most - left
+    return limit - left
 
 
-class TooLong(ScheduleError):
+class TooManyMessages(ScheduleError):
     """A schedule of more messages than a player can play. Its message names the largest power
     of two of ranks that goes.
     """
 
     def __init__(
-        self, schedule: Schedule, size: int, most: int, doing: str, fits: Callable[[int], object]
+        self,
+        schedule: Schedule,
+        size: int,
+        limit: int,
+        activity: str,
+        fits: Callable[[int], object],
     ) -> None:
         largest = 1
         fewer = 2
@@ -56,19 +63,23 @@ class TooLong(ScheduleError):
                 largest = fewer
             fewer *= 2
         super().__init__(
-            f"{schedule} over {size:,} ranks has more than {most:,} messages, too many to be "
-            f"{doing} one by one; "
+            f"{schedule} over {size:,} ranks has more than {limit:,} messages, too many to be "
+            f"{activity} one by one; "
             f"take fewer ranks: {largest:,} go"
         )
 
 
-def refuse_long(schedule: Schedule, size: int, most: int, doing: str) -> int:
+def refuse_many_messages(schedule: Schedule, size: int, limit: int, activity: str) -> int:
     """The messages of a schedule that is to be played one by one (`doing`: drawn). Raises
     TooLong.
     """
-    found = messages(schedule, size, most)
+    found = count_messages(schedule, size, limit)
     if found is None:
-        raise TooLong(
-            schedule, size, most, doing, lambda fewer: messages(schedule, fewer, most) is not None
+        raise TooManyMessages(
+            schedule,
+            size,
+            limit,
+            activity,
+            lambda fewer: count_messages(schedule, fewer, limit) is not None,
         )
     return found

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paragrad.schedules.actions import Compute, Recv, Slot
-from paragrad.schedules.pipeline import Pipelined, stage_of
+from paragrad.schedules.pipeline import MicroBatchSchedule, parse_task_slot
 
 # receives under way at a time: the one that is waited for, and two more, which come while a
 # task is done
-POSTS = 3
+POSTED_RECEIVES = 3
 
 
 @dataclass(frozen=True)
-class Weight:
+class StageBytes:
     """Bytes of one micro-batch on one stage.
 
     came: the message of activations into it;  back: that of gradients out of it, to the stage
@@ -30,115 +30,128 @@ class Weight:
     the first half;  batch: what of the batch is kept, where a forward is made on a copy of it.
     """
 
-    came: int
-    back: int
-    kept: int
-    shared: int = 0
-    halved: int = 0
-    halving: int = 0
-    batch: int = 0
+    input_message: int
+    gradient_message: int
+    saved: int
+    shared_with_message: int = 0
+    saved_between_halves: int = 0
+    first_half_peak: int = 0
+    batch_copy: int = 0
 
 
 @dataclass(frozen=True)
-class Moment:
+class TaskMemory:
     """A task, and the most that was held since the task before it."""
 
     task: str
     bytes: int
 
 
-Weigh = Callable[[int, int], Weight]  # of a stage and a micro-batch
+StageBytesFunction = Callable[[int, int], StageBytes]  # of a stage and a micro-batch
 
 
-def moments(
-    pipelined: Pipelined, rank: int, size: int, weigh: Weigh, recompute: bool = False
-) -> list[Moment]:
+def compute_task_memory(
+    schedule: MicroBatchSchedule,
+    rank: int,
+    size: int,
+    stage_bytes: StageBytesFunction,
+    recompute: bool = False,
+) -> list[TaskMemory]:
     """What a rank holds, task by task."""
-    return list(Holding(pipelined, rank, size, weigh, recompute).play())
+    return list(MemorySimulation(schedule, rank, size, stage_bytes, recompute).play_program())
 
 
-class Holding:
+class MemorySimulation:
     """What one rank holds while it plays its program."""
 
     def __init__(
-        self, pipelined: Pipelined, rank: int, size: int, weigh: Weigh, recompute: bool
+        self,
+        schedule: MicroBatchSchedule,
+        rank: int,
+        size: int,
+        stage_bytes: StageBytesFunction,
+        recompute: bool,
     ) -> None:
-        self.pipelined = pipelined
+        self.schedule = schedule
         self.rank = rank
-        self.last = pipelined.stages(size) - 1
-        self.weigh = weigh
-        self.program = list(pipelined.program(rank, size))
-        self.over = pipelined.over(rank, size)
-        self.again = pipelined.again(rank, size) if recompute else set()
-        self.awaited = [action.slot for action in self.program if isinstance(action, Recv)]
-        self.under_way = 0
-        self.held: dict[Slot, int] = {}
-        self.most = 0
+        self.last_stage = schedule.count_stages(size) - 1
+        self.stage_bytes = stage_bytes
+        self.program = list(schedule.program(rank, size))
+        self.confirmed_sends = schedule.map_confirmed_sends(rank, size)
+        self.recomputed_passes = schedule.find_recomputed_passes(rank, size) if recompute else set()
+        self.awaited_slots = [action.slot for action in self.program if isinstance(action, Recv)]
+        self.posted_receives = 0
+        self.held_bytes: dict[Slot, int] = {}
+        self.peak_bytes = 0
 
-    def play(self) -> Iterator[Moment]:
+    def play_program(self) -> Iterator[TaskMemory]:
         for action in self.program:
             if isinstance(action, Compute):
-                stage, micro = stage_of(self.rank, action.at)
-                {"F": self.forward, "W": self.weights}.get(action.what, self.backward)(
-                    action.what, stage, micro
-                )
-                self.most, told = sum(self.held.values()), self.most
-                yield Moment(str(action), told)
+                stage, micro = parse_task_slot(self.rank, action.at)
+                {"F": self.play_forward, "W": self.play_weight_gradients}.get(
+                    action.what, self.play_backward
+                )(action.what, stage, micro)
+                self.peak_bytes, told = sum(self.held_bytes.values()), self.peak_bytes
+                yield TaskMemory(str(action), told)
                 continue
-            while self.awaited and self.under_way < POSTS:
-                self.put(self.awaited[0], self.message(self.awaited.pop(0)))
-                self.under_way += 1
-            self.under_way -= isinstance(action, Recv)
+            while self.awaited_slots and self.posted_receives < POSTED_RECEIVES:
+                self.hold_slot(
+                    self.awaited_slots[0], self.find_message_bytes(self.awaited_slots.pop(0))
+                )
+                self.posted_receives += 1
+            self.posted_receives -= isinstance(action, Recv)
 
-    def put(self, slot: Slot, size: int) -> None:
-        self.held[slot] = size
-        self.most = max(self.most, sum(self.held.values()))
+    def hold_slot(self, slot: Slot, size: int) -> None:
+        self.held_bytes[slot] = size
+        self.peak_bytes = max(self.peak_bytes, sum(self.held_bytes.values()))
 
-    def forget(self, *slots: Slot) -> None:
+    def release_slots(self, *slots: Slot) -> None:
         for slot in slots:
-            self.held.pop(slot, None)
+            self.held_bytes.pop(slot, None)
 
-    def message(self, slot: Slot) -> int:
+    def find_message_bytes(self, slot: Slot) -> int:
         """Bytes of x{stage}.{micro} or g{stage}.{micro}."""
         stage, _, micro = str(slot)[1:].partition(".")
-        weight = self.weigh(int(stage), int(micro))
-        return weight.came if str(slot)[0] == "x" else weight.back
+        weight = self.stage_bytes(int(stage), int(micro))
+        return weight.input_message if str(slot)[0] == "x" else weight.gradient_message
 
-    def forward(self, _: str, stage: int, micro: int) -> None:
+    def play_forward(self, _: str, stage: int, micro: int) -> None:
         came = f"x{stage}.{micro}"
         kept = f"kept {stage}.{micro}"
-        weight = self.weigh(stage, micro)
-        self.forget(*self.over.get(came, ()))
-        keeps = stage >= self.pipelined.trained
-        again = (stage, micro) in self.again
+        weight = self.stage_bytes(stage, micro)
+        self.release_slots(*self.confirmed_sends.get(came, ()))
+        keeps = stage >= self.schedule.first_trained_stage
+        again = (stage, micro) in self.recomputed_passes
         if keeps and not again:
-            self.put(kept, weight.kept - weight.shared)
-        if stage < self.last:
-            self.put(f"x{stage + 1}.{micro}", self.message(f"x{stage + 1}.{micro}"))
+            self.hold_slot(kept, weight.saved - weight.shared_with_message)
+        if stage < self.last_stage:
+            self.hold_slot(
+                f"x{stage + 1}.{micro}", self.find_message_bytes(f"x{stage + 1}.{micro}")
+            )
         if not again:
-            self.forget(came)
+            self.release_slots(came)
             if keeps:
-                self.put(kept, weight.kept)
+                self.hold_slot(kept, weight.saved)
 
-    def backward(self, what: str, stage: int, micro: int) -> None:
+    def play_backward(self, what: str, stage: int, micro: int) -> None:
         came = f"x{stage}.{micro}"
         back = f"g{stage + 1}.{micro}"
         kept = f"kept {stage}.{micro}"
-        weight = self.weigh(stage, micro)
-        self.forget(*self.over.get(back, ()))
-        more = weight.batch if (stage, micro) in self.again else 0
-        if (stage, micro) in self.again:
-            self.put(kept, weight.kept - weight.shared + more)
-            self.forget(came)
-            self.put(kept, weight.kept + more)
+        weight = self.stage_bytes(stage, micro)
+        self.release_slots(*self.confirmed_sends.get(back, ()))
+        more = weight.batch_copy if (stage, micro) in self.recomputed_passes else 0
+        if (stage, micro) in self.recomputed_passes:
+            self.hold_slot(kept, weight.saved - weight.shared_with_message + more)
+            self.release_slots(came)
+            self.hold_slot(kept, weight.saved + more)
         if what == "I":
-            self.put(kept, weight.halving + more)
-            self.put(kept, weight.halved + more)
+            self.hold_slot(kept, weight.first_half_peak + more)
+            self.hold_slot(kept, weight.saved_between_halves + more)
         else:
-            self.forget(kept)
-        self.forget(back)
-        if stage > self.pipelined.trained:
-            self.put(f"g{stage}.{micro}", weight.back)
+            self.release_slots(kept)
+        self.release_slots(back)
+        if stage > self.schedule.first_trained_stage:
+            self.hold_slot(f"g{stage}.{micro}", weight.gradient_message)
 
-    def weights(self, _: str, stage: int, micro: int) -> None:
-        self.forget(f"kept {stage}.{micro}")
+    def play_weight_gradients(self, _: str, stage: int, micro: int) -> None:
+        self.release_slots(f"kept {stage}.{micro}")

@@ -13,7 +13,7 @@ from paragrad.errors import Refused
 from paragrad.schedules.actions import Action, Compute, Program, Recv, ScheduleError, Send
 
 
-def read(program: Callable[[int, int], Program], rank: int, size: int) -> Program:
+def read_program(program: Callable[[int, int], Program], rank: int, size: int) -> Program:
     """The actions of `program(rank, size)`. Raises ScheduleError that names the rank and the
     number of its action, from 1.
     """
@@ -26,7 +26,7 @@ def read(program: Callable[[int, int], Program], rank: int, size: int) -> Progra
                 f"its actions"
             )
         for done, action in enumerate(actions, 1):
-            if wrong := _wrong(action, rank, size):
+            if wrong := _find_action_error(action, rank, size):
                 raise ScheduleError(f"rank {rank}, action {done} of its program: {wrong}")
             yield action
     except (ScheduleError, Refused):
@@ -39,7 +39,7 @@ def read(program: Callable[[int, int], Program], rank: int, size: int) -> Progra
         ) from error
 
 
-def _wrong(action: Action, rank: int, size: int) -> str | None:
+def _find_action_error(action: Action, rank: int, size: int) -> str | None:
     """What is wrong with an action, whatever the schedule is for."""
     if isinstance(action, Send):
         peer = action.to
@@ -48,20 +48,20 @@ def _wrong(action: Action, rank: int, size: int) -> str | None:
         peer = action.frm
         slot = action.slot
     elif isinstance(action, Compute):
-        return _no_slot(action.at)
+        return _find_slot_error(action.at)
     else:
         return (
             f"{action!r} is of type {type(action).__name__}, no action: yield Send, Recv or Compute"
         )
     if isinstance(peer, int) and 0 <= peer < size and peer != rank:
-        return _no_slot(slot)
+        return _find_slot_error(slot)
     what = f"{type(action).__name__}({peer!r}, {slot!r})"
     if peer == rank:
         return f"{what} is a message to itself; leave it out"
     return f"{what} is for a rank that does not exist: there are 0 to {size - 1}, as whole numbers"
 
 
-def _no_slot(slot: object) -> str | None:
+def _find_slot_error(slot: object) -> str | None:
     if isinstance(slot, int | str) or (isinstance(slot, range) and slot and slot.step == 1):
         return None
     return (

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.executors.interpreter import Rounds, walk
+from paragrad.executors.interpreter import RoundCounter, interpret_schedule
 from paragrad.schedules.actions import Compute, Recv, Schedule, Send, Slot
 
 
-def draw(schedule: Schedule, size: int) -> str:
+def draw_text(schedule: Schedule, size: int) -> str:
     """The drawing of a schedule over `size` ranks, at most as many columns as it has rounds."""
-    diagram = Diagram.of(schedule, size)
+    diagram = Diagram.build(schedule, size)
     cells = [
         [" ".join(row[column]) if column < len(row) else "" for column in range(diagram.columns)]
         for row in diagram.cells
@@ -46,34 +46,34 @@ class Diagram:
         self.cells: list[list[list[str]]] = [[] for _ in range(size)]
         self.arrows: list[Arrow] = []
         self.computed: list[tuple[int, int, str]] = []  # (rank, round, what)
-        self.rounds = Rounds(size)
+        self.rounds = RoundCounter(size)
 
     @classmethod
-    def of(cls, schedule: Schedule, size: int) -> Diagram:
+    def build(cls, schedule: Schedule, size: int) -> Diagram:
         """That of a schedule over `size` ranks."""
         diagram = cls(size)
-        walk(schedule.program, size, diagram, rounds=diagram.rounds)
+        interpret_schedule(schedule.program, size, diagram, rounds=diagram.rounds)
         return diagram
 
     @property
     def columns(self) -> int:
         return max((len(row) for row in self.cells), default=0)
 
-    def _put(self, rank: int, text: str) -> int:
+    def _place_text(self, rank: int, text: str) -> int:
         """Into the round of a rank's last action; its column."""
         row = self.cells[rank]
-        column = self.rounds.of[rank] - 1
+        column = self.rounds.current[rank] - 1
         row.extend([] for _ in range(column + 1 - len(row)))
         row[column].append(text)
         return column
 
     def read(self, rank: int, send: Send) -> int:
-        return self._put(rank, str(send))
+        return self._place_text(rank, str(send))
 
     def write(self, rank: int, recv: Recv, payload: int) -> None:
         self.arrows.append(
-            Arrow(recv.frm, rank, payload, self._put(rank, str(recv)), recv.slot, recv.add)
+            Arrow(recv.frm, rank, payload, self._place_text(rank, str(recv)), recv.slot, recv.add)
         )
 
     def compute(self, rank: int, action: Compute) -> None:
-        self.computed.append((rank, self._put(rank, str(action)), str(action)))
+        self.computed.append((rank, self._place_text(rank, str(action)), str(action)))

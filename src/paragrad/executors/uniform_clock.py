@@ -16,51 +16,57 @@ from typing import Any
 
 import numpy as np
 
-from paragrad.executors.clock import Timeline, timed
+from paragrad.executors.clock import Timeline, time_schedule
 from paragrad.executors.machine import Cluster
-from paragrad.executors.message_count import TooLong, refuse_long, sent_by
-from paragrad.schedules.actions import Collective, Recv, Send, lengths_of
+from paragrad.executors.message_count import TooManyMessages, count_rank_sends, refuse_many_messages
+from paragrad.schedules.actions import Collective, Recv, Send, compute_slot_lengths
 
-PLAYED = 1 << 20  # messages up to which the clock plays them one by one: a minute or two
-TOGETHER = 2 * 10**10  # where all ranks send at once
+MAX_EVENT_MESSAGES = (
+    1 << 20
+)  # messages up to which the clock plays them one by one: a minute or two
+MAX_ARRAY_MESSAGES = 2 * 10**10  # where all ranks send at once
 # actions after which it is one distance at which all send, or this clock gave up
-SETTLED = 8
+WARMUP_ACTIONS = 8
 
-Tell = Callable[[int, int], None]  # (messages that were played, of how many)
+ReportProgress = Callable[[int, int], None]  # (messages that were played, of how many)
 
 
-def simulated(
+def time_collective(
     schedule: Collective,
     size: int,
     length: int,
     cluster: Cluster,
     *,
-    element: int = 4,
-    tell: Tell | None = None,
+    element_bytes: int = 4,
+    report_progress: ReportProgress | None = None,
 ) -> Timeline:
     """`timed`, by whichever way is quicker; tell: called now and then. Raises TooLong where
     that would take too long.
     """
-    if (found := timed_uniform(schedule, size, length, cluster, element, tell)) is not None:
+    if (
+        found := time_uniform_collective(
+            schedule, size, length, cluster, element_bytes, report_progress
+        )
+    ) is not None:
         return found
-    total = refuse_long(schedule, size, PLAYED, "timed")
-    return timed(
+    total = refuse_many_messages(schedule, size, MAX_EVENT_MESSAGES, "timed")
+    return time_schedule(
         schedule,
         size,
         length,
         cluster,
-        element=element,
-        tell=tell and (lambda done: tell(done, total)),
+        element_bytes=element_bytes,
+        report_progress=report_progress and (lambda done: report_progress(done, total)),
     )
 
 
-def timed_uniform(
+def time_uniform_collective(
     schedule: Collective,
     size: int,
     length: int,
     cluster: Cluster,
-    element: int = 4,
-    tell: Tell | None = None,
+    element_bytes: int = 4,
+    report_progress: ReportProgress | None = None,
 ) -> Timeline | None:
     """All ranks at once; None where the schedule makes a choice by rank, or where ranks meet on
     a link or a core.
@@ -70,8 +76,10 @@ def timed_uniform(
     if cluster.sharing > 1 or size < 2 or cluster.cores > 1:
         return None
     try:
-        return UniformClock(schedule, size, length, cluster, element).run(tell)
-    except TooLong:
+        return UniformClock(schedule, size, length, cluster, element_bytes).play_program(
+            report_progress
+        )
+    except TooManyMessages:
         raise
     # NotUniform; or what numpy, and anybody's program, answers to a choice by rank or a range
     # of parts
@@ -87,103 +95,110 @@ class UniformClock:
     """The state of all ranks, an array each."""
 
     def __init__(
-        self, schedule: Collective, size: int, length: int, cluster: Cluster, element: int
+        self, schedule: Collective, size: int, length: int, cluster: Cluster, element_bytes: int
     ) -> None:
         self.ranks = np.arange(size)
         self.cluster = cluster
         self.size = size
         self.schedule = schedule
         self.program = schedule.program(self.ranks, size)  # type: ignore[arg-type]
-        self.bytes = element * np.array(list(lengths_of(schedule, size, length).values()))
-        self.slow = np.array([cluster.factor(rank) for rank in range(size)])
-        self.alike = (
-            bool((self.slow == 1).all())
-            and cluster.group == 1
-            and len(set(self.bytes.tolist())) == 1
+        self.part_bytes = element_bytes * np.array(
+            list(compute_slot_lengths(schedule, size, length).values())
         )
-        self.now, self.out, self.into = (np.zeros(size) for _ in range(3))
+        self.slowdowns = np.array([cluster.find_slowdown(rank) for rank in range(size)])
+        self.has_equal_ranks = (
+            bool((self.slowdowns == 1).all())
+            and cluster.group == 1
+            and len(set(self.part_bytes.tolist())) == 1
+        )
+        self.now, self.out_free, self.in_free = (np.zeros(size) for _ in range(3))
         self.shift: int | None = None  # to whom everybody sends
         # by shift: when messages are there, by their receiver
-        self.sent: dict[int, deque[Any]] = {}
-        self.links: dict[int, Links] = {}
+        self.in_flight: dict[int, deque[Any]] = {}
+        self.links: dict[int, ShiftedLinks] = {}
         self.peers: dict[int, Any] = {}
         self.messages = 0
 
-    def run(self, tell: Tell | None = None) -> Timeline:
+    def play_program(self, report_progress: ReportProgress | None = None) -> Timeline:
         total = 0
         for number, action in enumerate(self.program):
-            if number == SETTLED:
-                total = self.total()
-            elif tell and total and number % 100 == 0:
-                tell(self.messages, total)
+            if number == WARMUP_ACTIONS:
+                total = self.count_all_messages()
+            elif report_progress and total and number % 100 == 0:
+                report_progress(self.messages, total)
             if isinstance(action, Send) and not action.wait:
-                self.send(action)
+                self.play_send(action)
             elif isinstance(action, Recv):
-                self.recv(action)
+                self.play_recv(action)
             else:
                 raise NotUniform
         return Timeline(float(self.now.max()), tuple(self.now.tolist()), self.messages)
 
-    def total(self) -> int:
+    def count_all_messages(self) -> int:
         """The messages of all ranks, who send as many each. Raises TooLong."""
 
         def by_each(size: int) -> int | None:
-            return sent_by(self.schedule, 0, size, TOGETHER // size)
+            return count_rank_sends(self.schedule, 0, size, MAX_ARRAY_MESSAGES // size)
 
         found = by_each(self.size)
         if found is None:
-            raise TooLong(self.schedule, self.size, TOGETHER, "timed", by_each)
+            raise TooManyMessages(self.schedule, self.size, MAX_ARRAY_MESSAGES, "timed", by_each)
         return self.size * found
 
-    def send(self, action: Send) -> None:
-        shift = self.shift_of(action.to)
+    def play_send(self, action: Send) -> None:
+        shift = self.find_shift(action.to)
         if shift != self.shift:
-            if self.shift is not None and not self.alike:
+            if self.shift is not None and not self.has_equal_ranks:
                 # two ranks may want one receiver, in any order
                 raise NotUniform
             self.shift = shift
-        link = self.link(shift)
-        posted = self.busy(self.now, link.overhead)
+        link = self.find_links(shift)
+        posted = self.occupy_cores(self.now, link.overhead)
         self.now = posted
-        start = np.maximum(np.maximum(posted, self.out), self.into[link.to])
-        self.out = start + link.held[link.kind, action.slot] * link.slow
-        self.into = self.out[link.frm]
-        self.sent.setdefault(shift, deque()).append(
-            ((self.out + link.latency)[link.frm], self.bytes[action.slot][link.frm])
+        start = np.maximum(np.maximum(posted, self.out_free), self.in_free[link.receivers])
+        self.out_free = start + link.port_seconds[link.link_kinds, action.slot] * link.slowdown
+        self.in_free = self.out_free[link.senders]
+        self.in_flight.setdefault(shift, deque()).append(
+            (
+                (self.out_free + link.latency)[link.senders],
+                self.part_bytes[action.slot][link.senders],
+            )
         )  # type: ignore[index]
         self.messages += self.size
 
-    def recv(self, action: Recv) -> None:
-        shift = -self.shift_of(action.frm) % self.size
-        arrival, size = self.sent[shift].popleft()
-        self.now = self.busy(np.maximum(self.now, arrival), self.link(shift).overhead_in)
+    def play_recv(self, action: Recv) -> None:
+        shift = -self.find_shift(action.frm) % self.size
+        arrival, size = self.in_flight[shift].popleft()
+        self.now = self.occupy_cores(
+            np.maximum(self.now, arrival), self.find_links(shift).receive_overhead
+        )
         # sends of the slot are over: its sum went on from them
         if action.add:
-            self.now = self.busy(self.now, self.cluster.gamma * size)
+            self.now = self.occupy_cores(self.now, self.cluster.gamma * size)
 
-    def busy(self, since: Any, seconds: Any) -> Any:
+    def occupy_cores(self, since: Any, seconds: Any) -> Any:
         """Hold the core of each rank; when it is done. The core is a rank's own: it is free
         when the rank is.
         """
-        return since + seconds * self.slow if np.any(seconds) else since
+        return since + seconds * self.slowdowns if np.any(seconds) else since
 
-    def shift_of(self, peers: Any) -> int:
+    def find_shift(self, peers: Any) -> int:
         """The one distance, around the ring of ranks, at which all peers are."""
         shift = int(peers[0]) % self.size
-        if not np.array_equal(peers, self.to(shift)):
+        if not np.array_equal(peers, self.shift_ranks(shift)):
             raise NotUniform
         return shift
 
-    def to(self, shift: int) -> Any:
+    def shift_ranks(self, shift: int) -> Any:
         """The rank at a distance from each."""
         if shift not in self.peers:
             self.peers[shift] = (self.ranks + shift) % self.size
         return self.peers[shift]
 
-    def link(self, shift: int) -> Links:
+    def find_links(self, shift: int) -> ShiftedLinks:
         """The links from every rank to the one at a distance."""
         if shift not in self.links:
-            to = self.to(shift)
+            to = self.shift_ranks(shift)
             hosts: Any = self.ranks // self.cluster.group
             others = to // self.cluster.group
             crossing = hosts != others
@@ -194,20 +209,20 @@ class UniformClock:
                 # ranks of one host take turns on its link
                 raise NotUniform
             links = [
-                self.cluster.between(int(one), int(other))
+                self.cluster.find_link(int(one), int(other))
                 for one, other in zip(self.ranks, to, strict=True)
             ]
             kinds = list(dict.fromkeys(links))
-            sizes, of_part = np.unique(self.bytes, return_inverse=True)
-            held = np.array([[link.held(int(size)) for size in sizes] for link in kinds])[
-                :, of_part
-            ]
+            sizes, of_part = np.unique(self.part_bytes, return_inverse=True)
+            held = np.array(
+                [[link.compute_port_seconds(int(size)) for size in sizes] for link in kinds]
+            )[:, of_part]
             latency, overhead = (
                 np.array([getattr(link, name) for link in links])
                 for name in ("latency", "overhead")
             )
-            frm = self.to(-shift % self.size)
-            self.links[shift] = Links(
+            frm = self.shift_ranks(-shift % self.size)
+            self.links[shift] = ShiftedLinks(
                 to,
                 frm,
                 held,
@@ -215,20 +230,20 @@ class UniformClock:
                 latency,
                 overhead,
                 overhead[frm],
-                np.maximum(self.slow, self.slow[to]),
+                np.maximum(self.slowdowns, self.slowdowns[to]),
             )
         return self.links[shift]
 
 
 @dataclass(frozen=True)
-class Links:
+class ShiftedLinks:
     """From every rank to another, as arrays over senders."""
 
-    to: Any  # receivers
-    frm: Any  # senders, by receiver
-    held: Any  # seconds, by kind of link and part
-    kind: Any
+    receivers: Any  # receivers
+    senders: Any  # senders, by receiver
+    port_seconds: Any  # seconds, by kind of link and part
+    link_kinds: Any
     latency: Any
     overhead: Any
-    overhead_in: Any  # by receiver
-    slow: Any  # how slow the slower of both is
+    receive_overhead: Any  # by receiver
+    slowdown: Any  # how slow the slower of both is

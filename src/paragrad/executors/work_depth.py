@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.executors.interpreter import walk
+from paragrad.executors.interpreter import interpret_schedule
 from paragrad.schedules.actions import (
     Collective,
     Compute,
     Recv,
     ScheduleError,
     Send,
-    lengths_of,
-    parts_in,
+    compute_slot_lengths,
+    expand_slot,
 )
 
 
@@ -33,21 +33,21 @@ class WorkAndDepth:
         """Average parallelism W / D: as many processors could be busy on average."""
         return self.work / max(self.depth, 1)
 
-    def bounds(self, processors: int) -> tuple[float, float]:
+    def compute_time_bounds(self, processors: int) -> tuple[float, float]:
         """Time on P processors: at least max(W/P, D), at most W/P + D (Brent 1974, doi
         10.1145/321812.321815).
         """
         return max(self.work / processors, self.depth), self.work / processors + self.depth
 
 
-def work_and_depth(schedule: Collective, size: int, length: int) -> WorkAndDepth:
+def compute_work_and_depth(schedule: Collective, size: int, length: int) -> WorkAndDepth:
     """Of all ranks together, over a vector of `length` elements."""
-    chains = Chains(size, list(lengths_of(schedule, size, length).values()))
-    walk(schedule.program, size, chains)
+    chains = AdditionChains(size, list(compute_slot_lengths(schedule, size, length).values()))
+    interpret_schedule(schedule.program, size, chains)
     return WorkAndDepth(chains.work, max(map(max, chains.depth)))
 
 
-class Chains:
+class AdditionChains:
     """The meaning of a walk in which a part holds the length of its longest chain of
     additions.
     """
@@ -58,11 +58,11 @@ class Chains:
         self.work = 0
 
     def read(self, rank: int, send: Send) -> list[int]:
-        return [self.depth[rank][part] for part in parts_in(send.slot)]  # type: ignore[index]
+        return [self.depth[rank][part] for part in expand_slot(send.slot)]  # type: ignore[index]
 
     def write(self, rank: int, recv: Recv, payload: list[int]) -> None:
         depth = self.depth[rank]
-        parts = parts_in(recv.slot)
+        parts = expand_slot(recv.slot)
         if not recv.add:
             for part, chain in zip(parts, payload, strict=True):
                 depth[part] = chain  # type: ignore[index]

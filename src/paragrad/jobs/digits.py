@@ -22,7 +22,7 @@ def digits(width: int = 64) -> Job:
     """The 1,797 real 8x8 handwritten digits that scikit-learn bundles; MLP 64-width-10, SGD
     with momentum.
     """
-    train, test = _halves()
+    train, test = _load_halves()
     return Job(
         name="digits",
         arguments=(("width", width),),
@@ -46,7 +46,7 @@ def inception_digits(width: int = 8) -> Job:
         raise Refused(f"job inception-digits: width must be a whole number from 1, got {width}")
     train, test = (
         TensorDataset(images.view(-1, 1, 8, 8), labels)
-        for images, labels in (half.tensors for half in _halves())
+        for images, labels in (half.tensors for half in _load_halves())
     )
     return Job(
         name="inception-digits",
@@ -96,9 +96,9 @@ def _inception(width: int) -> nn.Module:
     )
 
 
-def _halves() -> tuple[TensorDataset, TensorDataset]:
+def _load_halves() -> tuple[TensorDataset, TensorDataset]:
     """Every fifth digit is for testing: 1,437 to train on, 360 to test."""
-    images, labels = _digits()
+    images, labels = _load_digits()
     images = torch.tensor(images / 16, dtype=torch.float32)
     labels = torch.tensor(labels)
     testing = torch.arange(len(labels)) % 5 == 4
@@ -109,7 +109,7 @@ def _halves() -> tuple[TensorDataset, TensorDataset]:
     )
 
 
-def _digits() -> tuple[Any, Any]:
+def _load_digits() -> tuple[Any, Any]:
     """sklearn.datasets.load_digits: images (1797, 64) of 0 to 16, and labels. Read from its
     file where that is: scikit-learn takes as long to import as torch.
     """

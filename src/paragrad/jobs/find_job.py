@@ -13,13 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paragrad.errors import Refused, told
+from paragrad.errors import Refused, describe_error
 from paragrad.jobs.digits import digits, inception_digits
 from paragrad.jobs.job import Job
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp, mnist_resnet
 from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
 from paragrad.launch import job_files
-from paragrad.notation.choices import unknown
+from paragrad.notation.choices import describe_unknown_name
 
 JOBS: dict[str, Callable[..., Job]] = {
     "digits": digits,
@@ -37,79 +37,82 @@ def job(name: str, **arguments: Any) -> Job:
     name.
     """
     if name not in JOBS:
-        raise Refused(unknown("job", name, JOBS))
+        raise Refused(describe_unknown_name("job", name, JOBS))
     known = inspect.signature(JOBS[name]).parameters
     for argument, value in arguments.items():
         if argument not in known:
-            raise Refused(f"job {name}: " + unknown("argument", argument, known))
+            raise Refused(f"job {name}: " + describe_unknown_name("argument", argument, known))
         default = known[argument].default
         if type(value) is not type(default):
             raise Refused(f"job {name}: {argument} must be like {default!r}, got {value!r}")
     return JOBS[name](**arguments)
 
 
-def find(text: str, settings: Mapping[str, str] | None = None) -> Job:
+def find_job(text: str, settings: Mapping[str, str] | None = None) -> Job:
     """The job that `text` names. settings: `--set name=value` for a built-in job. Raises
     Refused.
     """
     settings = settings or {}
     if text in JOBS:
-        return job(text, **{name: _literal(value) for name, value in settings.items()})
+        return job(text, **{name: _parse_literal(value) for name, value in settings.items()})
     if settings:
         raise Refused(
             f"--set is for the arguments of built-in jobs ({', '.join(JOBS)}); {text} is none of "
             f"them"
         )
     if text.endswith(".py"):
-        return _only_job(_loaded(Path(text)), text)
+        return _get_only_job(_load_job_file(Path(text)), text)
     if ":" in text:
         place, _, name = text.rpartition(":")
-        return _as_job(
-            _attribute(
-                _loaded(Path(place)) if place.endswith(".py") else _imported(place, text),
+        return _resolve_job(
+            _get_job_attribute(
+                _load_job_file(Path(place))
+                if place.endswith(".py")
+                else _import_job_module(place, text),
                 name,
                 text,
             ),
             text,
         )
     raise Refused(
-        unknown("job", text, JOBS) + "; or give path/file.py, path/file.py:name or module:attribute"
+        describe_unknown_name("job", text, JOBS)
+        + "; or give path/file.py, path/file.py:name or module:attribute"
     )
 
 
-def _loaded(path: Path) -> ModuleType:
+def _load_job_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise Refused(
             f"there is no job file {path}; give the path of a Python file that holds a paragrad.Job"
         )
-    module: ModuleType = _guarded(str(path), lambda: job_files.load(path))
+    module: ModuleType = _call_user_code(str(path), lambda: job_files.load_job_file(path))
     return module
 
 
-def _imported(name: str, where: str) -> ModuleType:
+def _import_job_module(name: str, where: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         # as `python -m` has it: modules of the working directory can be imported
         sys.path.insert(0, here)
     importlib.invalidate_caches()
-    found: ModuleType = _guarded(where, lambda: job_files.load_named(name))
+    found: ModuleType = _call_user_code(where, lambda: job_files.import_job_module(name))
     return found
 
 
-def _attribute(module: ModuleType, name: str, where: str) -> Any:
+def _get_job_attribute(module: ModuleType, name: str, where: str) -> Any:
     if not hasattr(module, name):
-        raise Refused(f"{where}: " + unknown("job", name, _jobs_of(module)))
+        raise Refused(f"{where}: " + describe_unknown_name("job", name, _list_module_jobs(module)))
     return getattr(module, name)
 
 
-def _jobs_of(module: ModuleType) -> dict[str, Job]:
+def _list_module_jobs(module: ModuleType) -> dict[str, Job]:
     return {name: value for name, value in vars(module).items() if isinstance(value, Job)}
 
 
-def _only_job(module: ModuleType, where: str) -> Job:
+def _get_only_job(module: ModuleType, where: str) -> Job:
     if "job" in vars(module):
-        return _as_job(vars(module)["job"], f"{where}: job")
-    jobs = _jobs_of(module)
+        return _resolve_job(vars(module)["job"], f"{where}: job")
+    jobs = _list_module_jobs(module)
     if not jobs:
         raise Refused(f"{where} holds no Job; write `job = paragrad.Job(...)` at its top level")
     if len(jobs) > 1:
@@ -120,30 +123,32 @@ def _only_job(module: ModuleType, where: str) -> Job:
     return next(iter(jobs.values()))
 
 
-def _as_job(found: Any, where: str) -> Job:
-    made = _guarded(where, found) if callable(found) and not isinstance(found, Job) else found
+def _resolve_job(found: Any, where: str) -> Job:
+    made = (
+        _call_user_code(where, found) if callable(found) and not isinstance(found, Job) else found
+    )
     if not isinstance(made, Job):
         raise Refused(f"{where} is a {type(made).__name__}, not a Job; make it a paragrad.Job(...)")
     return made
 
 
-def _guarded(where: str, function: Callable[[], Any]) -> Any:
+def _call_user_code(where: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Refused:
         raise
     except Exception as error:
-        raise Refused(f"{where} raised {told(error)}") from error
+        raise Refused(f"{where} raised {describe_error(error)}") from error
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
 
 
-def as_typed(name: str, settings: list[str], **changes: Any) -> Job:
+def build_requested_job(name: str, settings: list[str], **changes: Any) -> Job:
     """The job of a command: with what was set (NAME=VALUE) of a built-in one, and what was
     changed of it. Raises Refused.
     """
@@ -160,4 +165,4 @@ def as_typed(name: str, settings: list[str], **changes: Any) -> Job:
                 f"--batch {batch}: give a whole number, or fit with --memory 2GB"
             ) from None
     given: dict[str, Any] = {what: value for what, value in changes.items() if value is not None}
-    return find(name, {each: value for each, _, value in pairs}).replace(**given)
+    return find_job(name, {each: value for each, _, value in pairs}).replace(**given)

@@ -8,29 +8,29 @@ from typing import Any
 
 from torch import nn
 
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in one process
+ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in one process
 
 
-def described(value: Any) -> str:
+def describe_callable(value: Any) -> str:
     """A module by its repr; a function by its name, a partial by what it holds. What only code
     says (a function's body, a forward) is not in it.
     """
     if isinstance(value, functools.partial):
         return ", ".join(
             [
-                described(value.func),
-                *map(_plainly, value.args),
-                *(f"{name}={_plainly(each)}" for name, each in value.keywords.items()),
+                describe_callable(value.func),
+                *map(_format_value_repr, value.args),
+                *(f"{name}={_format_value_repr(each)}" for name, each in value.keywords.items()),
             ]
         )
     return (
-        _plainly(value)
+        _format_value_repr(value)
         if isinstance(value, nn.Module)
         else str(getattr(value, "__qualname__", type(value).__qualname__))
     )
 
 
-def with_settings(loss: Any) -> str:
+def describe_loss(loss: Any) -> str:
     """A loss, with the numbers and texts that it holds: torch's own show none
     (label_smoothing).
     """
@@ -45,11 +45,11 @@ def with_settings(loss: Any) -> str:
         if isinstance(loss, nn.Module)
         else {}
     )
-    return described(loss) + "".join(f"\n{name}={each!r}" for name, each in own.items())
+    return describe_callable(loss) + "".join(f"\n{name}={each!r}" for name, each in own.items())
 
 
-def _plainly(value: Any) -> str:
+def _format_value_repr(value: Any) -> str:
     try:
-        return ADDRESS.sub("", repr(value))
+        return ADDRESS_PATTERN.sub("", repr(value))
     except Exception:  # of somebody's own repr
         return type(value).__qualname__

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.datasets.loading import Collate, Dataset, Samples
-from paragrad.datasets.sample_order import Order
+from paragrad.datasets.sample_order import SampleOrder
 from paragrad.errors import Refused, StepFailed
-from paragrad.jobs.loss import Loss, loss_in
-from paragrad.jobs.precision import in_precision
+from paragrad.jobs.loss import Loss, convert_loss
+from paragrad.jobs.precision import convert_model
 from paragrad.runtime.generators import seed_everything
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # the models that trainings of this process have changed
-TRAINED: WeakSet[nn.Module] = WeakSet()
+TRAINED_MODELS: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Job:
             changes = {"own_batch": self.batch, **changes}
         return replace(self, **changes)
 
-    def built_model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """The model as every rank builds it: under `seed`, in the parameters' type."""
         seed_everything(self.seed)
         model = self.model()
@@ -86,26 +86,26 @@ class Job:
                 f"job {self.name}: model() returned {type(model).__name__}; return a "
                 f"torch.nn.Module"
             )
-        _as_train_says(model)
-        return in_precision(model, self.parameter_dtype)
+        _apply_train_method(model)
+        return convert_model(model, self.parameter_dtype)
 
-    def model_to_train(self) -> nn.Module:
+    def build_model_to_train(self) -> nn.Module:
         """The same for a training in this process, which is to change it. Raises StepFailed
         where one did already.
         """
-        model = self.built_model()
-        if model in TRAINED:
+        model = self.build_model()
+        if model in TRAINED_MODELS:
             raise StepFailed(
                 "model() returned a module that was trained before; every training builds its own: "
                 "write "
                 "model=lambda: Net()"
             )
-        TRAINED.add(model)
+        TRAINED_MODELS.add(model)
         return model
 
-    def built_loss(self, device: torch.device = CPU) -> Loss:
+    def build_loss(self, device: torch.device = CPU) -> Loss:
         """The loss, its own tensors on a device and in the parameters' type."""
-        return loss_in(self.loss, device, self.parameter_dtype)
+        return convert_loss(self.loss, device, self.parameter_dtype)
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -122,12 +122,12 @@ class Job:
         """What the test measures: the metric's name, or the loss."""
         return getattr(self.metric, "__name__", "metric") if self.metric else "loss"
 
-    def samples(self, dataset: Dataset) -> Samples:
+    def make_samples(self, dataset: Dataset) -> Samples:
         """A dataset, drawn from and collated as this job says."""
         return Samples(dataset, self.seed, self.collate)
 
-    def order(self, samples: int) -> Order:
-        return Order(samples, self.batch, self.seed)
+    def make_order(self, samples: int) -> SampleOrder:
+        return SampleOrder(samples, self.batch, self.seed)
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
@@ -138,7 +138,7 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
     return 100.0 * float(right.sum()), right.numel()
 
 
-def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | None) -> Dataset:
+def open_dataset(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | None) -> Dataset:
     """The dataset itself, or what its function makes of the data folder."""
     is_dataset = (
         hasattr(dataset, "__getitem__")
@@ -148,7 +148,7 @@ def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | Non
     return dataset if is_dataset else dataset(data)
 
 
-def _as_train_says(model: nn.Module) -> None:
+def _apply_train_method(model: nn.Module) -> None:
     """As a loop does that begins with model.train(), of which a module may have a way of its
     own (a norm that stays in eval); what was built in eval mode stays in it.
     """

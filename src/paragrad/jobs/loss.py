@@ -18,29 +18,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.datasets.loading import brought, called
+from paragrad.datasets.loading import call_model, convert_batch
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss_divisor import divisor, nothing, without_weight
+from paragrad.jobs.loss_divisor import find_loss_divisor, has_zero_weight, make_zero_loss
 
-WIDE = (torch.float32, torch.float64)
+WIDE_DTYPES = (torch.float32, torch.float64)
 Loss = Callable[[Any, Any], Any]
 
 
-def loss_in(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
+def convert_loss(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
     """The loss, its own tensors (class weights) on a device and in dtype where it is a module
     or a partial that shows them.
     """
     if isinstance(loss, nn.Module):
         return copy.deepcopy(loss).to(device, dtype)
     if isinstance(loss, functools.partial):
-        keywords = {name: brought(value, device, dtype) for name, value in loss.keywords.items()}
+        keywords = {
+            name: convert_batch(value, device, dtype) for name, value in loss.keywords.items()
+        }
         return functools.partial(loss.func, *loss.args, **keywords)
     return loss
 
 
-def counted(loss: Loss, target: Any) -> float | None:
+def count_target_weight(loss: Loss, target: Any) -> float | None:
     """What the mean of torch's own cross-entropy divides by; None for any other loss."""
-    ignoring = _cross_entropy(loss)
+    ignoring = _get_cross_entropy_options(loss)
     if ignoring is None or not isinstance(target, Tensor) or target.is_floating_point():
         return None
     ignore_index, class_weight = ignoring
@@ -48,7 +50,7 @@ def counted(loss: Loss, target: Any) -> float | None:
     return float(kept.sum() if class_weight is None else class_weight[target[kept]].sum())
 
 
-def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
+def _get_cross_entropy_options(loss: Loss) -> tuple[int, Tensor | None] | None:
     """(ignore_index, class weights) where the loss is a cross-entropy of torch, else None."""
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return loss.ignore_index, loss.weight
@@ -61,7 +63,7 @@ def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
     return None
 
 
-def misshapen(value: Any) -> str | None:
+def describe_bad_loss(value: Any) -> str | None:
     """What is wrong with the kind of value that a loss returned, or None."""
     if isinstance(value, tuple):
         if len(value) != 2:
@@ -83,7 +85,7 @@ def misshapen(value: Any) -> str | None:
     return None
 
 
-class Summed(nn.Module):
+class LossModule(nn.Module):
     """Model and loss as one module: inputs, target -> the summed loss, and its weight.
 
     traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be,
@@ -99,95 +101,97 @@ class Summed(nn.Module):
         self.model = model
         # in a tuple: a loss that is a module is not part of the model
         self._loss = (loss,)
-        self.traced: bool | None = None
-        self.known = True
-        self.doubtful = 0.0
-        self.doubts = 0.0
-        self.linear = True
-        self.dtype = torch.float32
+        self.has_traced_divisor: bool | None = None
+        self.has_known_weight = True
+        self.doubtful_weight = 0.0
+        self.doubtful_total = 0.0
+        self.is_linear = True
+        self.loss_dtype = torch.float32
 
     @property
     def loss(self) -> Loss:
         return self._loss[0]
 
     @property
-    def keeper(self) -> Any:
+    def state_owner(self) -> Any:
         """Who keeps what the loss does: itself, or the object whose method it is."""
         return self.loss.__self__ if isinstance(self.loss, types.MethodType) else self.loss
 
-    def around(self, model: nn.Module, loss: Loss | None = None) -> Summed:
+    def wrap_model(self, model: nn.Module, loss: Loss | None = None) -> LossModule:
         """The same around another model, such as a part of this one; what was seen of the loss
         stays.
         """
-        other = Summed(model, loss or self.loss)
-        other.traced = self.traced
-        other.linear = self.linear
+        other = LossModule(model, loss or self.loss)
+        other.has_traced_divisor = self.has_traced_divisor
+        other.is_linear = self.is_linear
         return other
 
     @property
-    def by_graph(self) -> bool:
+    def uses_graph_divisor(self) -> bool:
         """Is the weight of a mean read off its graph?"""
-        return self.traced is not False and _cross_entropy(self.loss) is None
+        return (
+            self.has_traced_divisor is not False and _get_cross_entropy_options(self.loss) is None
+        )
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The sum over the first `samples` (0: everything weighs nothing) and its local
         weight.
         """
-        return self.pair(called(self.model, inputs), target, samples)
+        return self.compute_loss_sum(call_model(self.model, inputs), target, samples)
 
-    def pair(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+    def compute_loss_sum(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The loss of an output as (sum, weight): of samples, tokens, elements, whatever it is
         a mean of.
         """
-        return self.weighed(self.loss(output, target), target, samples)
+        return self.weigh_loss(self.loss(output, target), target, samples)
 
-    def weighed(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+    def weigh_loss(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """What a loss returned, as (sum, weight). Raises StepFailed where it is neither a
         number nor such a pair.
         """
-        if wrong := misshapen(value):
+        if wrong := describe_bad_loss(value):
             raise StepFailed(wrong, tensor="loss")
         # Module's own way of setting attributes takes microseconds
         self.__dict__.update(
-            known=True,
-            doubtful=0.0,
-            dtype=value[0].dtype if isinstance(value, tuple) else value.dtype,
+            has_known_weight=True,
+            doubtful_weight=0.0,
+            loss_dtype=value[0].dtype if isinstance(value, tuple) else value.dtype,
         )
         if isinstance(value, tuple):
             total = value[0]
             weight = float(value[1])
         else:
-            weight = self._weight(value, target, max(samples, 1))
+            weight = self._find_weight(value, target, max(samples, 1))
             total = (
                 value
-                if value.dtype in WIDE
+                if value.dtype in WIDE_DTYPES
                 else value.to(torch.promote_types(value.dtype, torch.float32))
             ) * weight
         if weight and samples:
-            if self.doubtful:
-                self.doubts += self.doubtful
+            if self.doubtful_weight:
+                self.doubtful_total += self.doubtful_weight
             return total, weight
         if isinstance(value, tuple) and samples and total != 0 and total.isfinite():
             return total, 0.0  # a sum that counts without a weight of its own
-        if samples and without_weight(total):
+        if samples and has_zero_weight(total):
             raise StepFailed(
                 "the targets of a share all weigh 0, and its loss has a smoothed part all the "
                 "same, which a mean "
                 "cannot tell, for it divides by that 0; return the pair (sum, weight)",
                 tensor="loss",
             )
-        return nothing(total), 0.0  # a mean of nothing is 0/0, its sum is 0
+        return make_zero_loss(total), 0.0  # a mean of nothing is 0/0, its sum is 0
 
-    def _weight(self, value: Tensor, target: Any, samples: int) -> float:
+    def _find_weight(self, value: Tensor, target: Any, samples: int) -> float:
         """What a mean divided by."""
-        weight = counted(self.loss, target)
-        if weight is None and self.traced is not False and value.requires_grad:
-            weight = divisor(value)
+        weight = count_target_weight(self.loss, target)
+        if weight is None and self.has_traced_divisor is not False and value.requires_grad:
+            weight = find_loss_divisor(value)
             if float(value.detach()) == 0.0 and (weight is None or weight <= 1.0):
                 # a guarded division, or output.sum() * 0: is there a label?
                 weight = weight or 1.0
-                self.doubtful = weight
-            if weight is None and self.traced:
+                self.doubtful_weight = weight
+            if weight is None and self.has_traced_divisor:
                 raise StepFailed(
                     "what the loss's mean divides by could be read off in the first step and "
                     "cannot in this one; "
@@ -195,5 +199,5 @@ class Summed(nn.Module):
                     tensor="loss",
                 )
         if weight is None:
-            self.known = False
+            self.has_known_weight = False
         return float(samples) if weight is None else weight

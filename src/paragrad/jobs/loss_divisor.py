@@ -20,7 +20,7 @@ from torch import Tensor
 
 # nodes that hand on one number unchanged, or times a constant, or the sum of ranks that have a
 # part of it (pairs.py, lone.py)
-THROUGH = (
+PASS_THROUGH_NODES = (
     "Neg",
     "ToCopy",
     "Clone",
@@ -37,23 +37,23 @@ THROUGH = (
     "AsStrided",
     "Select",
     "NanToNum",
-    "Summed",
-    "Shown",
+    "AxisReduce",
+    "ValueBroadcast",
 )
-SUMS = ("Sum", "Nansum", "Dot", "Vdot", "Mv", "Mm", "Bmm")
+SUM_NODES = ("Sum", "Nansum", "Dot", "Vdot", "Mv", "Mm", "Bmm")
 # their mean is over rows, not over elements
-OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
-DEEP = 200  # nodes from the loss on after which nobody has a mean
+ROW_MEAN_LOSSES = ("MultiMarginLoss", "MultilabelMarginLoss")
+MAX_GRAPH_DEPTH = 200  # nodes from the loss on after which nobody has a mean
 
-Divided = tuple[str, Any] | None  # ("mean", divisor), ("sum", None), or untraced
+DivisorTrace = tuple[str, Any] | None  # ("mean", divisor), ("sum", None), or untraced
 
 
-def divisor(loss: Tensor) -> float | None:
+def find_loss_divisor(loss: Tensor) -> float | None:
     """What the mean in a loss (a tensor without dimensions, with its graph) divided by; None
     where it is untraced.
     """
     try:
-        found = _followed(loss.grad_fn, DEEP, [])
+        found = _trace_divisor(loss.grad_fn, MAX_GRAPH_DEPTH, [])
     except RuntimeError:  # what a node saved is freed, or comes from a recomputation
         return None
     if found is None or found[0] != "mean":
@@ -62,28 +62,28 @@ def divisor(loss: Tensor) -> float | None:
     return value if value >= 0 else None
 
 
-def nothing(total: Tensor) -> Tensor:
+def make_zero_loss(total: Tensor) -> Tensor:
     """0 for a total of no weight, such as a mean over no label: its gradient is 0 too, where
     0/0 would be no number.
     """
     divisions: list[Any] = []
-    _followed(total.grad_fn, DEEP, divisions)
+    _trace_divisor(total.grad_fn, MAX_GRAPH_DEPTH, divisions)
     for node in divisions:
         node.register_hook(
             lambda inputs, outputs: tuple(
                 None if gradient is None else torch.zeros_like(gradient) for gradient in inputs
             )
         )
-    return _Nothing.apply(total)  # type: ignore[no-any-return]
+    return _ZeroLoss.apply(total)  # type: ignore[no-any-return]
 
 
-def without_weight(total: Tensor) -> bool:
+def has_zero_weight(total: Tensor) -> bool:
     """Is something lost with a mean of no weight? Where all classes of a share weigh 0, the
     smoothed part of a cross-entropy is a sum divided by that 0, beside the part of the
     targets.
     """
     divisions: list[Any] = []
-    _followed(total.grad_fn, DEEP, divisions)
+    _trace_divisor(total.grad_fn, MAX_GRAPH_DEPTH, divisions)
     by_zero = [
         node
         for node in divisions
@@ -93,18 +93,18 @@ def without_weight(total: Tensor) -> bool:
         if hasattr(node, "_saved_total_weight"):
             # it is told without its sign
             ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63
-            scores = _chain(node, 3)
+            scores = _find_softmax_inputs(node, 3)
             if (node._saved_target != ignored).any() and any(
                 each is other
                 for division in by_zero
-                for each in _chain(division, 9)
+                for each in _find_softmax_inputs(division, 9)
                 for other in scores
             ):
                 return True
     return False
 
 
-def _chain(node: Any, length: int) -> list[Any]:
+def _find_softmax_inputs(node: Any, length: int) -> list[Any]:
     """The logarithms of a softmax among a node's first inputs."""
     found = []
     for _ in range(length):
@@ -113,7 +113,7 @@ def _chain(node: Any, length: int) -> list[Any]:
     return found
 
 
-class _Nothing(torch.autograd.Function):
+class _ZeroLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor) -> Tensor:
         return torch.zeros_like(total)
@@ -123,7 +123,7 @@ class _Nothing(torch.autograd.Function):
         return torch.zeros_like(gradients[0])
 
 
-def _followed(node: Any, depth: int, divisions: list[Any]) -> Divided:
+def _trace_divisor(node: Any, depth: int, divisions: list[Any]) -> DivisorTrace:
     """What a node divided by; its divisions are noted."""
     if node is None or depth == 0:
         return None
@@ -131,45 +131,51 @@ def _followed(node: Any, depth: int, divisions: list[Any]) -> Divided:
     behind = [each for each, _ in node.next_functions if each is not None]
     if hasattr(node, "_saved_reduction"):
         divisions.append(node)
-        return {1: ("mean", _of_loss(name, node)), 2: ("sum", None)}.get(node._saved_reduction)
+        return {1: ("mean", _read_loss_divisor(name, node)), 2: ("sum", None)}.get(
+            node._saved_reduction
+        )
     if name == "Mean":
         divisions.append(node)
         return "mean", node._saved_self_sym_numel
-    if name in SUMS:
+    if name in SUM_NODES:
         return "sum", None
     if name == "Div":
         divisions.append(node)
-        inner = _followed(behind[0], depth - 1, divisions) if len(behind) == 1 else None
+        inner = _trace_divisor(behind[0], depth - 1, divisions) if len(behind) == 1 else None
         return (
             ("mean", node._saved_other)
             if inner == ("sum", None)
-            else _scaled(inner, node._saved_other)
+            else _scale_divisor(inner, node._saved_other)
         )
     if name in ("Add", "Sub"):
-        return _together([_followed(each, depth - 1, divisions) for each in behind])
-    if name in THROUGH and len(behind) == 1:
-        inner = _followed(behind[0], depth - 1, divisions)
+        return _combine_terms([_trace_divisor(each, depth - 1, divisions) for each in behind])
+    if name in PASS_THROUGH_NODES and len(behind) == 1:
+        inner = _trace_divisor(behind[0], depth - 1, divisions)
         if name == "Mul":
             saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
             return functools.reduce(
-                _scaled,
-                [each.reciprocal() for each in saved if each is not None and not _constant(each)],
+                _scale_divisor,
+                [
+                    each.reciprocal()
+                    for each in saved
+                    if each is not None and not _is_constant(each)
+                ],
                 inner,
             )
         return inner
     return None
 
 
-def _scaled(inner: Divided, by: Any) -> Divided:
+def _scale_divisor(inner: DivisorTrace, by: Any) -> DivisorTrace:
     """Of a mean divided by more: a tensor is of this batch, as in (losses * mask).mean() /
     mask.mean(); constants cancel.
     """
-    if inner is None or inner[0] != "mean" or _constant(by):
+    if inner is None or inner[0] != "mean" or _is_constant(by):
         return inner
     return ("mean", inner[1] * by) if bool(torch.isfinite(by).all()) else None
 
 
-def _constant(factor: Any) -> bool:
+def _is_constant(factor: Any) -> bool:
     """Is it a number of Python's? Autograd keeps those as tensors, which do not count where
     types are promoted.
     """
@@ -181,15 +187,15 @@ def _constant(factor: Any) -> bool:
     return torch.result_type(factor, small) == small.dtype
 
 
-def _of_loss(name: str, node: Any) -> Any:
+def _read_loss_divisor(name: str, node: Any) -> Any:
     # cross-entropy: what is not ignored, by class weights
     if hasattr(node, "_saved_total_weight"):
         return node._saved_total_weight
     values = node._saved_self
-    return (len(values) if values.dim() > 1 else 1) if name in OF_ROWS else values.numel()
+    return (len(values) if values.dim() > 1 else 1) if name in ROW_MEAN_LOSSES else values.numel()
 
 
-def _together(terms: list[Divided]) -> Divided:
+def _combine_terms(terms: list[DivisorTrace]) -> DivisorTrace:
     """Of a sum of terms: the divisor of its means where they have one in common; a term without
     any, such as a weight penalty, is as good in every share.
     """

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from paragrad.datasets.mnist import mnist
+from paragrad.datasets.mnist import load_mnist
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job, accuracy
-from paragrad.notation.choices import unknown
+from paragrad.notation.choices import describe_unknown_name
 
 # with its learning rate: a sigmoid's slope is a quarter at most, and the gradient passes two of
 # them
@@ -33,7 +33,9 @@ def mnist_mlp(width: int = 256, activation: str = "relu") -> Job:
     relu, or sigmoid as in the original. Raises Refused.
     """
     if activation not in ACTIVATIONS:
-        raise Refused("job mnist-mlp: " + unknown("activation", activation, ACTIVATIONS))
+        raise Refused(
+            "job mnist-mlp: " + describe_unknown_name("activation", activation, ACTIVATIONS)
+        )
     if width < 1:
         raise Refused(f"job mnist-mlp: width must be a whole number from 1, got {width}")
     layer, rate = ACTIVATIONS[activation]
@@ -43,8 +45,8 @@ def mnist_mlp(width: int = 256, activation: str = "relu") -> Job:
         model=partial(_feed_forward, width, layer),
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
-        train=partial(mnist, train=True),
-        test=partial(mnist, train=False),
+        train=partial(load_mnist, train=True),
+        test=partial(load_mnist, train=False),
         batch=128,
         epochs=5,
         metric=accuracy,
@@ -59,7 +61,7 @@ def mnist_cnn(norm: str = "none") -> Job:
     and Kingma 2016), or none. Raises Refused.
     """
     if norm not in NORMS:
-        raise Refused("job mnist-cnn: " + unknown("norm", norm, NORMS))
+        raise Refused("job mnist-cnn: " + describe_unknown_name("norm", norm, NORMS))
     return Job(
         name="mnist-cnn",
         arguments=(("norm", norm),),
@@ -69,8 +71,8 @@ def mnist_cnn(norm: str = "none") -> Job:
             parameters, lr=0.05, momentum=0.9, weight_decay=5e-4
         ),
         scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9995),
-        train=partial(mnist, train=True),
-        test=partial(mnist, train=False),
+        train=partial(load_mnist, train=True),
+        test=partial(load_mnist, train=False),
         batch=64,
         epochs=5,
         metric=accuracy,
@@ -91,8 +93,8 @@ def mnist_resnet(width: int = 8) -> Job:
         optimizer=lambda parameters: torch.optim.SGD(
             parameters, lr=0.05, momentum=0.9, weight_decay=5e-4
         ),
-        train=partial(mnist, train=True),
-        test=partial(mnist, train=False),
+        train=partial(load_mnist, train=True),
+        test=partial(load_mnist, train=False),
         batch=128,
         epochs=3,
         metric=accuracy,

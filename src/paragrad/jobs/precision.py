@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paragrad.datasets.loading import in_type
+from paragrad.datasets.loading import choose_dtype
 
 
-def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def convert_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model with real numbers in dtype and complex ones in the complex type of its
     precision.
     """
     # Module.to(dtype) would drop the imaginary parts of complex buffers
-    return model._apply(lambda tensor: tensor.to(in_type(tensor, dtype)))
+    return model._apply(lambda tensor: tensor.to(choose_dtype(tensor, dtype)))
 
 
-def shared_type(model: nn.Module) -> torch.dtype | None:
+def find_shared_dtype(model: nn.Module) -> torch.dtype | None:
     """The type of all real parameters of a model; None where they have several, or there are
     none.
     """
@@ -24,7 +24,7 @@ def shared_type(model: nn.Module) -> torch.dtype | None:
     return types.pop() if len(types) == 1 else None
 
 
-def coarsest(model: nn.Module) -> torch.dtype:
+def find_coarsest_dtype(model: nn.Module) -> torch.dtype:
     """Of the types of its parameters that are trained."""
     return max(
         (each.dtype for each in model.parameters() if each.requires_grad),
@@ -33,7 +33,7 @@ def coarsest(model: nn.Module) -> torch.dtype:
 
 
 @torch.no_grad()
-def move(model: nn.Module, signs: torch.Generator) -> None:
+def perturb_parameters(model: nn.Module, signs: torch.Generator) -> None:
     """Every parameter up or down by about one unit in its last place."""
     for parameter in model.parameters():
         if parameter.is_floating_point() or parameter.is_complex():

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.tinyshakespeare import CHARACTERS, pad, speeches, windows
+from paragrad.datasets.tinyshakespeare import CHARACTERS, load_speeches, load_windows, pad_speeches
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 
@@ -35,16 +35,16 @@ def shakespeare_lstm(hidden: int = 256, length: int = 128) -> Job:
     The loss is in nats per character; a batch's weight is its characters, so padding counts for
     nothing. Raises Refused.
     """
-    _from_one("shakespeare-lstm", hidden=hidden, length=length)
+    _refuse_below_one("shakespeare-lstm", hidden=hidden, length=length)
     return Job(
         name="shakespeare-lstm",
         arguments=(("hidden", hidden), ("length", length)),
         model=partial(NextCharacter, hidden),
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3),
-        train=partial(speeches, train=True, length=length),
-        test=partial(speeches, train=False, length=length),
-        collate=pad,
+        train=partial(load_speeches, train=True, length=length),
+        test=partial(load_speeches, train=False, length=length),
+        collate=pad_speeches,
         batch=32,
         epochs=4,
         clip_norm=1.0,
@@ -118,7 +118,7 @@ def shakespeare_gpt(
 
     The loss is in nats per character. Raises Refused.
     """
-    _from_one("shakespeare-gpt", layers=layers, width=width, heads=heads, context=context)
+    _refuse_below_one("shakespeare-gpt", layers=layers, width=width, heads=heads, context=context)
     if width % heads:
         raise Refused(
             f"job shakespeare-gpt: width {width} is no multiple of heads {heads}; give one that is"
@@ -141,15 +141,15 @@ def shakespeare_gpt(
         optimizer=lambda parameters: torch.optim.AdamW(
             parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1
         ),
-        train=partial(windows, train=True, length=context),
-        test=partial(windows, train=False, length=context),
+        train=partial(load_windows, train=True, length=context),
+        test=partial(load_windows, train=False, length=context),
         batch=32,
         epochs=2,
         clip_norm=1.0,
     )
 
 
-def _from_one(job: str, **values: int) -> None:
+def _refuse_below_one(job: str, **values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise Refused(f"job {job}: {name} must be a whole number from 1, got {value}")

@@ -1,5 +1,5 @@
 """Start, watch and reap the ranks of this host."""
 
-from paragrad.launch.launcher import Ranks
+from paragrad.launch.launcher import Launcher
 
-__all__ = ["Ranks"]
+__all__ = ["Launcher"]

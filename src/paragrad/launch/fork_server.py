@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from paragrad.launch.protocol import NUMBER
-from paragrad.runtime.stop_signals import die_with
+from paragrad.launch.protocol import NUMBER_FORMAT
+from paragrad.runtime.stop_signals import exit_with_parent
 
 # what `train`, `compare` and `verify` run in a rank, and what torch itself imports at the first
 # step of an optimizer
-NEEDED = (
+PRELOADED_MODULES = (
     "paragrad.launch.rank_process",
     "paragrad.loops.synchronous",
     "paragrad.report.equivalence.lockstep",
@@ -40,7 +40,7 @@ NEEDED = (
 )
 
 
-def main() -> None:
+def run_server() -> None:
     """Serve until the launcher is gone. In each forked child: be a rank."""
     launcher = socket.socket(fileno=int(sys.argv[1]))
     lock = int(sys.argv[2])
@@ -59,36 +59,36 @@ def main() -> None:
     gc.disable()
     forks = how == "fork"
     if forks:
-        with ended_with(launcher, lambda: leave(folder)):
-            for name in NEEDED:
+        with watch_launcher(launcher, lambda: exit_server(folder)):
+            for name in PRELOADED_MODULES:
                 importlib.import_module(name)
-        forks = single()
+        forks = is_single_threaded()
         # no look at what is imported: it would copy the pages that ranks share
         gc.freeze()
     server = ForkServer(launcher, forks)
-    link = server.serve()
+    link = server.serve_requests()
     if link is None:
-        server.end()
-        leave(folder)
+        server.kill_all_ranks()
+        exit_server(folder)
     gc.enable()
     from paragrad.launch import rank_process
 
     try:
-        rank_process.serve(Connection(link))
+        rank_process.serve_tasks(Connection(link))
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)  # never back into what belongs to the server
 
 
-def leave(folder: str) -> NoReturn:
+def exit_server(folder: str) -> NoReturn:
     """End this process at once, with what its launcher can no longer remove."""
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
 @contextlib.contextmanager
-def ended_with(launcher: socket.socket, end: Callable[[], None]) -> Iterator[None]:
+def watch_launcher(launcher: socket.socket, on_end: Callable[[], None]) -> Iterator[None]:
     """While this process imports, call `end` when the launcher's socket closes: the system
     tells by SIGIO.
     """
@@ -98,7 +98,7 @@ def ended_with(launcher: socket.socket, end: Callable[[], None]) -> Iterator[Non
         ends = select.poll()
         ends.register(launcher, 0)  # POLLHUP is always told
         if ends.poll(0):
-            end()
+            on_end()
 
     signal.signal(signal.SIGIO, look)
     fcntl.fcntl(launcher, fcntl.F_SETOWN, os.getpid())
@@ -112,7 +112,7 @@ def ended_with(launcher: socket.socket, end: Callable[[], None]) -> Iterator[Non
         signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
-def single() -> bool:
+def is_single_threaded() -> bool:
     """Is this process down to one thread? numpy's OpenBLAS starts some when imported and ends
     them before a fork. Without /proc nobody can say.
     """
@@ -122,13 +122,13 @@ def single() -> bool:
         os._exit(0)
     os.waitpid(child, 0)
     until = time.monotonic() + 1.0  # an ended thread is listed for a moment
-    while threads() > 1 and time.monotonic() < until:
+    while count_threads() > 1 and time.monotonic() < until:
         # nothing can be waited for: /proc alone says when it is gone
         time.sleep(0.001)
-    return threads() == 1
+    return count_threads() == 1
 
 
-def threads() -> int:
+def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
@@ -137,75 +137,75 @@ class ForkServer:
     a fresh Python.
     """
 
-    def __init__(self, launcher: socket.socket, forks: bool) -> None:
+    def __init__(self, launcher: socket.socket, can_fork: bool) -> None:
         self.launcher = launcher
-        self.forks = forks
+        self.can_fork = can_fork
         # pid -> where its launcher is told of it
-        self.ranks: dict[int, socket.socket] = {}
+        self.status_sockets: dict[int, socket.socket] = {}
         # the system writes into it when a child ends
-        self.woken, self.wake = os.pipe()
+        self.wakeup_reader, self.wakeup_writer = os.pipe()
         # tells of its end also where others hold its end of the socket open
-        self.parent = handle(os.getppid())
+        self.parent_pidfd = open_pidfd(os.getppid())
 
-    def serve(self) -> int | None:
+    def serve_requests(self) -> int | None:
         """Returns in the server when the launcher is gone; in each forked child at once, with
         its socket.
         """
-        os.set_blocking(self.wake, False)
-        signal.set_wakeup_fd(self.wake)
+        os.set_blocking(self.wakeup_writer, False)
+        signal.set_wakeup_fd(self.wakeup_writer)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()
-        for descriptor in (self.launcher.fileno(), self.woken, self.parent):
+        for descriptor in (self.launcher.fileno(), self.wakeup_reader, self.parent_pidfd):
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
         while True:
             events = dict(poll.poll())
-            if self.woken in events:
-                os.read(self.woken, 4096)
-                self.bury()
+            if self.wakeup_reader in events:
+                os.read(self.wakeup_reader, 4096)
+                self.report_ended_ranks()
             asked = events.get(self.launcher.fileno(), 0)
-            if self.parent in events or asked & select.POLLHUP:
+            if self.parent_pidfd in events or asked & select.POLLHUP:
                 return None
-            if asked and (link := self.start()) is not None:
+            if asked and (link := self.start_rank()) is not None:
                 return link
 
-    def start(self) -> int | None:
+    def start_rank(self) -> int | None:
         """Start the rank that is asked for. Returns its socket in a forked child."""
         _, (link, told, errors), *_ = socket.recv_fds(self.launcher, 1, 3)
         for descriptor in (link, told, errors):
             os.set_inheritable(descriptor, False)
         notes = socket.socket(fileno=told)
         server = os.getpid()
-        pid = os.fork() if self.forks else spawned(link, errors)
+        pid = os.fork() if self.can_fork else spawn_rank(link, errors)
         if not pid:
             notes.close()
-            self.settle(server, errors)
+            self.prepare_child(server, errors)
             return link
         os.close(link)
         os.close(errors)
         with contextlib.suppress(OSError):  # also in the child: whoever comes first
             os.setpgid(pid, pid)
-        self.ranks[pid] = notes
+        self.status_sockets[pid] = notes
         with contextlib.suppress(OSError):  # the launcher no longer listens
-            if (process := handle(pid)) is not None:
-                socket.send_fds(notes, [NUMBER.pack(pid)], [process])
+            if (process := open_pidfd(pid)) is not None:
+                socket.send_fds(notes, [NUMBER_FORMAT.pack(pid)], [process])
                 os.close(process)
             else:
-                notes.sendall(NUMBER.pack(pid))
+                notes.sendall(NUMBER_FORMAT.pack(pid))
         return None
 
-    def settle(self, server: int, errors: int) -> None:
+    def prepare_child(self, server: int, errors: int) -> None:
         """In a forked child: die with the server, be a process group, and keep nothing that is
         the server's.
         """
-        die_with(server)
+        exit_with_parent(server)
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.launcher.close()
-        for notes in self.ranks.values():
+        for notes in self.status_sockets.values():
             notes.close()
-        for descriptor in (self.woken, self.wake, self.parent):
+        for descriptor in (self.wakeup_reader, self.wakeup_writer, self.parent_pidfd):
             if descriptor is not None:
                 os.close(descriptor)
         os.dup2(errors, 1)
@@ -215,24 +215,24 @@ class ForkServer:
         if random := sys.modules.get("numpy.random"):
             random.seed()
 
-    def bury(self) -> None:
+    def report_ended_ranks(self) -> None:
         """Tell of the ranks that ended; what they started and left behind ends too."""
-        for pid, notes in list(self.ranks.items()):
-            code = ended(pid)
+        for pid, notes in list(self.status_sockets.items()):
+            code = reap_child(pid)
             if code is not None:
                 with notes, contextlib.suppress(OSError):
-                    notes.sendall(NUMBER.pack(code))
-                del self.ranks[pid]
+                    notes.sendall(NUMBER_FORMAT.pack(code))
+                del self.status_sockets[pid]
 
-    def end(self) -> None:
+    def kill_all_ranks(self) -> None:
         """Kill every rank, with what it started."""
-        for pid in self.ranks:
-            killed(pid)
-        for pid in self.ranks:
+        for pid in self.status_sockets:
+            kill_process_group(pid)
+        for pid in self.status_sockets:
             os.waitpid(pid, 0)
 
 
-def spawned(link: int, errors: int) -> int:
+def spawn_rank(link: int, errors: int) -> int:
     """A rank in a fresh Python, where this process cannot fork: its pid."""
     os.set_inheritable(link, True)
     return os.posix_spawn(
@@ -244,7 +244,7 @@ def spawned(link: int, errors: int) -> int:
     )
 
 
-def handle(pid: int) -> int | None:
+def open_pidfd(pid: int) -> int | None:
     """A descriptor of a process (pidfd), where the system has them: it never comes to mean
     another, as a pid does.
     """
@@ -254,7 +254,7 @@ def handle(pid: int) -> int | None:
         return None
 
 
-def ended(pid: int) -> int | None:
+def reap_child(pid: int) -> int | None:
     """The exit code of a child that ended, minus the signal if one killed it; its process group
     is killed.
     """
@@ -262,19 +262,19 @@ def ended(pid: int) -> int | None:
     if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
-        killed(pid)
+        kill_process_group(pid)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     found, status = os.waitpid(pid, os.WNOHANG)
     if not found:
         return None
-    killed(pid)
+    kill_process_group(pid)
     return os.waitstatus_to_exitcode(status)
 
 
-def killed(group: int) -> None:
+def kill_process_group(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main()
+    run_server()

@@ -31,7 +31,7 @@ import cloudpickle
 from paragrad.errors import Refused
 
 # globals that are sent again where they changed after the load
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
@@ -44,50 +44,51 @@ class JobFile:
     path: str = ""
     source: bytes | None = None
     # plain globals that are no longer what the top level made them
-    changed: dict[str, Any] = field(default_factory=dict)
+    changed_globals: dict[str, Any] = field(default_factory=dict)
 
 
-known: dict[str, JobFile] = {}
-running: list[str] = []  # files whose top level runs at this moment
+known_files: dict[str, JobFile] = {}
+running_files: list[str] = []  # files whose top level runs at this moment
 # the plain globals of each when its top level had run
-_made: dict[str, dict[str, Any]] = {}
+_initial_globals: dict[str, dict[str, Any]] = {}
 
 
-def load(path: Path) -> ModuleType:
+def load_job_file(path: Path) -> ModuleType:
     """Run a file in the launcher."""
     source = path.read_bytes()
     place = str(path.resolve())
     digest = hashlib.sha256(place.encode() + source).hexdigest()[:8]
-    return _import(JobFile(f"paragrad_job_{path.stem}_{digest}", place, source))
+    return _import_job_file(JobFile(f"paragrad_job_{path.stem}_{digest}", place, source))
 
 
-def load_named(name: str) -> ModuleType:
+def import_job_module(name: str) -> ModuleType:
     """Import a module by its name; ranks will do so too."""
-    return _import(JobFile(name))
+    return _import_job_file(JobFile(name))
 
 
-def dumps(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
+def pickle_task(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
     """A task pickled, and the files that a rank must have run to unpickle it. Raises Refused
     where it cannot be pickled.
     """
     try:
-        call = _pickled(task)
+        call = _pickle_value(task)
     except Exception as error:
         raise Refused(
-            f"{_unsent(task)} cannot be sent to the ranks ({type(error).__name__}: {error}); put "
+            f"{_find_unpicklable(task)} cannot be sent to the ranks ({type(error).__name__}: "
+            f"{error}); put "
             f"the job into a file "
             "and a function around it there, such as loss=lambda output, target: own(output, "
             "target), for what "
             "functions of a job file name is not sent: every rank runs the file"
         ) from error
     return call, tuple(
-        replace(file, changed=_changed(file.name))
-        for file in known.values()
-        if _names(call, file.name)
+        replace(file, changed_globals=_find_changed_globals(file.name))
+        for file in known_files.values()
+        if _mentions_module(call, file.name)
     )
 
 
-def _names(call: bytes, module: str) -> bool:
+def _mentions_module(call: bytes, module: str) -> bool:
     """Does a pickle name a module, or one inside of it? As a string that begins so, and ends
     there or goes on with a dot: another's name may have it within.
     """
@@ -97,13 +98,13 @@ def _names(call: bytes, module: str) -> bool:
     )
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle_value(value: Any) -> bytes:
     with io.BytesIO() as out:
-        Pickler(out).dump(value)
+        JobPickler(out).dump(value)
         return out.getvalue()
 
 
-def _unsent(value: Any, name: str = "what they are to do") -> str:
+def _find_unpicklable(value: Any, name: str = "what they are to do") -> str:
     """What of a value cannot be pickled: the innermost field by its name."""
     parts = (
         [(name, each) for each in value]
@@ -114,53 +115,53 @@ def _unsent(value: Any, name: str = "what they are to do") -> str:
     )
     for part, each in parts:
         try:
-            _pickled(each)
+            _pickle_value(each)
         except Exception:
-            return _unsent(each, part)
+            return _find_unpicklable(each, part)
     return name
 
 
-def run(files: Sequence[JobFile]) -> None:
+def run_job_files(files: Sequence[JobFile]) -> None:
     """In a rank: run the files of a task, unless they were run for an earlier one; silent, for
     the launcher was not.
     """
     for file in files:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            module = _import(file)
-        vars(module).update(file.changed)
+            module = _import_job_file(file)
+        vars(module).update(file.changed_globals)
 
 
-def _import(file: JobFile) -> ModuleType:
-    known[file.name] = file
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+def _import_job_file(file: JobFile) -> ModuleType:
+    known_files[file.name] = file
+    if not any(isinstance(finder, _JobFileFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_JobFileFinder())
     module = importlib.import_module(file.name)
-    _made.setdefault(file.name, _plain(module))
+    _initial_globals.setdefault(file.name, _select_plain_globals(module))
     return module
 
 
-def _plain(module: ModuleType) -> dict[str, Any]:
+def _select_plain_globals(module: ModuleType) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, PLAIN) and not name.startswith("__")
+        if isinstance(value, PLAIN_TYPES) and not name.startswith("__")
     }
 
 
-def _changed(name: str) -> dict[str, Any]:
-    made = _made[name]
+def _find_changed_globals(name: str) -> dict[str, Any]:
+    made = _initial_globals[name]
     return {
         name: value
-        for name, value in _plain(sys.modules[name]).items()
+        for name, value in _select_plain_globals(sys.modules[name]).items()
         if name not in made or made[name] is not value
     }
 
 
-class _Finder(MetaPathFinder, Loader):
+class _JobFileFinder(MetaPathFinder, Loader):
     """Finds job files by the names they have as modules, and runs what was read of them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        file = known.get(name)
+        file = known_files.get(name)
         return (
             spec_from_file_location(name, file.path, loader=self)
             if file and file.source is not None
@@ -169,23 +170,23 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         # imports torch; the command starts its server before
-        from paragrad.runtime.generators import generators_seeded
+        from paragrad.runtime.generators import use_seeded_generators
 
-        file = known[module.__name__]
+        file = known_files[module.__name__]
         assert file.source is not None
         folder = str(Path(file.path).parent)
         if folder not in sys.path:
             # as `python path/file.py` has it: its neighbours can be imported
             sys.path.insert(0, folder)
-        running.append(file.path)
+        running_files.append(file.path)
         try:
-            with generators_seeded("job file"):
+            with use_seeded_generators("job file"):
                 exec(compile(file.source, file.path, "exec"), vars(module))
         finally:
-            running.pop()
+            running_files.pop()
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class JobPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """As cloudpickle, which sends functions without a name in a module by value; those of job
     files keep the file's globals.
     """
@@ -195,13 +196,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (
             isinstance(value, FunctionType)
             and isinstance(found, tuple)
-            and value.__module__ in known
+            and value.__module__ in known_files
             and (value.__globals__ is vars(sys.modules[value.__module__]))
         ):
             make, (code, _, *more), (attributes, slots), *rest = found
             return (
                 make,
-                (code, _Globals(value.__module__), *more),
+                (code, _ModuleGlobals(value.__module__), *more),
                 (attributes, {**slots, "__globals__": {}}),
                 *rest,
             )
@@ -209,14 +210,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class _Globals:
+class _ModuleGlobals:
     """Stands for the globals of a module, wherever it is unpickled."""
 
     module: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _globals, (self.module,)
+        return _get_module_globals, (self.module,)
 
 
-def _globals(module: str) -> dict[str, Any]:
+def _get_module_globals(module: str) -> dict[str, Any]:
     return vars(importlib.import_module(module))

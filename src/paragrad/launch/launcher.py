@@ -22,31 +22,31 @@ import cloudpickle
 
 from paragrad.errors import RankFailed
 from paragrad.launch import job_files, processes
-from paragrad.launch.processes import Process, ServerProcess
-from paragrad.launch.protocol import Failure, Stop, Task
-from paragrad.runtime.launcher_env import cores
+from paragrad.launch.processes import ForkServerProcess, RankProcess
+from paragrad.launch.protocol import RankTask, StopMessage, TaskFailure
+from paragrad.runtime.launcher_env import count_cores
 
 # seconds in which a killed rank must show, before a peer's complaint counts as the cause
-GRACE = 0.5
+DEATH_GRACE_SECONDS = 0.5
 
 
-class Ranks:
+class Launcher:
     """Up to `size` ranks of this host; `run` plays a function on them. A context manager that
     leaves no rank.
 
     server: where they come from; otherwise this process's own, which stays for the next Ranks.
     """
 
-    def __init__(self, size: int, server: ServerProcess | None = None) -> None:
+    def __init__(self, size: int, server: ForkServerProcess | None = None) -> None:
         self.size = size
         self.server = server
-        self.processes: list[Process] = []
+        self.processes: list[RankProcess] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
-        self.tasks = 0
-        self.sending = False
-        self.stop_asked = False
+        self.task_count = 0
+        self.is_sending = False
+        self.stop_requested = False
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Launcher:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,15 +74,15 @@ class Ranks:
         # here: the command imports this module to start its server, before torch itself
         import torch
 
-        call, needed = job_files.dumps((torch.get_default_dtype(), function, arguments))
-        self.sending = True
-        self.tasks += 1
-        each = threads or max(1, cores() // size)
+        call, needed = job_files.pickle_task((torch.get_default_dtype(), function, arguments))
+        self.is_sending = True
+        self.task_count += 1
+        each = threads or max(1, count_cores() // size)
         store: Path | None = None
         try:
-            store = self._start(size) / f"meeting-{self.tasks}"
+            store = self._start_ranks(size) / f"meeting-{self.task_count}"
             for rank, process in enumerate(self.processes[:size]):
-                task = Task(
+                task = RankTask(
                     rank,
                     size,
                     store,
@@ -97,65 +97,65 @@ class Ranks:
                 # it died: collecting will say how
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     process.socket.send(task)
-            self.sending = False
-            if self.stop_asked:
-                self.ask_to_stop()
-            return Collection(self.processes[:size], deadline, on_report).results()
+            self.is_sending = False
+            if self.stop_requested:
+                self.request_stop()
+            return ResultCollector(self.processes[:size], deadline, on_report).collect_results()
         except BaseException:
-            self.stop()
+            self.kill_ranks()
             raise
         finally:
-            self.sending = False
-            self.stop_asked = False
+            self.is_sending = False
+            self.stop_requested = False
             if store is not None:
                 store.unlink(missing_ok=True)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Ask the task under way to finish its step, save and end: its ranks see `world.stop`.
         A signal handler may call it.
         """
-        self.stop_asked = True
+        self.stop_requested = True
         # a message would land inside another: `run` does it when it has sent its own
-        if self.sending:
+        if self.is_sending:
             return
         for process in self.processes:
             with contextlib.suppress(OSError):
-                process.socket.send(Stop())
+                process.socket.send(StopMessage())
 
-    def _start(self, size: int) -> Path:
+    def _start_ranks(self, size: int) -> Path:
         """Have processes for that many ranks; the folder they share."""
-        server = self.server or processes.server()
-        folder = self.meeting()
-        self.processes += server.start(
+        server = self.server or processes.get_fork_server()
+        folder = self.open_shared_folder()
+        self.processes += server.start_processes(
             [folder / f"stacks-{number}" for number in range(len(self.processes), size)]
         )
         return folder
 
-    def another(self) -> Process:
+    def start_extra_process(self) -> RankProcess:
         """One process more, that is nobody's rank. Raises RankFailed."""
-        server = self.server or processes.server()
-        folder = self.meeting()
+        server = self.server or processes.get_fork_server()
+        folder = self.open_shared_folder()
         # which goes with the server that the others came from
         if not folder.is_dir():
             raise RankFailed("the server of the ranks ended, and its ranks with it", rank=None)
-        self.tasks += 1
-        return server.start([folder / f"stacks-apart-{self.tasks}"])[0]
+        self.task_count += 1
+        return server.start_processes([folder / f"stacks-apart-{self.task_count}"])[0]
 
-    def meeting(self) -> Path:
+    def open_shared_folder(self) -> Path:
         """The folder of what they share."""
-        server = self.server or processes.server()
+        server = self.server or processes.get_fork_server()
         if self.folder is None:
             self.folder = tempfile.TemporaryDirectory(
                 prefix="ranks-", dir=server.folder, ignore_cleanup_errors=True
             )
         return Path(self.folder.name)
 
-    def stop(self) -> None:
+    def kill_ranks(self) -> None:
         """Kill every rank; the next `run` starts fresh ones."""
         for process in self.processes:
-            process.signal(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
         for process in self.processes:
-            process.end()
+            process.kill_and_wait()
         self.processes = []
         if self.folder is not None:
             self.folder.cleanup()
@@ -163,41 +163,42 @@ class Ranks:
 
     def close(self) -> None:
         """End the ranks and forget their folder."""
-        self.stop()
+        self.kill_ranks()
 
 
 @dataclass
-class Collection:
+class ResultCollector:
     """The answers of the ranks to one task, as they come."""
 
-    processes: list[Process]
+    processes: list[RankProcess]
     deadline: float | None
     on_report: Callable[[int, Any], None] | None
     answers: dict[int, Any] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
+    failures: list[TaskFailure] = field(default_factory=list)
+    ended_ranks: set[int] = field(default_factory=set)
 
-    def results(self) -> list[Any]:
+    def collect_results(self) -> list[Any]:
         end = time.monotonic() + self.deadline if self.deadline else None
         while len(self.answers) < len(self.processes) and not self.failures:
-            if not self.take(None if end is None else max(0.0, end - time.monotonic())):
-                raise self.silence()
+            if not self.receive_messages(None if end is None else max(0.0, end - time.monotonic())):
+                raise self.make_timeout_failure()
         if self.failures:
-            raise self.cause()
+            raise self.find_first_failure()
         return [self.answers[rank] for rank in range(len(self.processes))]
 
-    def take(self, seconds: float | None) -> bool:
+    def receive_messages(self, seconds: float | None) -> bool:
         """Take what ranks have sent within some seconds; False if none did."""
         silent = {
             rank: process
             for rank, process in enumerate(self.processes)
-            if rank not in self.answers and rank not in self.dead
+            if rank not in self.answers and rank not in self.ended_ranks
         }
         ready = wait(
-            [end for process in silent.values() for end in (process.socket, process.notes)], seconds
+            [end for process in silent.values() for end in (process.socket, process.status_socket)],
+            seconds,
         )
         for rank, process in silent.items():
-            if process.socket not in ready and process.notes not in ready:
+            if process.socket not in ready and process.status_socket not in ready:
                 continue
             try:
                 # it ended, and what it started holds its socket open
@@ -205,44 +206,45 @@ class Collection:
                     raise EOFError
                 kind, value = process.socket.recv()
             except (EOFError, OSError):
-                self.dead.add(rank)
+                self.ended_ranks.add(rank)
                 # a death is the cause of what others say
-                self.failures.append(Failure(process.failed(rank), 0.0))
+                self.failures.append(TaskFailure(process.make_rank_failure(rank), 0.0))
                 continue
             if kind == "report":
                 if self.on_report:
                     self.on_report(rank, value)
             elif kind == "failed":
-                self.dead.add(rank)
+                self.ended_ranks.add(rank)
                 self.failures.append(value)
             else:
                 self.answers[rank] = cloudpickle.loads(value)
         return bool(ready)
 
-    def cause(self) -> RankFailed:
+    def find_first_failure(self) -> RankFailed:
         """The failure that came first. A complaint is given a moment for a death to show: that
         would be its cause.
         """
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + DEATH_GRACE_SECONDS
         while (
             (left := end - time.monotonic()) > 0
-            and len(self.dead) + len(self.answers) < len(self.processes)
+            and len(self.ended_ranks) + len(self.answers) < len(self.processes)
             and all(failure.when for failure in self.failures)
         ):
-            self.take(left)
+            self.receive_messages(left)
         return min(self.failures, key=lambda failure: failure.when).error
 
-    def silence(self) -> RankFailed:
+    def make_timeout_failure(self) -> RankFailed:
         """Nobody answered in time: name the first silent rank, with the stacks of all of
         them.
         """
         silent = [rank for rank in range(len(self.processes)) if rank not in self.answers]
         for rank in silent:
-            self.processes[rank].signal(signal.SIGUSR1)
+            self.processes[rank].send_signal(signal.SIGUSR1)
         # time to write their stacks
-        wait([self.processes[rank].socket for rank in silent], GRACE)
+        wait([self.processes[rank].socket for rank in silent], DEATH_GRACE_SECONDS)
         stacks = "\n".join(
-            f"rank {rank} stands at:\n{self.processes[rank].stacks.read_text()}" for rank in silent
+            f"rank {rank} stands at:\n{self.processes[rank].stack_file.read_text()}"
+            for rank in silent
         )
         return RankFailed(
             f"no answer from rank(s) {', '.join(map(str, silent))} within {self.deadline:g} "

@@ -16,17 +16,17 @@ from typing import Any
 import cloudpickle
 
 from paragrad.launch import job_files
-from paragrad.launch.launcher import Ranks
-from paragrad.launch.processes import Process
-from paragrad.launch.protocol import Failure, Stop, Task
+from paragrad.launch.launcher import Launcher
+from paragrad.launch.processes import RankProcess
+from paragrad.launch.protocol import RankTask, StopMessage, TaskFailure
 
-DONE = "done"
-FAILED = "failed"
-DIED = "died"
-SAID = "said"
+TASK_DONE = "done"
+TASK_FAILED = "failed"
+PROCESS_DIED = "died"
+TASK_REPORTED = "said"
 
 
-class Crew:
+class ProcessPool:
     """Members by number; threads, device, timeout: as `Ranks.run` has them. A context manager
     that leaves none.
 
@@ -34,28 +34,28 @@ class Crew:
     which is cleared with them, also where this process is killed.
     """
 
-    def __init__(self, ranks: Ranks, threads: int, device: str, timeout: float) -> None:
-        self.ranks = ranks
+    def __init__(self, launcher: Launcher, threads: int, device: str, timeout: float) -> None:
+        self.launcher = launcher
         self.threads = threads
         self.device = device
         self.timeout = timeout
-        self.members: dict[int, Process] = {}
-        self.spare: list[Process] = []
-        self.folder = Path(tempfile.mkdtemp(dir=ranks.meeting()))
+        self.members: dict[int, RankProcess] = {}
+        self.finished: list[RankProcess] = []
+        self.folder = Path(tempfile.mkdtemp(dir=launcher.open_shared_folder()))
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Who has not ended does now: a stopped process too."""
-        every = [*self.members.values(), *self.spare]
+        every = [*self.members.values(), *self.finished]
         for process in every:
-            process.signal(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
         for process in every:
-            process.end()
+            process.kill_and_wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def start(
+    def start_task(
         self,
         number: int,
         function: Callable[..., Any],
@@ -71,13 +71,13 @@ class Crew:
         # here: the command imports this room to start its server, before torch itself
         import torch
 
-        call, needed = job_files.dumps((torch.get_default_dtype(), function, arguments))
-        process = self.ranks.another()
+        call, needed = job_files.pickle_task((torch.get_default_dtype(), function, arguments))
+        process = self.launcher.start_extra_process()
         self.members[number] = process
         # it died: who looks will see how
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             process.socket.send(
-                Task(
+                RankTask(
                     number,
                     size,
                     store or self.folder,
@@ -91,22 +91,22 @@ class Crew:
                 )
             )
 
-    def ask_to_stop(self, numbers: Iterable[int]) -> None:
+    def request_stop(self, numbers: Iterable[int]) -> None:
         """As `Ranks.ask_to_stop`."""
         for number in numbers:
             with contextlib.suppress(OSError):
-                self.members[number].socket.send(Stop())
+                self.members[number].socket.send(StopMessage())
 
-    def kill(self, numbers: Iterable[int]) -> None:
+    def kill_members(self, numbers: Iterable[int]) -> None:
         """Members are none any more; nor are those that have ended, of which some wait where
         they failed.
         """
-        gone = [*(self.members.pop(number) for number in [*numbers]), *self.spare]
-        self.spare = []
+        gone = [*(self.members.pop(number) for number in [*numbers]), *self.finished]
+        self.finished = []
         for process in gone:
-            process.signal(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
         for process in gone:
-            process.end()
+            process.kill_and_wait()
 
     @property
     def descriptors(self) -> dict[int, int]:
@@ -114,15 +114,15 @@ class Crew:
         return {
             end: number
             for number, process in self.members.items()
-            for end in (process.socket.fileno(), process.notes.fileno())
+            for end in (process.socket.fileno(), process.status_socket.fileno())
         }
 
-    def ready(self, seconds: float) -> set[int]:
+    def wait_members(self, seconds: float) -> set[int]:
         """Of whom something can be read, once there is somebody, or after so many seconds."""
         whose = self.descriptors
         return {whose[each] for each in wait(list(whose), seconds) if isinstance(each, int)}
 
-    def heard(self, number: int) -> tuple[str, Any]:
+    def receive_event(self, number: int) -> tuple[str, Any]:
         """What a member says, of which something can be read: (what, value); where that was its
         end it is none any more, and a process that failed is held until all are closed.
         """
@@ -134,14 +134,14 @@ class Crew:
             kind, value = process.socket.recv()
         except (EOFError, OSError):
             del self.members[number]
-            failure = process.failed(number)
-            process.end()
-            return DIED, failure
+            failure = process.make_rank_failure(number)
+            process.kill_and_wait()
+            return PROCESS_DIED, failure
         if kind == "report":
-            return SAID, value
+            return TASK_REPORTED, value
         del self.members[number]
-        self.spare.append(process)
+        self.finished.append(process)
         if kind == "failed":
-            found: Failure = value
-            return FAILED, found.error
-        return DONE, cloudpickle.loads(value)
+            found: TaskFailure = value
+            return TASK_FAILED, found.error
+        return TASK_DONE, cloudpickle.loads(value)

@@ -10,24 +10,24 @@ from paragrad.errors import RankFailed
 from paragrad.launch.job_files import JobFile
 
 # what the server tells of a rank: its pid, and at its end its exit code
-NUMBER = struct.Struct("q")
+NUMBER_FORMAT = struct.Struct("q")
 
 
 @dataclass(frozen=True)
-class Setup:
+class ProcessSetup:
     """What a rank's process takes over from its launcher before its first task, as a child of
     it would.
     """
 
     environment: dict[str, str]
-    path: list[str]  # sys.path, so that what is importable there is here
-    folder: str  # the working directory
+    import_paths: list[str]  # sys.path, so that what is importable there is here
+    working_folder: str  # the working directory
     affinity: set[int] | None  # the cores it may run on, where the system says
-    stacks: Path  # where SIGUSR1 writes the stacks of all threads
+    stack_file: Path  # where SIGUSR1 writes the stacks of all threads
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """What a rank is asked to do: call(world, *arguments) in a world of `size` ranks that meet
     in the file `store`.
     """
@@ -39,18 +39,18 @@ class Task:
     device: str
     threads: int
     timeout: float | None  # seconds a rank waits for another; None: the world's own
-    files: tuple[JobFile, ...]  # to be run before the call is unpickled
-    call: bytes  # (torch's default type, function, arguments), by cloudpickle
-    reports: bool  # pass report=... to the function
+    job_files: tuple[JobFile, ...]  # to be run before the call is unpickled
+    pickled_call: bytes  # (torch's default type, function, arguments), by cloudpickle
+    has_reports: bool  # pass report=... to the function
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopMessage:
     """The launcher was asked to stop: finish the step, save, and end the task."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class TaskFailure:
     """Why a task failed, and when on the host's monotonic clock (the first one is the one to
     show).
     """

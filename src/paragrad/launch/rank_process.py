@@ -21,16 +21,16 @@ from typing import Any
 import cloudpickle
 import torch
 
-from paragrad.errors import RankFailed, StepFailed, traced
+from paragrad.errors import RankFailed, StepFailed, format_user_traceback
 from paragrad.launch import job_files
-from paragrad.launch.protocol import Failure, Setup, Stop, Task
+from paragrad.launch.protocol import ProcessSetup, RankTask, StopMessage, TaskFailure
 from paragrad.runtime import allocator
-from paragrad.runtime.rendezvous import joined
-from paragrad.runtime.stop_signals import Request
-from paragrad.runtime.world import TIMEOUT
+from paragrad.runtime.rendezvous import join_world
+from paragrad.runtime.stop_signals import StopRequest
+from paragrad.runtime.world import DEFAULT_TIMEOUT
 
 
-def serve(launcher: Connection) -> None:
+def serve_tasks(launcher: Connection) -> None:
     """Take over what the launcher says of itself, then serve tasks until it closes its end of
     the socket.
     """
@@ -38,46 +38,50 @@ def serve(launcher: Connection) -> None:
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
     try:
-        setup: Setup = launcher.recv()
-        _take_over(setup)
-        allocator.keep()
+        setup: ProcessSetup = launcher.recv()
+        _apply_setup(setup)
+        allocator.keep_freed_memory()
     except (EOFError, OSError):  # it is gone already
         os._exit(1)
-    with setup.stacks.open("w") as stacks:
+    with setup.stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        stop = Request()
-        threading.Thread(target=_listen, args=(launcher, tasks, stop), daemon=True).start()
+        tasks: queue.SimpleQueue[RankTask] = queue.SimpleQueue()
+        stop = StopRequest()
+        threading.Thread(
+            target=_receive_messages, args=(launcher, tasks, stop), daemon=True
+        ).start()
         # what is imported stays: no need to look through it again after every task
         gc.freeze()
         while True:
-            launcher.send(_answer(tasks.get(), launcher, stop))
+            launcher.send(_run_task(tasks.get(), launcher, stop))
             # process groups in circles of references keep their threads and sockets
             gc.collect()
-            allocator.give_back()
+            allocator.return_freed_memory()
 
 
-def _take_over(setup: Setup) -> None:
+def _apply_setup(setup: ProcessSetup) -> None:
     for name in os.environ.keys() - setup.environment.keys():
         del os.environ[name]
     os.environ.update(setup.environment)
     # its loaders' sockets go where the launcher clears, however this ends:
     own: Any = multiprocessing.current_process()
     # Python's own folder (pymp-...) is left behind by a kill
-    own._config["tempdir"] = str(setup.stacks.parent)
-    sys.path[:] = setup.path
+    own._config["tempdir"] = str(setup.stack_file.parent)
+    sys.path[:] = setup.import_paths
     sys.argv[:] = [""]
-    os.chdir(setup.folder)
+    os.chdir(setup.working_folder)
     if setup.affinity is not None:
         os.sched_setaffinity(0, setup.affinity)
 
 
-def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: Request) -> None:
+def _receive_messages(
+    launcher: Connection, tasks: queue.SimpleQueue[RankTask], stop: StopRequest
+) -> None:
     """Hand tasks over; when the launcher is gone, end this process whatever it is doing."""
     try:
         while True:
             message = launcher.recv()
-            if isinstance(message, Stop):
+            if isinstance(message, StopMessage):
                 stop.set()
             else:
                 stop.clear()  # it was meant for an earlier task
@@ -86,19 +90,21 @@ def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: Request)
         os._exit(1)
 
 
-def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
+def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[str, Any]:
     torch.set_num_threads(task.threads)
     try:
-        job_files.run(task.files)
-        dtype, function, arguments = cloudpickle.loads(task.call)
+        job_files.run_job_files(task.job_files)
+        dtype, function, arguments = cloudpickle.loads(task.pickled_call)
         torch.set_default_dtype(dtype)
-        more = {"report": lambda value: launcher.send(("report", value))} if task.reports else {}
-        with joined(
+        more = (
+            {"report": lambda value: launcher.send(("report", value))} if task.has_reports else {}
+        )
+        with join_world(
             task.rank,
             task.size,
             task.store,
             task.backend,
-            task.timeout or TIMEOUT,
+            task.timeout or DEFAULT_TIMEOUT,
             task.device,
             stop,
         ) as world:
@@ -106,26 +112,26 @@ def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
                 result = function(world, *arguments, **more)
             # also SystemExit: a task never ends its rank
             except BaseException as error:
-                launcher.send(("failed", _failure(task, error)))
+                launcher.send(("failed", _make_task_failure(task, error)))
                 # not out of a world where others may wait: the launcher ends us
                 threading.Event().wait()
         return "done", cloudpickle.dumps(result)
     except BaseException as error:
-        return "failed", _failure(task, error)
+        return "failed", _make_task_failure(task, error)
 
 
-def _failure(task: Task, error: BaseException) -> Failure:
-    told = StepFailed.of(error)
+def _make_task_failure(task: RankTask, error: BaseException) -> TaskFailure:
+    told = StepFailed.wrap_error(error)
     failed = RankFailed(
         told.message,
         rank=task.rank,
         step=told.step,
         tensor=told.tensor,
         differs=told.differs,
-        traceback=traced(error),
+        traceback=format_user_traceback(error),
     )
-    return Failure(failed, told.when)
+    return TaskFailure(failed, told.when)
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve_tasks(Connection(int(sys.argv[1])))

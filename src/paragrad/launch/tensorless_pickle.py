@@ -12,45 +12,47 @@ from typing import Any
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from paragrad.launch.job_files import Pickler
+from paragrad.launch.job_files import JobPickler
 
 
-def pickled(
-    value: Any, storages: list[UntypedStorage], cut_out: bool = False
+def dump_tensorless(
+    value: Any, storages: list[UntypedStorage], compact_views: bool = False
 ) -> tuple[bytes, list[UntypedStorage]]:
     """(a value pickled, in which storages are their numbers, all storages: those known before
     first). cut_out: of a tensor that is a part of a larger storage, that part alone.
     """
     with io.BytesIO() as out:
-        pickler = _Pickler(out, storages, cut_out)
+        pickler = _TensorlessPickler(out, storages, compact_views)
         pickler.dump(value)
         return out.getvalue(), pickler.storages
 
 
-class _Pickler(Pickler):
-    def __init__(self, out: io.BytesIO, storages: list[UntypedStorage], cut_out: bool) -> None:
+class _TensorlessPickler(JobPickler):
+    def __init__(
+        self, out: io.BytesIO, storages: list[UntypedStorage], compact_views: bool
+    ) -> None:
         super().__init__(out)
         self.storages = list(storages)
-        self.cut_out = cut_out
-        self.numbers = {storage._cdata: number for number, storage in enumerate(storages)}
+        self.compact_views = compact_views
+        self.storage_numbers = {storage._cdata: number for number, storage in enumerate(storages)}
 
     def persistent_id(self, value: Any) -> tuple[int, torch.dtype] | None:
         if not isinstance(value, TypedStorage) or value._untyped_storage.device.type != "cpu":
             return None
         storage = value._untyped_storage
         # of a tensor that is no parameter and no buffer
-        if storage._cdata not in self.numbers:
-            self.numbers[storage._cdata] = len(self.storages)
+        if storage._cdata not in self.storage_numbers:
+            self.storage_numbers[storage._cdata] = len(self.storages)
             self.storages.append(storage)
-        return self.numbers[storage._cdata], value.dtype
+        return self.storage_numbers[storage._cdata], value.dtype
 
     def reducer_override(self, value: Any) -> Any:
         # what a launched script defines is there on every rank, under its name; cloudpickle
         # would make another class of it
-        if isinstance(value, type | FunctionType) and _of_script(value):
+        if isinstance(value, type | FunctionType) and _is_defined_in_script(value):
             return NotImplemented
         if (
-            self.cut_out
+            self.compact_views
             and type(value) is torch.Tensor
             and value.layout == torch.strided
             and (value.untyped_storage().nbytes() > value.nbytes)
@@ -59,14 +61,14 @@ class _Pickler(Pickler):
         return super().reducer_override(value)
 
 
-def _of_script(value: type | FunctionType) -> bool:
+def _is_defined_in_script(value: type | FunctionType) -> bool:
     found: Any = sys.modules.get("__main__") if value.__module__ == "__main__" else None
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is value
 
 
-class _Unpickler(pickle.Unpickler):
+class _TensorlessUnpickler(pickle.Unpickler):
     def __init__(self, text: io.BytesIO, storages: Sequence[UntypedStorage]) -> None:
         super().__init__(text)
         self.storages = storages
@@ -76,6 +78,6 @@ class _Unpickler(pickle.Unpickler):
         return TypedStorage(wrap_storage=self.storages[number], dtype=dtype, _internal=True)
 
 
-def unpickled(text: bytes, storages: Sequence[UntypedStorage]) -> Any:
+def load_tensorless(text: bytes, storages: Sequence[UntypedStorage]) -> Any:
     """The value, over these storages."""
-    return _Unpickler(io.BytesIO(text), storages).load()
+    return _TensorlessUnpickler(io.BytesIO(text), storages).load()

@@ -20,250 +20,288 @@ from dataclasses import replace
 from pathlib import Path
 
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.launch import Ranks
-from paragrad.launch.launcher import GRACE
-from paragrad.launch.process_pool import DIED, DONE, FAILED, SAID, Crew
-from paragrad.loops.queue_worker import LONGEST, rank_of
+from paragrad.launch import Launcher
+from paragrad.launch.launcher import DEATH_GRACE_SECONDS
+from paragrad.launch.process_pool import (
+    PROCESS_DIED,
+    TASK_DONE,
+    TASK_FAILED,
+    TASK_REPORTED,
+    ProcessPool,
+)
+from paragrad.loops.queue_worker import MAX_REPLY_BYTES, run_queue_rank
 from paragrad.loops.synchronous import Progress, train_rank
-from paragrad.parallel.server.client import Calling
-from paragrad.parallel.server.curve_keys import Keys
-from paragrad.parallel.server.endpoints import Meeting
-from paragrad.parallel.server.message_header import Header, Kind
-from paragrad.parallel.server.snapshot import common
-from paragrad.parallel.server.worker_exchange import dismissed
-from paragrad.record.record import Recorder, cut_torn
-from paragrad.runtime.stop_signals import Request
-from paragrad.runtime.stragglers import in_vain
-from paragrad.trainer.checkpoint.checkpoint_files import folders, remove_partial, step_of
-from paragrad.validation.validate import Admitted
+from paragrad.parallel.server.client import ServerClient
+from paragrad.parallel.server.curve_keys import KeyPair
+from paragrad.parallel.server.endpoints import ServerEndpoints
+from paragrad.parallel.server.message_header import Header, MessageType
+from paragrad.parallel.server.snapshot import find_common_step
+from paragrad.parallel.server.worker_exchange import stop_servers
+from paragrad.record.record import Recorder, truncate_torn_line
+from paragrad.runtime.stop_signals import StopRequest
+from paragrad.runtime.stragglers import is_peer_failure
+from paragrad.trainer.checkpoint.checkpoint_files import (
+    list_checkpoint_folders,
+    read_folder_step,
+    remove_partial_files,
+)
+from paragrad.validation.validate import ValidatedRun
 
-LOOK = 0.2  # seconds after which somebody looks whether the run is to stop
-AGAIN = 10  # times that workers may begin again without a step more
+POLL_SECONDS = 0.2  # seconds after which somebody looks whether the run is to stop
+MAX_RESTARTS = 10  # times that workers may begin again without a step more
 # seconds for a server to say where it stands: it may be writing a snapshot
-ANSWER = 30.0
+ANSWER_SECONDS = 30.0
 
 
-def run_recovering(
-    ranks: Ranks,
-    checked: Admitted,
+def run_recoverable_training(
+    launcher: Launcher,
+    validated_run: ValidatedRun,
     folder: Path,
     record: Recorder,
-    asked: Request,
+    stop_request: StopRequest,
     progress: Progress | None,
 ) -> str:
     """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
-    with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
-        return Run(checked, folder, record, crew, asked, progress).run()
+    with ProcessPool(
+        launcher,
+        validated_run.threads,
+        validated_run.settings.device,
+        validated_run.settings.timeout,
+    ) as crew:
+        return RecoveryCoordinator(
+            validated_run, folder, record, crew, stop_request, progress
+        ).run_training()
 
 
-class Run:
+class RecoveryCoordinator:
     """One training."""
 
     def __init__(
         self,
-        checked: Admitted,
+        validated_run: ValidatedRun,
         folder: Path,
         record: Recorder,
-        crew: Crew,
-        asked: Request,
+        pool: ProcessPool,
+        stop_request: StopRequest,
         progress: Progress | None,
     ) -> None:
-        self.checked = checked
+        self.validated_run = validated_run
         self.folder = folder
         self.record = record
-        self.crew = crew
-        self.asked = asked
+        self.pool = pool
+        self.stop_request = stop_request
         self.progress = progress
-        size = checked.size
-        servers = checked.resolved.servers
+        size = validated_run.size
+        servers = validated_run.resolved.servers
         # by number
         self.workers = range(size - servers)
         self.servers = range(size - servers, size)
-        self.meeting = Meeting(secrets.randbits(63), str(crew.folder), servers)
+        self.endpoints = ServerEndpoints(secrets.randbits(63), str(pool.folder), servers)
         self.statuses: dict[int, str] = {}
-        self.troubles: list[tuple[str, RankFailed]] = []  # who died or failed, of late
-        self.until = 0.0
-        self.stopping = False
+        self.failures: list[tuple[str, RankFailed]] = []  # who died or failed, of late
+        self.cause_deadline = 0.0
+        self.stop_sent = False
         # of workers; begun again since the furthest step was reached
-        self.worlds = 0
-        self.again = 0
-        self.furthest = 0
-        self.raised: RankFailed | None = None  # by a rank of itself, since then
+        self.world_count = 0
+        self.restarts = 0
+        self.furthest_step = 0
+        self.rank_error: RankFailed | None = None  # by a rank of itself, since then
         # when the first worker came to its end
-        self.ending = 0.0
-        self.seconds = min(checked.settings.timeout, ANSWER)
+        self.first_end = 0.0
+        self.answer_seconds = min(validated_run.settings.timeout, ANSWER_SECONDS)
 
-    def run(self) -> str:
-        self.serve()
-        self.work()
+    def run_training(self) -> str:
+        self.start_servers()
+        self.start_workers()
         while len(self.statuses) < len(self.workers):
-            self.look()
-        self.close()
+            self.poll_events()
+        self.close_servers()
         return self.statuses[0]
 
-    def serve(self) -> None:
+    def start_servers(self) -> None:
         for number in self.servers:
-            self.crew.start(
+            self.pool.start_task(
                 number,
-                rank_of,
-                self.checked,
+                run_queue_rank,
+                self.validated_run,
                 self.folder,
                 self.record.origin,
-                self.meeting.of(number, number - len(self.workers)),
+                self.endpoints.assign_rank(number, number - len(self.workers)),
             )
 
-    def work(self) -> None:
-        store = self.crew.folder / f"workers-{self.worlds}"
-        self.worlds = self.worlds + 1
+    def start_workers(self) -> None:
+        store = self.pool.folder / f"workers-{self.world_count}"
+        self.world_count = self.world_count + 1
         self.statuses = {}
-        self.stopping = False
-        self.ending = 0.0
+        self.stop_sent = False
+        self.first_end = 0.0
         for number in self.workers:
-            self.crew.start(
+            self.pool.start_task(
                 number,
                 train_rank,
-                self.checked,
+                self.validated_run,
                 self.folder,
                 self.record.origin,
-                self.meeting.of(number),
+                self.endpoints.assign_rank(number),
                 size=len(self.workers),
                 store=store,
-                backend=self.checked.backend,
+                backend=self.validated_run.backend,
             )
 
-    def close(self) -> None:
+    def close_servers(self) -> None:
         """Servers end, which write into the record; who does not in time is left to be killed.
         All is saved by now.
         """
         with contextlib.suppress(StepFailed):
-            dismissed(self.meeting, self.seconds)
-        until = time.monotonic() + self.seconds
-        while self.crew.members and time.monotonic() < until:
-            for number in self.crew.ready(LOOK):
-                self.crew.heard(number)
+            stop_servers(self.endpoints, self.answer_seconds)
+        until = time.monotonic() + self.answer_seconds
+        while self.pool.members and time.monotonic() < until:
+            for number in self.pool.wait_members(POLL_SECONDS):
+                self.pool.receive_event(number)
 
     # ---- what comes --------------------------------------------------------------------------
-    def look(self) -> None:
+    def poll_events(self) -> None:
         """Wait for what comes first, and do what it asks for. Raises RankFailed."""
-        if self.asked.is_set() and not self.stopping:
-            self.crew.ask_to_stop(number for number in self.workers if number in self.crew.members)
-            self.stopping = True
-        for number in self.crew.ready(LOOK):
-            what, value = self.crew.heard(number)
-            if what == DONE and number in self.workers:
+        if self.stop_request.is_set() and not self.stop_sent:
+            self.pool.request_stop(number for number in self.workers if number in self.pool.members)
+            self.stop_sent = True
+        for number in self.pool.wait_members(POLL_SECONDS):
+            what, value = self.pool.receive_event(number)
+            if what == TASK_DONE and number in self.workers:
                 self.statuses[number] = value
-                self.ending = self.ending or time.monotonic()
-            elif what == SAID and self.progress:
+                self.first_end = self.first_end or time.monotonic()
+            elif what == TASK_REPORTED and self.progress:
                 self.progress(value)
-            elif what in (DIED, FAILED):
-                self.until = self.until or time.monotonic() + GRACE
-                self.troubles.append((what, value))
+            elif what in (PROCESS_DIED, TASK_FAILED):
+                self.cause_deadline = self.cause_deadline or time.monotonic() + DEATH_GRACE_SECONDS
+                self.failures.append((what, value))
         if (
-            self.ending
-            and time.monotonic() - self.ending > self.checked.settings.timeout
-            and not self.troubles
+            self.first_end
+            and time.monotonic() - self.first_end > self.validated_run.settings.timeout
+            and not self.failures
         ):
             late = next(number for number in self.workers if number not in self.statuses)
-            self.troubles.append(
-                (DIED, RankFailed("it does not come to its end, as the others have", rank=late))
+            self.failures.append(
+                (
+                    PROCESS_DIED,
+                    RankFailed("it does not come to its end, as the others have", rank=late),
+                )
             )
         # until then the cause may show
-        if self.troubles and time.monotonic() > self.until:
-            self.begin_again(self.cause())
-            self.troubles = []
-            self.until = 0.0
+        if self.failures and time.monotonic() > self.cause_deadline:
+            self.restart_workers(self.select_cause())
+            self.failures = []
+            self.cause_deadline = 0.0
 
-    def cause(self) -> RankFailed:
+    def select_cause(self) -> RankFailed:
         """For which workers are to begin again: a death, before what others say who met it; or
         that somebody waited in vain. Raises what a rank has raised of itself.
         """
-        deaths = [value for what, value in self.troubles if what == DIED]
+        deaths = [value for what, value in self.failures if what == PROCESS_DIED]
         raised = [
-            value for what, value in self.troubles if what == FAILED and not in_vain(value.message)
+            value
+            for what, value in self.failures
+            if what == TASK_FAILED and not is_peer_failure(value.message)
         ]
-        self.raised = raised[0] if raised else self.raised
+        self.rank_error = raised[0] if raised else self.rank_error
         if raised and not deaths:
             raise raised[0]
-        return deaths[0] if deaths else self.troubles[0][1]
+        return deaths[0] if deaths else self.failures[0][1]
 
-    def begin_again(self, trouble: RankFailed) -> None:
-        self.again += 1
-        if self.again > AGAIN:
-            raise self.raised or trouble
-        self.crew.kill(number for number in self.workers if number in self.crew.members)
-        remove_partial(self.folder)
-        step, last = self.stand(trouble)
-        if step > self.furthest:
-            self.furthest = step
-            self.again = 0
-            self.raised = None
-        self.meeting = replace(self.meeting, step=step, last=last)
-        self.work()
+    def restart_workers(self, failure: RankFailed) -> None:
+        self.restarts += 1
+        if self.restarts > MAX_RESTARTS:
+            raise self.rank_error or failure
+        self.pool.kill_members(number for number in self.workers if number in self.pool.members)
+        remove_partial_files(self.folder)
+        step, last = self.agree_on_step(failure)
+        if step > self.furthest_step:
+            self.furthest_step = step
+            self.restarts = 0
+            self.rank_error = None
+        self.endpoints = replace(self.endpoints, step=step, last=last)
+        self.start_workers()
 
-    def stand(self, trouble: RankFailed) -> tuple[int, tuple[tuple[float, float], ...]]:
+    def agree_on_step(self, failure: RankFailed) -> tuple[int, tuple[tuple[float, float], ...]]:
         """As `halted`; everything goes back where a server is gone, again where one that was
         started for it is. Raises RankFailed.
         """
         because = ""
-        until = time.monotonic() + max(self.checked.settings.timeout, ANSWER)
-        for _ in range(1 + AGAIN):
+        until = time.monotonic() + max(self.validated_run.settings.timeout, ANSWER_SECONDS)
+        for _ in range(1 + MAX_RESTARTS):
             try:
                 if because:
-                    self.go_back(trouble, because)
-                    self.there(until)
-                step, last = self.halted()
+                    self.restore_snapshots(failure, because)
+                    self.wait_for_servers(until)
+                step, last = self.halt_servers()
             except StepFailed as error:
                 because = str(error)
                 continue
             if because:
-                rewind(self.folder, len(self.workers), step)
+                rewind_record(self.folder, len(self.workers), step)
             else:
-                self.event("again", f"{trouble}; all workers begin again with step {step}", step)
+                self.record_event(
+                    "again", f"{failure}; all workers begin again with step {step}", step
+                )
             return step, last
-        raise trouble.saying(f"{trouble.message}; and {because}")
+        raise failure.with_message(f"{failure.message}; and {because}")
 
-    def there(self, until: float) -> None:
+    def wait_for_servers(self, deadline: float) -> None:
         """Wait for servers that were started: they read a snapshot, and write one, for as long
         as it takes. Raises StepFailed where one is gone by then, or does not come; RankFailed:
         what one raises.
         """
         while True:
-            self.refuse_gone()
+            self.refuse_dead_servers()
             with contextlib.closing(
-                Calling(self.meeting.addresses, LONGEST, Keys.made(), 5 * LOOK)
+                ServerClient(
+                    self.endpoints.server_addresses,
+                    MAX_REPLY_BYTES,
+                    KeyPair.generate_pair(),
+                    5 * POLL_SECONDS,
+                )
             ) as calling:
                 try:
-                    look = Header(Kind.LOOK, self.meeting.job)
-                    list(calling.asked((server, look, ()) for server in range(len(self.servers))))
+                    look = Header(MessageType.PROBE, self.endpoints.job)
+                    list(
+                        calling.send_requests(
+                            (server, look, ()) for server in range(len(self.servers))
+                        )
+                    )
                     return
                 except StepFailed:
-                    if time.monotonic() > until:
+                    if time.monotonic() > deadline:
                         raise
 
-    def refuse_gone(self) -> None:
-        for number in self.crew.ready(0):
-            what, value = self.crew.heard(number)
-            if what == FAILED:
+    def refuse_dead_servers(self) -> None:
+        for number in self.pool.wait_members(0):
+            what, value = self.pool.receive_event(number)
+            if what == TASK_FAILED:
                 raise value
         if gone := [
-            number - len(self.workers) for number in self.servers if number not in self.crew.members
+            number - len(self.workers) for number in self.servers if number not in self.pool.members
         ]:
             raise StepFailed(f"server(s) {', '.join(map(str, gone))} are gone")
 
-    def halted(self) -> tuple[int, tuple[tuple[float, float], ...]]:
+    def halt_servers(self) -> tuple[int, tuple[tuple[float, float], ...]]:
         """(the step, (weight, loss) of every share of the one before) where all servers stand,
         without workers. Raises StepFailed where one is gone.
         """
-        self.refuse_gone()
-        before = self.meeting
-        self.meeting = replace(self.meeting, job=secrets.randbits(63))
+        self.refuse_dead_servers()
+        before = self.endpoints
+        self.endpoints = replace(self.endpoints, job=secrets.randbits(63))
         with contextlib.closing(
-            Calling(self.meeting.addresses, LONGEST, Keys.made(), self.seconds)
+            ServerClient(
+                self.endpoints.server_addresses,
+                MAX_REPLY_BYTES,
+                KeyPair.generate_pair(),
+                self.answer_seconds,
+            )
         ) as calling:
-            halt = Header(Kind.HALT, before.job, version=self.meeting.job)
+            halt = Header(MessageType.HALT, before.job, version=self.endpoints.job)
             told = {
                 server: json.loads(bytes(rest[0]))
-                for server, _, rest in calling.asked(
+                for server, _, rest in calling.send_requests(
                     (server, halt, ()) for server in range(before.servers)
                 )
             }
@@ -272,39 +310,43 @@ class Run:
                 (
                     server,
                     Header(
-                        Kind.RESUME,
-                        self.meeting.job,
+                        MessageType.RESUME,
+                        self.endpoints.job,
                         numbers=(float(each["updates"] < first["updates"]), *first["made"]),
                     ),
                     (),
                 )
                 for server, each in told.items()
             )
-            stand = {header.version for _, header, _ in calling.asked(questions)}
+            stand = {header.version for _, header, _ in calling.send_requests(questions)}
         if stand != {first["updates"]}:
             raise StepFailed(f"servers stand at steps {sorted(stand)}")
         return first["updates"], tuple((weight, loss) for weight, loss in first["shares"])
 
-    def go_back(self, trouble: RankFailed, because: str) -> None:
+    def restore_snapshots(self, failure: RankFailed, reason: str) -> None:
         """Servers begin with the last step of which all of them have a snapshot."""
-        self.crew.kill(number for number in self.servers if number in self.crew.members)
-        step = common(self.crew.folder, len(self.servers))
+        self.pool.kill_members(number for number in self.servers if number in self.pool.members)
+        step = find_common_step(self.pool.folder, len(self.servers))
         if step is None:  # before the first one
-            step = self.checked.saved.step if self.checked.saved else 0
-        self.meeting = replace(self.meeting, job=secrets.randbits(63), step=step)
-        self.event("back", f"{trouble}: {because}; everything goes back to step {step}", step)
-        self.serve()
+            step = (
+                self.validated_run.resume_checkpoint.step
+                if self.validated_run.resume_checkpoint
+                else 0
+            )
+        self.endpoints = replace(self.endpoints, job=secrets.randbits(63), step=step)
+        self.record_event("back", f"{failure}: {reason}; everything goes back to step {step}", step)
+        self.start_servers()
 
-    def event(self, name: str, message: str, step: int) -> None:
-        self.record.write("event", name=name, numbers={"step": step}, message=message)
+    def record_event(self, name: str, message: str, step: int) -> None:
+        self.record.write_line("event", name=name, numbers={"step": step}, message=message)
 
 
-def rewind(folder: Path, workers: int, step: int) -> None:
+def rewind_record(folder: Path, workers: int, step: int) -> None:
     """A run's record, and its checkpoints, are as they were before that step."""
     for number in range(workers):
         path = folder / f"rank-{number}.jsonl"
         kept = 0
-        cut_torn(path)
+        truncate_torn_line(path)
         for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
             if (
                 text.startswith((b'{"kind":"step"', b'{"kind":"spans"'))
@@ -313,6 +355,6 @@ def rewind(folder: Path, workers: int, step: int) -> None:
                 os.truncate(path, kept)
                 break
             kept += len(text)
-    for later in folders(folder):
-        if step_of(later) > step:
+    for later in list_checkpoint_folders(folder):
+        if read_folder_step(later) > step:
             shutil.rmtree(later)

@@ -13,159 +13,160 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from paragrad.loops.join import known_by, refuse_other
-from paragrad.parallel.server.curve_keys import PUBLIC, Allowed, write_public
-from paragrad.parallel.server.endpoints import Meeting
-from paragrad.parallel.server.message_header import Unfit
+from paragrad.loops.join import build_join_identity, refuse_other_job
+from paragrad.parallel.server.curve_keys import PUBLIC_SUFFIX, AllowedKeys, write_public_key
+from paragrad.parallel.server.endpoints import ServerEndpoints
+from paragrad.parallel.server.message_header import InvalidMessage
 from paragrad.parallel.server.request_handler import APPLIED
 from paragrad.parallel.server.work_queue import TEST, TRAIN, Ticket
 from paragrad.record.record import Recorder
-from paragrad.trainer.batch import batch_of
-from paragrad.validation.validate import Admitted
+from paragrad.trainer.batch import make_rank_batch
+from paragrad.validation.validate import ValidatedRun
 
-MOST = 10_000  # that join in a training
-MOST_SECONDS = 1e9  # of a step
-NUMBERS = ("became", "loss", "weight", "seconds", "lr", "sent")
+MAX_JOINED = 10_000  # that join in a training
+MAX_STEP_SECONDS = 1e9  # of a step
+REPORT_KEYS = ("became", "loss", "weight", "seconds", "lr", "sent")
 
 
-def place_of(checked: Admitted, ticket: Ticket) -> list[int]:
+def locate_share(validated_run: ValidatedRun, ticket: Ticket) -> list[int]:
     """Where a ticket's share stands in the order, as the record has it."""
-    order = checked.facts.order
-    batch = batch_of(
+    order = validated_run.inspection.order
+    batch = make_rank_batch(
         order,
         ticket.epoch,
-        order.at(ticket.step % order.steps),
-        checked.resolved.division,
+        order.get_batch(ticket.step % order.steps),
+        validated_run.resolved.division,
         [ticket.share],
     )
-    return batch.recorded
+    return batch.recorded_range
 
 
-def write_step(
+def write_step_line(
     folder: Path,
     origin: float,
     number: int,
-    checked: Admitted,
+    validated_run: ValidatedRun,
     ticket: Ticket,
-    said: dict[str, float],
+    report: dict[str, float],
 ) -> None:
     """The line of a step of somebody else's, by what is said of it. Of how many, nobody knows:
     a file is open for a line.
     """
-    seconds = said.get("seconds", 0.0)
+    seconds = report.get("seconds", 0.0)
     with Recorder(folder / f"rank-{number}.jsonl", origin) as record:
-        record.write(
+        record.write_line(
             "step",
             step=ticket.step,
             start=round(record.now() - seconds, 6),
             seconds=round(seconds, 6),
             epoch=ticket.epoch,
-            loss=[said["loss"] * said["weight"], said["weight"]],
-            order=place_of(checked, ticket),
-            lr=said.get("lr"),
-            sent={"gradients": {"bytes": int(said.get("sent", 0)), "computed": False}},
+            loss=[report["loss"] * report["weight"], report["weight"]],
+            order=locate_share(validated_run, ticket),
+            lr=report.get("lr"),
+            sent={"gradients": {"bytes": int(report.get("sent", 0)), "computed": False}},
         )
 
 
-class Guests:
+class JoinCoordinator:
     """Of one training. number: the next of a process;  event: writes one into the record."""
 
     def __init__(
         self,
-        checked: Admitted,
+        validated_run: ValidatedRun,
         folder: Path,
         record: Recorder,
-        meeting: Meeting,
+        endpoints: ServerEndpoints,
         allowed: Path,
-        number: Callable[[], int],
-        event: Callable[..., None],
+        allocate_number: Callable[[], int],
+        record_event: Callable[..., None],
     ) -> None:
-        self.checked = checked
+        self.validated_run = validated_run
         self.folder = folder
         self.origin = record.origin
-        self.meeting = meeting
-        self.allowed = Allowed(allowed)
-        self.number = number
-        self.event = event
-        self.known = known_by(checked.job, checked.facts)
+        self.endpoints = endpoints
+        self.allowed_keys = AllowedKeys(allowed)
+        self.allocate_number = allocate_number
+        self.record_event = record_event
+        self.join_identity = build_join_identity(validated_run.job, validated_run.inspection)
         self.keys: dict[int, bytes] = {}
         # by its key, and the number that it drew for itself
-        self.numbers: dict[tuple[bytes, int], int] = {}
-        self.last: dict[int, int] = {}  # ticket whose line is written
-        meeting.joined.mkdir()
+        self.joined_numbers: dict[tuple[bytes, int], int] = {}
+        self.last_recorded: dict[int, int] = {}  # ticket whose line is written
+        endpoints.joined_folder.mkdir()
 
-    def admit(self, key: bytes, sender: int, text: bytes) -> bytes | None:
+    def admit_worker(self, key: bytes, sender: int, text: bytes) -> bytes | None:
         """What one is told that asks to take part; None until all servers are there. Raises
         Unfit.
         """
         servers = [
             entrance and entrance.address
-            for entrance in map(self.meeting.entrance, range(self.meeting.servers))
+            for entrance in map(self.endpoints.build_join_endpoint, range(self.endpoints.servers))
         ]
-        refuse_other(self.known, text)
+        refuse_other_job(self.join_identity, text)
         if not all(servers):
             return None
-        if (number := self.numbers.get((key, sender))) is None:
-            if len(self.numbers) >= MOST:
-                raise Unfit(f"{MOST} have joined already")
-            number = self._joined(key)
-            self.numbers[key, sender] = number
-        settings = self.checked.settings
+        if (number := self.joined_numbers.get((key, sender))) is None:
+            if len(self.joined_numbers) >= MAX_JOINED:
+                raise InvalidMessage(f"{MAX_JOINED} have joined already")
+            number = self._register_worker(key)
+            self.joined_numbers[key, sender] = number
+        settings = self.validated_run.settings
         told = {
             "number": number,
-            "job": self.meeting.job,
-            "strategy": str(self.checked.resolved),
+            "job": self.endpoints.job,
+            "strategy": str(self.validated_run.resolved),
             "slow": settings.slow,
             "pace": settings.pace,
-            "servers": [[each.at, (each.key or b"").decode()] for each in servers if each],
+            "servers": [[each.endpoint, (each.key or b"").decode()] for each in servers if each],
         }
         return json.dumps(told).encode()
 
-    def _joined(self, key: bytes) -> int:
-        number = self.number()
-        write_public(key, self.meeting.joined / f"{number}{PUBLIC}")
+    def _register_worker(self, key: bytes) -> int:
+        number = self.allocate_number()
+        write_public_key(key, self.endpoints.joined_folder / f"{number}{PUBLIC_SUFFIX}")
         self.keys[number] = key
-        self.event(
+        self.record_event(
             "joined",
-            f"worker {number} joined, with the key of {self.allowed.name(key)}{PUBLIC}",
+            f"worker {number} joined, with the key of "
+            f"{self.allowed_keys.find_key_name(key)}{PUBLIC_SUFFIX}",
             rank=number,
         )
         return number
 
-    def check(self, ticket: Ticket, said: dict[str, float]) -> None:
+    def check_report(self, ticket: Ticket, report: dict[str, float]) -> None:
         """What is said of a test may be the loss of a model that has no finite one. Raises
         Unfit.
         """
         if not all(
             math.isfinite(value)
-            for name, value in said.items()
+            for name, value in report.items()
             if (ticket.what, name) != (TEST, "sum")
         ):
-            raise Unfit("numbers that are not finite")
+            raise InvalidMessage("numbers that are not finite")
         if ticket.what != TRAIN:
             return
-        if missing := [name for name in NUMBERS if name not in said]:
-            raise Unfit(f"a step without its {missing[0]}")
+        if missing := [name for name in REPORT_KEYS if name not in report]:
+            raise InvalidMessage(f"a step without its {missing[0]}")
         if not (
-            0 <= said["seconds"] < MOST_SECONDS
-            and 0 <= said["sent"] < 2**63
-            and said["weight"] >= 0
-            and math.isfinite(said["loss"] * said["weight"])
+            0 <= report["seconds"] < MAX_STEP_SECONDS
+            and 0 <= report["sent"] < 2**63
+            and report["weight"] >= 0
+            and math.isfinite(report["loss"] * report["weight"])
         ):
-            raise Unfit("numbers of a step that cannot be")
+            raise InvalidMessage("numbers of a step that cannot be")
 
-    def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
+    def record_ticket(self, number: int, ticket: Ticket, report: dict[str, float]) -> None:
         """A step line, of a share that was applied and has none yet."""
         if (
             ticket.what == TRAIN
-            and said["became"] == APPLIED
-            and self.last.get(number) != ticket.number
+            and report["became"] == APPLIED
+            and self.last_recorded.get(number) != ticket.number
         ):
-            write_step(self.folder, self.origin, number, self.checked, ticket, said)
-            self.last[number] = ticket.number
+            write_step_line(self.folder, self.origin, number, self.validated_run, ticket, report)
+            self.last_recorded[number] = ticket.number
 
-    def left(self, number: int) -> None:
+    def record_departure(self, number: int) -> None:
         """It said so: nobody else comes in by that number."""
         self.keys.pop(number, None)
-        (self.meeting.joined / f"{number}{PUBLIC}").unlink(missing_ok=True)
-        self.event("left", f"worker {number} left; others get what it was at", rank=number)
+        (self.endpoints.joined_folder / f"{number}{PUBLIC_SUFFIX}").unlink(missing_ok=True)
+        self.record_event("left", f"worker {number} left; others get what it was at", rank=number)

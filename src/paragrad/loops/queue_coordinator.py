@@ -22,398 +22,442 @@ from typing import Any
 import zmq
 
 from paragrad.errors import StepFailed
-from paragrad.launch import Ranks
-from paragrad.launch.process_pool import DIED, FAILED, Crew
-from paragrad.loops.join_coordinator import Guests, place_of, write_step
-from paragrad.loops.queue_worker import LONGEST, rank_of
+from paragrad.launch import Launcher
+from paragrad.launch.process_pool import PROCESS_DIED, TASK_FAILED, ProcessPool
+from paragrad.loops.join_coordinator import JoinCoordinator, locate_share, write_step_line
+from paragrad.loops.queue_worker import MAX_REPLY_BYTES, run_queue_rank
 from paragrad.loops.synchronous import Progress
-from paragrad.parallel.server.curve_keys import SECRET, Address, Keys, write_public
-from paragrad.parallel.server.endpoints import Meeting
-from paragrad.parallel.server.join_endpoint import read_place
-from paragrad.parallel.server.request_handler import AGAIN as APPLIED_BEFORE
-from paragrad.parallel.server.sockets import Listening
-from paragrad.parallel.server.work_queue import KEEP, TEST, TRAIN, Office, Ticket
-from paragrad.parallel.server.worker_exchange import dismissed
-from paragrad.record.record import Recorder, lines_of
-from paragrad.record.tensorboard import events
-from paragrad.runtime.stop_signals import Request
-from paragrad.validation.validate import Admitted
+from paragrad.parallel.server.curve_keys import SECRET_SUFFIX, Address, KeyPair, write_public_key
+from paragrad.parallel.server.endpoints import ServerEndpoints
+from paragrad.parallel.server.join_endpoint import parse_host_port
+from paragrad.parallel.server.request_handler import ALREADY_APPLIED as APPLIED_BEFORE
+from paragrad.parallel.server.sockets import Listener
+from paragrad.parallel.server.work_queue import KEEP, TEST, TRAIN, Ticket, WorkQueue
+from paragrad.parallel.server.worker_exchange import stop_servers
+from paragrad.record.record import Recorder, read_lines
+from paragrad.record.tensorboard import open_event_files
+from paragrad.runtime.stop_signals import StopRequest
+from paragrad.validation.validate import ValidatedRun
 
-LOOK = 0.2  # seconds after which somebody looks whether a worker is late
-FAREWELL = 30.0  # seconds at most for processes to end in, when all is saved
+POLL_SECONDS = 0.2  # seconds after which somebody looks whether a worker is late
+CLOSE_SECONDS = 30.0  # seconds at most for processes to end in, when all is saved
 # times as many processes as there are may be started anew while no batch more is done
-ANEW = 5
+RESTARTS_PER_PROCESS = 5
 
 
-def run_handed_out(
-    ranks: Ranks,
-    checked: Admitted,
+def run_queue_training(
+    launcher: Launcher,
+    validated_run: ValidatedRun,
     folder: Path,
     record: Recorder,
-    asked: Request,
+    stop_request: StopRequest,
     progress: Progress | None,
 ) -> str:
     """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
     with (
         contextlib.ExitStack() as at_last,
-        Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew,
+        ProcessPool(
+            launcher,
+            validated_run.threads,
+            validated_run.settings.device,
+            validated_run.settings.timeout,
+        ) as crew,
     ):
-        run = Run(checked, folder, record, crew, asked, progress)
-        at_last.callback(run.write_unrecorded)  # when nobody writes any more
-        return run.run()
+        run = QueueCoordinator(validated_run, folder, record, crew, stop_request, progress)
+        at_last.callback(run.write_missing_steps)  # when nobody writes any more
+        return run.run_training()
 
 
-class Run:
+class QueueCoordinator:
     """One training."""
 
     def __init__(
         self,
-        checked: Admitted,
+        validated_run: ValidatedRun,
         folder: Path,
         record: Recorder,
-        crew: Crew,
-        asked: Request,
+        pool: ProcessPool,
+        stop_request: StopRequest,
         progress: Progress | None,
     ) -> None:
-        strategy: Any = checked.resolved
+        strategy: Any = validated_run.resolved
         self.strategy = strategy
-        self.checked = checked
+        self.validated_run = validated_run
         self.folder = folder
         self.record = record
-        self.crew = crew
-        self.asked = asked
+        self.pool = pool
+        self.stop_request = stop_request
         self.progress = progress
-        listen = checked.settings.listen
-        allow = checked.settings.allow
-        self.meeting = Meeting(
+        listen = validated_run.settings.listen
+        allow = validated_run.settings.allow
+        self.endpoints = ServerEndpoints(
             secrets.randbits(63),
-            str(crew.folder),
+            str(pool.folder),
             self.strategy.servers,
-            place=read_place("--listen", listen) if listen else None,
+            host_port=parse_host_port("--listen", listen) if listen else None,
         )
-        self.order = checked.facts.order
-        self.shares = self.strategy.shares
-        self.office = Office(
-            self.meeting.job,
-            self.strategy.bound,
-            self.strategy.wanted if self.strategy.waits else None,
-            checked.settings.timeout,
-            self.heard,
+        self.order = validated_run.inspection.order
+        self.shares = self.strategy.share_count
+        self.queue = WorkQueue(
+            self.endpoints.job,
+            self.strategy.staleness_bound,
+            self.strategy.required_shares if self.strategy.is_synchronous else None,
+            validated_run.settings.timeout,
+            self.handle_report,
         )
-        self.office.made = checked.saved.step if checked.saved else 0
-        self.count = self.strategy.size  # the next number of a process
-        entrance = self.meeting.entrance(None, Path(allow)) if allow else None
+        self.queue.updates_made = (
+            validated_run.resume_checkpoint.step if validated_run.resume_checkpoint else 0
+        )
+        self.next_process = self.strategy.size  # the next number of a process
+        entrance = self.endpoints.build_join_endpoint(None, Path(allow)) if allow else None
         if entrance is not None:
-            self.office.guests = Guests(
-                checked,
+            self.queue.join_handler = JoinCoordinator(
+                validated_run,
                 folder,
                 record,
-                self.meeting,
-                entrance.allowed,
-                self.next_number,
-                self.event,
+                self.endpoints,
+                entrance.allowed_folder,
+                self.allocate_number,
+                self.record_event,
             )
-        self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office, entrance)
+        self.listener = Listener(
+            MAX_REPLY_BYTES, None, KeyPair.generate_pair(), self.endpoints.queue_address, entrance
+        )
         self.address = entrance.address if entrance is not None else None
         # started anew: in all, and since so many shares were done
-        self.anew = 0
-        self.in_vain = 0
-        self.furthest = 0
+        self.restarts = 0
+        self.restarts_without_progress = 0
+        self.furthest_done = 0
         # number of a process -> which server it is
         self.servers: dict[int, int] = {}
-        self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
-        self.tested = {"sum": 0.0, "weight": 0.0}
-        self.seconds = min(checked.settings.timeout, FAREWELL)
+        self.ticket_count = (
+            validated_run.resume_checkpoint.step if validated_run.resume_checkpoint else 0
+        ) * self.shares
+        self.test_totals = {"sum": 0.0, "weight": 0.0}
+        self.close_seconds = min(validated_run.settings.timeout, CLOSE_SECONDS)
         self.loss = 0.0
-        self.done = 0
-        self.told = -1.0
-        self.shown = 0
+        self.done_shares = 0
+        self.reported_at = -1.0
+        self.shown_step = 0
         # of which servers had the share; who had it
-        self.doubtful: list[tuple[Ticket, dict[str, Any], list[int]]] = []
+        self.unrecorded_shares: list[tuple[Ticket, dict[str, Any], list[int]]] = []
         # of the training: steps that were given out, in all
-        self.step = self.office.made
-        self.kept = {("checkpoint", self.step)} if checked.saved else set[tuple[str, int]]()
-        self.show: Callable[..., None] = lambda step, **values: None
-        self.overdue: dict[int, float] = {}  # since when workers are late
+        self.step = self.queue.updates_made
+        self.saved_items = (
+            {("checkpoint", self.step)}
+            if validated_run.resume_checkpoint
+            else set[tuple[str, int]]()
+        )
+        self.write_events: Callable[..., None] = lambda step, **values: None
+        self.overdue_since: dict[int, float] = {}  # since when workers are late
 
-    def run(self) -> str:
+    def run_training(self) -> str:
         try:
             for number in range(self.strategy.size):
-                server = number - self.strategy.workers if self.strategy.serves(number) else None
-                self.start(number, server)
+                server = number - self.strategy.workers if self.strategy.is_server(number) else None
+                self.start_process(number, server)
             if self.address is not None:
-                self.say_where(self.address)
-            with events(self.folder if self.checked.settings.tensorboard else None) as self.show:
-                status = self.epochs()
-            self.office.ended = True
-            self.close()
+                self.announce_join_address(self.address)
+            with open_event_files(
+                self.folder if self.validated_run.settings.tensorboard else None
+            ) as self.write_events:
+                status = self.train_epochs()
+            self.queue.is_ended = True
+            self.close_processes()
         finally:
-            self.listening.close()
-        self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
+            self.listener.close()
+        self.record.write_line("handed_out", refused=self.queue.refusals, anew=self.restarts)
         return status
 
-    def next_number(self) -> int:
+    def allocate_number(self) -> int:
         """Of one more process."""
-        self.count += 1
-        return self.count - 1
+        self.next_process += 1
+        return self.next_process - 1
 
-    def say_where(self, address: Address) -> None:
+    def announce_join_address(self, address: Address) -> None:
         """How others join: in the record, and to whoever started it."""
         assert address.key is not None
         key = self.folder / "office.key"
-        write_public(address.key, key)
-        said = f"others join by: paragrad join {address.at} JOB --server-key {key} --key ME{SECRET}"
-        self.event("open", said)
+        write_public_key(address.key, key)
+        said = (
+            f"others join by: paragrad join {address.endpoint} JOB --server-key {key} --key "
+            f"ME{SECRET_SUFFIX}"
+        )
+        self.record_event("open", said)
         print(f"paragrad: {said}", file=sys.stderr, flush=True)
 
-    def start(self, number: int, server: int | None) -> None:
+    def start_process(self, number: int, server: int | None) -> None:
         if server is not None:
             self.servers[number] = server
-        self.crew.start(
+        self.pool.start_task(
             number,
-            rank_of,
-            self.checked,
+            run_queue_rank,
+            self.validated_run,
             self.folder,
             self.record.origin,
-            self.meeting.of(number, server),
+            self.endpoints.assign_rank(number, server),
         )
 
     # ---- what is to be done ------------------------------------------------------------------
-    def epochs(self) -> str:
+    def train_epochs(self) -> str:
         """As `Training.run` has it: a test after each, checkpoints, and how the training
         ended.
         """
-        checked, save = self.checked, self.checked.settings.save
+        checked, save = self.validated_run, self.validated_run.settings.save
         first, start = divmod(self.step, self.order.steps)
         # a run that was stopped with an epoch's last step made no test of it
-        over = self.enough or (first > 0 and not start and self.ended(first - 1))
+        over = self.has_enough_steps or (
+            first > 0 and not start and self.finish_saved_epoch(first - 1)
+        )
         for epoch in range(first, checked.job.epochs) if not over else ():
             begun = self.record.now()
-            if not self.train(epoch, start if epoch == first else 0) or self.end_epoch(
+            if not self.train_epoch(epoch, start if epoch == first else 0) or self.finish_epoch(
                 epoch, begun
             ):
                 break
-        status = "stopped" if self.asked.is_set() else "finished"
+        status = "stopped" if self.stop_request.is_set() else "finished"
         if save or status == "stopped":
-            self.keep("checkpoint")
+            self.save_once("checkpoint")
         if status == "finished":
-            self.keep("model")
+            self.save_once("model")
         return status
 
     @property
-    def enough(self) -> bool:
+    def has_enough_steps(self) -> bool:
         """Are as many steps made as were asked for?"""
-        return self.checked.settings.enough(self.step)
+        return self.validated_run.settings.has_reached_limit(self.step)
 
-    def train(self, epoch: int, start: int) -> bool:
+    def train_epoch(self, epoch: int, start: int) -> bool:
         """The epoch's batches from there on, share by share. False where the run ends before
         the epoch's test, with a whole batch.
         """
-        save = self.checked.settings.save
+        save = self.validated_run.settings.save
         end = (epoch + 1) * self.order.steps
         self.step = epoch * self.order.steps + start
-        while self.step < end and not self.asked.is_set() and not self.enough:
-            samples = len(self.order.at(self.step % self.order.steps))
+        while self.step < end and not self.stop_request.is_set() and not self.has_enough_steps:
+            samples = len(self.order.get_batch(self.step % self.order.steps))
             # numbers follow each other: servers remember where from
             for share in range(min(self.shares, samples)):
-                self.office.give([Ticket(TRAIN, self.tickets, epoch, self.step, share)])
-                self.tickets += 1
+                self.queue.add_tickets([Ticket(TRAIN, self.ticket_count, epoch, self.step, share)])
+                self.ticket_count += 1
             self.step += 1
             # somebody can always be given something
-            while len(self.office.left) >= 3 * self.shares:
-                self.look(epoch)
+            while len(self.queue.waiting_tickets) >= 3 * self.shares:
+                self.poll_events(epoch)
             if save and self.step % save == 0:
-                self.idle(epoch)  # what is kept is of whole steps
-                self.keep("checkpoint")
-        self.idle(epoch)
-        return not self.asked.is_set() and not self.enough
+                self.wait_until_idle(epoch)  # what is kept is of whole steps
+                self.save_once("checkpoint")
+        self.wait_until_idle(epoch)
+        return not self.stop_request.is_set() and not self.has_enough_steps
 
-    def end_epoch(self, epoch: int, begun: float) -> bool:
+    def finish_epoch(self, epoch: int, start: float) -> bool:
         """The test after an epoch; True where the goal is reached."""
-        test = self.test(epoch)
-        self.record.write(
+        test = self.run_test(epoch)
+        self.record.write_line(
             "epoch",
             epoch=epoch,
             test=test,
-            start=round(begun, 6),
-            seconds=round(self.record.now() - begun, 6),
+            start=round(start, 6),
+            seconds=round(self.record.now() - start, 6),
         )
         if test is not None:
-            self.show(self.step, **{f"test {self.checked.job.metric_name}": test["value"]})
-        return self.checked.settings.reached(test)
+            self.write_events(
+                self.step, **{f"test {self.validated_run.job.metric_name}": test["value"]}
+            )
+        return self.validated_run.settings.has_reached_goal(test)
 
-    def ended(self, epoch: int) -> bool:
+    def finish_saved_epoch(self, epoch: int) -> bool:
         """Going on from the last step of an epoch: its test, unless the run that was saved made
         it; True where the goal is reached.
         """
-        line = self.checked.saved and self.checked.saved.tested(epoch)
+        line = (
+            self.validated_run.resume_checkpoint
+            and self.validated_run.resume_checkpoint.find_epoch_record(epoch)
+        )
         if not line:
-            return self.end_epoch(epoch, self.record.now())
-        return self.checked.settings.reached(line["test"])
+            return self.finish_epoch(epoch, self.record.now())
+        return self.validated_run.settings.has_reached_goal(line["test"])
 
-    def keep(self, what: str) -> None:
+    def save_once(self, what: str) -> None:
         """Once of a step."""
-        if (what, self.step) not in self.kept:
-            self.kept.add((what, self.step))
-            self.do([Ticket(KEEP, step=self.step, keep=what)])
+        if (what, self.step) not in self.saved_items:
+            self.saved_items.add((what, self.step))
+            self.run_tickets([Ticket(KEEP, step=self.step, keep=what)])
 
-    def test(self, epoch: int) -> dict[str, float] | None:
-        if self.checked.job.test is None:
+    def run_test(self, epoch: int) -> dict[str, float] | None:
+        if self.validated_run.job.test is None:
             return None
-        self.tested = {"sum": 0.0, "weight": 0.0}
-        parts = min(self.strategy.workers, self.checked.facts.test_samples)
-        self.do([Ticket(TEST, epoch=epoch, part=part, parts=parts) for part in range(parts)])
-        weight = self.tested["weight"]
-        return {"value": self.tested["sum"] / weight if weight else float("nan"), "weight": weight}
+        self.test_totals = {"sum": 0.0, "weight": 0.0}
+        parts = min(self.strategy.workers, self.validated_run.inspection.test_samples)
+        self.run_tickets(
+            [Ticket(TEST, epoch=epoch, part=part, parts=parts) for part in range(parts)]
+        )
+        weight = self.test_totals["weight"]
+        return {
+            "value": self.test_totals["sum"] / weight if weight else float("nan"),
+            "weight": weight,
+        }
 
-    def do(self, tickets: list[Ticket]) -> None:
-        self.office.give(tickets)
-        self.idle(None)
+    def run_tickets(self, tickets: list[Ticket]) -> None:
+        self.queue.add_tickets(tickets)
+        self.wait_until_idle(None)
 
-    def idle(self, epoch: int | None) -> None:
+    def wait_until_idle(self, epoch: int | None) -> None:
         """Wait until all is done that was given."""
-        while not self.office.idle:
-            self.look(epoch)
+        while not self.queue.is_idle:
+            self.poll_events(epoch)
 
-    def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
+    def handle_report(self, number: int, ticket: Ticket, report: dict[str, Any]) -> None:
         if ticket.what == TEST:
-            self.tested = {name: self.tested[name] + said.get(name, 0.0) for name in self.tested}
+            self.test_totals = {
+                name: self.test_totals[name] + report.get(name, 0.0) for name in self.test_totals
+            }
         elif ticket.what == TRAIN:
-            self.done, self.loss = self.done + 1, said.get("loss", self.loss)
+            self.done_shares, self.loss = self.done_shares + 1, report.get("loss", self.loss)
             if ticket.share == 0:  # one of those that make a batch
-                self.show(
-                    ticket.step + 1, **{name: said[name] for name in ("loss", "lr") if name in said}
+                self.write_events(
+                    ticket.step + 1,
+                    **{name: report[name] for name in ("loss", "lr") if name in report},
                 )
-            if said.get("became") == APPLIED_BEFORE:
-                self.doubtful.append(
-                    (ticket, said, [*self.office.begun_again.get(ticket.number, ()), number])
+            if report.get("became") == APPLIED_BEFORE:
+                self.unrecorded_shares.append(
+                    (ticket, report, [*self.queue.earlier_workers.get(ticket.number, ()), number])
                 )
 
     # ---- what comes --------------------------------------------------------------------------
-    def look(self, epoch: int | None) -> None:
+    def poll_events(self, epoch: int | None) -> None:
         """Wait for what comes first, and do what it asks for."""
         poller = zmq.Poller()
-        for socket in self.listening.waiting:
+        for socket in self.listener.poll_sockets:
             poller.register(socket, zmq.POLLIN)
-        whose = self.crew.descriptors
+        whose = self.pool.descriptors
         for descriptor in whose:
             poller.register(descriptor, zmq.POLLIN)
-        self.office.hand_out(self.listening)
-        ready = dict(poller.poll(int(1000 * LOOK)))
-        while (frames := self.listening.take(0)) is not None:
-            self.office.taken(self.listening, frames)
-        self.office.hand_out(self.listening)
-        for number in filter(None, map(self.office.gone, self.listening.left())):
-            if not self.office.ended:
-                self.event(
+        self.queue.hand_out_tickets(self.listener)
+        ready = dict(poller.poll(int(1000 * POLL_SECONDS)))
+        while (frames := self.listener.receive_message(0)) is not None:
+            self.queue.handle_message(self.listener, frames)
+        self.queue.hand_out_tickets(self.listener)
+        for number in filter(
+            None, map(self.queue.drop_connection, self.listener.take_lost_connections())
+        ):
+            if not self.queue.is_ended:
+                self.record_event(
                     "gone",
                     f"worker {number}, which joined, is not reached any more; others get what it "
                     f"was at",
                     rank=number,
                 )
         for number in {whose[each] for each in ready if each in whose}:
-            self.word_of(number)
-        for number in self.office.late():
-            self.event(
+            self.handle_process_event(number)
+        for number in self.queue.drop_late_workers():
+            self.record_event(
                 "late",
-                f"worker {number} was at its samples for longer than {self.office.limit:g} s; "
+                f"worker {number} was at its samples for longer than {self.queue.limit:g} s; "
                 f"others get "
                 "them",
                 rank=number,
             )
-            self.overdue[number] = time.monotonic()
-        self.end_overdue()
-        self.tell(epoch)
+            self.overdue_since[number] = time.monotonic()
+        self.kill_overdue()
+        self.report_progress(epoch)
 
-    def word_of(self, number: int) -> None:
+    def handle_process_event(self, number: int) -> None:
         """A process said something, or is gone. Raises RankFailed."""
-        what, value = self.crew.heard(number)
-        if what == FAILED:
+        what, value = self.pool.receive_event(number)
+        if what == TASK_FAILED:
             raise value
-        if what != DIED:
+        if what != PROCESS_DIED:
             return
-        self.anew = self.anew + 1
-        self.in_vain = self.in_vain + 1
-        if self.done >= self.furthest + self.shares:
-            self.furthest = self.done
-            self.in_vain = 0
-        if self.in_vain > ANEW * self.strategy.size:
+        self.restarts = self.restarts + 1
+        self.restarts_without_progress = self.restarts_without_progress + 1
+        if self.done_shares >= self.furthest_done + self.shares:
+            self.furthest_done = self.done_shares
+            self.restarts_without_progress = 0
+        if self.restarts_without_progress > RESTARTS_PER_PROCESS * self.strategy.size:
             raise value
         server = self.servers.get(number)
         if server is None:
-            self.office.lost(number)
-            if not self.office.ended:
-                another = self.next_number()
-                self.event("replaced", f"{value}; worker {another} is there for it", rank=number)
-                self.start(another, None)
+            self.queue.drop_worker(number)
+            if not self.queue.is_ended:
+                another = self.allocate_number()
+                self.record_event(
+                    "replaced", f"{value}; worker {another} is there for it", rank=number
+                )
+                self.start_process(another, None)
         else:
-            self.event(
+            self.record_event(
                 "again",
                 f"{value}; server {server} is started again from its last snapshot",
                 rank=number,
             )
-            self.office.anew()
-            self.start(number, server)
+            self.queue.reset_updates()
+            self.start_process(number, server)
 
-    def end_overdue(self) -> None:
+    def kill_overdue(self) -> None:
         """Where those who are left are too few to make a step, and nobody who is late came back
         within the limit once more, others come for them.
         """
-        self.overdue = {
+        self.overdue_since = {
             number: since
-            for number, since in self.overdue.items()
-            if number in self.crew.members and number not in self.office.members
+            for number, since in self.overdue_since.items()
+            if number in self.pool.members and number not in self.queue.workers
         }
-        if not self.strategy.waits or len(self.office.members) >= self.strategy.wanted:
+        if (
+            not self.strategy.is_synchronous
+            or len(self.queue.workers) >= self.strategy.required_shares
+        ):
             return
         for number in [
             each
-            for each, since in self.overdue.items()
-            if time.monotonic() - since > self.office.limit
+            for each, since in self.overdue_since.items()
+            if time.monotonic() - since > self.queue.limit
         ]:
-            self.crew.members[number].signal(signal.SIGKILL)
-            del self.overdue[number]
+            self.pool.members[number].send_signal(signal.SIGKILL)
+            del self.overdue_since[number]
 
-    def write_unrecorded(self) -> None:
+    def write_missing_steps(self) -> None:
         """The lines of shares that servers had when who came with them asked: whoever had
         brought them first may have died, or left, before it wrote one.
         """
 
         @functools.cache
         def written(number: int) -> set[tuple[int, ...]]:
-            lines = lines_of(self.folder / f"rank-{number}.jsonl", spans=False)
+            lines = read_lines(self.folder / f"rank-{number}.jsonl", spans=False)
             return {(line["step"], *line["order"]) for line in lines if line["kind"] == "step"}
 
-        for ticket, said, who in self.doubtful:
-            place = (ticket.step, *place_of(self.checked, ticket))
+        for ticket, said, who in self.unrecorded_shares:
+            place = (ticket.step, *locate_share(self.validated_run, ticket))
             if not any(place in written(number) for number in who):
-                write_step(self.folder, self.record.origin, who[0], self.checked, ticket, said)
+                write_step_line(
+                    self.folder, self.record.origin, who[0], self.validated_run, ticket, said
+                )
 
-    def event(self, name: str, message: str, **numbers: float) -> None:
-        self.record.write("event", name=name, numbers=numbers, message=message)
+    def record_event(self, name: str, message: str, **numbers: float) -> None:
+        self.record.write_line("event", name=name, numbers=numbers, message=message)
 
-    def tell(self, epoch: int | None) -> None:
+    def report_progress(self, epoch: int | None) -> None:
         now = self.record.now()
-        step = self.done // self.shares
-        steps = self.checked.job.epochs * self.order.steps
-        if self.progress is None or epoch is None or step in (0, self.shown):
+        step = self.done_shares // self.shares
+        steps = self.validated_run.job.epochs * self.order.steps
+        if self.progress is None or epoch is None or step in (0, self.shown_step):
             return
-        if now - self.told > 0.1 or step == steps:
-            self.told = now
-            self.shown = step
+        if now - self.reported_at > 0.1 or step == steps:
+            self.reported_at = now
+            self.shown_step = step
             self.progress({"epoch": epoch, "step": step, "steps": steps, "loss": self.loss})
 
     # ---- its end -----------------------------------------------------------------------------
-    def close(self) -> None:
+    def close_processes(self) -> None:
         """Workers end, then servers; who does not in time is left to be killed."""
-        workers = [number for number in self.crew.members if number not in self.servers]
-        self.until(workers)
+        workers = [number for number in self.pool.members if number not in self.servers]
+        self.wait_for_exit(workers)
         # one that is gone by now has told all that it had to tell
         with contextlib.suppress(StepFailed):
-            dismissed(self.meeting, self.seconds)
-        self.until(list(self.servers))
+            stop_servers(self.endpoints, self.close_seconds)
+        self.wait_for_exit(list(self.servers))
 
-    def until(self, numbers: list[int]) -> None:
-        end = time.monotonic() + self.seconds
-        while time.monotonic() < end and any(number in self.crew.members for number in numbers):
-            self.look(None)
+    def wait_for_exit(self, numbers: list[int]) -> None:
+        end = time.monotonic() + self.close_seconds
+        while time.monotonic() < end and any(number in self.pool.members for number in numbers):
+            self.poll_events(None)

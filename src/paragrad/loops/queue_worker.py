@@ -19,220 +19,254 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paragrad.datasets.loading import Dataset, Samples, parted
+from paragrad.datasets.loading import Dataset, Samples, separate_target
 from paragrad.errors import StepFailed
-from paragrad.jobs.job import opened
-from paragrad.loops.synchronous import log_memory, save_trained
-from paragrad.parallel.server.client import Calling
-from paragrad.parallel.server.curve_keys import Keys
-from paragrad.parallel.server.endpoints import Meeting
-from paragrad.parallel.server.message_header import Header, Kind
+from paragrad.jobs.job import open_dataset
+from paragrad.loops.synchronous import log_memory, save_trained_model
+from paragrad.parallel.server.client import ServerClient
+from paragrad.parallel.server.curve_keys import KeyPair
+from paragrad.parallel.server.endpoints import ServerEndpoints
+from paragrad.parallel.server.message_header import Header, MessageType
 from paragrad.parallel.server.work_queue import END, KEEP, TEST, TRAIN, Ticket
-from paragrad.parallel.server.worker_exchange import AGAIN, Asking
-from paragrad.record.cpu_load import Cpu
+from paragrad.parallel.server.worker_exchange import REMINDER_SECONDS, WorkerExchange
+from paragrad.record.cpu_load import CpuMeter
 from paragrad.record.record import Recorder
 from paragrad.runtime.generators import seed_everything
 from paragrad.runtime.world import CPU, World
-from paragrad.trainer.batch import batch_of
+from paragrad.trainer.batch import make_rank_batch
 from paragrad.trainer.checkpoint import trainer_snapshot
-from paragrad.trainer.first_step.setup import wire
+from paragrad.trainer.first_step.setup import set_up_exchange
 from paragrad.trainer.pace import Pace
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation import resume_check
-from paragrad.validation.validate import Admitted
+from paragrad.validation.validate import ValidatedRun
 
-LONGEST = 2**16  # bytes of what the office says
-FAREWELL = 2.0  # seconds for the office to hear that a worker leaves
+MAX_REPLY_BYTES = 2**16  # bytes of what the office says
+LEAVE_TIMEOUT = 2.0  # seconds for the office to hear that a worker leaves
 
 
-def rank_of(world: World, checked: Admitted, folder: Path, origin: float, meeting: Meeting) -> str:
+def run_queue_rank(
+    world: World,
+    validated_run: ValidatedRun,
+    folder: Path,
+    origin: float,
+    endpoints: ServerEndpoints,
+) -> str:
     """What every rank does, until the office has nothing more to do; or, of a server, until it
     is dismissed.
     """
-    with Recorder(folder / f"rank-{meeting.number}.jsonl", origin) as record:
-        cpu = Cpu()
-        take_part(world, checked, folder, meeting, record)
-        record.write("cpu", **cpu.told())
+    with Recorder(folder / f"rank-{endpoints.number}.jsonl", origin) as record:
+        cpu = CpuMeter()
+        run_worker_or_server(world, validated_run, folder, endpoints, record)
+        record.write_line("cpu", **cpu.measure_usage())
     return "finished"
 
 
-def take_part(
-    world: World, checked: Admitted, folder: Path, meeting: Meeting, record: Recorder | None = None
+def run_worker_or_server(
+    world: World,
+    validated_run: ValidatedRun,
+    folder: Path,
+    endpoints: ServerEndpoints,
+    record: Recorder | None = None,
 ) -> Counter[str]:
     """Until the office has nothing more to do; what was done, by kind of ticket."""
-    settings = checked.settings
+    settings = validated_run.settings
     done = Counter[str]()
     # from where messages are sent
-    here = world if meeting.server is None else replace(world, device=CPU)
-    trainer = Trainer.of_job(
+    here = world if endpoints.server is None else replace(world, device=CPU)
+    trainer = Trainer.build_for_job(
         here,
-        checked.job,
-        checked.resolved,
+        validated_run.job,
+        validated_run.resolved,
         settings,
         record=record,
-        seen=checked.facts.probe,
-        how=replace(settings.how, meeting=meeting),
-        pace=Pace(settings.slowed, checked.job.seed, meeting.number, world.device.type != "cpu"),
+        validation_probe=validated_run.inspection.probe,
+        exchange_options=replace(settings.exchange_options, endpoints=endpoints),
+        pace=Pace(
+            settings.slow_ranks,
+            validated_run.job.seed,
+            endpoints.number,
+            world.device.type != "cpu",
+        ),
     )
     # its rank is the first, of a world of its own
-    seed_everything(checked.job.seed + 1 + meeting.number)
-    trainer.log.always = settings.trace is not None
-    trainer.batch_size = min(checked.job.batch, checked.facts.samples)
+    seed_everything(validated_run.job.seed + 1 + endpoints.number)
+    trainer.log.always_detailed = settings.trace is not None
+    trainer.batch_size = min(validated_run.job.batch, validated_run.inspection.samples)
     try:
-        if checked.saved is not None:
-            trainer_snapshot.restore(trainer, checked.saved)
-        if meeting.server is not None:
-            wire(trainer, False, None).serve()
+        if validated_run.resume_checkpoint is not None:
+            trainer_snapshot.restore_snapshot(trainer, validated_run.resume_checkpoint)
+        if endpoints.server is not None:
+            set_up_exchange(trainer, False, None).serve()
         else:
-            done = Worker(trainer, checked, folder, meeting).run()
+            done = QueueWorker(trainer, validated_run, folder, endpoints).process_tickets()
         log_memory(trainer)
     except Exception as error:
-        raise trainer.failed(error) from error
+        raise trainer.report_failure(error) from error
     finally:
         trainer.close()
     return done
 
 
-class Worker:
+class QueueWorker:
     """Does what it is told, ticket after ticket."""
 
-    def __init__(self, trainer: Trainer, checked: Admitted, folder: Path, meeting: Meeting) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        validated_run: ValidatedRun,
+        folder: Path,
+        endpoints: ServerEndpoints,
+    ) -> None:
         self.trainer = trainer
-        self.checked = checked
+        self.validated_run = validated_run
         self.folder = folder
-        self.meeting = meeting
-        job = checked.job
-        settings = checked.settings
-        self.train: Dataset = opened(job.train, settings.folder)
-        self.test: Dataset | None = None if job.test is None else opened(job.test, settings.folder)
-        self.samples = Samples(self.train, job.seed, job.collate, trainer.world.timeout)
+        self.endpoints = endpoints
+        job = validated_run.job
+        settings = validated_run.settings
+        self.train_dataset: Dataset = open_dataset(job.train, settings.folder)
+        self.test_dataset: Dataset | None = (
+            None if job.test is None else open_dataset(job.test, settings.folder)
+        )
+        self.samples = Samples(self.train_dataset, job.seed, job.collate, trainer.world.timeout)
         self.scheduler = trainer.scheduler
         trainer.scheduler = None
-        self.rate_of = trainer.steps  # of which step the learning rate is
-        self.guest = bool(meeting.told)  # it joined from elsewhere
+        self.rate_step = trainer.steps  # of which step the learning rate is
+        self.is_joined = bool(endpoints.known_addresses)  # it joined from elsewhere
         # the launching process ends its own ranks; of another's there is nobody who would
-        self.office = Calling(
-            [meeting.office],
-            LONGEST,
-            meeting.keys or Keys.made(),
-            trainer.world.timeout if self.guest else math.inf,
-            AGAIN,
+        self.queue_client = ServerClient(
+            [endpoints.queue_address],
+            MAX_REPLY_BYTES,
+            endpoints.keys or KeyPair.generate_pair(),
+            trainer.world.timeout if self.is_joined else math.inf,
+            REMINDER_SECONDS,
             "the training's office",
         )
 
-    def run(self) -> Counter[str]:
+    def process_tickets(self) -> Counter[str]:
         """Until the office says that it is over; what was done, by kind of ticket."""
         does: dict[str, Callable[[Ticket], dict[str, Any]]] = {
-            TRAIN: self.trains,
-            TEST: self.tests,
-            KEEP: self.keeps,
+            TRAIN: self.train_ticket,
+            TEST: self.evaluate_ticket,
+            KEEP: self.save_ticket,
         }
         done: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
         count = Counter[str]()
         try:
-            while (ticket := self.next(*done)).what != END:
+            while (ticket := self.request_ticket(*done)).what != END:
                 done = asdict(ticket), does[ticket.what](ticket)
                 count[ticket.what] += 1
         except BaseException:
-            if self.guest:
-                self.leave()
+            if self.is_joined:
+                self.leave_queue()
             raise
         finally:
-            self.office.close()
+            self.queue_client.close()
         return count
 
-    def next(self, done: dict[str, Any] | None, said: dict[str, Any]) -> Ticket:
+    def request_ticket(
+        self, finished_ticket: dict[str, Any] | None, report: dict[str, Any]
+    ) -> Ticket:
         """The office takes as long as it wants: it has nothing to do while others still
         train.
         """
-        text = json.dumps([self.meeting.number, done, said]).encode()
-        for _, header, rest in self.office.asked(
-            [(0, Header(Kind.NEXT, self.meeting.job), (text,))]
+        text = json.dumps([self.endpoints.number, finished_ticket, report]).encode()
+        for _, header, rest in self.queue_client.send_requests(
+            [(0, Header(MessageType.NEXT, self.endpoints.job), (text,))]
         ):
-            if header.kind != Kind.GIVEN:
+            if header.kind != MessageType.GIVEN:
                 raise StepFailed("the office answered with something else than a ticket")
             return Ticket(**json.loads(bytes(rest[0])))
         raise StepFailed("the office does not answer")
 
-    def leave(self) -> None:
+    def leave_queue(self) -> None:
         """What it was at is somebody else's at once."""
-        self.office.seconds = min(self.office.seconds, FAREWELL)
+        self.queue_client.seconds = min(self.queue_client.seconds, LEAVE_TIMEOUT)
         with suppress(StepFailed):
-            text = json.dumps([self.meeting.number, None, {}]).encode()
-            list(self.office.asked([(0, Header(Kind.LEAVE, self.meeting.job), (text,))]))
+            text = json.dumps([self.endpoints.number, None, {}]).encode()
+            list(
+                self.queue_client.send_requests(
+                    [(0, Header(MessageType.LEAVE, self.endpoints.job), (text,))]
+                )
+            )
 
-    def trains(self, ticket: Ticket) -> dict[str, Any]:
+    def train_ticket(self, ticket: Ticket) -> dict[str, Any]:
         trainer = self.trainer
-        order = self.checked.facts.order
-        self.rate(ticket.step)
+        order = self.validated_run.inspection.order
+        self.advance_schedule(ticket.step)
         trainer.steps = ticket.step
         trainer.replicas = [ticket.share]
-        if isinstance(trainer.exchange, Asking):
+        if isinstance(trainer.exchange, WorkerExchange):
             trainer.exchange.ticket = ticket
         else:
-            trainer.how = replace(trainer.how, meeting=replace(self.meeting, ticket=ticket))
-        batch = batch_of(
+            trainer.exchange_options = replace(
+                trainer.exchange_options, endpoints=replace(self.endpoints, ticket=ticket)
+            )
+        batch = make_rank_batch(
             order,
             ticket.epoch,
-            order.at(ticket.step % order.steps),
+            order.get_batch(ticket.step % order.steps),
             trainer.division,
             trainer.replicas,
         )
         said: dict[str, Any] = {}
         begun = time.monotonic()
         rate = trainer.optimizer.param_groups[0]["lr"]
-        for fetched in trainer.feed.give(self.samples, [batch], 0):
-            result = trainer.step(*parted(fetched))
-            assert isinstance(trainer.exchange, Asking)
+        for fetched in trainer.feed.iterate_batches(self.samples, [batch], 0):
+            result = trainer.step(*separate_target(fetched))
+            assert isinstance(trainer.exchange, WorkerExchange)
             said = {
                 "loss": result.loss,
                 "weight": result.weight,
-                "became": trainer.exchange.became,
+                "became": trainer.exchange.push_outcome,
                 "version": trainer.exchange.version,
                 "lr": float(rate),
             }
-            if self.guest:
+            if self.is_joined:
                 said |= {
                     "seconds": time.monotonic() - begun,
-                    "sent": trainer.exchange.sent["gradients"]["bytes"],
+                    "sent": trainer.exchange.sent_bytes["gradients"]["bytes"],
                 }
         return said
 
-    def rate(self, step: int) -> None:
+    def advance_schedule(self, step: int) -> None:
         """The learning rate of a step."""
         # schedulers want to know, and servers step
         self.trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
-        for number in range(self.rate_of, step if self.scheduler is not None else 0):
-            self.trainer.alike("schedule", number, self.scheduler.step)
-        self.rate_of = max(self.rate_of, step)
+        for number in range(self.rate_step, step if self.scheduler is not None else 0):
+            self.trainer.draw_alike("schedule", number, self.scheduler.step)
+        self.rate_step = max(self.rate_step, step)
 
-    def tests(self, ticket: Ticket) -> dict[str, Any]:
-        assert self.test is not None
-        self.wired()
-        found = self.trainer.evaluation(
-            self.test, self.checked.job.metric, part=(ticket.part, ticket.parts)
+    def evaluate_ticket(self, ticket: Ticket) -> dict[str, Any]:
+        assert self.test_dataset is not None
+        self.ensure_exchange()
+        found = self.trainer.evaluate_with_weight(
+            self.test_dataset, self.validated_run.job.metric, part=(ticket.part, ticket.parts)
         )
         return {
             "sum": found["value"] * found["weight"] if found["weight"] else 0.0,
             "weight": found["weight"],
         }
 
-    def wired(self) -> None:
+    def ensure_exchange(self) -> None:
         """Where nobody has trained yet (a run that goes on with a test)."""
         if self.trainer.exchange is None:
-            wire(self.trainer, False, None)
+            set_up_exchange(self.trainer, False, None)
 
-    def keeps(self, ticket: Ticket) -> dict[str, Any]:
+    def save_ticket(self, ticket: Ticket) -> dict[str, Any]:
         trainer = self.trainer
-        self.wired()
-        self.rate(ticket.step)
+        self.ensure_exchange()
+        self.advance_schedule(ticket.step)
         trainer.steps = ticket.step
         trainer.scheduler = self.scheduler
         if ticket.keep == "model":
-            save_trained(trainer, self.folder / "model.safetensors")
+            save_trained_model(trainer, self.folder / "model.safetensors")
         else:
             trainer.save(
-                self.folder, resume_check.identity_of(self.checked.job, self.checked.facts)
+                self.folder,
+                resume_check.build_job_identity(
+                    self.validated_run.job, self.validated_run.inspection
+                ),
             )
         trainer.scheduler = None
         return {}

@@ -12,60 +12,62 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from paragrad.datasets.sample_order import Order
-from paragrad.parallel.server.endpoints import Meeting
-from paragrad.parallel.server.worker_exchange import Asking
-from paragrad.record.record import lines_of
-from paragrad.trainer.batch import batch_of
-from paragrad.trainer.first_step.setup import wire
+from paragrad.datasets.sample_order import SampleOrder
+from paragrad.parallel.server.endpoints import ServerEndpoints
+from paragrad.parallel.server.worker_exchange import WorkerExchange
+from paragrad.record.record import read_lines
+from paragrad.trainer.batch import make_rank_batch
+from paragrad.trainer.first_step.setup import set_up_exchange
 from paragrad.trainer.trainer import Trainer
 
 
-def taken_up(trainer: Trainer, order: Order, folder: Path, meeting: Meeting) -> None:
+def resume_from_servers(
+    trainer: Trainer, order: SampleOrder, folder: Path, endpoints: ServerEndpoints
+) -> None:
     """Before the first step here. order: of the samples;  folder: of the run."""
-    assert meeting.step is not None
-    with wired_meanwhile(trainer):
-        assert isinstance(trainer.exchange, Asking)
-        trainer.exchange.take_over()
+    assert endpoints.step is not None
+    with use_temporary_exchange(trainer):
+        assert isinstance(trainer.exchange, WorkerExchange)
+        trainer.exchange.adopt_server_state()
     # schedulers want to know
     trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
-    rate = rate_of(trainer)
-    for step in range(trainer.steps, meeting.step if trainer.scheduler is not None else 0):
-        rate = rate_of(trainer)
-        trainer.alike("schedule", step, trainer.scheduler.step)
-    trainer.steps = meeting.step
-    lines = lines_of(folder / f"rank-{trainer.world.rank}.jsonl", spans=False)
+    rate = get_learning_rate(trainer)
+    for step in range(trainer.steps, endpoints.step if trainer.scheduler is not None else 0):
+        rate = get_learning_rate(trainer)
+        trainer.draw_alike("schedule", step, trainer.scheduler.step)
+    trainer.steps = endpoints.step
+    lines = read_lines(folder / f"rank-{trainer.world.rank}.jsonl", spans=False)
     if (
-        meeting.last
+        endpoints.last
         and max((line["step"] for line in lines if line["kind"] == "step"), default=-1)
-        < meeting.step - 1
+        < endpoints.step - 1
     ):
-        epoch, step = divmod(meeting.step - 1, order.steps)
-        batch = batch_of(
-            order, epoch, order.at(step), trainer.division, trainer.replicas, trainer.reverse
+        epoch, step = divmod(endpoints.step - 1, order.steps)
+        batch = make_rank_batch(
+            order, epoch, order.get_batch(step), trainer.division, trainer.replicas, trainer.reverse
         )
-        weight, loss = meeting.last[trainer.replicas[0]]
-        trainer.log.step(
-            meeting.step - 1,
+        weight, loss = endpoints.last[trainer.replicas[0]]
+        trainer.log.write_step(
+            endpoints.step - 1,
             trainer.log.now(),
             epoch=epoch,
             loss=[loss, weight],
-            order=batch.recorded,
+            order=batch.recorded_range,
             lr=rate,
             sent={},
         )
 
 
 @contextlib.contextmanager
-def wired_meanwhile(trainer: Trainer) -> Iterator[None]:
+def use_temporary_exchange(trainer: Trainer) -> Iterator[None]:
     """With an exchange where no step was made here: for what the servers have, a test, a
     checkpoint. The first step looks at the model before it makes its own, so this one goes
     again. Collective.
     """
-    if trainer.how.meeting is None or trainer.exchange is not None:
+    if trainer.exchange_options.endpoints is None or trainer.exchange is not None:
         yield
         return
-    found = wire(trainer, False, None)
+    found = set_up_exchange(trainer, False, None)
     try:
         yield
     finally:
@@ -74,5 +76,5 @@ def wired_meanwhile(trainer: Trainer) -> Iterator[None]:
         trainer.passes = None
 
 
-def rate_of(trainer: Trainer) -> float:
+def get_learning_rate(trainer: Trainer) -> float:
     return float(trainer.optimizer.param_groups[0]["lr"])

@@ -12,25 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, tensor
 
-from paragrad.datasets.loading import Dataset, parted
-from paragrad.engine.exchange import CHECKPOINTS, TESTS
-from paragrad.engine.optimizer.modes import in_eval_mode
+from paragrad.datasets.loading import Dataset, separate_target
+from paragrad.engine.exchange import CHECKPOINT_TRAFFIC, TEST_TRAFFIC
+from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.errors import StepFailed
-from paragrad.jobs.job import opened
-from paragrad.loops.restart import taken_up, wired_meanwhile
-from paragrad.parallel.server.endpoints import Meeting
-from paragrad.record.cpu_load import Cpu
+from paragrad.jobs.job import open_dataset
+from paragrad.loops.restart import resume_from_servers, use_temporary_exchange
+from paragrad.parallel.server.endpoints import ServerEndpoints
+from paragrad.record.cpu_load import CpuMeter
 from paragrad.record.record import Recorder
-from paragrad.record.tensorboard import events
-from paragrad.runtime.stragglers import out_of_step
+from paragrad.record.tensorboard import open_event_files
+from paragrad.runtime.stragglers import explain_independent_steps
 from paragrad.runtime.world import World
 from paragrad.trainer.checkpoint import trainer_snapshot
-from paragrad.trainer.checkpoint.checkpoint_files import Saved, tested
+from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint, find_recorded_epoch
 from paragrad.trainer.checkpoint.tensor_files import save_weights
-from paragrad.trainer.first_step.setup import dismiss, serve, wire
+from paragrad.trainer.first_step.setup import (
+    dismiss_run_servers,
+    run_parameter_server,
+    set_up_exchange,
+)
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation import resume_check
-from paragrad.validation.validate import Admitted
+from paragrad.validation.validate import ValidatedRun
 
 # told {"epoch", "step", "steps", "loss"} some times a second
 Progress = Callable[[dict[str, Any]], None]
@@ -38,59 +42,61 @@ Progress = Callable[[dict[str, Any]], None]
 
 def train_rank(
     world: World,
-    checked: Admitted,
+    validated_run: ValidatedRun,
     folder: Path,
     origin: float,
-    meeting: Meeting | None = None,
+    endpoints: ServerEndpoints | None = None,
     report: Progress | None = None,
-    loop: Callable[..., Training] | None = None,
+    loop_class: Callable[..., TrainingLoop] | None = None,
 ) -> str:
     """What every rank does; how it ended: "finished" or "stopped". meeting: where servers are,
     of a training that goes on when ranks die;  loop: in place of Training.
     """
-    settings = checked.settings
+    settings = validated_run.settings
     with (
         Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record,
-        events(folder if settings.tensorboard and world.rank == 0 else None) as show,
+        open_event_files(folder if settings.tensorboard and world.rank == 0 else None) as show,
     ):
-        trainer = Trainer.of_job(
+        trainer = Trainer.build_for_job(
             world,
-            checked.job,
-            checked.resolved,
+            validated_run.job,
+            validated_run.resolved,
             settings,
             record=record,
-            seen=checked.facts.probe,
-            how=replace(settings.how, meeting=meeting),
+            validation_probe=validated_run.inspection.probe,
+            exchange_options=replace(settings.exchange_options, endpoints=endpoints),
         )
-        trainer.log.always = settings.trace is not None
+        trainer.log.always_detailed = settings.trace is not None
         try:
-            training = (loop or Training)(
-                trainer, checked, folder, record, report or (lambda told: None), show
+            training = (loop_class or TrainingLoop)(
+                trainer, validated_run, folder, record, report or (lambda told: None), show
             )
-            cpu = Cpu()
-            status = training.run()
-            record.write("cpu", **cpu.told())
-            log_memory(trainer, training.held)
-            if not trainer.serves:
+            cpu = CpuMeter()
+            status = training.run_training()
+            record.write_line("cpu", **cpu.measure_usage())
+            log_memory(trainer, training.peak_optimizer_bytes)
+            if not trainer.is_server:
                 if status == "finished":
-                    save_trained(trainer, folder / "model.safetensors")
-                dismiss(trainer)
-            status = world.agreed(status)  # a server hears how it ended
+                    save_trained_model(trainer, folder / "model.safetensors")
+                dismiss_run_servers(trainer)
+            status = world.broadcast_object(status)  # a server hears how it ended
         finally:
             trainer.close()
     return status
 
 
-def save_trained(trainer: Trainer, path: Path) -> None:
+def save_trained_model(trainer: Trainer, path: Path) -> None:
     """The model as it is to be used: by rank 0, in the eval mode of an optimizer that has one.
     Collective.
     """
     # what is sharded is put together on rank 0 alone, and not on every rank, as for a test
-    sharded = trainer.exchange is not None and trainer.exchange.shards is not None
+    sharded = trainer.exchange is not None and trainer.exchange.shard_layout is not None
     with (
-        in_eval_mode(trainer.optimizer, trainer.everything) if sharded else trainer.for_evaluation()
+        use_optimizer_eval_mode(trainer.optimizer, trainer.all_parameters)
+        if sharded
+        else trainer.use_evaluation_weights()
     ):
-        model = trainer.whole()
+        model = trainer.gather_model()
         if trainer.world.rank == 0:
             partial = path.with_name(path.name + ".partial")
             try:
@@ -101,7 +107,7 @@ def save_trained(trainer: Trainer, path: Path) -> None:
             partial.rename(path)
 
 
-class Training:
+class TrainingLoop:
     """The loop over a job's epochs, on one rank: every batch in the exact order, a test after
     each epoch.
     """
@@ -109,237 +115,253 @@ class Training:
     def __init__(
         self,
         trainer: Trainer,
-        checked: Admitted,
+        validated_run: ValidatedRun,
         folder: Path,
         record: Recorder,
-        report: Progress,
-        show: Callable[..., None],
+        report_progress: Progress,
+        write_scalars: Callable[..., None],
     ) -> None:
         self.trainer = trainer
-        self.checked = checked
+        self.validated_run = validated_run
         self.folder = folder
         self.record = record
-        self.report = report
-        self.show = show
-        self.told = -1.0
-        self.last: tuple[int, float] | None = None  # (epoch, loss) of the last step
-        job = checked.job
-        settings = checked.settings
-        self.train: Dataset = opened(job.train, settings.folder)
-        self.test: Dataset | None = None if job.test is None else opened(job.test, settings.folder)
-        self.per_epoch = checked.facts.order.steps
+        self.report_progress = report_progress
+        self.write_scalars = write_scalars
+        self.last_report_time = -1.0
+        self.last_step: tuple[int, float] | None = None  # (epoch, loss) of the last step
+        job = validated_run.job
+        settings = validated_run.settings
+        self.train_dataset: Dataset = open_dataset(job.train, settings.folder)
+        self.test_dataset: Dataset | None = (
+            None if job.test is None else open_dataset(job.test, settings.folder)
+        )
+        self.steps_per_epoch = validated_run.inspection.order.steps
         # a run may go on with a test
-        trainer.batch_size = min(job.batch, checked.facts.samples)
-        self.steps = min(settings.limit or 2**62, job.epochs * self.per_epoch)
+        trainer.batch_size = min(job.batch, validated_run.inspection.samples)
+        self.steps = min(settings.limit or 2**62, job.epochs * self.steps_per_epoch)
         self.epochs = job.epochs
         self.status = "finished"
-        self.saved_at: int | None = None
+        self.saved_progress: int | None = None
         # bytes of state that optimizers had which are gone
-        self.held = 0
+        self.peak_optimizer_bytes = 0
         # what else the record says of an epoch, and a checkpoint of itself
-        self.line: dict[str, Any] = {}
-        self.beside: dict[str, Any] = {}
+        self.epoch_fields: dict[str, Any] = {}
+        self.checkpoint_fields: dict[str, Any] = {}
 
-    def run(self) -> str:
-        settings = self.checked.settings
-        if self.checked.saved is not None:
-            self.load(self.checked.saved)
-        if self.trainer.serves:
-            serve(self.trainer)
+    def run_training(self) -> str:
+        settings = self.validated_run.settings
+        if self.validated_run.resume_checkpoint is not None:
+            self.resume_from_checkpoint(self.validated_run.resume_checkpoint)
+        if self.trainer.is_server:
+            run_parameter_server(self.trainer)
             return self.status
-        if (meeting := self.trainer.how.meeting) is not None and meeting.step is not None:
-            taken_up(self.trainer, self.checked.facts.order, self.folder, meeting)
-            self.save_what_was_due()
-        first, start = self.begin(self.checked.saved)
-        over = self.enough
+        if (
+            meeting := self.trainer.exchange_options.endpoints
+        ) is not None and meeting.step is not None:
+            resume_from_servers(
+                self.trainer, self.validated_run.inspection.order, self.folder, meeting
+            )
+            self.save_due_checkpoint()
+        first, start = self.find_start(self.validated_run.resume_checkpoint)
+        over = self.has_reached_limit
         if first and not start and not over:
-            with wired_meanwhile(self.trainer):
-                over = self.ended(first - 1)
+            with use_temporary_exchange(self.trainer):
+                over = self.finish_resumed_epoch(first - 1)
         for epoch in range(first, self.epochs) if not over else ():
             begun = self.record.now()
-            if not self.epoch(epoch, start if epoch == first else 0) or self.end_epoch(
+            if not self.train_epoch(epoch, start if epoch == first else 0) or self.end_epoch(
                 epoch, begun
             ):
                 break
         # no step is left to those who begin again here
         if meeting is not None and self.trainer.exchange is None:
-            wire(self.trainer, False, None)
+            set_up_exchange(self.trainer, False, None)
         if settings.save and self.status == "finished":
-            self.save()
+            self.save_progress()
         # the goal was reached before
-        if self.status == "finished" and self.last and self.trainer.steps < self.steps:
+        if self.status == "finished" and self.last_step and self.trainer.steps < self.steps:
             self.steps = self.trainer.steps
-            self.tell(*self.last)
+            self.report_step(*self.last_step)
         return self.status
 
-    def save_what_was_due(self) -> None:
+    def save_due_checkpoint(self) -> None:
         """By those who died over it."""
         steps = self.trainer.steps
-        every = self.checked.settings.save
+        every = self.validated_run.settings.save
         if (self.folder / f"checkpoint-{steps:08}").is_dir():
-            self.saved_at = steps
+            self.saved_progress = steps
         elif every and steps and steps % every == 0:
-            with wired_meanwhile(self.trainer):
-                self.save()
+            with use_temporary_exchange(self.trainer):
+                self.save_progress()
 
     @property
-    def place(self) -> int:
+    def progress(self) -> int:
         """How far it is: a checkpoint is of one place."""
         return self.trainer.steps
 
     @property
-    def passed(self) -> int:
+    def serial_steps(self) -> int:
         """Steps of serial that are behind it."""
         return self.trainer.steps
 
     @property
-    def enough(self) -> bool:
+    def has_reached_limit(self) -> bool:
         """Are as many steps made as were asked for?"""
-        return self.checked.settings.enough(self.passed)
+        return self.validated_run.settings.has_reached_limit(self.serial_steps)
 
-    def begin(self, saved: Saved | None) -> tuple[int, int]:
+    def find_start(self, saved: SavedCheckpoint | None) -> tuple[int, int]:
         """(epoch, step of it) with which the training goes on."""
-        return divmod(self.trainer.steps, self.per_epoch)
+        return divmod(self.trainer.steps, self.steps_per_epoch)
 
-    def epoch(self, epoch: int, start: int) -> bool:
+    def train_epoch(self, epoch: int, start: int) -> bool:
         """Train to the end of an epoch; False where the run ends before."""
-        settings = self.checked.settings
-        job = self.checked.job
+        settings = self.validated_run.settings
+        job = self.validated_run.job
         for fetched in self.trainer.batches(
-            self.train, job.batch, epoch, start=start, loaders=settings.loaders
+            self.train_dataset, job.batch, epoch, start=start, loaders=settings.loaders
         ):
             rate = self.trainer.optimizer.param_groups[0]["lr"]
-            result = self.trainer.step(*parted(fetched))
-            self.show(self.trainer.steps, loss=result.loss, lr=rate)
-            self.tell(epoch, result.loss)
+            result = self.trainer.step(*separate_target(fetched))
+            self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
+            self.report_step(epoch, result.loss)
             if result.stop:
                 self.status = "stopped"
-                self.save()
+                self.save_progress()
                 return False
             if settings.save and self.trainer.steps % settings.save == 0:
-                self.save()
-            if self.enough:
+                self.save_progress()
+            if self.has_reached_limit:
                 return False
         return True
 
-    def end_epoch(self, epoch: int, begun: float) -> bool:
+    def end_epoch(self, epoch: int, start_time: float) -> bool:
         """The test after an epoch; True where the goal is reached."""
-        job = self.checked.job
+        job = self.validated_run.job
         test = (
-            self.trainer.evaluation(self.test, job.metric, self.checked.settings.loaders)
-            if self.test is not None
+            self.trainer.evaluate_with_weight(
+                self.test_dataset, job.metric, self.validated_run.settings.loaders
+            )
+            if self.test_dataset is not None
             else None
         )
-        sent = self.sent(TESTS)
-        self.record.write(
+        sent = self.get_sent_counts(TEST_TRAFFIC)
+        self.record.write_line(
             "epoch",
             epoch=epoch,
             test=test,
-            start=round(begun, 6),
-            seconds=round(self.record.now() - begun, 6),
+            start=round(start_time, 6),
+            seconds=round(self.record.now() - start_time, 6),
             **({"sent": sent} if sent else {}),
-            **self.line,
+            **self.epoch_fields,
         )
-        if not self.trainer.strategy.promise.replicas_equal and self.asked():
+        if not self.trainer.strategy.guarantees.replicas_equal and self.is_stop_requested():
             self.status = "stopped"  # they might not meet before the end
-            self.save()
+            self.save_progress()
             return True
         if test is not None:
-            self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
-        return self.checked.settings.reached(test)
+            self.write_scalars(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
+        return self.validated_run.settings.has_reached_goal(test)
 
-    def sent(self, what: str) -> dict[str, Any]:
+    def get_sent_counts(self, what: str) -> dict[str, Any]:
         """What was sent beside the steps, for tests or checkpoints."""
         exchange = self.trainer.exchange
         return {
             kind: number
-            for kind, number in (exchange.sent if exchange else {}).items()
+            for kind, number in (exchange.sent_bytes if exchange else {}).items()
             if kind == what
         }
 
-    def asked(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Was any rank asked to stop? Collective."""
         world = self.trainer.world
-        with out_of_step():
-            return bool(world.all_reduced(tensor(float(world.stop.is_set()))) > 0)
+        with explain_independent_steps():
+            return bool(world.all_reduce(tensor(float(world.stop.is_set()))) > 0)
 
-    def ended(self, epoch: int) -> bool:
+    def finish_resumed_epoch(self, epoch: int) -> bool:
         """Going on from the last step of an epoch: its test, unless it was made before, here or
         by the run that was saved; True where the goal is reached.
         """
-        saved = self.checked.saved
-        in_rounds = self.checked.resolved.in_rounds
-        line = self.trainer.world.agreed(
-            tested(self.folder, epoch) or (saved and saved.tested(epoch, in_rounds))
+        saved = self.validated_run.resume_checkpoint
+        in_rounds = self.validated_run.resolved.trains_clients
+        line = self.trainer.world.broadcast_object(
+            find_recorded_epoch(self.folder, epoch)
+            or (saved and saved.find_epoch_record(epoch, in_rounds))
         )
         if line is None:
             return self.end_epoch(epoch, self.record.now())
-        return self.checked.settings.reached(line["test"])
+        return self.validated_run.settings.has_reached_goal(line["test"])
 
-    def tell(self, epoch: int, loss: float) -> None:
-        self.last = epoch, loss
+    def report_step(self, epoch: int, loss: float) -> None:
+        self.last_step = epoch, loss
         if self.trainer.world.rank == 0 and (
-            self.record.now() - self.told > 0.1 or self.trainer.steps == self.steps
+            self.record.now() - self.last_report_time > 0.1 or self.trainer.steps == self.steps
         ):
-            self.told = self.record.now()
-            self.report(
+            self.last_report_time = self.record.now()
+            self.report_progress(
                 {"epoch": epoch, "step": self.trainer.steps, "steps": self.steps, "loss": loss}
             )
 
-    def load(self, saved: Saved) -> None:
+    def resume_from_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Go on from a checkpoint, the same on every rank (hosts may have looked at folders of
         their own).
         """
-        if self.trainer.world.agreed(saved.sums) != saved.sums:
+        if self.trainer.world.broadcast_object(saved.checksums) != saved.checksums:
             raise StepFailed(
                 f"this rank found another checkpoint in {saved.folder} than rank 0; put the run "
                 f"where all hosts "
                 "see it"
             )
-        trainer_snapshot.restore(self.trainer, saved)
-        self.saved_at = self.place
+        trainer_snapshot.restore_snapshot(self.trainer, saved)
+        self.saved_progress = self.progress
 
-    def save(self) -> None:
+    def save_progress(self) -> None:
         """A checkpoint of this place, unless it is there already."""
-        if self.saved_at == self.place:
+        if self.saved_progress == self.progress:
             return
         self.trainer.save(
             self.folder,
-            resume_check.identity_of(self.checked.job, self.checked.facts),
-            **self.beside,
+            resume_check.build_job_identity(self.validated_run.job, self.validated_run.inspection),
+            **self.checkpoint_fields,
         )
-        if sent := self.sent(CHECKPOINTS):
-            self.record.write("checkpoint", step=self.trainer.steps, sent=sent)
-        self.saved_at = self.place
+        if sent := self.get_sent_counts(CHECKPOINT_TRAFFIC):
+            self.record.write_line("checkpoint", step=self.trainer.steps, sent=sent)
+        self.saved_progress = self.progress
 
 
-def log_memory(trainer: Trainer, held: int = 0) -> None:
+def log_memory(trainer: Trainer, other_optimizer_bytes: int = 0) -> None:
     """Write the bytes that a rank holds into the record. held: by other optimizers than the
     trainer's, before.
     """
     exchange = trainer.exchange
-    activations = trainer.passes.most if trainer.passes else 0
+    activations = trainer.passes.peak_bytes if trainer.passes else 0
     # passes of a user's own: what a look at the model showed
-    if not activations and not trainer.layout.cut:
-        activations = trainer.activations
-    trainer.log.memory(
-        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1),
-        optimizer=max(held, state_bytes(trainer.optimizer)),
-        gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
+    if not activations and not trainer.layout.is_partitioned:
+        activations = trainer.activation_bytes
+    trainer.log.write_memory(
+        parameters=_count_tensor_bytes(trainer.parameters.values())
+        // (exchange.sharing_ranks if exchange else 1),
+        optimizer=max(other_optimizer_bytes, count_state_bytes(trainer.optimizer)),
+        gradients=_count_tensor_bytes(
+            each for each in trainer.parameters.values() if each.requires_grad
+        ),
         # nobody looked
-        **({"activations": activations} if activations or not trainer.layout.cut else {}),
-        exchange=exchange.largest if exchange else 0,
+        **(
+            {"activations": activations} if activations or not trainer.layout.is_partitioned else {}
+        ),
+        exchange=exchange.peak_bytes if exchange else 0,
     )
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Of what it keeps."""
     # or no parameter's
     every = (
         each.values() if isinstance(each, dict) else (each,) for each in optimizer.state.values()
     )
-    return _bytes(value for values in every for value in values if isinstance(value, Tensor))
+    return _count_tensor_bytes(
+        value for values in every for value in values if isinstance(value, Tensor)
+    )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _count_tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

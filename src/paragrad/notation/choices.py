@@ -18,11 +18,11 @@ from math import isfinite
 from typing import Any, ClassVar, dataclass_transform
 
 from paragrad.errors import Refused
-from paragrad.notation.grammar import Call, parse_call
+from paragrad.notation.grammar import CallExpression, parse_call
 
-WORDS = ("name", "members")  # what a choice has beside its options
+RESERVED_FIELDS = ("name", "members")  # what a choice has beside its options
 # what people say elsewhere, too far from our word to be found as a slip
-MEANT = {"gpu": "cuda"}
+SYNONYMS = {"gpu": "cuda"}
 
 
 # ---- what a field takes ----------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Integers:
+class IntegerList:
     """A list of whole numbers from `least`, such as [3, 1]."""
 
     least: int = 1
@@ -98,7 +98,7 @@ class Integers:
 
 
 @dataclass(frozen=True)
-class Names:
+class NameList:
     """A list of names of modules, such as [h.2, h.4]."""
 
     def __contains__(self, value: object) -> bool:
@@ -125,7 +125,7 @@ class Word:
         return " or ".join(self.names)
 
 
-class One:
+class OneOf:
     """One of some choices: `One(Ring, Tree)` takes Ring(), "ring" and ring(...); a family
     stands for its members.
     """
@@ -154,7 +154,7 @@ class One:
         return "one of " + ", ".join(cls.name for cls in self.classes)
 
 
-class Several:
+class ManyOf:
     """Choices of a kind, one or more: the factors of a product."""
 
     def __init__(self, cls: type[Choice]) -> None:
@@ -171,10 +171,10 @@ class Several:
         return "choices"
 
 
-Kind = Integer | Decimal | Flag | Integers | Names | Word | One | Several
+OptionKind = Integer | Decimal | Flag | IntegerList | NameList | Word | OneOf | ManyOf
 
 
-def option(*kinds: Kind, default: Any = MISSING) -> Any:
+def option(*kinds: OptionKind, default: Any = MISSING) -> Any:
     """A field of a choice: the kinds of value it takes."""
     return field(default=default, metadata={"kinds": kinds})
 
@@ -199,8 +199,8 @@ class Choice:
         ).lower()
         if not abstract:
             dataclass(frozen=True, repr=False)(cls)
-            for spec in options_of(cls):
-                if "kinds" not in spec.metadata or spec.name in WORDS:
+            for spec in list_options(cls):
+                if "kinds" not in spec.metadata or spec.name in RESERVED_FIELDS:
                     raise Refused(
                         f"{cls.__name__}.{spec.name} is no option; write it under a name of its "
                         f"own and as an option,"
@@ -208,30 +208,30 @@ class Choice:
                     )
 
     def __post_init__(self) -> None:
-        for spec in options_of(type(self)):
+        for spec in list_options(type(self)):
             given = getattr(self, spec.name)
-            value = _fitted(given, spec, self.name)
+            value = _convert_option_value(given, spec, self.name)
             if value is not given:
                 object.__setattr__(self, spec.name, value)
-        self.check()
+        self.check_options()
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         """Refuse options that do not fit together."""
 
     def __str__(self) -> str:
-        shown = self._shown(_text)
+        shown = self._format_arguments(_format_option_value)
         return f"{self.name}({', '.join(shown)})" if shown else self.name
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._shown(repr))})"
+        return f"{type(self).__name__}({', '.join(self._format_arguments(repr))})"
 
-    def _shown(self, text: Callable[[object], str]) -> list[str]:
+    def _format_arguments(self, text: Callable[[object], str]) -> list[str]:
         """The arguments that the call needs: those without a default by place, of the others
         what differs, by name.
         """
         return [
             text(value) if spec.default is MISSING else f"{spec.name}={text(value)}"
-            for spec in options_of(type(self))
+            for spec in list_options(type(self))
             if (value := getattr(self, spec.name)) != spec.default or spec.default is MISSING
         ]
 
@@ -252,7 +252,7 @@ class Family(Choice, abstract=True):
             cls.members = {}
             families.append(cls)
         elif not abstract:
-            if cls.name in RESERVED:
+            if cls.name in RESERVED_NAMES:
                 raise Refused(
                     f"{cls.__name__} would be called {cls.name}, a word of the notation; give it "
                     f"another name"
@@ -260,7 +260,7 @@ class Family(Choice, abstract=True):
             other = next(
                 (each.members[cls.name] for each in families if cls.name in each.members), None
             )
-            if other is not None and not _same(other, cls):
+            if other is not None and not _is_same_definition(other, cls):
                 raise Refused(
                     f"{cls.__module__}.{cls.__qualname__} would be called {cls.name}, as "
                     f"{other.__module__}."
@@ -269,7 +269,7 @@ class Family(Choice, abstract=True):
             cls.members[cls.name] = cls
 
 
-def _same(one: type, other: type) -> bool:
+def _is_same_definition(one: type, other: type) -> bool:
     """Is it the same definition, made twice?"""
     if one.__qualname__ != other.__qualname__:
         return False
@@ -278,39 +278,41 @@ def _same(one: type, other: type) -> bool:
 
 
 families: list[type[Family]] = []
-RESERVED = ("auto", "true", "false", "none")
+RESERVED_NAMES = ("auto", "true", "false", "none")
 
 
-def options_of(cls: type[Choice]) -> tuple[Field[Any], ...]:
+def list_options(cls: type[Choice]) -> tuple[Field[Any], ...]:
     return fields(cls)  # type: ignore[arg-type]
 
 
-def _text(value: object) -> str:
+def _format_option_value(value: object) -> str:
     if value is None:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_format_option_value, value)) + "]"
     return str(value)
 
 
-def _fitted(value: object, spec: Field[Any], owner: str) -> object:
+def _convert_option_value(value: object, spec: Field[Any], owner: str) -> object:
     """The value as the field keeps it (a list as a tuple, text and calls resolved), or
     Refused.
     """
-    kinds: tuple[Kind, ...] = spec.metadata["kinds"]
+    kinds: tuple[OptionKind, ...] = spec.metadata["kinds"]
     if isinstance(value, list):
         value = tuple(value)
-    if isinstance(value, tuple) and any(isinstance(kind, Names) for kind in kinds):
+    if isinstance(value, tuple) and any(isinstance(kind, NameList) for kind in kinds):
         value = tuple(
-            each.name if isinstance(each, Call) and each == Call(each.name) else each
+            each.name
+            if isinstance(each, CallExpression) and each == CallExpression(each.name)
+            else each
             for each in value
         )
     if isinstance(value, str) and not any(value in kind for kind in kinds):
         value = parse_call(value)
-    if isinstance(value, Call):
-        value = _resolved(value, kinds, f"{owner}({spec.name}=...)")
+    if isinstance(value, CallExpression):
+        value = _resolve_call(value, kinds, f"{owner}({spec.name}=...)")
     if value == "none" and any(None in kind for kind in kinds):
         value = None
     if not any(value in kind for kind in kinds):
@@ -319,24 +321,24 @@ def _fitted(value: object, spec: Field[Any], owner: str) -> object:
             raise Refused(
                 f"{owner}({spec.name}=...) got the class {value.__name__}; write {value.__name__}()"
             )
-        raise Refused(f"{owner}({spec.name}=...) takes {takes}; got {_text(value)}")
+        raise Refused(f"{owner}({spec.name}=...) takes {takes}; got {_format_option_value(value)}")
     return value
 
 
-def _resolved(call: Call, kinds: Iterable[Kind], where: str) -> object:
+def _resolve_call(call: CallExpression, kinds: Iterable[OptionKind], where: str) -> object:
     """A call in the place of a value: a bare word of the field, or one of its choices."""
     words = [name for kind in kinds if isinstance(kind, Word) for name in kind.names]
-    classes = [cls for kind in kinds if isinstance(kind, One) for cls in kind.classes]
+    classes = [cls for kind in kinds if isinstance(kind, OneOf) for cls in kind.classes]
     if call.name in words and not call.positional and not call.named:
         return call.name
     if not classes:
         # no such word: the message about the field's kinds says it best
         return call
-    return build(call, {cls.name: cls for cls in classes}, where, words)
+    return build_choice(call, {cls.name: cls for cls in classes}, where, words)
 
 
-def build(
-    call: Call,
+def build_choice(
+    call: CallExpression,
     classes: dict[str, type[Choice]],
     where: str,
     words: Iterable[str] = (),
@@ -348,22 +350,22 @@ def build(
     if elsewhere and call.name not in classes and call.name.lower() in elsewhere:
         raise Refused(f"{where}: no name {call.name!r}; {elsewhere[call.name.lower()]}")
     if call.name not in classes:
-        raise Refused(f"{where}: " + unknown("name", call.name, [*classes, *words]))
+        raise Refused(f"{where}: " + describe_unknown_name("name", call.name, [*classes, *words]))
     cls = classes[call.name]
-    names = [spec.name for spec in options_of(cls)]
+    names = [spec.name for spec in list_options(cls)]
     if len(call.positional) > len(names):
         takes = f"at most {len(names)}: {', '.join(names)}" if names else "no arguments"
         raise Refused(f"{call.name} takes {takes}; got {len(call.positional)}")
     arguments = dict(zip(names, call.positional, strict=False))
     for name, value in call.named:
         if name not in names:
-            raise Refused(f"{call.name}: " + unknown("option", name, names))
+            raise Refused(f"{call.name}: " + describe_unknown_name("option", name, names))
         if name in arguments:
             raise Refused(f"{call.name}: option {name} is given twice; give it once")
         arguments[name] = value
     missing = [
         spec.name
-        for spec in options_of(cls)
+        for spec in list_options(cls)
         if spec.default is MISSING and spec.name not in arguments
     ]
     if missing:
@@ -373,25 +375,25 @@ def build(
     return cls(**arguments)
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
+def describe_unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """The message about a name nobody knows, with the nearest one offered."""
     known = list(known)
     near = (
-        [MEANT[name]]
-        if MEANT.get(name) in known
+        [SYNONYMS[name]]
+        if SYNONYMS.get(name) in known
         else difflib.get_close_matches(name, known, n=1, cutoff=0.51)
     )
     offer = f"did you mean {near[0]}?" if near else "known: " + (", ".join(known) or "none")
     return f"no {what} {name!r}; {offer}"
 
 
-def parts_of(value: object) -> Iterator[tuple[Choice, Field[Any], object]]:
+def iterate_options(value: object) -> Iterator[tuple[Choice, Field[Any], object]]:
     """Every field of a choice and of the choices inside it: (owner, field, value)."""
     if isinstance(value, Choice):
-        for spec in options_of(type(value)):
+        for spec in list_options(type(value)):
             inner = getattr(value, spec.name)
             yield value, spec, inner
-            yield from parts_of(inner)
+            yield from iterate_options(inner)
     elif isinstance(value, tuple):
         for item in value:
-            yield from parts_of(item)
+            yield from iterate_options(item)

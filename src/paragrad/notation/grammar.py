@@ -17,7 +17,7 @@ from paragrad.errors import Refused
 
 
 @dataclass(frozen=True)
-class Call:
+class CallExpression:
     """A call as written, not yet resolved: name, positional values, named values."""
 
     name: str
@@ -36,111 +36,117 @@ TOKEN = re.compile(
 QUOTES = ("'", '"')
 
 
-class Reader:
+class StrategyParser:
     """One pass over the tokens of a text; every method reads one rule of the grammar."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = 0
+        self.position = 0
         self.tokens = [match for match in TOKEN.finditer(text) if match.lastgroup]
         for match in self.tokens:
             if match.group("wrong") in QUOTES:
                 bare = text.translate(dict.fromkeys(map(ord, QUOTES)))
-                self.refuse(f"names stand without quotes: {bare}", match.start("wrong"))
+                self.refuse_syntax(f"names stand without quotes: {bare}", match.start("wrong"))
             if match.lastgroup == "wrong":
-                self.refuse(f"cannot read {match.group('wrong')!r}", match.start("wrong"))
+                self.refuse_syntax(f"cannot read {match.group('wrong')!r}", match.start("wrong"))
 
-    def refuse(self, why: str, column: int | None = None) -> None:
+    def refuse_syntax(self, why: str, column: int | None = None) -> None:
         if column is None:
-            token = self.tokens[self.at] if self.at < len(self.tokens) else None
+            token = self.tokens[self.position] if self.position < len(self.tokens) else None
             column = token.start(token.lastgroup or 0) if token else len(self.text)
         raise Refused(f"{why}\n    {self.text}\n    {' ' * column}^")
 
-    def peek(self) -> str:
-        return self.tokens[self.at].group().strip() if self.at < len(self.tokens) else ""
+    def peek_token(self) -> str:
+        return (
+            self.tokens[self.position].group().strip() if self.position < len(self.tokens) else ""
+        )
 
-    def taken(self, sign: str) -> bool:
-        self.at += (found := self.peek() == sign)
+    def accept_token(self, sign: str) -> bool:
+        self.position += (found := self.peek_token() == sign)
         return found
 
-    def expect(self, sign: str) -> None:
-        if not self.taken(sign):
-            self.refuse(f"expected {sign!r} here")
+    def expect_token(self, sign: str) -> None:
+        if not self.accept_token(sign):
+            self.refuse_syntax(f"expected {sign!r} here")
 
-    def listed(self, rule: Any, until: str) -> tuple[Any, ...]:
+    def parse_list(self, rule: Any, until: str) -> tuple[Any, ...]:
         """rule { "," rule } [ "," ] until a closing sign; may be empty."""
         items: list[Any] = []
-        while not self.taken(until):
+        while not self.accept_token(until):
             if items:
-                if not self.taken(","):
-                    self.refuse(f"expected ',' or {until!r} here")
-                if self.taken(until):
+                if not self.accept_token(","):
+                    self.refuse_syntax(f"expected ',' or {until!r} here")
+                if self.accept_token(until):
                     break
             items.append(rule())
         return tuple(items)
 
-    def call(self) -> Call:
-        token = self.tokens[self.at] if self.at < len(self.tokens) else None
+    def parse_call_rule(self) -> CallExpression:
+        token = self.tokens[self.position] if self.position < len(self.tokens) else None
         if token is None or token.lastgroup != "name":
-            self.refuse("expected a name here")
-        name = self.peek()
-        self.at += 1
-        arguments = self.listed(self.argument, ")") if self.taken("(") else ()
+            self.refuse_syntax("expected a name here")
+        name = self.peek_token()
+        self.position += 1
+        arguments = self.parse_list(self.parse_argument, ")") if self.accept_token("(") else ()
         positional = tuple(value for key, value in arguments if key is None)
         if any(key is None for key, _ in arguments[len(positional) :]):
             raise Refused(f"{name}: positional arguments come first, named ones after them")
-        return Call(
+        return CallExpression(
             name, positional, tuple((key, value) for key, value in arguments if key is not None)
         )
 
-    def argument(self) -> tuple[str | None, object]:
-        after = self.tokens[self.at + 1].group().strip() if self.at + 1 < len(self.tokens) else ""
+    def parse_argument(self) -> tuple[str | None, object]:
+        after = (
+            self.tokens[self.position + 1].group().strip()
+            if self.position + 1 < len(self.tokens)
+            else ""
+        )
         if after == "=":
-            key = self.peek()
-            self.at += 2
-            return key, self.value()
-        return None, self.value()
+            key = self.peek_token()
+            self.position += 2
+            return key, self.parse_value()
+        return None, self.parse_value()
 
-    def value(self) -> object:
-        if self.taken("["):
-            return self.listed(self.value, "]")
-        token = self.tokens[self.at] if self.at < len(self.tokens) else None
+    def parse_value(self) -> object:
+        if self.accept_token("["):
+            return self.parse_list(self.parse_value, "]")
+        token = self.tokens[self.position] if self.position < len(self.tokens) else None
         if token is not None and token.lastgroup == "number":
-            text = self.peek()
-            self.at += 1
+            text = self.peek_token()
+            self.position += 1
             return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-        call = self.call()
-        if call.name in ("true", "false") and call == Call(call.name):
+        call = self.parse_call_rule()
+        if call.name in ("true", "false") and call == CallExpression(call.name):
             return call.name == "true"
         return call
 
-    def finished(self) -> None:
-        if self.at < len(self.tokens):
-            self.refuse("nothing more was expected here")
+    def expect_end(self) -> None:
+        if self.position < len(self.tokens):
+            self.refuse_syntax("nothing more was expected here")
 
 
-def parse_call(text: str) -> Call:
+def parse_call(text: str) -> CallExpression:
     """One call, such as `ring_async(segments=4)`."""
-    reader = Reader(text)
-    call = reader.call()
-    reader.finished()
+    reader = StrategyParser(text)
+    call = reader.parse_call_rule()
+    reader.expect_end()
     return call
 
 
-def parse_products(text: str) -> tuple[tuple[Call, ...], ...]:
+def parse_products(text: str) -> tuple[tuple[CallExpression, ...], ...]:
     """`a * b; c` as ((a, b), (c,)); a trailing `;` is allowed."""
-    reader = Reader(text)
-    products: list[tuple[Call, ...]] = []
-    while reader.peek():
-        factors = [reader.call()]
-        while reader.taken("*"):
-            factors.append(reader.call())
+    reader = StrategyParser(text)
+    products: list[tuple[CallExpression, ...]] = []
+    while reader.peek_token():
+        factors = [reader.parse_call_rule()]
+        while reader.accept_token("*"):
+            factors.append(reader.parse_call_rule())
         products.append(tuple(factors))
-        if not reader.taken(";"):
+        if not reader.accept_token(";"):
             break
-    if reader.peek() == ",":
-        reader.refuse("between strategies stands ; and not ,")
-    reader.finished()
+    if reader.peek_token() == ",":
+        reader.refuse_syntax("between strategies stands ; and not ,")
+    reader.expect_end()
     if not products:
         raise Refused("no strategy was given; write for example data(2, reduce=ring)")
     return tuple(products)

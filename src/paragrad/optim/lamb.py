@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.optim.layerwise import Layered
+from paragrad.optim.layerwise import LayerwiseOptimizer
 
 
-class Lamb(Layered):
+class Lamb(LayerwiseOptimizer):
     """Layer-wise adaptive moments for batch training (You et al. 2020, arXiv 1904.00962,
     algorithm 2). In step t, for a parameter w with gradient g,
 
@@ -42,7 +42,7 @@ class Lamb(Layered):
             adapted=adapted,
         )
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         first, second = group["betas"]
         if parameter.is_complex():
             raise ValueError(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.optim.layerwise import Layered
+from paragrad.optim.layerwise import LayerwiseOptimizer
 
 
-class Lars(Layered):
+class Lars(LayerwiseOptimizer):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv 1708.03888, algorithm
     1): SGD with momentum, in which a parameter w with gradient g has a rate of its own,
 
@@ -46,7 +46,7 @@ class Lars(Layered):
             adapted=adapted,
         )
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         decay = group["weight_decay"]
         state = self.state[parameter]
         move = gradient.add(parameter, alpha=decay) if decay else gradient.clone()

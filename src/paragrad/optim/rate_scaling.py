@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paragrad.datasets.sample_order import Order
+from paragrad.datasets.sample_order import SampleOrder
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.notation.choices import unknown
+from paragrad.notation.choices import describe_unknown_name
 
-MOST = 1_000_000  # epochs of warm-up
+MAX_WARM_UP = 1_000_000  # epochs of warm-up
 
 # what the rate is multiplied by where the batch is so many times as large
-RULES: dict[str, Callable[[float], float]] = {
+SCALING_RULES: dict[str, Callable[[float], float]] = {
     "linear": lambda times: times,  # Goyal et al. 2017, arXiv 1706.02677
     # Krizhevsky 2014, arXiv 1404.5997: the variance of an update stays
     "sqrt": math.sqrt,
@@ -74,7 +74,7 @@ class Scaled(LRScheduler):
             else [0, 0]
         )
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            _set(group, rate)  # as it left it: some go on from there
+            _set_rate(group, rate)  # as it left it: some go on from there
         for _ in range(due[1] - due[0] if self.own is not None else 0):
             self.own.step()  # type: ignore[union-attr]
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -101,24 +101,27 @@ class Scaled(LRScheduler):
             own.load_state_dict(state_dict["own"])
 
 
-def _set(group: dict[str, Any], rate: float) -> None:
+def _set_rate(group: dict[str, Any], rate: float) -> None:
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
 
 
-def rescaled(job: Job, samples: int) -> tuple[Job, str | None]:
+def rescale_job(job: Job, samples: int) -> tuple[Job, str | None]:
     """(the job with the rates of its batch, what they are and why), where it is trained on so
     many samples; itself where nobody asks for others. Raises Refused.
     """
     if job.scale_lr is None and not job.warm_up:
         return job, None
-    _check(job)
+    _check_scaling(job)
     assert job.scale_lr is not None
     assert job.own_batch is not None
-    steps, before = Order(samples, job.batch, 0).steps, Order(samples, job.own_batch, 0).steps
-    factor = RULES[job.scale_lr](min(job.batch, samples) / min(job.own_batch, samples))
+    steps, before = (
+        SampleOrder(samples, job.batch, 0).steps,
+        SampleOrder(samples, job.own_batch, 0).steps,
+    )
+    factor = SCALING_RULES[job.scale_lr](min(job.batch, samples) / min(job.own_batch, samples))
     first = round(job.warm_up * steps)
     told = (
         f"{job.scale_lr} scaling, for the batch is {job.batch} and the job's own {job.own_batch}"
@@ -129,28 +132,31 @@ def rescaled(job: Job, samples: int) -> tuple[Job, str | None]:
             else ""
         )
     )
-    made = partial(_scheduler, job.scheduler, factor, first, before, steps)
+    made = partial(_build_scheduler, job.scheduler, factor, first, before, steps)
     return job.replace(
         scheduler=made, scale_lr=None, warm_up=0.0
     ), f"{factor:.4g} times the job's own: {told}"
 
 
-def _check(job: Job) -> None:
+def _check_scaling(job: Job) -> None:
     if job.scale_lr is None:
         raise Refused(
             f"job {job.name}: warm_up leads from the job's own learning rate to that of a larger "
             f"batch; give "
             "scale_lr='linear' or 'sqrt' too (--scale-lr)"
         )
-    if job.scale_lr not in RULES:
-        raise Refused(f"job {job.name}: " + unknown("scale_lr", str(job.scale_lr), RULES))
+    if job.scale_lr not in SCALING_RULES:
+        raise Refused(
+            f"job {job.name}: "
+            + describe_unknown_name("scale_lr", str(job.scale_lr), SCALING_RULES)
+        )
     if (
         isinstance(job.warm_up, bool)
         or not isinstance(job.warm_up, int | float)
-        or not 0 <= job.warm_up <= MOST
+        or not 0 <= job.warm_up <= MAX_WARM_UP
     ):
         raise Refused(
-            f"job {job.name}: warm_up must be a number of epochs from 0 to {MOST:,}, got "
+            f"job {job.name}: warm_up must be a number of epochs from 0 to {MAX_WARM_UP:,}, got "
             f"{job.warm_up!r}"
         )
     if job.own_batch is None:
@@ -167,7 +173,7 @@ def _check(job: Job) -> None:
         )
 
 
-def _scheduler(
+def _build_scheduler(
     own: Callable[[Optimizer], Any] | None,
     factor: float,
     warm_up: int,

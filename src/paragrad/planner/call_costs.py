@@ -17,49 +17,53 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paragrad.datasets.loading import tensors_of
+from paragrad.datasets.loading import list_batch_tensors
 from paragrad.planner import layer_costs, sequence_costs
-from paragrad.planner.layer_costs import Passes
+from paragrad.planner.layer_costs import PassCosts
 
 
 @dataclass(frozen=True)
-class Counted:
+class CallCost:
     """What one call does. kind: its row of the published table;  weights: the tensors whose
     gradient is the third pass; again: the gradient of the inputs is made from the inputs as
     well, not from that of the output and the weights alone.
     """
 
     kind: str
-    passes: Passes
+    passes: PassCosts
     inputs: Sequence[Tensor]
     weights: Sequence[Tensor] = ()
-    again: bool = False
+    reads_inputs: bool = False
 
 
-def wanted(tensor: Any) -> bool:
+def needs_gradient(tensor: Any) -> bool:
     """A gradient will be made of it."""
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _there(*tensors: Tensor | None) -> list[Tensor]:
+def _drop_missing(*tensors: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Counted:
+def _analyze_linear(
+    out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> CallCost:
     outputs, inputs = weight.shape if weight.dim() == 2 else (1, len(weight))
-    passes = layer_costs.linear(
-        input.numel() // inputs, inputs, outputs, bias is not None, wanted(weight)
+    passes = layer_costs.count_linear(
+        input.numel() // inputs, inputs, outputs, bias is not None, needs_gradient(weight)
     )
-    return Counted("fully connected", passes, [input], _there(weight, bias))
+    return CallCost("fully connected", passes, [input], _drop_missing(weight, bias))
 
 
-def _matmul(out: Tensor, input: Tensor, other: Tensor, **_: Any) -> Counted:
-    inputs, weights = _sides((input, other))
-    passes = layer_costs.matmul(out.numel(), input.shape[-1], _sizes(inputs), _sizes(weights))
-    return Counted("matrix product", passes, inputs, weights, again=True)
+def _analyze_matmul(out: Tensor, input: Tensor, other: Tensor, **_: Any) -> CallCost:
+    inputs, weights = _split_parameters((input, other))
+    passes = layer_costs.count_matmul(
+        out.numel(), input.shape[-1], _list_gradient_sizes(inputs), _list_gradient_sizes(weights)
+    )
+    return CallCost("matrix product", passes, inputs, weights, reads_inputs=True)
 
 
-def _sides(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _split_parameters(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """What was computed, and what is a parameter or a view of one."""
     weights = [
         each for each in tensors if isinstance(each, Parameter) or isinstance(each._base, Parameter)
@@ -67,16 +71,16 @@ def _sides(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return [each for each in tensors if not any(each is weight for weight in weights)], weights
 
 
-def _sizes(tensors: Sequence[Tensor]) -> list[int]:
-    return [each.numel() for each in tensors if wanted(each)]
+def _list_gradient_sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return [each.numel() for each in tensors if needs_gradient(each)]
 
 
-def _each_dim(value: Any, dims: int) -> tuple[int, ...]:
+def _expand_to_dims(value: Any, dims: int) -> tuple[int, ...]:
     given = tuple(value) if isinstance(value, tuple | list) else (value,)
     return given * dims if len(given) == 1 else given
 
 
-def _conv(
+def _analyze_conv(
     out: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -85,7 +89,7 @@ def _conv(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Counted:
+) -> CallCost:
     dims = weight.dim() - 2
     samples = input.shape[0] if input.dim() == weight.dim() else 1
     found = layer_costs.Convolution(
@@ -95,16 +99,19 @@ def _conv(
         input.shape[-dims:],
         out.shape[-dims:],
         weight.shape[2:],
-        _each_dim(stride, dims),
-        _each_dim(dilation, dims),
+        _expand_to_dims(stride, dims),
+        _expand_to_dims(dilation, dims),
         groups,
     )
-    return Counted(
-        "convolution", found.passes(bias is not None, wanted(weight)), [input], _there(weight, bias)
+    return CallCost(
+        "convolution",
+        found.count_passes(bias is not None, needs_gradient(weight)),
+        [input],
+        _drop_missing(weight, bias),
     )
 
 
-def _conv_transpose(
+def _analyze_conv_transpose(
     out: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -114,7 +121,7 @@ def _conv_transpose(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> Counted:
+) -> CallCost:
     dims = weight.dim() - 2
     samples = input.shape[0] if input.dim() == weight.dim() else 1
     found = layer_costs.Convolution(
@@ -124,56 +131,67 @@ def _conv_transpose(
         out.shape[-dims:],
         input.shape[-dims:],
         weight.shape[2:],
-        _each_dim(stride, dims),
-        _each_dim(dilation, dims),
+        _expand_to_dims(stride, dims),
+        _expand_to_dims(dilation, dims),
         groups,
     )
-    return Counted(
+    return CallCost(
         "convolution",
-        found.transposed(bias is not None, wanted(weight)),
+        found.count_transposed_passes(bias is not None, needs_gradient(weight)),
         [input],
-        _there(weight, bias),
+        _drop_missing(weight, bias),
     )
 
 
-def _activation(out: Tensor, input: Tensor, *_: Any, **__: Any) -> Counted:
-    return Counted("activation", layer_costs.activation(out.numel()), [input], again=True)
+def _analyze_activation(out: Tensor, input: Tensor, *_: Any, **__: Any) -> CallCost:
+    return CallCost(
+        "activation", layer_costs.count_activation(out.numel()), [input], reads_inputs=True
+    )
 
 
-def _dropout(
+def _analyze_dropout(
     out: Tensor, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Counted:
-    return Counted("dropout", layer_costs.activation(out.numel() if training and p else 0), [input])
-
-
-def _softmax(out: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Counted:
-    width = input.shape[-1 if dim is None else dim] if input.dim() else 1
-    return Counted(
-        "softmax", layer_costs.softmax(out.numel() // max(width, 1), width), [input], again=True
+) -> CallCost:
+    return CallCost(
+        "dropout", layer_costs.count_activation(out.numel() if training and p else 0), [input]
     )
 
 
-def _pool(dims: int, average: bool) -> Callable[..., Counted]:
+def _analyze_softmax(
+    out: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any
+) -> CallCost:
+    width = input.shape[-1 if dim is None else dim] if input.dim() else 1
+    return CallCost(
+        "softmax",
+        layer_costs.count_softmax(out.numel() // max(width, 1), width),
+        [input],
+        reads_inputs=True,
+    )
+
+
+def _make_pool_analyzer(dims: int, average: bool) -> Callable[..., CallCost]:
     def pool(
         out: Any, input: Tensor, kernel_size: Any, stride: Any = None, *_: Any, **__: Any
-    ) -> Counted:
-        kernel = _each_dim(kernel_size, dims)
-        steps = _each_dim(kernel if stride is None or stride == [] else stride, dims)
+    ) -> CallCost:
+        kernel = _expand_to_dims(kernel_size, dims)
+        steps = _expand_to_dims(kernel if stride is None or stride == [] else stride, dims)
         overlap = prod(-(-size // step) for size, step in zip(kernel, steps, strict=True))
-        outputs = tensors_of(out)[0].numel()
-        return Counted(
+        outputs = list_batch_tensors(out)[0].numel()
+        return CallCost(
             "pooling",
-            layer_costs.pooling(outputs, outputs * prod(kernel), prod(kernel), overlap, average),
+            layer_costs.count_pooling(
+                outputs, outputs * prod(kernel), prod(kernel), overlap, average
+            ),
             [input],
-            again=not average,
+            reads_inputs=not average,
         )
 
     return pool
 
 
-def _adaptive_pool(dims: int, average: bool) -> Callable[..., Counted]:
-    def pool(out: Any, input: Tensor, *_: Any, **__: Any) -> Counted:
-        result = tensors_of(out)[0]
+def _make_adaptive_pool_analyzer(dims: int, average: bool) -> Callable[..., CallCost]:
+    def pool(out: Any, input: Tensor, *_: Any, **__: Any) -> CallCost:
+        result = list_batch_tensors(out)[0]
         terms = prod(result.shape[:-dims])
         channels = terms
         window = 1
@@ -189,33 +207,33 @@ def _adaptive_pool(dims: int, average: bool) -> Callable[..., Counted]:
                 sum(start <= place < stop for start, stop in windows) for place in range(size)
             )
         outputs = channels * prod(result.shape[-dims:])
-        return Counted(
+        return CallCost(
             "pooling",
-            layer_costs.pooling(outputs, terms, window, overlap, average),
+            layer_costs.count_pooling(outputs, terms, window, overlap, average),
             [input],
-            again=not average,
+            reads_inputs=not average,
         )
 
     return pool
 
 
-def _norm(
+def _analyze_norm(
     kind: str,
     input: Tensor,
     terms: int,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: bool = True,
-    measured: bool = True,
-) -> Counted:
+    batch_statistics: bool = True,
+) -> CallCost:
     weights = 0 if weight is None else weight.numel()
-    passes = layer_costs.normalization(
-        input.numel(), terms, weights, bias is not None, mean, measured
+    passes = layer_costs.count_normalization(
+        input.numel(), terms, weights, bias is not None, mean, batch_statistics
     )
-    return Counted(kind, passes, [input], _there(weight, bias), again=True)
+    return CallCost(kind, passes, [input], _drop_missing(weight, bias), reads_inputs=True)
 
 
-def _batch_norm(
+def _analyze_batch_norm(
     out: Tensor,
     input: Tensor,
     running_mean: Any,
@@ -225,13 +243,18 @@ def _batch_norm(
     training: bool = False,
     *_: Any,
     **__: Any,
-) -> Counted:
-    return _norm(
-        "batch norm", input, input.numel() // input.shape[1], weight, bias, measured=training
+) -> CallCost:
+    return _analyze_norm(
+        "batch norm",
+        input,
+        input.numel() // input.shape[1],
+        weight,
+        bias,
+        batch_statistics=training,
     )
 
 
-def _instance_norm(
+def _analyze_instance_norm(
     out: Tensor,
     input: Tensor,
     running_mean: Any = None,
@@ -241,13 +264,18 @@ def _instance_norm(
     use_input_stats: bool = True,
     *_: Any,
     **__: Any,
-) -> Counted:
-    return _norm(
-        "normalization", input, prod(input.shape[2:]), weight, bias, measured=use_input_stats
+) -> CallCost:
+    return _analyze_norm(
+        "normalization",
+        input,
+        prod(input.shape[2:]),
+        weight,
+        bias,
+        batch_statistics=use_input_stats,
     )
 
 
-def _group_norm(
+def _analyze_group_norm(
     out: Tensor,
     input: Tensor,
     num_groups: int,
@@ -255,11 +283,11 @@ def _group_norm(
     bias: Tensor | None = None,
     *_: Any,
     **__: Any,
-) -> Counted:
-    return _norm("normalization", input, prod(input.shape[1:]) // num_groups, weight, bias)
+) -> CallCost:
+    return _analyze_norm("normalization", input, prod(input.shape[1:]) // num_groups, weight, bias)
 
 
-def _layer_norm(
+def _analyze_layer_norm(
     out: Tensor,
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -267,29 +295,29 @@ def _layer_norm(
     bias: Tensor | None = None,
     *_: Any,
     **__: Any,
-) -> Counted:
-    return _norm("normalization", input, prod(normalized_shape), weight, bias)
+) -> CallCost:
+    return _analyze_norm("normalization", input, prod(normalized_shape), weight, bias)
 
 
-def _rms_norm(
+def _analyze_rms_norm(
     out: Tensor,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     *_: Any,
     **__: Any,
-) -> Counted:
-    return _norm("normalization", input, prod(normalized_shape), weight, None, mean=False)
+) -> CallCost:
+    return _analyze_norm("normalization", input, prod(normalized_shape), weight, None, mean=False)
 
 
-def _embedding(out: Tensor, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Counted:
-    return Counted(
-        "embedding", layer_costs.embedding(input.numel(), weight.shape[1]), [input], [weight]
+def _analyze_embedding(out: Tensor, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> CallCost:
+    return CallCost(
+        "embedding", layer_costs.count_embedding(input.numel(), weight.shape[1]), [input], [weight]
     )
 
 
-def _recurrent(kind: str) -> Callable[..., Counted]:
-    def recurrent(out: Any, input: Tensor, *rest: Any) -> Counted:
+def _make_recurrent_analyzer(kind: str) -> Callable[..., CallCost]:
+    def recurrent(out: Any, input: Tensor, *rest: Any) -> CallCost:
         # packed: data [tokens, inputs], how many sequences each step has, ...
         if not isinstance(rest[2], bool):
             sizes, states, weights, bias, count, dropout, training, both = rest[:8]
@@ -304,7 +332,7 @@ def _recurrent(kind: str) -> Callable[..., Counted]:
         state = states[0] if isinstance(states, tuple | list) else states
         cell = sequence_costs.CELLS[kind]
         hidden = weights[0].shape[0] // cell.gates
-        found = sequence_costs.Recurrent(
+        found = sequence_costs.RecurrentLayers(
             cell,
             tokens,
             samples,
@@ -316,35 +344,41 @@ def _recurrent(kind: str) -> Callable[..., Counted]:
             bias,
             state.shape[-1] if state.shape[-1] != hidden else 0,
             bool(dropout and training),
-            wanted(input),
-            wanted(state),
+            needs_gradient(input),
+            needs_gradient(state),
         )
-        return Counted("recurrent", found.passes(), [input], weights, again=True)
+        return CallCost("recurrent", found.count_passes(), [input], weights, reads_inputs=True)
 
     return recurrent
 
 
-def _cell(kind: str) -> Callable[..., Counted]:
-    def cell(out: Any, input: Tensor, state: Any, *weights: Tensor) -> Counted:
+def _make_cell_analyzer(kind: str) -> Callable[..., CallCost]:
+    def cell(out: Any, input: Tensor, state: Any, *weights: Tensor) -> CallCost:
         before = state[0] if isinstance(state, tuple | list) else state
         samples = input.numel() // input.shape[-1]
-        found = sequence_costs.Recurrent(
+        found = sequence_costs.RecurrentLayers(
             sequence_costs.CELLS[kind],
             samples,
             samples,
             1,
             input.shape[-1],
             before.shape[-1],
-            bias=len(_there(*weights)) > 2,
-            inputs_wanted=wanted(input),
-            state_wanted=wanted(before),
+            bias=len(_drop_missing(*weights)) > 2,
+            needs_input_gradient=needs_gradient(input),
+            needs_state_gradient=needs_gradient(before),
         )
-        return Counted("recurrent", found.passes(), [input, before], _there(*weights), again=True)
+        return CallCost(
+            "recurrent",
+            found.count_passes(),
+            [input, before],
+            _drop_missing(*weights),
+            reads_inputs=True,
+        )
 
     return cell
 
 
-def _dot_products(
+def _analyze_dot_products(
     out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -353,8 +387,8 @@ def _dot_products(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     **_: Any,
-) -> Counted:
-    passes = sequence_costs.dot_products(
+) -> CallCost:
+    passes = sequence_costs.count_dot_products(
         prod(query.shape[:-2]),
         query.shape[-2],
         key.shape[-2],
@@ -363,10 +397,10 @@ def _dot_products(
         attn_mask is not None or is_causal,
         dropout_p > 0,
     )
-    return Counted("attention", passes, [query, key, value], again=True)
+    return CallCost("attention", passes, [query, key, value], reads_inputs=True)
 
 
-def _multi_head(
+def _analyze_multi_head(
     out: Any,
     query: Tensor,
     key: Tensor,
@@ -375,7 +409,7 @@ def _multi_head(
     num_heads: int,
     *rest: Any,
     **named: Any,
-) -> Counted:
+) -> CallCost:
     in_weight, in_bias, _, _, _, dropout, out_weight, out_bias = rest[:8]
     apart = (
         [named.get(f"{name}_proj_weight") for name in "qkv"]
@@ -387,7 +421,7 @@ def _multi_head(
         or named.get("key_padding_mask") is not None
         or named.get("is_causal", False)
     )
-    passes = sequence_costs.attention(
+    passes = sequence_costs.count_attention(
         query.shape[1] if query.dim() == 3 else 1,
         len(query),
         len(key),
@@ -396,25 +430,27 @@ def _multi_head(
         out_bias is not None,
         masked,
         bool(dropout and named.get("training", True)),
-        [wanted(each) for each in (query, key, value)],
+        [needs_gradient(each) for each in (query, key, value)],
     )
-    weights = _there(in_weight, *apart, in_bias, out_weight, out_bias)
-    return Counted("attention", passes, [query, key, value], weights, again=True)
+    weights = _drop_missing(in_weight, *apart, in_bias, out_weight, out_bias)
+    return CallCost("attention", passes, [query, key, value], weights, reads_inputs=True)
 
 
-def _pointwise(additive: bool) -> Callable[..., Counted]:
-    def pointwise(out: Tensor, *given: Any, **named: Any) -> Counted:
-        inputs, weights = _sides(tensors_of((*given, *named.values())))
-        passes = layer_costs.pointwise(out.numel(), _sizes(inputs), _sizes(weights), additive)
-        return Counted("element-wise", passes, inputs, weights, again=not additive)
+def _make_pointwise_analyzer(additive: bool) -> Callable[..., CallCost]:
+    def pointwise(out: Tensor, *given: Any, **named: Any) -> CallCost:
+        inputs, weights = _split_parameters(list_batch_tensors((*given, *named.values())))
+        passes = layer_costs.count_pointwise(
+            out.numel(), _list_gradient_sizes(inputs), _list_gradient_sizes(weights), additive
+        )
+        return CallCost("element-wise", passes, inputs, weights, reads_inputs=not additive)
 
     return pointwise
 
 
-def _reduction(mean: bool) -> Callable[..., Counted]:
-    def reduction(out: Tensor, input: Tensor, *_: Any, **__: Any) -> Counted:
+def _make_reduction_analyzer(mean: bool) -> Callable[..., CallCost]:
+    def reduction(out: Tensor, input: Tensor, *_: Any, **__: Any) -> CallCost:
         terms = input.numel() // max(out.numel(), 1)
-        return Counted("sum", layer_costs.reduction(out.numel(), terms, mean), [input])
+        return CallCost("sum", layer_costs.count_reduction(out.numel(), terms, mean), [input])
 
     return reduction
 
@@ -477,7 +513,7 @@ ARITHMETIC = (
 )
 # what moves numbers, or makes constants: no operation (what gives a view of its input is told
 # from its storage)
-MOVES = (
+UNCOUNTED_FUNCTIONS = (
     "cat",
     "concat",
     "stack",
@@ -531,45 +567,45 @@ MOVES = (
     "arange",
 )
 
-COUNTED: dict[str, Callable[..., Counted]] = {
-    "linear": _linear,
-    "matmul": _matmul,
-    "mm": _matmul,
-    "bmm": _matmul,
-    "rmatmul": lambda out, a, b: _matmul(out, b, a),
-    **{f"conv{dims}d": _conv for dims in (1, 2, 3)},
-    **{f"conv_transpose{dims}d": _conv_transpose for dims in (1, 2, 3)},
-    **dict.fromkeys(ACTIVATIONS, _activation),
-    **dict.fromkeys(("softmax", "log_softmax"), _softmax),
-    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _dropout),
+ANALYZERS: dict[str, Callable[..., CallCost]] = {
+    "linear": _analyze_linear,
+    "matmul": _analyze_matmul,
+    "mm": _analyze_matmul,
+    "bmm": _analyze_matmul,
+    "rmatmul": lambda out, a, b: _analyze_matmul(out, b, a),
+    **{f"conv{dims}d": _analyze_conv for dims in (1, 2, 3)},
+    **{f"conv_transpose{dims}d": _analyze_conv_transpose for dims in (1, 2, 3)},
+    **dict.fromkeys(ACTIVATIONS, _analyze_activation),
+    **dict.fromkeys(("softmax", "log_softmax"), _analyze_softmax),
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _analyze_dropout),
     **{
-        f"{kind}_pool{dims}d": _pool(dims, kind == "avg")
+        f"{kind}_pool{dims}d": _make_pool_analyzer(dims, kind == "avg")
         for kind in ("max", "avg")
         for dims in (1, 2, 3)
     },
     **{
-        f"adaptive_{kind}_pool{dims}d": _adaptive_pool(dims, kind == "avg")
+        f"adaptive_{kind}_pool{dims}d": _make_adaptive_pool_analyzer(dims, kind == "avg")
         for kind in ("max", "avg")
         for dims in (1, 2, 3)
     },
-    "batch_norm": _batch_norm,
-    "instance_norm": _instance_norm,
-    "group_norm": _group_norm,
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "embedding": _embedding,
-    "lstm": _recurrent("lstm"),
-    "gru": _recurrent("gru"),
-    "rnn_tanh": _recurrent("rnn"),
-    "rnn_relu": _recurrent("rnn"),
-    "lstm_cell": _cell("lstm"),
-    "gru_cell": _cell("gru"),
-    "rnn_tanh_cell": _cell("rnn"),
-    "rnn_relu_cell": _cell("rnn"),
-    "scaled_dot_product_attention": _dot_products,
-    "multi_head_attention_forward": _multi_head,
-    **dict.fromkeys(ADDITIVE, _pointwise(True)),
-    **dict.fromkeys(ARITHMETIC, _pointwise(False)),
-    "sum": _reduction(False),
-    "mean": _reduction(True),
+    "batch_norm": _analyze_batch_norm,
+    "instance_norm": _analyze_instance_norm,
+    "group_norm": _analyze_group_norm,
+    "layer_norm": _analyze_layer_norm,
+    "rms_norm": _analyze_rms_norm,
+    "embedding": _analyze_embedding,
+    "lstm": _make_recurrent_analyzer("lstm"),
+    "gru": _make_recurrent_analyzer("gru"),
+    "rnn_tanh": _make_recurrent_analyzer("rnn"),
+    "rnn_relu": _make_recurrent_analyzer("rnn"),
+    "lstm_cell": _make_cell_analyzer("lstm"),
+    "gru_cell": _make_cell_analyzer("gru"),
+    "rnn_tanh_cell": _make_cell_analyzer("rnn"),
+    "rnn_relu_cell": _make_cell_analyzer("rnn"),
+    "scaled_dot_product_attention": _analyze_dot_products,
+    "multi_head_attention_forward": _analyze_multi_head,
+    **dict.fromkeys(ADDITIVE, _make_pointwise_analyzer(True)),
+    **dict.fromkeys(ARITHMETIC, _make_pointwise_analyzer(False)),
+    "sum": _make_reduction_analyzer(False),
+    "mean": _make_reduction_analyzer(True),
 }

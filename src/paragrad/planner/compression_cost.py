@@ -25,18 +25,18 @@ from typing import Any
 
 from paragrad.errors import Refused
 from paragrad.executors.machine import Cluster, Machine
-from paragrad.planner.cost_formulas import price
+from paragrad.planner.cost_formulas import compute_exchange_cost
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.ring import Ring
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.strategy import Strategy
 
-ELEMENT = 4  # bytes
-LONGEST = 1 << 40  # bytes
+ELEMENT_BYTES = 4  # bytes
+LONGEST_VECTOR = 1 << 40  # bytes
 
 
 @dataclass(frozen=True)
-class Compressing:
+class CompressionCost:
     """Seconds of one exchange of a vector of `bytes` on each of `workers` ranks. payload: bytes
     that stand for one;  whole: but they are sent as whole vectors;  plain: without compressing;
     exchange: of what is sent;  compute: before and after it, on every rank;  bandwidth: of
@@ -50,21 +50,21 @@ class Compressing:
     bytes: int
     machine: Machine
     cluster: Cluster
-    along: str
+    algorithm: str
     payload: float
-    whole: bool
+    sends_whole_vectors: bool
     plain: float
     exchange: float
     compute: float
     bandwidth: float
-    lengths: tuple[tuple[float, float], ...]
+    paying_lengths: tuple[tuple[float, float], ...]
 
     @property
-    def pays(self) -> bool:
+    def is_faster(self) -> bool:
         return self.exchange + self.compute < self.plain
 
 
-def compressing(
+def predict_compression_cost(
     strategy: Strategy,
     compressor: Compressor,
     workers: int,
@@ -72,31 +72,32 @@ def compressing(
     machine: Machine,
     costs: tuple[float, float],
     link: str | None = None,
-) -> Compressing:
+) -> CompressionCost:
     """costs: seconds a byte of compressing a vector, and of adding up what one payload stands
     for. Raises Refused.
     """
     named = getattr(strategy, "reduce", None)
     schedule: Any = named if isinstance(named, AllReduce) else Ring()
-    if size < ELEMENT:
+    if size < ELEMENT_BYTES:
         raise Refused(
-            f"--bytes {size} is less than one number, which has {ELEMENT} bytes; give more"
+            f"--bytes {size} is less than one number, which has {ELEMENT_BYTES} bytes; give more"
         )
     if type(compressor).sends is Compressor.sends:
         raise Refused(
             f"{strategy}: how much {compressor} sends depends on the gradients; simulate "
             f"top_k(0.01) in its place"
         )
-    if not compressor.compresses(shape_of(compressor, size)):
+    if not compressor.compresses(choose_vector_shape(compressor, size)):
         raise Refused(
-            f"{strategy}: {compressor} sends a vector of {size // ELEMENT} numbers as it is; give "
+            f"{strategy}: {compressor} sends a vector of {size // ELEMENT_BYTES} numbers as it is; "
+            f"give "
             f"more"
         )
     try:
-        price(schedule, workers, 1)
+        compute_exchange_cost(schedule, workers, 1)
     except LookupError as error:
         raise Refused(f"{strategy}: {error}, by which it is priced; leave reduce out") from None
-    cluster = Cluster(machine.link(link), machine.gamma)
+    cluster = Cluster(machine.select_link(link), machine.gamma)
 
     def parts(length: float, beta: float) -> tuple[float, bool, float, float, float]:
         """(bytes that stand for a vector, are whole ones sent, seconds of the plain exchange,
@@ -107,21 +108,21 @@ def compressing(
             if beta == cluster.link.beta
             else replace(cluster.link, beta=beta, points=())
         )
-        elements = int(length) // ELEMENT
-        payload = compressor.sends(shape_of(compressor, length), ELEMENT)
-        plain = price(schedule, workers, elements)
-        dense = plain.seconds(at, cluster.gamma, ELEMENT)
+        elements = int(length) // ELEMENT_BYTES
+        payload = compressor.sends(choose_vector_shape(compressor, length), ELEMENT_BYTES)
+        plain = compute_exchange_cost(schedule, workers, elements)
+        dense = plain.compute_seconds(at, cluster.gamma, ELEMENT_BYTES)
         if compressor.sums:
             rounds = 2 if compressor.agrees else 1  # what ranks agree on travels first
             other = (
-                price(schedule, workers, int(payload / ELEMENT / rounds)).seconds(
-                    at, cluster.gamma, ELEMENT
-                )
+                compute_exchange_cost(
+                    schedule, workers, int(payload / ELEMENT_BYTES / rounds)
+                ).compute_seconds(at, cluster.gamma, ELEMENT_BYTES)
                 * rounds
             )
             return payload, False, dense, other, length * sum(costs)
-        whole = (workers - 1) * payload >= ELEMENT * plain.sent
-        other = dense if whole else (workers - 1) * at.held(int(payload))
+        whole = (workers - 1) * payload >= ELEMENT_BYTES * plain.sent
+        other = dense if whole else (workers - 1) * at.compute_port_seconds(int(payload))
         return (
             payload,
             whole,
@@ -135,8 +136,8 @@ def compressing(
         return dense - other - computed
 
     payload, whole, dense, other, computed = parts(size, cluster.link.beta)
-    slowest = root(lambda beta: gained(size, beta), 1.0)
-    return Compressing(
+    slowest = find_break_even(lambda beta: gained(size, beta), 1.0)
+    return CompressionCost(
         strategy,
         workers,
         size,
@@ -149,16 +150,16 @@ def compressing(
         other,
         computed,
         1 / slowest if slowest else float("inf"),
-        lengths(
+        find_paying_lengths(
             lambda length: (
-                compressor.compresses(shape_of(compressor, length))
+                compressor.compresses(choose_vector_shape(compressor, length))
                 and gained(length, cluster.link.beta) > 0
             )
         ),
     )
 
 
-def root(line: Callable[[float], float], far: float) -> float:
+def find_break_even(line: Callable[[float], float], far: float) -> float:
     """From where on a line is above 0: 0 where it is everywhere, inf where it never is."""
     first = line(0.0)
     last = line(far)
@@ -167,33 +168,35 @@ def root(line: Callable[[float], float], far: float) -> float:
     return 0.0 if first >= 0 else far * first / (first - last)
 
 
-def lengths(pays: Callable[[float], bool]) -> tuple[tuple[float, float], ...]:
+def find_paying_lengths(is_paying: Callable[[float], bool]) -> tuple[tuple[float, float], ...]:
     """The stretches of lengths in bytes, up to LONGEST, in which it pays, as powers of two see
     them; their ends to an element.
     """
     ends = list[float]()
     before = False
     last = 0
-    for power in range((LONGEST // ELEMENT).bit_length()):
+    for power in range((LONGEST_VECTOR // ELEMENT_BYTES).bit_length()):
         low = last
         high = 1 << power
         last = high
-        now = pays(ELEMENT * high)
+        now = is_paying(ELEMENT_BYTES * high)
         while now != before and high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if pays(ELEMENT * middle) == now else (middle, high)
-        ends += [float(ELEMENT * high)] if now != before else []
+            low, high = (
+                (low, middle) if is_paying(ELEMENT_BYTES * middle) == now else (middle, high)
+            )
+        ends += [float(ELEMENT_BYTES * high)] if now != before else []
         before = now
     return tuple(zip(ends[::2], [*ends[1::2], float("inf")], strict=False))
 
 
-def shape_of(compressor: Compressor, length: float) -> tuple[int, ...]:
+def choose_vector_shape(compressor: Compressor, length: float) -> tuple[int, ...]:
     """Of a vector of so many bytes, as it is compressed."""
-    elements = int(length) // ELEMENT
-    return square(elements) if compressor.sums else (elements,)
+    elements = int(length) // ELEMENT_BYTES
+    return choose_square_shape(elements) if compressor.sums else (elements,)
 
 
-def square(elements: int) -> tuple[int, int]:
+def choose_square_shape(elements: int) -> tuple[int, int]:
     """A matrix of so many elements, about."""
     side = max(1, isqrt(elements))
     return side, max(1, elements // side)

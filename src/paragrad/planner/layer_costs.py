@@ -20,7 +20,7 @@ from math import gcd, prod
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassCost:
     """A pass through a layer: operations, the longest chain of them, bytes read and written,
     operations of matrix products.
     """
@@ -32,7 +32,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCost:
     """What one layer does in a step. name: of its module;  kind: its row in the table;
     function: torch's, that it calls.
     """
@@ -40,20 +40,20 @@ class Layer:
     name: str
     kind: str
     function: str
-    output: Pass
-    input_gradient: Pass
-    weight_gradient: Pass
+    output: PassCost
+    input_gradient: PassCost
+    weight_gradient: PassCost
     calls: int = 1
 
 
-NOTHING = Pass(0, 0)
+NO_COST = PassCost(0, 0)
 # output, gradient of the inputs, gradient of the weights
-Passes = tuple[Pass, Pass, Pass]
+PassCosts = tuple[PassCost, PassCost, PassCost]
 
 
-def after(*passes: Pass) -> Pass:
+def combine_sequential(*passes: PassCost) -> PassCost:
     """One after the other: works and depths add up."""
-    return Pass(
+    return PassCost(
         sum(each.work for each in passes),
         sum(each.depth for each in passes),
         sum(each.bytes for each in passes),
@@ -61,9 +61,9 @@ def after(*passes: Pass) -> Pass:
     )
 
 
-def beside(*passes: Pass) -> Pass:
+def combine_parallel(*passes: PassCost) -> PassCost:
     """Side by side: works add up, the longest chain is the depth."""
-    return Pass(
+    return PassCost(
         sum(each.work for each in passes),
         max((each.depth for each in passes), default=0),
         sum(each.bytes for each in passes),
@@ -71,53 +71,56 @@ def beside(*passes: Pass) -> Pass:
     )
 
 
-def rounds(terms: int) -> int:
+def compute_sum_depth(terms: int) -> int:
     """ceil(lg terms): the depth of a sum of so many numbers."""
     return max(terms - 1, 0).bit_length()
 
 
-def each(elements: int, operations: int = 1) -> Pass:
+def count_elementwise(elements: int, operations: int = 1) -> PassCost:
     """So many operations, one after the other, on every element by itself."""
-    return Pass(elements * operations, operations if elements else 0)
+    return PassCost(elements * operations, operations if elements else 0)
 
 
-def sums(count: int, terms: int) -> Pass:
+def count_sums(count: int, terms: int) -> PassCost:
     """`count` sums (or maxima) of `terms` numbers each."""
-    return Pass(count * terms, rounds(terms))
+    return PassCost(count * terms, compute_sum_depth(terms))
 
 
-def product(count: int, terms: int, bias: bool = False) -> Pass:
+def count_products(count: int, terms: int, bias: bool = False) -> PassCost:
     """`count` sums of `terms` products of two numbers each; a bias is one more number in the
     sum.
     """
     work = 2 * count * terms
-    return Pass(work, 1 + rounds(terms + bias), products=work) if work else NOTHING
+    return PassCost(work, 1 + compute_sum_depth(terms + bias), products=work) if work else NO_COST
 
 
-def linear(
+def count_linear(
     samples: int, inputs: int, outputs: int, bias: bool = True, weight: bool = True
-) -> Passes:
+) -> PassCosts:
     """Fully connected: [samples, inputs] -> [samples, outputs]. bias: there is one; weight: its
     gradient is wanted too.
     """
-    weights = product(outputs * inputs, samples) if weight else NOTHING
+    weights = count_products(outputs * inputs, samples) if weight else NO_COST
     return (
-        product(samples * outputs, inputs, bias),
-        product(samples * inputs, outputs),
-        beside(weights, sums(outputs, samples) if bias else NOTHING),
+        count_products(samples * outputs, inputs, bias),
+        count_products(samples * inputs, outputs),
+        combine_parallel(weights, count_sums(outputs, samples) if bias else NO_COST),
     )
 
 
-def matmul(outputs: int, terms: int, operands: Sequence[int], parameters: Sequence[int]) -> Passes:
+def count_matmul(
+    outputs: int, terms: int, operands: Sequence[int], parameters: Sequence[int]
+) -> PassCosts:
     """A product of two matrices, or of batches of them. operands, parameters: elements of those
     whose gradient is wanted.
     """
     # products of two numbers, as many forward as for either gradient
     used = outputs * terms
     inputs, weights = (
-        [product(size, used // size) for size in sizes if size] for sizes in (operands, parameters)
+        [count_products(size, used // size) for size in sizes if size]
+        for sizes in (operands, parameters)
     )
-    return product(outputs, terms), beside(*inputs), beside(*weights)
+    return count_products(outputs, terms), combine_parallel(*inputs), combine_parallel(*weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Convolution:
     groups: int = 1
 
     @property
-    def taps(self) -> int:
+    def max_uses(self) -> int:
         """The largest number of results, of one output channel, that one number of the image is
         used for.
         """
@@ -150,72 +153,95 @@ class Convolution:
             for result, kernel, stride, dilation in places
         )
 
-    def passes(self, bias: bool = True, weight: bool = True) -> Passes:
+    def count_passes(self, bias: bool = True, weight: bool = True) -> PassCosts:
         """bias: there is one, and its gradient is wanted;  weight: the gradient of the kernel
         is wanted.
         """
         terms = self.inputs // self.groups * prod(self.kernel)
         places = self.samples * prod(self.result)
-        output = product(places * self.outputs, terms, bias)
-        back = Pass(
-            output.work, 1 + rounds(self.outputs // self.groups * self.taps), products=output.work
+        output = count_products(places * self.outputs, terms, bias)
+        back = PassCost(
+            output.work,
+            1 + compute_sum_depth(self.outputs // self.groups * self.max_uses),
+            products=output.work,
         )
-        weights = product(self.outputs * terms, places) if weight else NOTHING
-        return output, back, beside(weights, sums(self.outputs, places) if bias else NOTHING)
+        weights = count_products(self.outputs * terms, places) if weight else NO_COST
+        return (
+            output,
+            back,
+            combine_parallel(weights, count_sums(self.outputs, places) if bias else NO_COST),
+        )
 
-    def transposed(self, bias: bool = True, weight: bool = True) -> Passes:
+    def count_transposed_passes(self, bias: bool = True, weight: bool = True) -> PassCosts:
         """The layer whose forward is this one's gradient of the inputs: from `result` to
         `image`, `outputs` to `inputs`.
         """
-        back, output, weights = self.passes(False, weight)
-        output = Pass(
+        back, output, weights = self.count_passes(False, weight)
+        output = PassCost(
             output.work,
-            1 + rounds(self.outputs // self.groups * self.taps + bias),
+            1 + compute_sum_depth(self.outputs // self.groups * self.max_uses + bias),
             products=output.work,
         )
-        biases = sums(self.inputs, self.samples * prod(self.image)) if bias else NOTHING
-        return output, back, beside(weights, biases)
+        biases = count_sums(self.inputs, self.samples * prod(self.image)) if bias else NO_COST
+        return output, back, combine_parallel(weights, biases)
 
 
-def activation(elements: int) -> Passes:
+def count_activation(elements: int) -> PassCosts:
     """A function of each element; its derivative, with the gradient that it multiplies, counts
     one operation too.
     """
-    return each(elements), each(elements), NOTHING
+    return count_elementwise(elements), count_elementwise(elements), NO_COST
 
 
-def softmax(rows: int, width: int) -> Passes:
+def count_softmax(rows: int, width: int) -> PassCosts:
     """Softmax, or its logarithm: largest, difference, exponential, sum, quotient; and
     backward.
     """
     elements = rows * width
-    output = after(sums(rows, width), each(elements, 2), sums(rows, width), each(elements))
-    return output, after(each(elements), sums(rows, width), each(elements, 2)), NOTHING
+    output = combine_sequential(
+        count_sums(rows, width),
+        count_elementwise(elements, 2),
+        count_sums(rows, width),
+        count_elementwise(elements),
+    )
+    return (
+        output,
+        combine_sequential(
+            count_elementwise(elements), count_sums(rows, width), count_elementwise(elements, 2)
+        ),
+        NO_COST,
+    )
 
 
-def pooling(outputs: int, terms: int, window: int, overlap: int, average: bool) -> Passes:
+def count_pooling(outputs: int, terms: int, window: int, overlap: int, average: bool) -> PassCosts:
     """Largest or mean of windows. terms: of all windows together;  window: of the largest one;
     overlap: the largest number of windows that one element is in.
     """
-    output = Pass(terms, rounds(window))
+    output = PassCost(terms, compute_sum_depth(window))
     if average:
         return (
-            after(output, each(outputs)),
-            after(each(outputs), Pass(terms, rounds(overlap))),
-            NOTHING,
+            combine_sequential(output, count_elementwise(outputs)),
+            combine_sequential(
+                count_elementwise(outputs), PassCost(terms, compute_sum_depth(overlap))
+            ),
+            NO_COST,
         )
     # a gradient goes to one place of its window
-    return output, after(each(outputs), Pass(0, rounds(overlap))), NOTHING
+    return (
+        output,
+        combine_sequential(count_elementwise(outputs), PassCost(0, compute_sum_depth(overlap))),
+        NO_COST,
+    )
 
 
-def normalization(
+def count_normalization(
     elements: int,
     terms: int,
     weights: int,
     bias: bool = True,
     mean: bool = True,
-    measured: bool = True,
-) -> Passes:
+    batch_statistics: bool = True,
+) -> PassCosts:
     """Batch, layer, group or root-mean-square norm: every `terms` elements share their
     statistics.
 
@@ -224,62 +250,84 @@ def normalization(
     running ones.
     """
     rows = elements // terms if terms else 0
-    scaled = each(elements if weights else 0)
-    centred = after(sums(rows, terms), each(rows)) if measured else NOTHING  # the mean
-    spread = after(each(elements), sums(rows, terms), each(rows)) if measured else NOTHING
+    scaled = count_elementwise(elements if weights else 0)
+    centred = (
+        combine_sequential(count_sums(rows, terms), count_elementwise(rows))
+        if batch_statistics
+        else NO_COST
+    )  # the mean
+    spread = (
+        combine_sequential(
+            count_elementwise(elements), count_sums(rows, terms), count_elementwise(rows)
+        )
+        if batch_statistics
+        else NO_COST
+    )
     # + eps, 1 / root
-    output = after(
-        *((centred, each(elements)) if mean else ()),
+    output = combine_sequential(
+        *((centred, count_elementwise(elements)) if mean else ()),
         spread,
-        each(rows, 2),
-        each(elements),
+        count_elementwise(rows, 2),
+        count_elementwise(elements),
         scaled,
-        each(elements if weights and bias else 0),
+        count_elementwise(elements if weights and bias else 0),
     )
     # gradient x normalised, summed
-    along = after(each(elements), sums(rows, terms))
-    both = beside(along, sums(rows, terms)) if mean else along
+    along = combine_sequential(count_elementwise(elements), count_sums(rows, terms))
+    both = combine_parallel(along, count_sums(rows, terms)) if mean else along
     corrected = (
-        after(both, each(rows * (1 + mean)), each(elements, 2 + mean)) if measured else NOTHING
+        combine_sequential(
+            both, count_elementwise(rows * (1 + mean)), count_elementwise(elements, 2 + mean)
+        )
+        if batch_statistics
+        else NO_COST
     )
     shared = elements // weights if weights else 0
-    summed = sums(weights, shared) if bias else NOTHING
+    summed = count_sums(weights, shared) if bias else NO_COST
     return (
         output,
-        after(scaled, corrected, each(elements)),
-        beside(after(each(elements), sums(weights, shared)), summed) if weights else NOTHING,
+        combine_sequential(scaled, corrected, count_elementwise(elements)),
+        combine_parallel(
+            combine_sequential(count_elementwise(elements), count_sums(weights, shared)), summed
+        )
+        if weights
+        else NO_COST,
     )
 
 
-def embedding(lookups: int, width: int) -> Passes:
+def count_embedding(lookups: int, width: int) -> PassCosts:
     """A lookup has no operations; backward adds every row's gradients, at worst all to one
     row.
     """
-    return NOTHING, NOTHING, Pass(lookups * width, rounds(lookups))
+    return NO_COST, NO_COST, PassCost(lookups * width, compute_sum_depth(lookups))
 
 
-def pointwise(
+def count_pointwise(
     elements: int, operands: Sequence[int], parameters: Sequence[int], additive: bool
-) -> Passes:
+) -> PassCosts:
     """Arithmetic on tensors element by element, with broadcasting. operands, parameters:
     elements of those whose gradient is wanted;  additive: the gradient of an operand is that of
     the output itself.
     """
 
-    def back(operand: int) -> Pass:
-        summed = sums(operand, elements // operand) if 0 < operand < elements else NOTHING
-        return after(each(0 if additive else elements), summed)
+    def back(operand: int) -> PassCost:
+        summed = count_sums(operand, elements // operand) if 0 < operand < elements else NO_COST
+        return combine_sequential(count_elementwise(0 if additive else elements), summed)
 
-    return each(elements), beside(*map(back, operands)), beside(*map(back, parameters))
+    return (
+        count_elementwise(elements),
+        combine_parallel(*map(back, operands)),
+        combine_parallel(*map(back, parameters)),
+    )
 
 
-def reduction(outputs: int, terms: int, mean: bool) -> Passes:
+def count_reduction(outputs: int, terms: int, mean: bool) -> PassCosts:
     """Sums or means of `terms` elements each; the gradient of a sum is copied."""
-    divided = each(outputs if mean else 0)
-    return after(sums(outputs, terms), divided), divided, NOTHING
+    divided = count_elementwise(outputs if mean else 0)
+    return combine_sequential(count_sums(outputs, terms), divided), divided, NO_COST
 
 
-def brent(work: int, depth: int, processors: int) -> tuple[int, int]:
+def compute_parallel_bounds(work: int, depth: int, processors: int) -> tuple[int, int]:
     """Steps that `processors` need at least and at most: max(W/P, D) <= T_P <= W/P + D (Brent
     1974, JACM 21(2)).
     """

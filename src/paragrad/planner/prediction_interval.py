@@ -10,8 +10,8 @@ from paragrad.executors.machine import Cluster
 MARGIN = 0.1
 
 
-def interval(
-    seconds: float, cluster: Cluster, timed: Callable[[Cluster], float]
+def predict_interval(
+    seconds: float, cluster: Cluster, predict_seconds: Callable[[Cluster], float]
 ) -> tuple[float, float] | None:
     """(least, most) seconds of four exchanges in five; None where the links of a cluster were
     not measured.
@@ -19,7 +19,7 @@ def interval(
     seconds: by the clock, on links as they can be;  timed: the clock's seconds of the same on
     another cluster: on links as they were when other work disturbed them.
     """
-    disturbed = cluster.disturbed()
+    disturbed = cluster.build_disturbed_cluster()
     if disturbed is None:
         return None
-    return (1 - MARGIN) * seconds, (1 + MARGIN) * max(seconds, timed(disturbed))
+    return (1 - MARGIN) * seconds, (1 + MARGIN) * max(seconds, predict_seconds(disturbed))

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paragrad.planner.layer_costs import (
-    NOTHING,
-    Pass,
-    Passes,
-    after,
-    beside,
-    each,
-    product,
-    rounds,
-    softmax,
-    sums,
+    NO_COST,
+    PassCost,
+    PassCosts,
+    combine_parallel,
+    combine_sequential,
+    compute_sum_depth,
+    count_elementwise,
+    count_products,
+    count_softmax,
+    count_sums,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class RecurrentCell:
     """gates: matrices of a cell;  operations: element-wise ones per hidden number and step,
     backward as many;  forward, backward: how many of them follow one another between two
     products.
@@ -36,11 +36,15 @@ class Cell:
 
 # rnn: add, tanh. lstm: four gates (add, squash), f c, i g, their sum, tanh c, o tanh c.
 # gru: two gates (add, squash), r h, add, tanh, n + z (h - n)
-CELLS = {"rnn": Cell(1, 2, 2, 2), "lstm": Cell(4, 13, 6, 6), "gru": Cell(3, 10, 8, 7)}
+CELLS = {
+    "rnn": RecurrentCell(1, 2, 2, 2),
+    "lstm": RecurrentCell(4, 13, 6, 6),
+    "gru": RecurrentCell(3, 10, 8, 7),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrent:
+class RecurrentLayers:
     """`layers` recurrent layers over sequences of at most `steps`, `tokens` steps in all of the
     `samples` sequences.
 
@@ -49,7 +53,7 @@ class Recurrent:
     of the inputs, and of the first state.
     """
 
-    cell: Cell
+    cell: RecurrentCell
     tokens: int
     samples: int
     steps: int
@@ -58,39 +62,45 @@ class Recurrent:
     layers: int = 1
     directions: int = 1
     bias: bool = True
-    projected: int = 0
+    projection_size: int = 0
     dropout: bool = False
-    inputs_wanted: bool = True
-    state_wanted: bool = False
+    needs_input_gradient: bool = True
+    needs_state_gradient: bool = False
 
-    def passes(self) -> Passes:
+    def count_passes(self) -> PassCosts:
         """Layers of one direction follow each other step by step like a wave; those of two wait
         for the whole layer before.
         """
-        back, chain = self._back()
-        weights = after(*(self._weights(layer) for layer in range(self.layers)))
+        back, chain = self._count_input_gradient()
+        weights = combine_sequential(
+            *(self._count_weight_gradient(layer) for layer in range(self.layers))
+        )
         return (
-            self._output(),
+            self._count_output(),
             back,
-            Pass(weights.work, chain + 1 + rounds(self.tokens), products=weights.products),
+            PassCost(
+                weights.work, chain + 1 + compute_sum_depth(self.tokens), products=weights.products
+            ),
         )
 
     @property
-    def _state(self) -> int:
-        return self.projected or self.hidden
+    def _state_size(self) -> int:
+        return self.projection_size or self.hidden
 
-    def _read(self, layer: int) -> int:
+    def _count_layer_inputs(self, layer: int) -> int:
         """How many numbers a layer reads per step."""
-        return self._state * self.directions if layer else self.inputs
+        return self._state_size * self.directions if layer else self.inputs
 
-    def _output(self) -> Pass:
+    def _count_output(self) -> PassCost:
         gates = self.cell.gates * self.hidden
-        of_state = product(self.tokens * gates, self._state, self.bias)
-        tail = Pass(self.tokens * self.cell.operations * self.hidden, self.cell.forward)
-        if self.projected:
-            tail = after(tail, product(self.tokens * self.projected, self.hidden))
+        of_state = count_products(self.tokens * gates, self._state_size, self.bias)
+        tail = PassCost(self.tokens * self.cell.operations * self.hidden, self.cell.forward)
+        if self.projection_size:
+            tail = combine_sequential(
+                tail, count_products(self.tokens * self.projection_size, self.hidden)
+            )
         reads = [
-            product(self.tokens * gates, self._read(layer), self.bias)
+            count_products(self.tokens * gates, self._count_layer_inputs(layer), self.bias)
             for layer in range(self.layers)
         ]
         step = of_state.depth + tail.depth
@@ -103,66 +113,81 @@ class Recurrent:
             )
         else:
             depth = sum(first + (self.steps - 1) * step for first in firsts)
-        whole = after(
-            *(after(read, of_state, tail) for _ in range(self.directions) for read in reads),
-            self._dropped(),
+        whole = combine_sequential(
+            *(
+                combine_sequential(read, of_state, tail)
+                for _ in range(self.directions)
+                for read in reads
+            ),
+            self._count_dropout(),
         )
-        return Pass(whole.work, depth + self._dropped().depth, products=whole.products)
+        return PassCost(whole.work, depth + self._count_dropout().depth, products=whole.products)
 
-    def _dropped(self) -> Pass:
+    def _count_dropout(self) -> PassCost:
         """Dropout between the layers."""
-        one = each(self.tokens * self._state * self.directions if self.dropout else 0)
-        return after(*[one] * (self.layers - 1))
+        one = count_elementwise(
+            self.tokens * self._state_size * self.directions if self.dropout else 0
+        )
+        return combine_sequential(*[one] * (self.layers - 1))
 
-    def _back(self) -> tuple[Pass, int]:
+    def _count_input_gradient(self) -> tuple[PassCost, int]:
         """The gradients of gates, states and inputs; and the chain up to the last gate's, from
         which weights' gradients are made: they need it whether the inputs' gradient is wanted
         or not.
         """
         gates = self.cell.gates * self.hidden
-        tail = Pass(self.tokens * self.cell.operations * self.hidden, self.cell.backward)
-        if self.projected:
-            tail = after(product(self.tokens * self.hidden, self.projected), tail)
-        earlier = self.tokens if self.state_wanted else self.tokens - self.samples
-        of_state = product(earlier * self._state, gates)
-        reads = [product(self.tokens * self._read(layer), gates) for layer in range(self.layers)]
-        if not self.inputs_wanted:
-            reads[0] = NOTHING
+        tail = PassCost(self.tokens * self.cell.operations * self.hidden, self.cell.backward)
+        if self.projection_size:
+            tail = combine_sequential(
+                count_products(self.tokens * self.hidden, self.projection_size), tail
+            )
+        earlier = self.tokens if self.needs_state_gradient else self.tokens - self.samples
+        of_state = count_products(earlier * self._state_size, gates)
+        reads = [
+            count_products(self.tokens * self._count_layer_inputs(layer), gates)
+            for layer in range(self.layers)
+        ]
+        if not self.needs_input_gradient:
+            reads[0] = NO_COST
         joined = [
-            each(
-                self.tokens * self._read(layer)
-                if self.directions == 2 and (layer or self.inputs_wanted)
+            count_elementwise(
+                self.tokens * self._count_layer_inputs(layer)
+                if self.directions == 2 and (layer or self.needs_input_gradient)
                 else 0
             )
             for layer in range(self.layers)
         ]
-        alone = [after(read, of_state, tail) for _ in range(self.directions) for read in reads]
-        whole = after(*alone, *joined, self._dropped())
+        alone = [
+            combine_sequential(read, of_state, tail)
+            for _ in range(self.directions)
+            for read in reads
+        ]
+        whole = combine_sequential(*alone, *joined, self._count_dropout())
         # a product, whether to the step before or to the layer below
-        move = 1 + rounds(gates)
+        move = 1 + compute_sum_depth(gates)
         between = (
             (self.layers - 1) * (move + tail.depth)
             + sum(each.depth for each in joined[1:])
-            + self._dropped().depth
+            + self._count_dropout().depth
         )
         along = (self.steps - 1) * (move + tail.depth)
         chain = tail.depth + between + along * (1 if self.directions == 1 else self.layers)
-        last = max(reads[0].depth + joined[0].depth, move if self.state_wanted else 0)
-        return Pass(whole.work, chain + last, products=whole.products), chain
+        last = max(reads[0].depth + joined[0].depth, move if self.needs_state_gradient else 0)
+        return PassCost(whole.work, chain + last, products=whole.products), chain
 
-    def _weights(self, layer: int) -> Pass:
+    def _count_weight_gradient(self, layer: int) -> PassCost:
         gates = self.cell.gates * self.hidden
-        biases = sums(2 * gates if self.bias else 0, self.tokens)  # torch keeps two biases
-        one = after(
-            product(gates * self._read(layer), self.tokens),
-            product(gates * self._state, self.tokens),
+        biases = count_sums(2 * gates if self.bias else 0, self.tokens)  # torch keeps two biases
+        one = combine_sequential(
+            count_products(gates * self._count_layer_inputs(layer), self.tokens),
+            count_products(gates * self._state_size, self.tokens),
             biases,
-            product(self.projected * self.hidden, self.tokens),
+            count_products(self.projection_size * self.hidden, self.tokens),
         )
-        return after(*[one] * self.directions)
+        return combine_sequential(*[one] * self.directions)
 
 
-def dot_products(
+def count_dot_products(
     heads: int,
     queries: int,
     keys: int,
@@ -170,33 +195,43 @@ def dot_products(
     value: int,
     mask: bool = False,
     dropout: bool = False,
-) -> Passes:
+) -> PassCosts:
     """Scaled dot-product attention: [heads, queries, width], [heads, keys, width], [heads,
     keys, value] -> [heads, queries, value], heads of all samples together. A mask saves
     nothing, as torch counts it.
     """
     scores = heads * queries * keys
-    weights, weights_back, _ = softmax(heads * queries, keys)
-    optional = after(each(scores, int(mask)), each(scores, int(dropout)))
-    output = after(
-        each(heads * queries * width),
-        product(scores, width),
+    weights, weights_back, _ = count_softmax(heads * queries, keys)
+    optional = combine_sequential(
+        count_elementwise(scores, int(mask)), count_elementwise(scores, int(dropout))
+    )
+    output = combine_sequential(
+        count_elementwise(heads * queries * width),
+        count_products(scores, width),
         optional,
         weights,
-        product(heads * queries * value, keys),
+        count_products(heads * queries * value, keys),
     )
-    to_both = beside(
-        after(product(heads * queries * width, keys), each(heads * queries * width)),
-        product(heads * keys * width, queries),
+    to_both = combine_parallel(
+        combine_sequential(
+            count_products(heads * queries * width, keys),
+            count_elementwise(heads * queries * width),
+        ),
+        count_products(heads * keys * width, queries),
     )
-    back = beside(
-        after(product(scores, value), each(scores, int(dropout)), weights_back, to_both),
-        product(heads * keys * value, queries),
+    back = combine_parallel(
+        combine_sequential(
+            count_products(scores, value),
+            count_elementwise(scores, int(dropout)),
+            weights_back,
+            to_both,
+        ),
+        count_products(heads * keys * value, queries),
     )
-    return output, back, NOTHING
+    return output, back, NO_COST
 
 
-def attention(
+def count_attention(
     samples: int,
     queries: int,
     keys: int,
@@ -205,8 +240,8 @@ def attention(
     bias: bool = True,
     mask: bool = False,
     dropout: bool = False,
-    wanted: Sequence[bool] = (True, True, True),
-) -> Passes:
+    needs_gradients: Sequence[bool] = (True, True, True),
+) -> PassCosts:
     """Multi-head attention, of which every head has its part of the model's width.
 
     widths: of query (the model's), key and value;  wanted: whether the gradient of each of the
@@ -214,21 +249,31 @@ def attention(
     """
     model = widths[0]
     rows = [samples * queries, samples * keys, samples * keys]
-    core, core_back, _ = dot_products(
+    core, core_back, _ = count_dot_products(
         samples * heads, queries, keys, model // heads, model // heads, mask, dropout
     )
     sizes = list(zip(rows, widths, strict=True))
-    output = after(
-        beside(*(product(row * model, width, bias) for row, width in sizes)),
+    output = combine_sequential(
+        combine_parallel(*(count_products(row * model, width, bias) for row, width in sizes)),
         core,
-        product(rows[0] * model, model, bias),
+        count_products(rows[0] * model, model, bias),
     )
     # weights need it whether inputs do or not
-    inner = after(product(rows[0] * model, model), core_back)
-    asked = [size for size, want in zip(sizes, wanted, strict=True) if want]
-    back = after(inner, beside(*(product(row * width, model) for row, width in asked)))
-    made = [product(width * model, row) for row, width in sizes] + [
-        sums(model if bias else 0, row) for row in rows
+    inner = combine_sequential(count_products(rows[0] * model, model), core_back)
+    asked = [size for size, want in zip(sizes, needs_gradients, strict=True) if want]
+    back = combine_sequential(
+        inner, combine_parallel(*(count_products(row * width, model) for row, width in asked))
+    )
+    made = [count_products(width * model, row) for row, width in sizes] + [
+        count_sums(model if bias else 0, row) for row in rows
     ]
-    outer = beside(product(model * model, rows[0]), sums(model if bias else 0, rows[0]))
-    return output, back, beside(outer, after(Pass(0, inner.depth), beside(*made)))
+    outer = combine_parallel(
+        count_products(model * model, rows[0]), count_sums(model if bias else 0, rows[0])
+    )
+    return (
+        output,
+        back,
+        combine_parallel(
+            outer, combine_sequential(PassCost(0, inner.depth), combine_parallel(*made))
+        ),
+    )

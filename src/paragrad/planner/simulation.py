@@ -9,20 +9,25 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from paragrad.errors import Refused
-from paragrad.executors.clock import Timeline, timed
+from paragrad.executors.clock import Timeline, time_schedule
 from paragrad.executors.machine import Cluster, Machine
-from paragrad.executors.message_count import TooLong, refuse_long
-from paragrad.executors.proof import check
-from paragrad.executors.uniform_clock import Tell, simulated
-from paragrad.executors.work_depth import WorkAndDepth, work_and_depth
-from paragrad.planner.cost_formulas import Price, least, price, seconds
-from paragrad.planner.prediction_interval import interval
+from paragrad.executors.message_count import TooManyMessages, refuse_many_messages
+from paragrad.executors.proof import check_schedule
+from paragrad.executors.uniform_clock import ReportProgress, time_collective
+from paragrad.executors.work_depth import WorkAndDepth, compute_work_and_depth
+from paragrad.planner.cost_formulas import (
+    ExchangeCost,
+    compute_exchange_cost,
+    compute_lower_bounds,
+    predict_exchange_seconds,
+)
+from paragrad.planner.prediction_interval import predict_interval
 from paragrad.schedules.actions import Collective, ScheduleError
-from paragrad.strategies.registry import plan_of
+from paragrad.strategies.registry import find_schedule_use
 from paragrad.strategies.strategy import Strategy
 
-WALKED = 64  # ranks up to which work and depth are walked
-KEPT = 100_000  # messages up to which a timeline is kept
+MAX_WALKED_RANKS = 64  # ranks up to which work and depth are walked
+MAX_KEPT_MESSAGES = 100_000  # messages up to which a timeline is kept
 UNITS = {
     "": 1,
     "B": 1,
@@ -48,26 +53,26 @@ class Simulation:
     # seconds of four exchanges in five, where links were measured
     interval: tuple[float, float] | None
     # seconds by closed form, where there is one; links shared or slow are not in it
-    closed: float | None
-    price: Price | None
-    least: Price  # lower bounds
+    closed_form: float | None
+    cost: ExchangeCost | None
+    lower_bounds: ExchangeCost  # lower bounds
     work: WorkAndDepth | None
     element: int  # bytes of one
 
 
-def simulate(
+def simulate_exchange(
     strategy: Strategy,
     size: int,
     machine: Machine,
     *,
     link: str | None = None,
     inside: str | None = None,
-    per_link: int = 1,
-    per_core: int = 1,
+    ranks_per_link: int = 1,
+    ranks_per_core: int = 1,
     slow: tuple[tuple[int, float], ...] = (),
     element: int = 4,
     spans: bool = False,
-    tell: Tell | None = None,
+    progress: ReportProgress | None = None,
 ) -> Simulation:
     """Play a strategy's schedule over `size` bytes on a cluster of hosts like `machine`. Raises
     Refused.
@@ -76,12 +81,12 @@ def simulate(
     (otherwise the same as outside); per_core: ranks that share a core;  slow: (rank, how many
     times slower);  tell: see `players.uniform`.
     """
-    resolved, plan = plan_of(strategy, "simulate", per_link)
-    if plan.unpriced:
-        raise Refused(f"{strategy}: {plan.unpriced}")
+    resolved, plan = find_schedule_use(strategy, "simulate", ranks_per_link)
+    if plan.pricing_refusal:
+        raise Refused(f"{strategy}: {plan.pricing_refusal}")
     workers = plan.size
     schedule = cast(Collective, plan.schedule)
-    if plan.what != "all-reduce":
+    if plan.goal != "all-reduce":
         raise Refused(
             f"{strategy}: how long its steps take depends on the model's parts, which are not "
             f"simulated yet; draw it "
@@ -91,14 +96,14 @@ def simulate(
         raise Refused(
             f"--bytes {size} is less than one number, which has {element} bytes; give more"
         )
-    check(schedule, workers, plan.what)
+    check_schedule(schedule, workers, plan.goal)
     for rank, factor in slow:
         if not 0 <= rank < workers or factor < 1:
             raise Refused(
                 f"--slow {rank}={factor:g}: give a rank from 0 to {workers - 1} and a factor of at "
                 f"least 1"
             )
-    for what, number in (("link", per_link), ("core", per_core)):
+    for what, number in (("link", ranks_per_link), ("core", ranks_per_core)):
         if workers % number:
             raise Refused(
                 f"{number} ranks per {what} do not make up {workers} ranks; give a number that "
@@ -106,44 +111,58 @@ def simulate(
             )
     length = size // element
     cluster = Cluster(
-        machine.link(link),
+        machine.select_link(link),
         machine.gamma,
-        machine.link(inside) if inside else None,
-        per_link,
-        per_core,
+        machine.select_link(inside) if inside else None,
+        ranks_per_link,
+        ranks_per_core,
         1,
         slow,
     )
-    plays = 1 if cluster.disturbed() is None else 2
+    plays = 1 if cluster.build_disturbed_cluster() is None else 2
 
-    def telling(play: int) -> Tell | None:
-        return tell and (lambda done, of: tell(play * of + done, plays * of))
+    def telling(play: int) -> ReportProgress | None:
+        return progress and (lambda done, of: progress(play * of + done, plays * of))
 
     try:
         if spans:
-            refuse_long(schedule, workers, KEPT, "kept as a timeline")
+            refuse_many_messages(schedule, workers, MAX_KEPT_MESSAGES, "kept as a timeline")
         timeline = (
-            timed(schedule, workers, length, cluster, element=element, spans=True)
+            time_schedule(
+                schedule, workers, length, cluster, element_bytes=element, keep_spans=True
+            )
             if spans
-            else simulated(schedule, workers, length, cluster, element=element, tell=telling(0))
+            else time_collective(
+                schedule,
+                workers,
+                length,
+                cluster,
+                element_bytes=element,
+                report_progress=telling(0),
+            )
         )
-        around = interval(
+        around = predict_interval(
             timeline.seconds,
             cluster,
             lambda other: (
-                simulated(
-                    schedule, workers, length, other, element=element, tell=telling(1)
+                time_collective(
+                    schedule,
+                    workers,
+                    length,
+                    other,
+                    element_bytes=element,
+                    report_progress=telling(1),
                 ).seconds
             ),
         )
-    except TooLong as error:
+    except TooManyMessages as error:
         raise Refused(str(error)) from None
     # of a user's own, for more ranks than are proved
     except ScheduleError as error:
         raise Refused(
-            f"{schedule} is no {plan.what} of {workers} ranks: {error}; mend the schedule"
+            f"{schedule} is no {plan.goal} of {workers} ranks: {error}; mend the schedule"
         ) from None
-    closed, terms = _closed(schedule, workers, length, cluster, element)
+    closed, terms = _compute_closed_form(schedule, workers, length, cluster, element)
     return Simulation(
         resolved,
         workers,
@@ -154,23 +173,23 @@ def simulate(
         around,
         closed,
         terms,
-        least(workers, length),
-        work_and_depth(schedule, workers, length) if workers <= WALKED else None,
+        compute_lower_bounds(workers, length),
+        compute_work_and_depth(schedule, workers, length) if workers <= MAX_WALKED_RANKS else None,
         element,
     )
 
 
-def _closed(
+def _compute_closed_form(
     schedule: Any, workers: int, length: int, cluster: Cluster, element: int
-) -> tuple[float | None, Price | None]:
+) -> tuple[float | None, ExchangeCost | None]:
     try:
-        closed = seconds(schedule, workers, length, cluster, element)
-        return closed, price(schedule, workers, length)
+        closed = predict_exchange_seconds(schedule, workers, length, cluster, element)
+        return closed, compute_exchange_cost(schedule, workers, length)
     except LookupError:
         return None, None
 
 
-def read_bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """A number of bytes such as 100MB, 64KiB or 4096. Raises Refused."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].upper() not in UNITS:
@@ -178,7 +197,7 @@ def read_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def read_slow(text: str) -> tuple[int, float]:
+def parse_slow_rank(text: str) -> tuple[int, float]:
     """A slow rank such as 7=3 or 7=3x: rank 7 is three times slower. Raises Refused."""
     match = re.fullmatch(r"(\d+)=(\d+(?:\.\d+)?)x?", text.strip())
     if not match:

@@ -24,12 +24,12 @@ BUCKETS = 2
 THREADS = {STEPS: "steps", TASKS: "tasks", BUCKETS: "exchange"}
 
 
-def check(path: Path) -> None:
+def check_trace_path(path: Path) -> None:
     """Refused where no trace can be written there, which is tried."""
     try:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
-        (partial := _partial(path)).open("a").close()
+        (partial := _make_partial_path(path)).open("a").close()
         partial.unlink(missing_ok=True)  # ranks of a launcher all try it
     except OSError as error:
         raise Refused(
@@ -38,11 +38,11 @@ def check(path: Path) -> None:
         ) from None
 
 
-def write(record: Record, path: Path) -> None:
+def write_trace(record: Record, path: Path) -> None:
     """The trace of a run, whole or not at all. record: read with its spans. Raises OSError with
     the file's name.
     """
-    partial = _partial(path)
+    partial = _make_partial_path(path)
     try:
         with partial.open("w", encoding="utf-8") as file:
             told = {
@@ -51,7 +51,7 @@ def write(record: Record, path: Path) -> None:
             file.write(
                 f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(told)}, "traceEvents": ['
             )
-            for number, event in enumerate(events(record)):
+            for number, event in enumerate(make_trace_events(record)):
                 file.write(f"{',' if number else ''}\n{json.dumps(event, allow_nan=False)}")
             file.write("\n]}\n")
         partial.replace(path)
@@ -60,54 +60,60 @@ def write(record: Record, path: Path) -> None:
         raise
 
 
-def _partial(path: Path) -> Path:
+def _make_partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def events(record: Record) -> Iterator[Event]:
+def make_trace_events(record: Record) -> Iterator[Event]:
     """Everything of a trace. ts: microseconds since the run began."""
     arrows: dict[str, int] = {}
     for rank, lines in enumerate(record.ranks):
         host = next((f" on {line['host']}" for line in lines if line["kind"] == "cpu"), "")
-        yield _named("process_name", rank, f"rank {rank}{host}")
-        yield {**_named("process_sort_index", rank, ""), "args": {"sort_index": rank}}
+        yield _make_metadata_event("process_name", rank, f"rank {rank}{host}")
+        yield {**_make_metadata_event("process_sort_index", rank, ""), "args": {"sort_index": rank}}
         threads = set()
-        for event in _of_rank(rank, lines, arrows):
+        for event in _make_rank_events(rank, lines, arrows):
             if event["tid"] not in threads:
                 threads.add(event["tid"])
-                yield _named("thread_name", rank, THREADS[event["tid"]], event["tid"])
+                yield _make_metadata_event("thread_name", rank, THREADS[event["tid"]], event["tid"])
             yield event
 
 
-def _named(what: str, rank: int, name: str, thread: int = STEPS) -> Event:
+def _make_metadata_event(what: str, rank: int, name: str, thread: int = STEPS) -> Event:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
 
 
-def _of_rank(rank: int, lines: Iterable[Line], arrows: dict[str, int]) -> Iterator[Event]:
+def _make_rank_events(rank: int, lines: Iterable[Line], arrows: dict[str, int]) -> Iterator[Event]:
     """The spans of a step stand before its line; those of one that failed have none."""
     spans: list[Line] = []
     for line in lines:
         if line["kind"] == "span":
             spans.append(line)
         elif line["kind"] == "step":
-            yield _slice(rank, STEPS, {**line, "name": f"step {line['step']}", "lane": "step"})
-            yield from _of_step(rank, spans, arrows)
+            yield _make_slice_event(
+                rank, STEPS, {**line, "name": f"step {line['step']}", "lane": "step"}
+            )
+            yield from _make_step_events(rank, spans, arrows)
             spans = []
         elif line["kind"] == "epoch":
-            yield _slice(rank, STEPS, {**line, "name": f"epoch {line['epoch']}", "lane": "epoch"})
-    yield from _of_step(rank, spans, arrows)
+            yield _make_slice_event(
+                rank, STEPS, {**line, "name": f"epoch {line['epoch']}", "lane": "epoch"}
+            )
+    yield from _make_step_events(rank, spans, arrows)
 
 
-def _of_step(rank: int, spans: list[Line], arrows: dict[str, int]) -> Iterator[Event]:
-    tasks, buckets = apart(spans)
-    for span in nested(tasks):
-        yield (event := _slice(rank, TASKS, span))
-        yield from _arrow(rank, event, arrows)
+def _make_step_events(rank: int, spans: list[Line], arrows: dict[str, int]) -> Iterator[Event]:
+    tasks, buckets = separate_buckets(spans)
+    for span in nest_spans(tasks):
+        yield (event := _make_slice_event(rank, TASKS, span))
+        yield from _make_flow_event(rank, event, arrows)
     for whole, parts in buckets:
-        yield _slice(rank, BUCKETS, whole, **parts)
+        yield _make_slice_event(rank, BUCKETS, whole, **parts)
 
 
-def apart(spans: Iterable[Line]) -> tuple[list[Line], list[tuple[Line, dict[str, float]]]]:
+def separate_buckets(
+    spans: Iterable[Line],
+) -> tuple[list[Line], list[tuple[Line, dict[str, float]]]]:
     """(what a rank did one after the other, its buckets): those are summed by a thread of their
     own. Of a bucket: the whole, and seconds of its parts by their lanes, which say how long and
     not when.
@@ -124,7 +130,7 @@ def apart(spans: Iterable[Line]) -> tuple[list[Line], list[tuple[Line, dict[str,
     return tasks, buckets
 
 
-def nested(spans: Iterable[Line]) -> Iterator[Line]:
+def nest_spans(spans: Iterable[Line]) -> Iterator[Line]:
     """One within another, or one after the other: microseconds were rounded, and a thread's
     slices must not cross.
     """
@@ -145,7 +151,7 @@ def nested(spans: Iterable[Line]) -> Iterator[Line]:
         yield {**span, "start": start, "seconds": max(0.0, end - start)}
 
 
-def _slice(rank: int, thread: int, line: Line, **more: Any) -> Event:
+def _make_slice_event(rank: int, thread: int, line: Line, **more: Any) -> Event:
     named = {name: line[name] for name in ("step", "bytes") if line.get(name) is not None}
     return {
         "ph": "X",
@@ -159,7 +165,7 @@ def _slice(rank: int, thread: int, line: Line, **more: Any) -> Event:
     }
 
 
-def _arrow(rank: int, event: Event, arrows: dict[str, int]) -> Iterator[Event]:
+def _make_flow_event(rank: int, event: Event, arrows: dict[str, int]) -> Iterator[Event]:
     """From where a message is posted to where it is there: both ends know the same name of
     it.
     """

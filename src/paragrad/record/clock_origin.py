@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Meeting(Protocol):
+class ClockWorld(Protocol):
     """What is asked of a world."""
 
     def barrier(self) -> None: ...
 
-    def agreed(self, value: object) -> list[tuple[str, float]]: ...
+    def broadcast_object(self, value: object) -> list[tuple[str, float]]: ...
 
-    def collected(self, value: object) -> list[tuple[str, float]]: ...
+    def gather_objects(self, value: object) -> list[tuple[str, float]]: ...
 
 
-def common_origin(world: Meeting) -> tuple[float, int]:
+def find_common_origin(world: ClockWorld) -> tuple[float, int]:
     """(the beginning of a run, on the monotonic clock of this rank's host; how many clocks
     there are). Collective.
 
@@ -30,14 +30,14 @@ def common_origin(world: Meeting) -> tuple[float, int]:
     takes.
     """
     world.barrier()
-    mine = clock(), time.monotonic()
-    every = world.agreed(world.collected(mine))
+    mine = read_clock_name(), time.monotonic()
+    every = world.broadcast_object(world.gather_objects(mine))
     return next(moment for name, moment in every if name == mine[0]), len(
         {name for name, _ in every}
     )
 
 
-def clock() -> str:
+def read_clock_name() -> str:
     """The name of this host's monotonic clock: all processes since its start have it in
     common.
     """

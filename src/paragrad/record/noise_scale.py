@@ -23,7 +23,7 @@ from typing import Any
 
 # of what was smoothed, with each measurement. On the tested problem the estimate is off by 5 %
 # in the mean (root of squares); with 0.99 by 16
-KEPT = 0.999
+SMOOTHING = 0.999
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class NoiseScale:
         return self.trace / self.signal if self.signal > 0 and self.trace >= 0 else None
 
 
-def measured(lines: Iterable[dict[str, Any]]) -> tuple[float, float, float] | None:
+def estimate_step_noise(lines: Iterable[dict[str, Any]]) -> tuple[float, float, float] | None:
     """(tr(S), |G|^2, what the batch weighs) of one step, from the lines of all ranks; None
     where it was not measured.
     """
@@ -66,7 +66,7 @@ def measured(lines: Iterable[dict[str, Any]]) -> tuple[float, float, float] | No
     )
 
 
-def noise_of(steps: Iterable[list[dict[str, Any]]]) -> Iterator[NoiseScale]:
+def track_noise_scale(steps: Iterable[list[dict[str, Any]]]) -> Iterator[NoiseScale]:
     """After every step that was measured. steps: of each the lines of all ranks."""
     trace = 0.0
     signal = 0.0
@@ -74,10 +74,10 @@ def noise_of(steps: Iterable[list[dict[str, Any]]]) -> Iterator[NoiseScale]:
     weight = 0.0
     count = 0
     for lines in steps:
-        if (found := measured(lines)) is not None:
-            trace = KEPT * trace + found[0]
-            signal = KEPT * signal + found[1]
-            total = KEPT * total + 1
+        if (found := estimate_step_noise(lines)) is not None:
+            trace = SMOOTHING * trace + found[0]
+            signal = SMOOTHING * signal + found[1]
+            total = SMOOTHING * total + 1
             count = count + 1
             weight = weight + found[2]
             yield NoiseScale(lines[0]["step"], trace / total, signal / total, count, weight / count)

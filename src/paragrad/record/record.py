@@ -73,20 +73,24 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
-from paragrad.errors import Refused, naming
-from paragrad.record.round_counts import audit_of_rounds, passed_in, sent_by
-from paragrad.record.sample_count import Audit, audit_of
-from paragrad.record.step_times import seconds_of_slowest, seconds_together
+from paragrad.errors import Refused, add_file_name
+from paragrad.record.round_counts import (
+    count_client_samples,
+    count_round_samples,
+    summarize_round_bytes,
+)
+from paragrad.record.sample_count import SampleCount, count_epoch_samples
+from paragrad.record.step_times import list_joint_seconds, list_slowest_seconds
 
 # 1 wrote every field of every step, and a line for every span; it is read as well
-SCHEMA = 2
+RECORD_SCHEMA = 2
 Line = dict[str, Any]
 # steps, as this run counts them: told in detail; not the first, which warm up
-DETAILED = range(2, 12)
+DETAILED_STEPS = range(2, 12)
 
 
 # json.dumps would make an encoder for every line
-encoded = json.JSONEncoder(separators=(",", ":")).encode
+encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Recorder:
@@ -94,13 +98,13 @@ class Recorder:
     process.
     """
 
-    def __init__(self, path: Path, origin: float | None = None, alone: bool = False) -> None:
+    def __init__(self, path: Path, origin: float | None = None, exclusive: bool = False) -> None:
         """alone: Refused where another process holds the file so, before anything in it is
         touched. The lock goes with it.
         """
         self.origin = time.monotonic() if origin is None else origin
         self.file = path.open("a", encoding="utf-8")
-        if alone:
+        if exclusive:
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -111,7 +115,7 @@ class Recorder:
                 ) from None
             except OSError:  # a file system without locks
                 pass
-        cut_torn(path)
+        truncate_torn_line(path)
 
     def __enter__(self) -> Recorder:
         return self
@@ -130,17 +134,17 @@ class Recorder:
         """Seconds since the run began."""
         return time.monotonic() - self.origin
 
-    def write(self, kind: str, **fields: Any) -> None:
-        self.write_text([encoded({"kind": kind, **fields})])
+    def write_line(self, kind: str, **fields: Any) -> None:
+        self.write_encoded([encode_json({"kind": kind, **fields})])
 
-    def write_text(self, lines: list[str]) -> None:
+    def write_encoded(self, lines: list[str]) -> None:
         """Lines that are encoded already, in one go. Raises OSError with the file's name."""
-        with naming(self.file.name):
+        with add_file_name(self.file.name):
             self.file.write("\n".join(lines) + "\n")
             self.file.flush()
 
 
-def cut_torn(path: Path) -> None:
+def truncate_torn_line(path: Path) -> None:
     """Cut off a last line that its writer could not end (a full disk, a kill): what is appended
     behind it could not be read.
     """
@@ -153,7 +157,7 @@ def cut_torn(path: Path) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
-def new_folder(parent: Path, name: str) -> Path:
+def create_run_folder(parent: Path, name: str) -> Path:
     """A fresh folder below parent; Refused where it cannot be made."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for count in range(1000):
@@ -174,24 +178,24 @@ def new_folder(parent: Path, name: str) -> Path:
     raise Refused(f"{parent} is full of runs of this second; give another folder with --runs")
 
 
-def lines_of(path: Path, spans: bool = True) -> Iterator[Line]:
+def read_lines(path: Path, spans: bool = True) -> Iterator[Line]:
     """The lines of a file, as the table above has them; a last one that was cut off by the end
     of its process is left out.
     """
     before: Line = {}  # the step before
     named: list[Any] = []  # its spans
-    for line in _stored(path, spans):
+    for line in _read_stored_lines(path, spans):
         if line["kind"] == "step":
             line = {**before, **line}
             before = line
         if line["kind"] == "spans":
             named = line.get("spans", named)
-            yield from _spans(line, named)
+            yield from _expand_spans(line, named)
         else:
             yield line
 
 
-def _stored(path: Path, spans: bool) -> Iterator[Line]:
+def _read_stored_lines(path: Path, spans: bool) -> Iterator[Line]:
     """The lines as they are stored. spans: with those of spans, which are most of a file."""
     if path.is_file():  # a FIFO would be waited for
         for text in path.read_text(encoding="utf-8").splitlines():
@@ -203,7 +207,7 @@ def _stored(path: Path, spans: bool) -> Iterator[Line]:
                 return
 
 
-def _spans(line: Line, named: list[Any]) -> list[Line]:
+def _expand_spans(line: Line, named: list[Any]) -> list[Line]:
     """A line for each span of a step, by when they began."""
     micros = iter(line["micros"])
     found = [
@@ -229,21 +233,21 @@ class Record:
 
     def __init__(self, folder: Path, spans: bool = True) -> None:
         self.folder = folder
-        self.own = list(lines_of(folder / "run.jsonl"))
-        own = self.own
+        self.run_lines = list(read_lines(folder / "run.jsonl"))
+        own = self.run_lines
         self.header: Line = next((line for line in own if line["kind"] == "run"), {})
-        if self.header.get("schema", SCHEMA) > SCHEMA:
+        if self.header.get("schema", RECORD_SCHEMA) > RECORD_SCHEMA:
             raise Refused(
                 f"{folder} is a record of version {self.header['schema']}, this paragrad reads "
                 f"versions up to "
-                f"{SCHEMA}; read it with "
+                f"{RECORD_SCHEMA}; read it with "
                 f"paragrad "
                 f"{dict(self.header.get('machine') or {}).get('paragrad', 'of its time')}, which "
                 f"wrote it"
             )
         self.end: Line | None = next((line for line in own if line["kind"] == "end"), None)
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
-        self.ranks: list[list[Line]] = [list(lines_of(path, spans)) for path in files]
+        self.ranks: list[list[Line]] = [list(read_lines(path, spans)) for path in files]
         self.difference: Line | None = next(
             (line for line in own if line["kind"] == "difference"), None
         )
@@ -254,7 +258,7 @@ class Record:
     def finished(self) -> bool:
         return self.end is not None and self.end["status"] == "finished"
 
-    def of(self, kind: str, rank: int = 0) -> list[Line]:
+    def select_lines(self, kind: str, rank: int = 0) -> list[Line]:
         """Of a rank; epochs, where no rank leads, are told by the run itself."""
         if kind == "epoch" and self.epochs:
             return self.epochs
@@ -265,7 +269,7 @@ class Record:
         )
 
     @property
-    def apart(self) -> bool:
+    def has_independent_workers(self) -> bool:
         """Workers step by themselves."""
         return bool(self.rounds or self.header.get("hands_out"))
 
@@ -274,16 +278,16 @@ class Record:
         """What the header says of them, where clients train in rounds."""
         return self.header.get("rounds")
 
-    def passed(self, epoch: int) -> int:
+    def count_passed_samples(self, epoch: int) -> int:
         """The samples of the epochs up to that one; of rounds those in here."""
-        lines = (line for line in self.of("epoch") if line["epoch"] <= epoch)
+        lines = (line for line in self.select_lines("epoch") if line["epoch"] <= epoch)
         return (
-            passed_in(lines, self.rounds["passes"])
+            count_client_samples(lines, self.rounds["passes"])
             if self.rounds
             else (epoch + 1) * int(self.header["job"]["samples"])
         )
 
-    def steps(self) -> list[list[Line]]:
+    def group_step_lines(self) -> list[list[Line]]:
         """For each step that every worker finished, the line of every worker; or those of its
         shares, where they are handed out (of a batch with fewer samples, fewer), or of its
         client.
@@ -312,29 +316,30 @@ class Record:
         """
         return [
             sum(line["loss"][0] for line in lines) / (sum(line["loss"][1] for line in lines) or 1.0)
-            for lines in self.steps()
+            for lines in self.group_step_lines()
         ]
 
     @property
     def test(self) -> float | None:
         """The test metric after the last epoch that has one."""
-        values = [line["test"]["value"] for line in self.of("epoch") if line["test"]]
+        values = [line["test"]["value"] for line in self.select_lines("epoch") if line["test"]]
         return values[-1] if values else None
 
-    def seconds_from(self, first: int) -> list[float]:
+    def list_step_seconds(self, first: int) -> list[float]:
         """Of the steps from that one on, counted in this run, of the rank whose median is the
         slowest, or where workers step apart of all together; of all steps where there are no
         more than that.
         """
-        if self.apart:
-            return seconds_together(
-                (steps := self.steps())[first:] or steps, None if self.rounds else len(self.ranks)
+        if self.has_independent_workers:
+            return list_joint_seconds(
+                (steps := self.group_step_lines())[first:] or steps,
+                None if self.rounds else len(self.ranks),
             )
-        return seconds_of_slowest(
+        return list_slowest_seconds(
             [
                 lines[first:] or lines
                 for rank in range(len(self.ranks))
-                if (lines := self.of("step", rank))
+                if (lines := self.select_lines("step", rank))
             ]
         )
 
@@ -342,7 +347,7 @@ class Record:
     def seconds_per_step(self) -> float | None:
         """The median step of the slowest rank, or of all together."""
         # the first one warms up
-        return median(seconds) if (seconds := self.seconds_from(1)) else None
+        return median(seconds) if (seconds := self.list_step_seconds(1)) else None
 
     @property
     def sent_per_step(self) -> dict[str, Line]:
@@ -350,10 +355,12 @@ class Record:
         not sent in every step is spread over all of them.
         """
         most: dict[str, Line] = {}
-        steps = self.steps()
+        steps = self.group_step_lines()
         times = Counter[str]()
         if self.rounds and steps:
-            return sent_by([self.of("epoch", rank) for rank in range(len(self.ranks))], len(steps))
+            return summarize_round_bytes(
+                [self.select_lines("epoch", rank) for rank in range(len(self.ranks))], len(steps)
+            )
         for lines in steps:
             times.update({kind for line in lines for kind in line["sent"]})
             for line in lines:
@@ -372,7 +379,7 @@ class Record:
         """Who kept the cores busy, as every rank that came to the end of its training told it
         (`record.cpu`).
         """
-        return [line for rank in range(len(self.ranks)) for line in self.of("cpu", rank)]
+        return [line for rank in range(len(self.ranks)) for line in self.select_lines("cpu", rank)]
 
     @property
     def memory(self) -> dict[str, int]:
@@ -381,7 +388,7 @@ class Record:
         """
         most: dict[str, int] = {}
         for rank in range(len(self.ranks)):
-            for line in self.of("memory", rank):
+            for line in self.select_lines("memory", rank):
                 most |= {
                     kind: max(held, most.get(kind, 0))
                     for kind, held in line.items()
@@ -397,12 +404,12 @@ class Record:
         every = [
             {kind: held for kind, held in line.items() if kind not in ("kind", "resident")}
             for rank in range(len(self.ranks))
-            for line in self.of("memory", rank)
+            for line in self.select_lines("memory", rank)
         ]
         return max(every, key=lambda held: sum(held.values()), default={})
 
     @property
-    def steps_planned(self) -> int:
+    def planned_steps(self) -> int:
         """How many steps all epochs of its job have."""
         job = self.header["job"]
         return (
@@ -411,7 +418,7 @@ class Record:
             else int(job["epochs"] * -(-job["samples"] // job["batch"]))
         )
 
-    def used(self) -> list[Line]:
+    def collect_step_lines(self) -> list[Line]:
         """The step lines of all ranks; of a resumed run, after those that led to its
         checkpoint.
         """
@@ -419,19 +426,23 @@ class Record:
         before = list[Line]()
         # of other epochs
         if resumed and not self.rounds and not (earlier := Record(Path(resumed["run"]))).rounds:
-            before = [line for line in earlier.used() if line["step"] < resumed["step"]]
+            before = [
+                line for line in earlier.collect_step_lines() if line["step"] < resumed["step"]
+            ]
         return before + [line for lines in self.ranks for line in lines if line["kind"] == "step"]
 
     @property
-    def audit(self) -> Audit:
+    def sample_count(self) -> SampleCount:
         """Count every sample of every finished epoch, by the positions in the order that the
         ranks recorded.
         """
         used: dict[int, list[Line]] = {}
-        for line in self.used():
+        for line in self.collect_step_lines():
             used.setdefault(line["epoch"], []).append(line)
         if self.rounds:
-            return audit_of_rounds(self.of("epoch"), used, self.rounds["passes"])
-        return audit_of(
-            (line["epoch"] for line in self.of("epoch")), used, self.header["job"]["samples"]
+            return count_round_samples(self.select_lines("epoch"), used, self.rounds["passes"])
+        return count_epoch_samples(
+            (line["epoch"] for line in self.select_lines("epoch")),
+            used,
+            self.header["job"]["samples"],
         )

@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paragrad.record.sample_count import Audit, covered
+from paragrad.record.sample_count import SampleCount, count_covered_positions
 
 Line = dict[str, Any]
 # events: of a client, as its worker tells; of a round, as all do
-LOST = "lost"
-NOBODY = "nobody"
-IDLE = "idle"
+CLIENT_LOST = "lost"
+NO_CLIENT_RETURNED = "nobody"
+IDLE_ROUND = "idle"
 
 
-def sent_by(epochs: Iterable[list[Line]], steps: int) -> dict[str, Line]:
+def summarize_round_bytes(epochs: Iterable[list[Line]], steps: int) -> dict[str, Line]:
     """Bytes by kind of the rank that sends most when workers meet, over all steps. epochs:
     every rank's.
     """
@@ -33,20 +33,22 @@ def sent_by(epochs: Iterable[list[Line]], steps: int) -> dict[str, Line]:
     return dict(sorted(most.items()))
 
 
-def passed_in(epochs: Iterable[Line], passes: int) -> int:
+def count_client_samples(epochs: Iterable[Line], passes: int) -> int:
     """The samples of the clients of some rounds, as often as they pass over them."""
     return passes * sum(sum(line.get("samples", ())) for line in epochs)
 
 
-def audit_of_rounds(epochs: Iterable[Line], used: Mapping[int, list[Line]], passes: int) -> Audit:
+def count_round_samples(
+    epochs: Iterable[Line], used: Mapping[int, list[Line]], passes: int
+) -> SampleCount:
     """Of all rounds that were ended. used: the lines of their steps."""
     rounds = [line for line in epochs if line.get("clients")]
     wanted = 0
     seen = 0
     twice = 0
     for line in rounds:
-        once, more = covered(each["order"] for each in used.get(line["epoch"], []))
-        wanted = wanted + passed_in([line], passes)
+        once, more = count_covered_positions(each["order"] for each in used.get(line["epoch"], []))
+        wanted = wanted + count_client_samples([line], passes)
         seen = seen + once
         twice = twice + more
-    return Audit(len(rounds), wanted, seen, twice, wanted - seen, in_rounds=True)
+    return SampleCount(len(rounds), wanted, seen, twice, wanted - seen, in_rounds=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Audit:
+class SampleCount:
     """Which samples a run's epochs used, by its own record."""
 
     epochs: int
@@ -34,7 +34,7 @@ class Audit:
         )
 
 
-def covered(parts: Iterable[list[int]]) -> tuple[int, int]:
+def count_covered_positions(parts: Iterable[list[int]]) -> tuple[int, int]:
     """How many places are in some of the parts [first, stop], and how many in more than one."""
     once = 0
     more = 0
@@ -48,7 +48,9 @@ def covered(parts: Iterable[list[int]]) -> tuple[int, int]:
     return once, more
 
 
-def audit_of(ended: Iterable[int], used: Mapping[int, list[dict[str, Any]]], samples: int) -> Audit:
+def count_epoch_samples(
+    ended: Iterable[int], used: Mapping[int, list[dict[str, Any]]], samples: int
+) -> SampleCount:
     """Of epochs that ended, by the lines of their steps. One whose beginning is lost is left
     out.
     """
@@ -57,8 +59,8 @@ def audit_of(ended: Iterable[int], used: Mapping[int, list[dict[str, Any]]], sam
         for epoch in ended
         if any(line["order"][0] == 0 < line["order"][1] for line in used.get(epoch, ()))
     ]
-    counts = [covered(line["order"] for line in used[epoch]) for epoch in epochs]
-    return Audit(
+    counts = [count_covered_positions(line["order"] for line in used[epoch]) for epoch in epochs]
+    return SampleCount(
         len(epochs),
         samples,
         min((once for once, _ in counts), default=0),

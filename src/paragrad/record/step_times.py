@@ -10,14 +10,14 @@ from typing import Any
 Line = dict[str, Any]
 
 
-def seconds_of_slowest(ranks: Sequence[list[Line]]) -> list[float]:
+def list_slowest_seconds(ranks: Sequence[list[Line]]) -> list[float]:
     """Of step lines by rank the seconds of those whose median is the largest: all wait for that
     rank.
     """
     return max(([line["seconds"] for line in lines] for lines in ranks), key=median, default=[])
 
 
-def seconds_together(steps: Iterable[list[Line]], window: int | None) -> list[float]:
+def list_joint_seconds(steps: Iterable[list[Line]], window: int | None) -> list[float]:
     """Of steps (the lines of their shares) of workers that step by themselves: what one takes,
     whosever its shares were. No worker's own seconds say how fast all get on, for one that is
     slow holds up nobody.
@@ -32,12 +32,15 @@ def seconds_together(steps: Iterable[list[Line]], window: int | None) -> list[fl
     found = list[float]()
     for _, each in sorted(epochs.items()):
         many = min(window or len(each), len(each))
-        times = [min(line["start"] for lines in each for line in lines), *sorted(map(_end, each))]
+        times = [
+            min(line["start"] for lines in each for line in lines),
+            *sorted(map(_find_step_end, each)),
+        ]
         found += [(last - first) / many for first, last in pairwise(times[::many])]
     return found
 
 
-def _end(lines: list[Line]) -> float:
+def _find_step_end(lines: list[Line]) -> float:
     ends: dict[tuple[int, ...], float] = {}
     for line in lines:  # a share that came late is made again
         share = tuple(line["order"])

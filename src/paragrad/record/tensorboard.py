@@ -10,7 +10,7 @@ from pathlib import Path
 from paragrad.errors import Refused
 
 
-def check() -> None:
+def check_tensorboard() -> None:
     """Refused where the package is missing."""
     if importlib.util.find_spec("tensorboard") is None:
         raise Refused(
@@ -19,7 +19,7 @@ def check() -> None:
 
 
 @contextlib.contextmanager
-def events(folder: Path | None) -> Iterator[Callable[..., None]]:
+def open_event_files(folder: Path | None) -> Iterator[Callable[..., None]]:
     """show(step, **values): append scalars to event files in folder/tensorboard; without a
     folder, to nothing.
     """

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-BOUND = 1e-10  # of an exact strategy in float64
+EXACT_BOUND = 1e-10  # of an exact strategy in float64
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Difference:
     # of every tensor
     twins: dict[str, float] = field(default_factory=dict, compare=False)
     # of a tensor by its own size; above it, the twin is asked
-    bound: float = BOUND
+    bound: float = EXACT_BOUND
     # then: 4 times the twin's, by the largest of the tensor's kind; where
     allowed: float = 0.0
     # `first` left it, or the largest that was asked for
@@ -72,7 +72,7 @@ class Certificate(Difference):
     def same(self) -> bool:
         return self.difference is not None and self.first is None
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Plain JSON, what it is of first: a difference that is not finite is null, and
         `tensor` says where.
         """
@@ -86,12 +86,12 @@ class Certificate(Difference):
         }
         del told["value"], told["step"]
         return told | {
-            name: _finite(told[name])
+            name: _replace_non_finite(told[name])
             for name in ("difference", "twin", "allowed", "tensors", "twins")
         }
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _replace_non_finite(each) for name, each in value.items()}
     return value if value is not None and math.isfinite(value) else None

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from paragrad.record.record import Line
-from paragrad.report.palette import COLOURS, FAINT, INK, KINDS, MUTED, PAPER, TWIN, themed
+from paragrad.report.palette import (
+    BASELINE_COLOUR,
+    COLOURS,
+    FAINT,
+    INK,
+    KINDS,
+    MUTED,
+    PAPER,
+    replace_colours,
+)
 
 # matplotlib takes a second to import, and only a page needs it
 if TYPE_CHECKING:
@@ -28,12 +37,12 @@ if TYPE_CHECKING:
 # units of a chart; the page scales it, to some 330 pixels on a phone
 WIDTH = 420
 HEIGHT = 270
-TEXT = 12  # units high
-POINTS = 200  # of a line, at most: one every two units
-SMOOTH = 60  # of a line of noisy values
-LINE = 58  # letters across a chart
-MARKS = 6  # along a line
-HUNDRED = 100.0  # times as long as another
+TEXT_SIZE = 12  # units high
+MAX_POINTS = 200  # of a line, at most: one every two units
+MAX_SMOOTH_POINTS = 60  # of a line of noisy values
+MAX_LABEL_LETTERS = 58  # letters across a chart
+MARKER_COUNT = 6  # along a line
+HUNDREDFOLD = 100.0  # times as long as another
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 
 
@@ -49,10 +58,10 @@ class Style:
     inside: str = PAPER  # of the marker
 
 
-def style(place: int, twin: bool = False) -> Style:
+def choose_style(place: int, is_baseline: bool = False) -> Style:
     """The style of a table's row."""
-    if twin:
-        return Style(TWIN, "x", "--", inside=TWIN)
+    if is_baseline:
+        return Style(BASELINE_COLOUR, "x", "--", inside=BASELINE_COLOUR)
     return Style(
         COLOURS[place % len(COLOURS)],
         MARKERS[place % len(MARKERS)],
@@ -74,8 +83,8 @@ class Curve:
     steps: int = 1  # per point, at most
 
 
-def curve(
-    seen: Style, name: str, runs: Sequence[Sequence[tuple[float, float]]], most: int = POINTS
+def build_curve(
+    style: Style, name: str, runs: Sequence[Sequence[tuple[float, float]]], most: int = MAX_POINTS
 ) -> Curve | None:
     """The points of every seed, joined: point by point the mean, as far as all seeds went;
     neighbours averaged, to `most`.
@@ -95,7 +104,7 @@ def curve(
     if not numpy.isfinite(y).any():
         return None
     return Curve(
-        seen,
+        style,
         name,
         x.tolist(),
         y.tolist(),
@@ -106,7 +115,7 @@ def curve(
     )
 
 
-def lines(
+def draw_lines(
     name: str,
     curves: Sequence[Curve],
     *,
@@ -123,40 +132,40 @@ def lines(
 
     name: unique in the page;  goal: a dotted line across;  unit: of y.
     """
-    with drawing(name, WIDTH, HEIGHT) as figure:
-        axes = framed(figure, y_label, x_label)
+    with open_figure(name, WIDTH, HEIGHT) as figure:
+        axes = add_chart_axes(figure, y_label, x_label)
         finite = [value for each in curves for value in each.y if math.isfinite(value)]
         if logarithmic is None:
             logarithmic = min(finite) > 0 and max(finite) > 30 * min(finite)
-        floor = _decades(axes, "y", finite) if logarithmic else 0.0
+        floor = _set_logarithmic_axis(axes, "y", finite) if logarithmic else 0.0
         if unit and not logarithmic:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit}")
         for place, each in enumerate(curves):
-            _line(axes, each, place, len(curves), floor)
-        if hundredfold(curves):
-            _decades(axes, "x", [value for each in curves for value in each.x])
+            _draw_line(axes, each, place, len(curves), floor)
+        if has_hundredfold_range(curves):
+            _set_logarithmic_axis(axes, "x", [value for each in curves for value in each.x])
         else:
             axes.set_xlim(left=0)
         if goal is not None:
             axes.axhline(goal, color=MUTED, linewidth=1, linestyle=":", zorder=1)
-        return inline(figure, name, alt)
+        return convert_to_svg(figure, name, alt)
 
 
-def hundredfold(curves: Sequence[Curve]) -> bool:
+def has_hundredfold_range(curves: Sequence[Curve]) -> bool:
     """Whether one line is a hundred times as long as another, which would be a stroke at the
     edge.
     """
     ends = [max(each.x) for each in curves]
-    return min(ends) > 0 and max(ends) >= HUNDRED * min(ends)
+    return min(ends) > 0 and max(ends) >= HUNDREDFOLD * min(ends)
 
 
-def _line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
+def _draw_line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
     """Lines drawn later are thinner and mark other points, so that those that lie on each other
     can all be seen.
     """
     # of all lines: 1 for the first, 0 for the last
     left = 1 - place / max(1, of - 1)
-    marks = max(1, len(each.x) // MARKS)
+    marks = max(1, len(each.x) // MARKER_COUNT)
     y, low, high = (
         numpy.maximum(values, floor) if floor else values
         for values in (each.y, each.low, each.high)
@@ -186,7 +195,7 @@ def _line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
     )
 
 
-def _decades(axes: Axes, which: str, values: list[float]) -> float:
+def _set_logarithmic_axis(axes: Axes, which: str, values: list[float]) -> float:
     """Make x or y logarithmic. Zeros, of which there is no logarithm, get a floor below the
     rest: where it is, or 0.
     """
@@ -198,7 +207,7 @@ def _decades(axes: Axes, which: str, values: list[float]) -> float:
     # x has no room for three
     factors = (1, 2, 5) if last - first < 4 and which == "y" else (1,)
     ticks = [
-        (factor * 10.0**exponent, _scientific(factor, exponent))
+        (factor * 10.0**exponent, _format_scientific(factor, exponent))
         for exponent in range(first, last, max(1, (last - first) // 6))
         for factor in factors
     ]
@@ -213,7 +222,7 @@ def _decades(axes: Axes, which: str, values: list[float]) -> float:
     return floor
 
 
-def bars(
+def draw_bars(
     name: str,
     rows: Sequence[tuple[str, str, dict[str, Line]]],
     kinds: Sequence[str],
@@ -223,9 +232,9 @@ def bars(
     """A bar for every (strategy, its bytes in words, {kind: {bytes, computed}}); computed parts
     are hatched.
     """
-    short = all(len(strategy) + len(words) <= LINE - 4 for strategy, words, _ in rows)
-    with drawing(name, WIDTH, (38 if short else 54) * len(rows) + 44) as figure:
-        axes = framed(figure, "", x_label)
+    short = all(len(strategy) + len(words) <= MAX_LABEL_LETTERS - 4 for strategy, words, _ in rows)
+    with open_figure(name, WIDTH, (38 if short else 54) * len(rows) + 44) as figure:
+        axes = add_chart_axes(figure, "", x_label)
         axes.grid(axis="y", visible=False)
         for place, (strategy, words, sent) in enumerate(rows):
             start = 0
@@ -243,12 +252,12 @@ def bars(
                 )
                 start += number["bytes"]
             axes.annotate(
-                _shortened(strategy),
+                _shorten_label(strategy),
                 (0, place),
                 (0, 9.5),
                 textcoords="offset points",
                 color=INK,
-                fontsize=TEXT,
+                fontsize=TEXT_SIZE,
             )
             if short:
                 axes.annotate(
@@ -259,48 +268,48 @@ def bars(
                     "offset points",
                     ha="right",
                     color=MUTED,
-                    fontsize=TEXT - 1,
+                    fontsize=TEXT_SIZE - 1,
                 )
             else:
                 axes.annotate(
-                    _shortened(words),
+                    _shorten_label(words),
                     (0, place),
                     (0, -18),
                     textcoords="offset points",
                     color=MUTED,
-                    fontsize=TEXT - 1,
+                    fontsize=TEXT_SIZE - 1,
                 )
         most = max(sum(number["bytes"] for number in sent.values()) for _, _, sent in rows)
         axes.set_xlim(0, max(1, most))
         axes.set_ylim(len(rows) - (0.7 if short else 0.45), -0.65)
         axes.set_yticks([])
         axes.spines["bottom"].set_visible(False)
-        return inline(figure, name, alt)
+        return convert_to_svg(figure, name, alt)
 
 
-def sample(name: str, seen: Style) -> str:
+def draw_legend_sample(name: str, style: Style) -> str:
     """A strategy's line and marker, small, for a legend."""
-    with drawing(name, 30, 12) as figure:
+    with open_figure(name, 30, 12) as figure:
         axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
         axes.set(xlim=(0, 30), ylim=(0, 12))
         axes.plot(
             [0, 15, 30],
             [6, 6, 6],
-            color=seen.colour,
-            linestyle=seen.dashes,
+            color=style.colour,
+            linestyle=style.dashes,
             linewidth=2,
-            marker=seen.marker,
+            marker=style.marker,
             markersize=7,
             markevery=[1],
-            markerfacecolor=seen.inside,
+            markerfacecolor=style.inside,
             markeredgewidth=1.4,
         )
-        return inline(figure, name, "")
+        return convert_to_svg(figure, name, "")
 
 
 @contextmanager
-def drawing(name: str, width: float, height: float) -> Iterator[Figure]:
+def open_figure(name: str, width: float, height: float) -> Iterator[Figure]:
     """An empty figure, under matplotlib's own defaults whatever the user's are; `name` makes
     its ids, always the same.
     """
@@ -321,7 +330,7 @@ def drawing(name: str, width: float, height: float) -> Iterator[Figure]:
                 "svg.fonttype": "none",
                 "svg.hashsalt": name,
                 "text.parse_math": False,
-                "font.size": TEXT,
+                "font.size": TEXT_SIZE,
                 "hatch.color": PAPER,
                 "hatch.linewidth": 1.2,
             }
@@ -331,7 +340,7 @@ def drawing(name: str, width: float, height: float) -> Iterator[Figure]:
         )
 
 
-def framed(figure: Figure, y_label: str, x_label: str) -> Axes:
+def add_chart_axes(figure: Figure, y_label: str, x_label: str) -> Axes:
     """The axes of every chart of a page."""
     from matplotlib.ticker import MaxNLocator
 
@@ -342,15 +351,15 @@ def framed(figure: Figure, y_label: str, x_label: str) -> Axes:
     axes.spines["bottom"].set_color(MUTED)
     axes.grid(color=FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelcolor=MUTED, labelsize=TEXT)
-    axes.set_title(y_label, loc="left", fontsize=TEXT, color=MUTED)
-    axes.set_xlabel(x_label, loc="right", fontsize=TEXT, color=MUTED)
+    axes.tick_params(length=0, labelcolor=MUTED, labelsize=TEXT_SIZE)
+    axes.set_title(y_label, loc="left", fontsize=TEXT_SIZE, color=MUTED)
+    axes.set_xlabel(x_label, loc="right", fontsize=TEXT_SIZE, color=MUTED)
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.xaxis.set_major_formatter(lambda value, _: _format_short(value))
     return axes
 
 
-def _short(value: float) -> str:
+def _format_short(value: float) -> str:
     """1500000 as 1.5M."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
@@ -358,7 +367,7 @@ def _short(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _scientific(factor: int, exponent: int) -> str:
+def _format_scientific(factor: int, exponent: int) -> str:
     """factor * 10 ** exponent as people write it."""
     if -3 <= exponent <= 3:
         return f"{factor * 10.0**exponent:g}"
@@ -366,11 +375,11 @@ def _scientific(factor: int, exponent: int) -> str:
     return power if factor == 1 else f"{factor}·{power}"
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= LINE else text[: LINE - 3] + "..."
+def _shorten_label(text: str) -> str:
+    return text if len(text) <= MAX_LABEL_LETTERS else text[: MAX_LABEL_LETTERS - 3] + "..."
 
 
-def inline(figure: Figure, name: str, alt: str) -> str:
+def convert_to_svg(figure: Figure, name: str, alt: str) -> str:
     """The figure as an <svg> element that fits its box, with ids of its own and no more digits
     than are seen.
     """
@@ -389,7 +398,7 @@ def inline(figure: Figure, name: str, alt: str) -> str:
     )
     # attributes know no var()
     text = re.sub(r' fill="(#[0-9a-f]{6})"', r' style="fill: \1"', text)
-    text = re.sub(r' style="[^"]*"', lambda found: themed(found[0]), text)
+    text = re.sub(r' style="[^"]*"', lambda found: replace_colours(found[0]), text)
     told = f'role="img" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
     width, height = figure.get_size_inches() * 72
     opening = (

@@ -12,22 +12,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from paragrad.report import charts, page_text
-from paragrad.report.comparison_table import cells, columns_of, notes
+from paragrad.report.comparison_table import format_cells, list_columns, list_notes
 from paragrad.report.palette import PALETTE
-from paragrad.report.results import TWIN, Results, Row
+from paragrad.report.results import ROUNDING_BASELINE, ComparisonResults, ComparisonRow
 from paragrad.report.sections import Sections
 
 
-def write_page(table: Results) -> Path:
+def write_page(table: ComparisonResults) -> Path:
     """Write page.html into the comparison's folder; its path."""
     page = table.folder / "page.html"
     partial = page.with_name("page.html.partial")
-    partial.write_text(rendered(table), encoding="utf-8")
+    partial.write_text(render_page(table), encoding="utf-8")
     partial.rename(page)
     return page
 
 
-def rendered(table: Results) -> str:
+def render_page(table: ComparisonResults) -> str:
     """The page as text. What a record lacks is a sentence in the place of its chart."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -36,26 +36,32 @@ def rendered(table: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    styles = [charts.style(place, row.strategy == TWIN) for place, row in enumerate(table.rows)]
+    styles = [
+        charts.choose_style(place, row.strategy == ROUNDING_BASELINE)
+        for place, row in enumerate(table.rows)
+    ]
     return templates.get_template("page.html.jinja").render(
-        title=f"{table.job}: {page_text.count(table)}",
-        made=page_text.made(table),
-        lead=page_text.lead_of(table),
+        title=f"{table.job}: {page_text.count_strategies(table)}",
+        made=page_text.describe_creation(table),
+        lead=page_text.write_lead(table),
         palette=PALETTE,
-        twin=TWIN,
-        columns=columns_of(table),
-        notes=notes(table),
-        sections=Sections(table, styles).all(),
-        breakable=breakable,
-        rows=[TableRow(place, row, cells(table, row)) for place, row in enumerate(table.rows)],
-        samples=[
-            Markup(charts.sample(f"style-{place}", each)) for place, each in enumerate(styles)
+        twin=ROUNDING_BASELINE,
+        columns=list_columns(table),
+        notes=list_notes(table),
+        sections=Sections(table, styles).build_sections(),
+        breakable=mark_line_breaks,
+        rows=[
+            TableRow(place, row, format_cells(table, row)) for place, row in enumerate(table.rows)
         ],
-        definitions=page_text.definitions(table),
-        facts=page_text.facts(table),
-        ran=[page_text.ran(table, row) for row in table.rows if row.resolved],
-        repeat=table.asked["command"] or page_text.call(table),
-        typed=table.asked["command"] is not None,
+        samples=[
+            Markup(charts.draw_legend_sample(f"style-{place}", each))
+            for place, each in enumerate(styles)
+        ],
+        definitions=page_text.define_columns(table),
+        facts=page_text.list_job_facts(table),
+        ran=[page_text.describe_row_runs(table, row) for row in table.rows if row.resolved],
+        repeat=table.comparison_line["command"] or page_text.format_compare_call(table),
+        typed=table.comparison_line["command"] is not None,
     )
 
 
@@ -64,11 +70,11 @@ class TableRow:
     """A row of the page's table."""
 
     place: int
-    row: Row
+    row: ComparisonRow
     cells: list[str]
 
     @property
-    def told(self) -> list[tuple[int, str, int]]:
+    def cell_spans(self) -> list[tuple[int, str, int]]:
         """(column, text, columns it spans): what follows a failure and is empty makes room for
         its message.
         """
@@ -77,6 +83,6 @@ class TableRow:
         return [(0, self.cells[0], 1), (1, self.cells[1], len(self.cells) - 1)]
 
 
-def breakable(text: str) -> Markup:
+def mark_line_breaks(text: str) -> Markup:
     """A column's name, which may be broken after / and =."""
     return Markup(re.sub("([/=])", r"\1<wbr>", str(escape(text))))

@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.table import Table as Drawn
 
 from paragrad.record.record import Line
-from paragrad.report.results import Results, Row
-from paragrad.report.timing import FEWEST, SpeedUp, StepTime
+from paragrad.report.results import ComparisonResults, ComparisonRow
+from paragrad.report.timing import MIN_BLOCKS, SpeedUp, StepTime
 
 # seconds of a serial step below which one exchange costs more than a second worker saves
-TOO_SHORT = 5e-3
+MIN_SERIAL_SECONDS = 5e-3
 
 # what * means at a number of bytes
-COMPUTED = "computed from the closed form of the backend's own collective"
+COMPUTED_NOTE = "computed from the closed form of the backend's own collective"
 
-COLUMNS = (
+TABLE_COLUMNS = (
     "strategy",
     "test {metric}",
     "ms/step",
@@ -34,8 +34,8 @@ COLUMNS = (
 )
 
 # columns whose cells may take several lines
-FOLDED = ("strategy", "where largest", "parameters")
-SPARED = (
+FOLDED_COLUMNS = ("strategy", "where largest", "parameters")
+DROPPABLE_COLUMNS = (
     "where largest",
     "over 1 thread",
     "samples to",
@@ -47,8 +47,8 @@ SPARED = (
     "speed-up",
 )
 # characters that a strategy gets, before it takes a second line
-STRATEGY = len("data(2, reduce=ring_async)")
-NARROW: dict[str, Any] = {
+STRATEGY_WIDTH = len("data(2, reduce=ring_async)")
+NARROW_STYLE: dict[str, Any] = {
     "box": SIMPLE_HEAVY,
     "pad_edge": False,
     "padding": (0, 1, 0, 0),
@@ -56,22 +56,22 @@ NARROW: dict[str, Any] = {
 }
 
 
-class Table(Results):
+class Table(ComparisonResults):
     """A comparison, read from its folder; it prints as its table."""
 
     def __str__(self) -> str:
-        return plain(self)
+        return format_table(self)
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
         rows = [
-            [f"<th>{escape(each)}</th>" for each in columns_of(self)],
+            [f"<th>{escape(each)}</th>" for each in list_columns(self)],
             *(
-                [f"<td>{escape(each)}</td>" for each in _without_message(cells(self, row))]
+                [f"<td>{escape(each)}</td>" for each in _shorten_failures(format_cells(self, row))]
                 for row in self.rows
             ),
         ]
-        notes = "<br>".join(map(escape, [*_failures(self), *_below(self)]))
+        notes = "<br>".join(map(escape, [*_list_failures(self), *_list_footer_lines(self)]))
         return (
             "<table>"
             + "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
@@ -79,37 +79,37 @@ class Table(Results):
         )
 
 
-def columns_of(table: Results) -> list[str]:
+def list_columns(table: ComparisonResults) -> list[str]:
     """The names of the columns of a comparison."""
-    named = [column.format(metric=table.metric) for column in COLUMNS]
+    named = [column.format(metric=table.metric) for column in TABLE_COLUMNS]
     if table.until:
         named[2:2] = [f"{what} to {table.until}" for what in ("seconds", "epochs", "samples")]
     return named
 
 
-def show(table: Results, console: Console) -> None:
+def print_table(table: ComparisonResults, console: Console) -> None:
     """Print the table and the lines that explain it."""
     if not console.is_terminal:
-        print("\t".join(columns_of(table)))
+        print("\t".join(list_columns(table)))
         for each in table.rows:
-            print("\t".join(cells(table, each)))
-        print("\n".join(f"# {note}" for note in _below(table)))
+            print("\t".join(format_cells(table, each)))
+        print("\n".join(f"# {note}" for note in _list_footer_lines(table)))
         return
-    columns = columns_of(table)
-    rows = [_without_message(cells(table, row)) for row in table.rows]
+    columns = list_columns(table)
+    rows = [_shorten_failures(format_cells(table, row)) for row in table.rows]
     narrow = (
         sum(max(map(len, each)) + 3 for each in zip(columns, *rows, strict=True)) + 1
         > console.width
     )
-    places = fitting(columns, rows, console.width) if narrow else list(range(len(columns)))
+    places = choose_columns(columns, rows, console.width) if narrow else list(range(len(columns)))
     drawn = Drawn(
         title=f"{table.job}: {len(table.rows)} strategies",
         title_justify="left",
-        **(NARROW if narrow else {}),
+        **(NARROW_STYLE if narrow else {}),
     )
     for place in places:
         heading = columns[place].replace(" ", "\n") if narrow else columns[place]
-        drawn.add_column(heading, no_wrap=columns[place] not in FOLDED, overflow="fold")
+        drawn.add_column(heading, no_wrap=columns[place] not in FOLDED_COLUMNS, overflow="fold")
     for texts in rows:
         drawn.add_row(*(texts[place] for place in places))
     console.print(drawn, markup=False)
@@ -117,11 +117,11 @@ def show(table: Results, console: Console) -> None:
     left_out = (
         [f"in page.html, too wide for this terminal: {', '.join(missing)}"] if missing else []
     )
-    for note in [*_failures(table), *left_out, *_below(table)]:
+    for note in [*_list_failures(table), *left_out, *_list_footer_lines(table)]:
         console.print(note, highlight=False, soft_wrap=True, markup=False)
 
 
-def fitting(columns: list[str], rows: list[list[str]], width: int) -> list[int]:
+def choose_columns(columns: list[str], rows: list[list[str]], width: int) -> list[int]:
     """The places of the columns that a terminal of so many characters has room for; the least
     useful ones go first.
     """
@@ -132,39 +132,43 @@ def fitting(columns: list[str], rows: list[list[str]], width: int) -> list[int]:
         """
         texts = [row[place] for row in rows]
         if place == 0:
-            return min(max(map(len, texts)), STRATEGY) + 2
+            return min(max(map(len, texts)), STRATEGY_WIDTH) + 2
         words = (
-            [word for text in texts for word in text.split()] if columns[place] in FOLDED else texts
+            [word for text in texts for word in text.split()]
+            if columns[place] in FOLDED_COLUMNS
+            else texts
         )
         return max(map(len, [*columns[place].split(), *words])) + 2
 
     kept = list(range(len(columns)))
-    for column in [column for name in SPARED for column in columns if column.startswith(name)]:
+    for column in [
+        column for name in DROPPABLE_COLUMNS for column in columns if column.startswith(name)
+    ]:
         if sum(map(needed, kept)) - 2 <= width:
             break
         kept.remove(columns.index(column))
     return kept
 
 
-def plain(table: Results) -> str:
+def format_table(table: ComparisonResults) -> str:
     """The table as text in columns, with its notes: what print(table) shows."""
-    columns = columns_of(table)
-    rows = [_without_message(cells(table, row)) for row in table.rows]
+    columns = list_columns(table)
+    rows = [_shorten_failures(format_cells(table, row)) for row in table.rows]
     widths = [max(len(line[place]) for line in [columns, *rows]) for place in range(len(columns))]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in [columns, *rows]]
-    return "\n".join([*lines, *_failures(table), *_below(table)])
+    return "\n".join([*lines, *_list_failures(table), *_list_footer_lines(table)])
 
 
-def _below(table: Results) -> list[str]:
-    return [*notes(table), f"record: {table.folder}", f"page: {table.folder / 'page.html'}"]
+def _list_footer_lines(table: ComparisonResults) -> list[str]:
+    return [*list_notes(table), f"record: {table.folder}", f"page: {table.folder / 'page.html'}"]
 
 
-def _without_message(texts: list[str]) -> list[str]:
+def _shorten_failures(texts: list[str]) -> list[str]:
     """A row whose failures are told below, where there is room."""
     return ["failed" if text.startswith("failed: ") else text for text in texts]
 
 
-def _failures(table: Results) -> list[str]:
+def _list_failures(table: ComparisonResults) -> list[str]:
     return [
         f"{row.strategy} failed: {row.failure}"
         for row in table.rows
@@ -172,39 +176,39 @@ def _failures(table: Results) -> list[str]:
     ]
 
 
-def cells(table: Results, row: Row) -> list[str]:
+def format_cells(table: ComparisonResults, row: ComparisonRow) -> list[str]:
     """A row as text."""
     if row.seconds_per_step is None:
         return [
             row.strategy,
             f"failed: {row.failure}" if row.resolved else "not run",
-            *[""] * (len(columns_of(table)) - 2),
+            *[""] * (len(list_columns(table)) - 2),
         ]
     difference = (
         "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
     )
     return [
         row.strategy,
-        _test(row),
-        *(_goal(table, row) if table.until else []),
-        _milliseconds(row),
-        _times(row.faster),
-        _times(row.faster_than_one_thread),
-        sent(row.sent),
-        memory(row),
+        _format_test(row),
+        *(_format_goal(table, row) if table.until else []),
+        _format_milliseconds(row),
+        _format_speed_up(row.faster),
+        _format_speed_up(row.faster_than_one_thread),
+        format_sent_bytes(row.sent),
+        format_row_memory(row),
         f"failed: {row.failure}" if row.failure else difference,
         row.tensor or "",
         " ".join(row.digests),
     ]
 
 
-def _test(row: Row) -> str:
+def _format_test(row: ComparisonRow) -> str:
     if row.test is None:
         return "-"
     return f"{row.test:.2f}" + (f" ± {row.spread:.2f}" if row.spread is not None else "")
 
 
-def _goal(table: Results, row: Row) -> list[str]:
+def _format_goal(table: ComparisonResults, row: ComparisonRow) -> list[str]:
     """Seconds, epochs and samples to the goal: means over the seeds, or how many seeds came
     there.
     """
@@ -212,13 +216,13 @@ def _goal(table: Results, row: Row) -> list[str]:
     if len(there) < len(row.reached):
         return [f"{len(there)} of {len(row.reached)} seeds reach it", "-", "-"]
     return [
-        f"{fmean(each.seconds for each in there):.1f}{_mark(row.times)}",
+        f"{fmean(each.seconds for each in there):.1f}{_get_crowded_mark(row.times)}",
         f"{fmean(each.epochs for each in there):.1f}",
         f"{fmean(each.samples for each in there):,.0f}",
     ]
 
 
-def sent(kinds: dict[str, Line]) -> str:
+def format_sent_bytes(kinds: dict[str, Line]) -> str:
     """Bytes by kind; * marks what was computed from the closed form of the backend's own
     collective.
     """
@@ -231,17 +235,17 @@ def sent(kinds: dict[str, Line]) -> str:
     )
 
 
-def memory(row: Row) -> str:
+def format_row_memory(row: ComparisonRow) -> str:
     """Of the fullest rank."""
-    return sized(sum(row.fullest.values())) if row.fullest else "-"
+    return format_bytes(sum(row.fullest.values())) if row.fullest else "-"
 
 
-def held(memory: dict[str, int]) -> str:
+def format_memory_kinds(memory: dict[str, int]) -> str:
     """Bytes by kind, what there is, in the units that people use."""
-    return ", ".join(f"{kind} {sized(number)}" for kind, number in memory.items() if number)
+    return ", ".join(f"{kind} {format_bytes(number)}" for kind, number in memory.items() if number)
 
 
-def sized(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Bytes in the unit that people use."""
     for unit in ("bytes", "KB", "MB"):
         if number < 999.5:
@@ -250,22 +254,29 @@ def sized(number: float) -> str:
     return f"{number:,.1f} GB"
 
 
-def _milliseconds(row: Row) -> str:
-    return f"{1e3 * (row.seconds_per_step or 0.0):.2f}{_mark(row.times)}"
+def _format_milliseconds(row: ComparisonRow) -> str:
+    return f"{1e3 * (row.seconds_per_step or 0.0):.2f}{_get_crowded_mark(row.times)}"
 
 
-def _times(faster: SpeedUp | None) -> str:
-    return "-" if faster is None else f"{faster}{_mark(faster) if faster.between else ''}"
+def _format_speed_up(faster: SpeedUp | None) -> str:
+    return (
+        "-"
+        if faster is None
+        else f"{faster}{_get_crowded_mark(faster) if faster.finite_bounds else ''}"
+    )
 
 
-def _mark(told: StepTime | SpeedUp | None) -> str:
+def _get_crowded_mark(told: StepTime | SpeedUp | None) -> str:
     """What stands behind a time that was taken while others kept the machine busy."""
     return "!" if told and told.crowded else ""
 
 
-def doubts(table: Results) -> list[str]:
+def list_timing_doubts(table: ComparisonResults) -> list[str]:
     """Why some times and ratios are not to be believed, or are not told."""
-    taken = [*(row.times for row in table.rows), *(found for _, found in table.serial.values())]
+    taken = [
+        *(row.times for row in table.rows),
+        *(found for _, found in table.serial_times.values()),
+    ]
     crowded = [each.load for each in taken if each and each.load and each.crowded]
     ratios = [
         each for row in table.rows for each in (row.faster, row.faster_than_one_thread) if each
@@ -285,24 +296,25 @@ def doubts(table: Results) -> list[str]:
             )
             + "; such times say little"
         )
-    if any(each.between is not None and not each.clear for each in ratios):
+    if any(each.finite_bounds is not None and not each.is_significant for each in ratios):
         told.append(
             "two numbers (as 0.8-1.3x) in place of a speed-up: the times of steps scatter so much "
             "that it may lie "
             "anywhere between them (90 % interval)"
         )
-    if any(each.between is None for each in ratios):
+    if any(each.finite_bounds is None for each in ratios):
         told.append(
-            f"no speed-up (-) where a strategy made fewer than {FEWEST} steps after its first: so "
+            f"no speed-up (-) where a strategy made fewer than {MIN_BLOCKS} steps after its first: "
+            f"so "
             f"few say nothing"
         )
     return told
 
 
-def notes(table: Results) -> list[str]:
+def list_notes(table: ComparisonResults) -> list[str]:
     """The lines under the table."""
     machine = table.machine
-    ended = table.ended["status"], table.ended["error"]
+    ended = table.ending["status"], table.ending["error"]
     lines = (
         []
         if ended[0] == "finished" or not table.missing
@@ -320,14 +332,14 @@ def notes(table: Results) -> list[str]:
         f"float64 over 20 steps; "
         "parameters: digest of the final ones",
     ]
-    lines += doubts(table)
+    lines += list_timing_doubts(table)
     if any(row.seeds > 1 for row in table.rows):
         lines.append(
             f"test {table.metric}: mean ± standard deviation over {table.rows[0].seeds} seeds; "
             "parameters: one digest per seed"
         )
     if any(number["computed"] for row in table.rows for number in row.sent.values()):
-        lines.append(f"*: {COMPUTED}; the rest was counted on the wire")
+        lines.append(f"*: {COMPUTED_NOTE}; the rest was counted on the wire")
     looser = [row.strategy for row in table.rows if not row.exact]
     if looser:
         lines.append(
@@ -335,7 +347,7 @@ def notes(table: Results) -> list[str]:
             f"the difference"
         )
     serial = next((row.seconds_per_step for row in table.rows if row.reference), None)
-    if serial is not None and serial < TOO_SHORT:
+    if serial is not None and serial < MIN_SERIAL_SECONDS:
         lines.append(
             f"No speed-up is promised on {table.job}: a serial step takes {1e3 * serial:.2f} ms, "
             "too short for an exchange to pay; it shows that the training is the same"

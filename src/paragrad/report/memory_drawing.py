@@ -10,42 +10,42 @@ from pathlib import Path
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.executors.pipeline_memory import Moment
-from paragrad.report.charts import INK, MUTED, PAPER, TEXT, drawing, inline
-from paragrad.report.comparison_table import sized
+from paragrad.executors.pipeline_memory import TaskMemory
+from paragrad.report.charts import INK, MUTED, PAPER, TEXT_SIZE, convert_to_svg, open_figure
+from paragrad.report.comparison_table import format_bytes
 from paragrad.report.palette import KINDS
 
-BARS = " ▁▂▃▄▅▆▇█"
+BAR_CHARACTERS = " ▁▂▃▄▅▆▇█"
 STEEL, OCHRE, _, PLUM, ASH = KINDS
-COLOURS = {"F": STEEL, "B": PLUM, "I": PLUM, "W": OCHRE}
+TASK_COLOURS = {"F": STEEL, "B": PLUM, "I": PLUM, "W": OCHRE}
 # beside bars; of a rank; of the highest bar; of a letter
 MARGIN = 34
-ROW = 86
-BAR = 48
-LETTER = 6.6
+RANK_HEIGHT = 86
+BAR_HEIGHT = 48
+LETTER_WIDTH = 6.6
 
 
 @dataclass(frozen=True)
-class Lifetimes:
+class RankMemory:
     """Of one rank. moments: as foretold, task by task;  tested: at most, in a test;  counted:
     in a step, as its record says.
     """
 
     rank: int
-    moments: Sequence[Moment]
-    tested: int | None = None
-    counted: dict[str, int] | None = None
+    moments: Sequence[TaskMemory]
+    test_bytes: int | None = None
+    counted_bytes: dict[str, int] | None = None
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> TaskMemory:
         return max(self.moments, key=lambda each: each.bytes)
 
 
-def as_text(title: str, ranks: Sequence[Lifetimes], svg: Path | None = None) -> str:
+def draw_memory_text(title: str, ranks: Sequence[RankMemory], svg: Path | None = None) -> str:
     """The drawing, and below it the table. svg: a file for the drawing, too. Raises Refused."""
     if svg:
         try:
-            svg.write_text(as_svg(title, ranks))
+            svg.write_text(draw_memory_svg(title, ranks))
         except OSError as error:
             raise Refused(
                 f"--svg {svg}: {error.strerror}; give a file in a folder that is there and can be "
@@ -53,66 +53,67 @@ def as_text(title: str, ranks: Sequence[Lifetimes], svg: Path | None = None) -> 
             ) from None
     most = max(1, *(each.peak.bytes for each in ranks))
     margin = len(str(ranks[-1].rank))
-    lines = [f"{title}; █ is {sized(most)}"]
+    lines = [f"{title}; █ is {format_bytes(most)}"]
     for each in ranks:
         bars = " ".join(
-            BARS[-(-8 * moment.bytes // most)] * len(moment.task) for moment in each.moments
+            BAR_CHARACTERS[-(-8 * moment.bytes // most)] * len(moment.task)
+            for moment in each.moments
         )
         lines += [
             f"{each.rank:>{margin}} | " + " ".join(moment.task for moment in each.moments),
             f"{'':>{margin}} | {bars}",
         ]
-    return "\n".join([*lines, "", *_table(ranks)])
+    return "\n".join([*lines, "", *_format_memory_table(ranks)])
 
 
-def _table(ranks: Sequence[Lifetimes]) -> list[str]:
+def _format_memory_table(ranks: Sequence[RankMemory]) -> list[str]:
     """What each rank holds."""
     kinds = [
         kind
         for kind in ("parameters", "gradients", "optimizer", "exchange")
-        if any(each.counted for each in ranks)
+        if any(each.counted_bytes for each in ranks)
     ]
     rows = [("rank", "activations, foretold", "in", "counted", "in a test", *kinds)]
     for each in ranks:
-        counted = each.counted or {}
+        counted = each.counted_bytes or {}
         rows.append(
             (
                 str(each.rank),
-                sized(each.peak.bytes),
+                format_bytes(each.peak.bytes),
                 each.peak.task,
-                sized(counted["activations"]) if "activations" in counted else "-",
-                "-" if each.tested is None else sized(each.tested),
-                *(sized(counted.get(kind, 0)) for kind in kinds),
+                format_bytes(counted["activations"]) if "activations" in counted else "-",
+                "-" if each.test_bytes is None else format_bytes(each.test_bytes),
+                *(format_bytes(counted.get(kind, 0)) for kind in kinds),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def as_svg(title: str, ranks: Sequence[Lifetimes]) -> str:
+def draw_memory_svg(title: str, ranks: Sequence[RankMemory]) -> str:
     """A bar for every task, as high as what was held then; of all ranks in one measure."""
     most = max(1, *(each.peak.bytes for each in ranks))
     letters = max(len(moment.task) for each in ranks for moment in each.moments)
-    column = LETTER * letters + 6
+    column = LETTER_WIDTH * letters + 6
     width = 2 * MARGIN + column * max(len(each.moments) for each in ranks)
-    with drawing("memory", width, ROW * len(ranks)) as figure:
+    with open_figure("memory", width, RANK_HEIGHT * len(ranks)) as figure:
         axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
-        axes.set(xlim=(0, width), ylim=(ROW * len(ranks), 0))
+        axes.set(xlim=(0, width), ylim=(RANK_HEIGHT * len(ranks), 0))
         for row, each in enumerate(ranks):
-            base = ROW * (row + 1) - 18
+            base = RANK_HEIGHT * (row + 1) - 18
             axes.plot([MARGIN, width - MARGIN], [base] * 2, color=MUTED, linewidth=1, zorder=1)
             axes.text(MARGIN - 12, base, str(each.rank), color=INK, ha="right", va="bottom")
             axes.text(
                 MARGIN,
-                base - BAR - 4,
-                f"at most {sized(each.peak.bytes)}, in {each.peak.task}",
+                base - BAR_HEIGHT - 4,
+                f"at most {format_bytes(each.peak.bytes)}, in {each.peak.task}",
                 color=MUTED,
-                fontsize=TEXT - 2,
+                fontsize=TEXT_SIZE - 2,
                 va="bottom",
             )
             for place, moment in enumerate(each.moments):
-                high = BAR * moment.bytes / most
+                high = BAR_HEIGHT * moment.bytes / most
                 axes.bar(
                     MARGIN + column * (place + 0.5),
                     -high,
@@ -120,7 +121,7 @@ def as_svg(title: str, ranks: Sequence[Lifetimes]) -> str:
                     width=column - 2,
                     edgecolor=PAPER,
                     linewidth=0.6,
-                    color=COLOURS.get(moment.task[:1], ASH),
+                    color=TASK_COLOURS.get(moment.task[:1], ASH),
                     zorder=3,
                 )
                 axes.text(
@@ -128,7 +129,7 @@ def as_svg(title: str, ranks: Sequence[Lifetimes]) -> str:
                     base + 3,
                     moment.task,
                     color=INK,
-                    fontsize=TEXT - 2,
+                    fontsize=TEXT_SIZE - 2,
                     ha="center",
                     va="top",
                 )
@@ -136,5 +137,8 @@ def as_svg(title: str, ranks: Sequence[Lifetimes]) -> str:
             f"rank {each.rank}: at most {each.peak.bytes:,} bytes, in {each.peak.task}"
             for each in ranks
         )
-        sized_as = f' width="{width:g}" height="{ROW * len(ranks):g}" viewBox'
-        return inline(figure, "memory", f"{title}. {told}").replace(" viewBox", sized_as, 1) + "\n"
+        sized_as = f' width="{width:g}" height="{RANK_HEIGHT * len(ranks):g}" viewBox'
+        return (
+            convert_to_svg(figure, "memory", f"{title}. {told}").replace(" viewBox", sized_as, 1)
+            + "\n"
+        )

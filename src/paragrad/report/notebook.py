@@ -10,10 +10,10 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-OFTEN = 0.2  # seconds between two states of a bar
+BAR_INTERVAL = 0.2  # seconds between two states of a bar
 
 
-def below_the_cell() -> Callable[[str], Any] | None:
+def make_notebook_progress() -> Callable[[str], Any] | None:
     """In a notebook, one bar below the cell for all runs of a call: of the name of a run, what
     to tell of it. None elsewhere: a call from Python prints nothing.
     """
@@ -28,13 +28,13 @@ def below_the_cell() -> Callable[[str], Any] | None:
     def run(name: str) -> Any:
         def tell(told: dict[str, Any]) -> None:
             nonlocal last
-            if told["step"] == told["steps"] or time.monotonic() - last > OFTEN:
+            if told["step"] == told["steps"] or time.monotonic() - last > BAR_INTERVAL:
                 last = time.monotonic()
                 shown.update(
                     HTML(
                         f'<progress value="{told["step"]}" max="{told["steps"]}"></progress> '
                         f"{escape(name)}: step "
-                        f"{told['step']} of {told['steps']}, {said(told)}"
+                        f"{told['step']} of {told['steps']}, {format_step_value(told)}"
                     )
                 )
 
@@ -43,7 +43,7 @@ def below_the_cell() -> Callable[[str], Any] | None:
     return run
 
 
-def said(told: dict[str, Any]) -> str:
+def format_step_value(told: dict[str, Any]) -> str:
     """What is known of a step."""
     if "loss" in told:
         return f"loss {told['loss']:.4f}"

@@ -9,39 +9,40 @@ from typing import Any
 
 from paragrad.jobs.find_job import JOBS
 from paragrad.record.record import Line, Record
-from paragrad.report.comparison_table import cells, columns_of, held
-from paragrad.report.results import TWIN, Results, Row
+from paragrad.report.comparison_table import format_cells, format_memory_kinds, list_columns
+from paragrad.report.results import ROUNDING_BASELINE, ComparisonResults, ComparisonRow
 from paragrad.version import __version__
 
 
-def made(table: Results) -> str:
+def describe_creation(table: ComparisonResults) -> str:
     """When, and by what."""
     dates = sorted(
         record.header["date"] for record in table.records.values() if "date" in record.header
     )
     # none in version 1
     when = [f"{datetime.fromisoformat(dates[0]):%-d %B %Y, %H:%M} UTC"] if dates else []
-    return ", ".join([*when, f"paragrad {_version(table)}"])
+    return ", ".join([*when, f"paragrad {_get_paragrad_version(table)}"])
 
 
-def _version(table: Results) -> str:
+def _get_paragrad_version(table: ComparisonResults) -> str:
     return str(table.machine.get("paragrad", __version__))
 
 
-def lead_of(table: Results) -> str:
+def write_lead(table: ComparisonResults) -> str:
     """What was compared, and how far from serial it came out, in a few sentences."""
-    seeds = table.asked["seeds"]
+    seeds = table.comparison_line["seeds"]
     words = [
-        f"{count(table)}{' and the rounding twin' if _twin(table) else ''}, "
+        f"{count_strategies(table)}"
+        f"{' and the rounding twin' if _has_rounding_baseline(table) else ''}, "
         f"{'one seed' if seeds == 1 else f'{seeds} seeds'}{' each' if len(table.rows) > 1 else ''}."
     ]
-    named = columns_of(table).index("difference")
+    named = list_columns(table).index("difference")
     checked = [row for row in table.rows if row.difference is not None and not row.reference]
     if checked:
         worst = max(checked, key=lambda row: row.difference or 0.0)
         words.append(
             f"Largest difference from serial, over 20 steps in float64: "
-            f"{cells(table, worst)[named]}, "
+            f"{format_cells(table, worst)[named]}, "
             f"by {worst.strategy}."
         )
     failed = [row.strategy for row in table.rows if row.failure]
@@ -50,26 +51,30 @@ def lead_of(table: Results) -> str:
     return " ".join(words)
 
 
-def _twin(table: Results) -> bool:
-    return any(row.strategy == TWIN for row in table.rows)
+def _has_rounding_baseline(table: ComparisonResults) -> bool:
+    return any(row.strategy == ROUNDING_BASELINE for row in table.rows)
 
 
-def count(table: Results) -> str:
+def count_strategies(table: ComparisonResults) -> str:
     """How many strategies, the twin not counted."""
-    count = len(table.rows) - _twin(table)
+    count = len(table.rows) - _has_rounding_baseline(table)
     return "1 strategy" if count == 1 else f"{count} strategies"
 
 
-def _many(count: int, thing: str) -> str:
+def _format_count(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def definitions(table: Results) -> list[tuple[str, str]]:
+def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
     """What the columns mean: (column, meaning)."""
     several = any(row.seeds > 1 for row in table.rows)
     told = {
         f"test {table.metric}": "the metric on the test set after the last epoch"
-        + (f"; mean ± standard deviation over {table.asked['seeds']} seeds" if several else ""),
+        + (
+            f"; mean ± standard deviation over {table.comparison_line['seeds']} seeds"
+            if several
+            else ""
+        ),
         "ms/step": "median milliseconds per step of the slowest rank, or where workers step by "
         "themselves (asp, ssp, backup "
         "workers, clients) of all together; without the first step, which warms up"
@@ -102,18 +107,19 @@ def definitions(table: Results) -> list[tuple[str, str]]:
     return list(told.items())
 
 
-def ran(table: Results, row: Row) -> Line:
+def describe_row_runs(table: ComparisonResults, row: ComparisonRow) -> Line:
     """What a strategy was resolved to, on what it ran, and what was picked for it and why."""
     records = [table.records[run] for run in row.runs if run in table.records]
     header = records[0].header
     workers = header["workers"]
     threads = header["threads"]
     on = (
-        f"{_many(workers, 'worker')}, {_many(threads, 'thread')}{' each' if workers > 1 else ''}"
+        f"{_format_count(workers, 'worker')}, "
+        f"{_format_count(threads, 'thread')}{' each' if workers > 1 else ''}"
         + f", on {header['device']}"
         + (f", over {header['backend']}" if header["backend"] else "")
     )
-    picked = [*records[0].choices, *records[0].of("choice")]
+    picked = [*records[0].choices, *records[0].select_lines("choice")]
     # that is of its process
     of_run = {kind: number for kind, number in row.memory.items() if kind != "resident"}
     return {
@@ -122,12 +128,12 @@ def ran(table: Results, row: Row) -> Line:
         "on": on,
         "choices": picked,
         "failure": row.failure,
-        "memory": held(of_run),
+        "memory": format_memory_kinds(of_run),
         "seeds": ", ".join(str(record.header["seed"]) for record in records),
     }
 
 
-def facts(table: Results) -> list[tuple[str, str]]:
+def list_job_facts(table: ComparisonResults) -> list[tuple[str, str]]:
     """Job, machine and versions: (name, value)."""
     job = table.header["job"]
     machine = table.machine
@@ -151,15 +157,16 @@ def facts(table: Results) -> list[tuple[str, str]]:
         ("machine", f"{machine['cores']} cores, {machine['cpu']}"),
         (
             "versions",
-            f"torch {machine['torch']}, Python {machine['python']}, paragrad {_version(table)}",
+            f"torch {machine['torch']}, Python {machine['python']}, paragrad "
+            f"{_get_paragrad_version(table)}",
         ),
     ]
 
 
-def call(table: Results) -> str:
+def format_compare_call(table: ComparisonResults) -> str:
     """The Python call that made the comparison, where no command did."""
     header = table.header
-    asked = table.asked
+    asked = table.comparison_line
     job = header["job"]
     changes = {
         "batch": job["batch"],
@@ -177,12 +184,12 @@ def call(table: Results) -> str:
         )
     else:
         made = "job"
-    rows = [row for row in table.rows if row.strategy != TWIN]
+    rows = [row for row in table.rows if row.strategy != ROUNDING_BASELINE]
     chosen = "; ".join(row.strategy for row in rows)
     more = {"seeds": asked["seeds"]} if asked["seeds"] > 1 else {}
     settings: dict[str, Any] = {
         **more,
-        **({"twin": True} if _twin(table) else {}),
+        **({"rounding_baseline": True} if _has_rounding_baseline(table) else {}),
         **({"until": asked["until"]} if asked["until"] else {}),
         **({"device": header["device"]} if header["device"] != "cpu" else {}),
     }
@@ -190,15 +197,21 @@ def call(table: Results) -> str:
     return f"paragrad.compare({made}, {chosen!r}{words})"
 
 
-def ends(table: Results) -> list[str]:
+def describe_early_ends(table: ComparisonResults) -> list[str]:
     """Why lines are shorter than the job's epochs: a sentence for those that ended alike."""
     found: dict[str, list[str]] = {}
     for row in table.rows:
         runs = [table.records[run] for run in row.runs if run in table.records]
-        shortest = min(runs, key=lambda record: len(record.steps()), default=None)
-        if shortest is not None and (made := len(shortest.steps())) < shortest.steps_planned:
+        shortest = min(runs, key=lambda record: len(record.group_step_lines()), default=None)
+        if (
+            shortest is not None
+            and (made := len(shortest.group_step_lines())) < shortest.planned_steps
+        ):
             of = f" (seed {shortest.header['seed']})" if len(runs) > 1 else ""
-            how = f"at step {made:,} of {shortest.steps_planned:,}: {_why(shortest, table.until)}."
+            how = (
+                f"at step {made:,} of {shortest.planned_steps:,}: "
+                f"{_explain_end(shortest, table.until)}."
+            )
             found.setdefault(how, []).append(row.strategy + of)
     return [
         f"{'All lines' if len(names) == len(table.rows) > 1 else ' and '.join(names)} "
@@ -207,7 +220,7 @@ def ends(table: Results) -> list[str]:
     ]
 
 
-def _why(record: Record, until: str | None) -> str:
+def _explain_end(record: Record, until: str | None) -> str:
     end = record.end or {"status": "died", "error": None}
     settings = record.header.get("settings", {})
     if end["status"] == "finished":

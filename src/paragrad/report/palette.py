@@ -49,14 +49,14 @@ COLOURS = tuple(
     )
 )
 KINDS = tuple(PALETTE[name][0] for name in ("steel", "ochre", "moss", "plum", "ash"))
-INK, MUTED, FAINT, PAPER, TWIN, COMPUTED = (
+INK, MUTED, FAINT, PAPER, BASELINE_COLOUR, COMPUTED_COLOUR = (
     PALETTE[name][0] for name in ("ink", "muted", "line", "paper", "grey", "ash")
 )
 
 _NAMES = {light: name for name, (light, _) in PALETTE.items()}
 
 
-def themed(text: str) -> str:
+def replace_colours(text: str) -> str:
     """Every light colour of a style as the name of what the page makes of it."""
     return re.sub(
         r"#[0-9a-f]{6}\b",

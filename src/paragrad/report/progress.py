@@ -15,12 +15,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from paragrad.report.notebook import said
+from paragrad.report.notebook import format_step_value
 
-EVERY = 5.0  # seconds between plain lines
+LINE_INTERVAL = 5.0  # seconds between plain lines
 
 
-class Shown:
+class ProgressDisplay:
     """Shows the runs of one command, one after another; a context manager. transient: a bar
     goes when it is full.
     """
@@ -38,7 +38,7 @@ class Shown:
             transient=transient,
         )
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ProgressDisplay:
         if self.console.is_terminal:
             self.bars.start()
         return self
@@ -46,29 +46,37 @@ class Shown:
     def __exit__(self, *_: object) -> None:
         self.bars.stop()
 
-    def run(self, name: str, what: str = "step") -> Any:
+    def track_run(self, name: str, what: str = "step") -> Any:
         """What to tell of the run of that name: a function of {"step", "steps", and "loss" or
         "difference" if there is one}; what: else is counted.
         """
-        return self._bar(name) if self.console.is_terminal else self._lines(name, what)
-
-    def _bar(self, name: str) -> Any:
-        task = self.bars.add_task(name, total=None, value="")
-        return lambda told: self.bars.update(
-            task, completed=told["step"], total=told["steps"], value=said(told)
+        return (
+            self._track_with_bar(name)
+            if self.console.is_terminal
+            else self._track_with_lines(name, what)
         )
 
-    def _lines(self, name: str, what: str) -> Any:
+    def _track_with_bar(self, name: str) -> Any:
+        task = self.bars.add_task(name, total=None, value="")
+        return lambda told: self.bars.update(
+            task, completed=told["step"], total=told["steps"], value=format_step_value(told)
+        )
+
+    def _track_with_lines(self, name: str, what: str) -> Any:
         last = time.monotonic()
 
         def tell(told: dict[str, Any]) -> None:
             nonlocal last
-            if told["step"] == told["steps"] or time.monotonic() - last > EVERY:
+            if told["step"] == told["steps"] or time.monotonic() - last > LINE_INTERVAL:
                 last = time.monotonic()
                 self.console.print(
                     ", ".join(
                         filter(
-                            None, (f"{name}: {what} {told['step']} of {told['steps']}", said(told))
+                            None,
+                            (
+                                f"{name}: {what} {told['step']} of {told['steps']}",
+                                format_step_value(told),
+                            ),
                         )
                     ),
                     highlight=False,

@@ -10,16 +10,16 @@ from statistics import fmean, stdev
 from typing import Any
 
 from paragrad.errors import RankFailed
-from paragrad.record.record import Line, Record, lines_of
-from paragrad.report.timing import SAME, SpeedUp, StepTime, times_of
+from paragrad.record.record import Line, Record, read_lines
+from paragrad.report.timing import NO_SPEED_UP, SpeedUp, StepTime, measure_step_time
 from paragrad.strategies.serial import Serial
 from paragrad.trainer.settings import Settings
 
-TWIN = "rounding twin"  # serial, every batch back to front
+ROUNDING_BASELINE = "rounding twin"  # serial, every batch back to front
 
 
 @dataclass(frozen=True)
-class Reached:
+class GoalReached:
     """Where a run reached the goal of `--until`."""
 
     seconds: float  # of its steps, each by the row's time per step
@@ -28,7 +28,7 @@ class Reached:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """What one strategy did, over its seeds; None where it did not come that far."""
 
     strategy: str
@@ -49,7 +49,7 @@ class Row:
     difference: float | None = None  # from serial, float64, first seed
     tensor: str | None = None  # where it is largest
     digests: tuple[str, ...] = ()  # of the final parameters, by seed
-    reached: tuple[Reached | None, ...] = ()  # the goal, by seed
+    reached: tuple[GoalReached | None, ...] = ()  # the goal, by seed
     runs: tuple[str, ...] = ()  # folders, by seed
     failure: str | None = None
     # serial itself, which the others are compared with
@@ -64,18 +64,18 @@ class Row:
     @property
     def speed_up(self) -> float | None:
         """Over serial with all threads; None where noise would have made it."""
-        return self.faster.value if self.faster and self.faster.clear else None
+        return self.faster.value if self.faster and self.faster.is_significant else None
 
     @property
     def speed_up_one_thread(self) -> float | None:
         """Over serial with one thread, likewise."""
         return (
             self.faster_than_one_thread.value
-            if self.faster_than_one_thread and self.faster_than_one_thread.clear
+            if self.faster_than_one_thread and self.faster_than_one_thread.is_significant
             else None
         )
 
-    def as_json(self) -> Line:
+    def to_json(self) -> Line:
         """All of it, a number and from where to where it may be side by side."""
         told = asdict(self) | {
             name: getattr(self, name)
@@ -88,21 +88,23 @@ class Row:
             ("speed_up", self.faster),
             ("speed_up_one_thread", self.faster_than_one_thread),
         ):
-            told[f"{name}_between"] = each and each.between
+            told[f"{name}_between"] = each and each.finite_bounds
         return told | {"others": self.times and self.times.load and self.times.load.others}
 
 
 @dataclass(frozen=True)
-class Results:
+class ComparisonResults:
     """A comparison, read from its folder."""
 
     folder: Path
 
     @cached_property
-    def asked(self) -> Line:
+    def comparison_line(self) -> Line:
         """What was asked for: the comparison's own line."""
         return next(
-            line for line in lines_of(self.folder / "compare.jsonl") if line["kind"] == "comparison"
+            line
+            for line in read_lines(self.folder / "compare.jsonl")
+            if line["kind"] == "comparison"
         )
 
     @cached_property
@@ -116,14 +118,15 @@ class Results:
         return {name: record for name, record in found.items() if record.header}
 
     @cached_property
-    def rows(self) -> list[Row]:
-        names = self.asked.get("strategies", [""] * len(self.asked["rows"]))
+    def rows(self) -> list[ComparisonRow]:
+        names = self.comparison_line.get("strategies", [""] * len(self.comparison_line["rows"]))
         return [
-            _row(self, name, runs) for name, runs in zip(names, self.asked["rows"], strict=True)
+            _build_row(self, name, runs)
+            for name, runs in zip(names, self.comparison_line["rows"], strict=True)
         ]
 
     @cached_property
-    def serial(self) -> dict[int, tuple[list[str], StepTime | None]]:
+    def serial_times(self) -> dict[int, tuple[list[str], StepTime | None]]:
         """Runs of plain serial, and its time per step, with one thread and with all of them:
         what speed-ups are over.
         """
@@ -135,19 +138,21 @@ class Results:
                 if record.header["resolved"] == str(Serial(threads=threads))
                 and not record.header["reverse"]
             ]
-            found[threads] = runs, times_of([self.records[name] for name in runs])
+            found[threads] = runs, measure_step_time([self.records[name] for name in runs])
         return found
 
     @cached_property
-    def ended(self) -> Line:
+    def ending(self) -> Line:
         """How the comparison ended, the last time: {"status": finished, stopped, interrupted,
         failed or died, "error": why}.
         """
         return {
-            "status": "died" if "strategies" in self.asked else "finished",
+            "status": "died" if "strategies" in self.comparison_line else "finished",
             "error": None,
             **(
-                {line["kind"]: line for line in lines_of(self.folder / "compare.jsonl")}.get("end")
+                {line["kind"]: line for line in read_lines(self.folder / "compare.jsonl")}.get(
+                    "end"
+                )
                 or {}
             ),
         }
@@ -157,7 +162,7 @@ class Results:
         """The strategies of the rows that are not done, and the runs for speed."""
         for_speed = [
             name
-            for name in self.asked.get("baselines", [])
+            for name in self.comparison_line.get("baselines", [])
             if name not in self.records or not self.records[name].finished
         ]
         return [
@@ -167,12 +172,12 @@ class Results:
             or (
                 row.difference is None
                 and not row.reference
-                and row.strategy != TWIN
-                and not self._in_rounds(row)
+                and row.strategy != ROUNDING_BASELINE
+                and not self._has_rounds(row)
             )
         ] + for_speed
 
-    def _in_rounds(self, row: Row) -> bool:
+    def _has_rounds(self, row: ComparisonRow) -> bool:
         """It has no steps that could be compared with serial's."""
         return any(self.records[run].rounds for run in row.runs if run in self.records)
 
@@ -195,21 +200,21 @@ class Results:
 
     @property
     def until(self) -> str | None:
-        return self.asked["until"]  # type: ignore[no-any-return]
+        return self.comparison_line["until"]  # type: ignore[no-any-return]
 
     @property
     def failed(self) -> bool:
         return any(row.failure for row in self.rows)
 
-    def lines(self, kind: str) -> dict[str, Line]:
+    def index_lines(self, kind: str) -> dict[str, Line]:
         """The comparison's own lines of a kind (difference, distance), by run."""
         return {
             line["run"]: line
-            for line in lines_of(self.folder / "compare.jsonl")
+            for line in read_lines(self.folder / "compare.jsonl")
             if line["kind"] == kind
         }
 
-    def as_json(self) -> Line:
+    def to_json(self) -> Line:
         return {
             "schema": 3,
             "job": self.job,
@@ -217,17 +222,17 @@ class Results:
             "until": self.until,
             "folder": str(self.folder),
             "machine": self.machine,
-            "rows": [row.as_json() for row in self.rows],
+            "rows": [row.to_json() for row in self.rows],
         }
 
 
-def _row(results: Results, strategy: str, names: list[str]) -> Row:
+def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> ComparisonRow:
     records = [results.records[name] for name in names if name in results.records]
     if not records:
-        return Row(strategy, "", failure="not run", runs=tuple(names))
+        return ComparisonRow(strategy, "", failure="not run", runs=tuple(names))
     header = records[0].header
     named: dict[str, Any] = {
-        "strategy": TWIN if header["reverse"] else header["strategy"],
+        "strategy": ROUNDING_BASELINE if header["reverse"] else header["strategy"],
         "resolved": header["resolved"],
         "exact": header.get("exact", True),
         "seeds": len(names),
@@ -239,59 +244,69 @@ def _row(results: Results, strategy: str, names: list[str]) -> Row:
         end = record.end or {"status": "died", "error": None}
         if end["status"] != "finished":
             error = end["error"]
-            return Row(**named, failure=str(RankFailed(**error)) if error else end["status"])
+            return ComparisonRow(
+                **named, failure=str(RankFailed(**error)) if error else end["status"]
+            )
     if len(records) < len(names):
-        return Row(**named, failure=f"{len(records)} of {len(names)} seeds were run")
+        return ComparisonRow(**named, failure=f"{len(records)} of {len(names)} seeds were run")
     tests = [record.test for record in records if record.test is not None]
-    taken = times_of(records)
-    difference = results.lines("difference").get(names[0], {})
+    taken = measure_step_time(records)
+    difference = results.index_lines("difference").get(names[0], {})
     failure = (
-        {} if names[0] in results.lines("distance") else results.lines("event").get(names[0], {})
+        {}
+        if names[0] in results.index_lines("distance")
+        else results.index_lines("event").get(names[0], {})
     )
     # a client's batch is no step of serial's
     over = None if records[0].rounds else taken
-    return Row(
+    return ComparisonRow(
         **named,
         test=fmean(tests) if tests else None,
         spread=stdev(tests) if len(tests) > 1 else None,
         times=taken,
-        faster=_faster(results, names[0], over, int(results.machine["cores"])),
-        faster_than_one_thread=_faster(results, names[0], over, 1),
+        faster=_compute_speed_up(results, names[0], over, int(results.machine["cores"])),
+        faster_than_one_thread=_compute_speed_up(results, names[0], over, 1),
         sent=records[0].sent_per_step,
         memory=records[0].memory,
         fullest=records[0].fullest,
         difference=difference.get("value"),
         tensor=difference.get("tensor"),
-        digests=tuple(map(_digest, records)),
+        digests=tuple(map(_hash_parameters, records)),
         failure=failure.get("message"),
-        reached=tuple(_reached(results, record, taken) for record in records)
+        reached=tuple(_find_goal_reached(results, record, taken) for record in records)
         if results.until
         else (),
     )
 
 
-def _faster(results: Results, name: str, taken: StepTime | None, threads: int) -> SpeedUp | None:
+def _compute_speed_up(
+    results: ComparisonResults, name: str, taken: StepTime | None, threads: int
+) -> SpeedUp | None:
     """A step of plain serial with so many threads over this row's; exactly 1 where it is that
     row itself.
     """
-    runs, serial = results.serial[threads]
+    runs, serial = results.serial_times[threads]
     if taken is None or serial is None:
         return None
-    return SAME if name in runs else serial.over(taken)
+    return NO_SPEED_UP if name in runs else serial.divide_by(taken)
 
 
-def _reached(results: Results, record: Record, taken: StepTime | None) -> Reached | None:
+def _find_goal_reached(
+    results: ComparisonResults, record: Record, taken: StepTime | None
+) -> GoalReached | None:
     goal = Settings(until=results.until).goal
-    for line in record.of("epoch"):
-        if goal and taken and line["test"] and goal.reached(line["test"]["value"]):
-            steps = sum(each["epoch"] <= line["epoch"] for each in record.of("step"))
+    for line in record.select_lines("epoch"):
+        if goal and taken and line["test"] and goal.is_reached(line["test"]["value"]):
+            steps = sum(each["epoch"] <= line["epoch"] for each in record.select_lines("step"))
             seconds = steps * taken.seconds
             # by the clock: workers have steps of their own
-            if record.apart:
-                seconds = line["start"] + line["seconds"] - record.of("epoch")[0]["start"]
-            return Reached(seconds, line["epoch"] + 1, record.passed(line["epoch"]))
+            if record.has_independent_workers:
+                seconds = line["start"] + line["seconds"] - record.select_lines("epoch")[0]["start"]
+            return GoalReached(
+                seconds, line["epoch"] + 1, record.count_passed_samples(line["epoch"])
+            )
     return None
 
 
-def _digest(record: Record) -> str:
+def _hash_parameters(record: Record) -> str:
     return hashlib.sha256((record.folder / "model.safetensors").read_bytes()).hexdigest()[:8]

@@ -12,13 +12,13 @@ from torch import nn
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.record.noise_scale import NoiseScale, noise_of
+from paragrad.record.noise_scale import NoiseScale, track_noise_scale
 from paragrad.record.record import Line, Record
-from paragrad.record.round_counts import IDLE, LOST, NOBODY
-from paragrad.report.timing import times_of
+from paragrad.record.round_counts import CLIENT_LOST, IDLE_ROUND, NO_CLIENT_RETURNED
+from paragrad.report.timing import measure_step_time
 from paragrad.strategies.registry import strategy
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.checkpoint.checkpoint_files import folders, step_of
+from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
 from paragrad.trainer.checkpoint.tensor_files import load_weights
 
 
@@ -43,14 +43,14 @@ class Run(Record):
             told.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
         if self.stopped:
             told.append(
-                f"stopped at step {self.resumable}, to go on with resume={str(self.folder)!r}"
+                f"stopped at step {self.checkpoint_step}, to go on with resume={str(self.folder)!r}"
             )
         return ", ".join([*told, f"in {self.folder}"])
 
-    def as_json(self) -> Line:
+    def to_json(self) -> Line:
         """What it was and found, in plain JSON ([keys](docs/json.md))."""
         difference = self.difference or {}
-        taken = times_of([self])
+        taken = measure_step_time([self])
         header = self.header
         return {
             "schema": 1,
@@ -62,19 +62,19 @@ class Run(Record):
             "metric": header["job"]["metric"],
             "test": self.test,
             "loss": self.losses[-1] if self.losses else None,
-            "steps": len(self.steps()),
+            "steps": len(self.group_step_lines()),
             "seconds_per_step": self.seconds_per_step,
-            "seconds_per_step_between": taken and taken.between,
+            "seconds_per_step_between": taken and taken.finite_bounds,
             "others": taken and taken.load and taken.load.others,
             "sent": self.sent_per_step,
             "memory": self.memory,
-            "audit": asdict(self.audit),
+            "audit": asdict(self.sample_count),
             "first_step": self.first_step,
-            "events": self.happened,
+            "events": self.event_messages,
             "noise": self.noise and {**asdict(self.noise), "scale": self.noise.scale},
             "difference": difference.get("value"),
             "tensor": difference.get("tensor"),
-            "stopped_at": self.resumable if self.stopped else None,
+            "stopped_at": self.checkpoint_step if self.stopped else None,
             "folder": str(self.folder),
             "trace": header.get("settings", {}).get("trace"),
         }
@@ -83,36 +83,40 @@ class Run(Record):
     def noise(self) -> NoiseScale | None:
         """Its gradient noise scale after the last step in which it was measured."""
         found: dict[int, list[Line]] = {}
-        for line in self.used():
+        for line in self.collect_step_lines():
             found.setdefault(line["step"], []).append(line)
         return next(
-            iter(deque(noise_of(lines for _, lines in sorted(found.items())), maxlen=1)), None
+            iter(deque(track_noise_scale(lines for _, lines in sorted(found.items())), maxlen=1)),
+            None,
         )
 
     @property
     def first_step(self) -> str | None:
         """What its comparison with one worker's said, or why there was none."""
-        told = [line["message"] for line in self.of("event") if line["name"] == "checked"]
+        told = [line["message"] for line in self.select_lines("event") if line["name"] == "checked"]
         told += [
             f"{line['picked']}: {line['because']}"
-            for line in self.of("choice")
+            for line in self.select_lines("choice")
             if line["what"] == "first step"
         ]
         return str(told[0]) if told else None
 
     @property
-    def happened(self) -> list[str]:
+    def event_messages(self) -> list[str]:
         """To its processes: who died, was late, or came; and round by round to clients: who was
         lost, as its worker tells, and that nobody came back, or trained for nothing, as the
         first worker does.
         """
         # an invitation
-        own = [line for line in self.own if line["kind"] == "event" and line["name"] != "open"]
+        own = [
+            line for line in self.run_lines if line["kind"] == "event" and line["name"] != "open"
+        ]
         told = [
             line
             for rank in range(len(self.ranks))
-            for line in self.of("event", rank)
-            if line["name"] == LOST or (line["name"] in (NOBODY, IDLE) and rank == 0)
+            for line in self.select_lines("event", rank)
+            if line["name"] == CLIENT_LOST
+            or (line["name"] in (NO_CLIENT_RETURNED, IDLE_ROUND) and rank == 0)
         ]
         told.sort(key=lambda line: (line["numbers"]["round"], line["numbers"].get("client", inf)))
         return [line["message"] for line in own + told]
@@ -138,16 +142,16 @@ class Run(Record):
         return bool(self.end and self.end["status"] == "stopped")
 
     @property
-    def resumable(self) -> int | None:
+    def checkpoint_step(self) -> int | None:
         """The step of its newest checkpoint."""
-        found = folders(self.folder)
-        return step_of(found[0]) if found else None
+        found = list_checkpoint_folders(self.folder)
+        return read_folder_step(found[0]) if found else None
 
     def model(self) -> nn.Module:
         """The trained model, a plain module with its serial names. Raises Refused where it is
         not as the job builds it.
         """
-        model = self.job.built_model()
+        model = self.job.build_model()
         path = self.folder / "model.safetensors"
         try:
             load_weights(model, path)

@@ -9,36 +9,49 @@ from pathlib import Path
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.executors.message_count import refuse_long
-from paragrad.executors.proof import check
+from paragrad.executors.message_count import refuse_many_messages
+from paragrad.executors.proof import check_schedule
 from paragrad.executors.text_drawing import Arrow, Diagram
-from paragrad.executors.text_drawing import draw as as_text
-from paragrad.parallel.pipeline.stage_summary import Piece
-from paragrad.report.charts import COLOURS, FAINT, INK, MUTED, PAPER, TEXT, drawing, inline
-from paragrad.report.comparison_table import sized
-from paragrad.schedules.actions import Schedule, ScheduleError, shown
-from paragrad.strategies.strategy import Plan
+from paragrad.executors.text_drawing import draw_text as as_text
+from paragrad.parallel.pipeline.stage_summary import StageSummary
+from paragrad.report.charts import (
+    COLOURS,
+    FAINT,
+    INK,
+    MUTED,
+    PAPER,
+    TEXT_SIZE,
+    convert_to_svg,
+    open_figure,
+)
+from paragrad.report.comparison_table import format_bytes
+from paragrad.schedules.actions import Schedule, ScheduleError, format_slot
+from paragrad.strategies.strategy import ScheduleUse
 
 # units beside the first round; between two ranks
 MARGIN = 34
-ROW = 62
+RANK_HEIGHT = 62
 # units of a round for its arrows; of a letter of its labels
-SLOPE = 46
-LETTER = 6.6
+ARROW_WIDTH = 46
+LETTER_WIDTH = 6.6
 
 
 # messages that are drawn as text, and as a diagram: some seconds
-LETTERS = 10_000
-ARROWS = 2_000
+MAX_TEXT_MESSAGES = 10_000
+MAX_SVG_MESSAGES = 2_000
 
 
-def draw(plan: Plan, parts: Sequence[Piece] = (), svg: Path | None = None) -> str:
+def draw_schedule(
+    plan: ScheduleUse, parts: Sequence[StageSummary] = (), svg: Path | None = None
+) -> str:
     """The drawing of a schedule, below the parts of the model, if any. svg: a file for it as a
     space-time diagram, too. Raises Refused.
     """
-    check(plan.schedule, plan.size, plan.what)
+    check_schedule(plan.schedule, plan.size, plan.goal)
     try:
-        refuse_long(plan.schedule, plan.size, ARROWS if svg else LETTERS, "drawn")
+        refuse_many_messages(
+            plan.schedule, plan.size, MAX_SVG_MESSAGES if svg else MAX_TEXT_MESSAGES, "drawn"
+        )
     except ScheduleError as error:
         raise Refused(str(error)) from None
     if svg:
@@ -50,10 +63,10 @@ def draw(plan: Plan, parts: Sequence[Piece] = (), svg: Path | None = None) -> st
             )
             for rank in range(plan.size)
         ]
-        write_space_time(plan.schedule, plan.size, svg, told)
+        write_space_time_svg(plan.schedule, plan.size, svg, told)
     return "\n".join(
         (
-            *_pieces(parts),
+            *_format_stage_table(parts),
             f"{plan.schedule}, {plan.size} ranks; a line is a rank, a column a round. "
             ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits",
             as_text(plan.schedule, plan.size),
@@ -61,7 +74,7 @@ def draw(plan: Plan, parts: Sequence[Piece] = (), svg: Path | None = None) -> st
     )
 
 
-def _pieces(parts: Sequence[Piece]) -> list[str]:
+def _format_stage_table(parts: Sequence[StageSummary]) -> list[str]:
     """A line for each part of a model, in columns."""
     if not parts:
         return []
@@ -85,8 +98,8 @@ def _pieces(parts: Sequence[Piece]) -> list[str]:
                 f"{each.parameters:,}",
                 f"{each.work:,} ({each.work / work:.0%})",
                 f"{1e3 * each.seconds:.3g} ms",
-                sized(each.on),
-                sized(each.back),
+                format_bytes(each.forward_bytes),
+                format_bytes(each.backward_bytes),
             )
             for number, each in enumerate(parts)
         ),
@@ -102,12 +115,14 @@ def _pieces(parts: Sequence[Piece]) -> list[str]:
     ]
 
 
-def write_space_time(schedule: Schedule, size: int, file: Path, told: Sequence[str] = ()) -> None:
+def write_space_time_svg(
+    schedule: Schedule, size: int, file: Path, rank_labels: Sequence[str] = ()
+) -> None:
     """The diagram as an SVG file. told: what stands over the line of each rank. Raises Refused
     where it cannot be written.
     """
     try:
-        file.write_text(space_time(schedule, size, told))
+        file.write_text(draw_space_time_svg(schedule, size, rank_labels))
     except OSError as error:
         raise Refused(
             f"--svg {file}: {error.strerror}; give a file in a folder that is there and can be "
@@ -115,7 +130,7 @@ def write_space_time(schedule: Schedule, size: int, file: Path, told: Sequence[s
         ) from None
 
 
-def space_time(schedule: Schedule, size: int, told: Sequence[str] = ()) -> str:
+def draw_space_time_svg(schedule: Schedule, size: int, rank_labels: Sequence[str] = ()) -> str:
     """The diagram of a schedule over `size` ranks, the rounds being those of `paragrad draw`;
     told: of each rank.
 
@@ -123,56 +138,67 @@ def space_time(schedule: Schedule, size: int, told: Sequence[str] = ()) -> str:
     receiver's at the right of the round it is received in, where its slot stands, with + where
     it is added. What is computed is a box.
     """
-    diagram = Diagram.of(schedule, size)
-    labels = [shown(arrow.slot) + ("+" if arrow.added else "") for arrow in diagram.arrows]
+    diagram = Diagram.build(schedule, size)
+    labels = [format_slot(arrow.slot) + ("+" if arrow.added else "") for arrow in diagram.arrows]
     boxes = [text for _, _, text in diagram.computed]
     column = max(
-        SLOPE + LETTER * max(map(len, labels), default=1) + 14,
-        LETTER * max(map(len, boxes), default=0) + 26,
+        ARROW_WIDTH + LETTER_WIDTH * max(map(len, labels), default=1) + 14,
+        LETTER_WIDTH * max(map(len, boxes), default=0) + 26,
     )
     width = 2 * MARGIN + column * max(1, diagram.columns)
-    height = ROW * size
-    with drawing("schedule", width, height) as figure:
+    height = RANK_HEIGHT * size
+    with open_figure("schedule", width, height) as figure:
         axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
         axes.set(xlim=(0, width), ylim=(height, 0))
         for rank in range(size):
             axes.plot(
-                [MARGIN, width - MARGIN], [_line(rank)] * 2, color=MUTED, linewidth=1, zorder=1
+                [MARGIN, width - MARGIN],
+                [_get_rank_y(rank)] * 2,
+                color=MUTED,
+                linewidth=1,
+                zorder=1,
             )
-            axes.text(MARGIN - 12, _line(rank), str(rank), color=INK, ha="right", va="center")
+            axes.text(MARGIN - 12, _get_rank_y(rank), str(rank), color=INK, ha="right", va="center")
         for place in range(1, diagram.columns):
             axes.plot(
                 [MARGIN + column * place] * 2, [0, height], color=FAINT, linewidth=1, zorder=0
             )
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(rank_labels):
             axes.text(
-                MARGIN, _line(rank) - ROW * 0.36, text, color=MUTED, fontsize=TEXT - 2, va="center"
+                MARGIN,
+                _get_rank_y(rank) - RANK_HEIGHT * 0.36,
+                text,
+                color=MUTED,
+                fontsize=TEXT_SIZE - 2,
+                va="center",
             )
         for rank, place, text in diagram.computed:
-            _box(axes, rank, MARGIN + column * place + 5, text)
+            _draw_computation_box(axes, rank, MARGIN + column * place + 5, text)
         for number, (arrow, label) in enumerate(zip(diagram.arrows, labels, strict=True)):
-            _message(axes, number, arrow, label, column)
+            _draw_message_arrow(axes, number, arrow, label, column)
         alternative = (
             f"{schedule} over {size} ranks: {len(diagram.arrows)} messages in "
             f"{diagram.columns} rounds"
         )
         sized_as = f' width="{width:g}" height="{height:g}" viewBox'
-        return inline(figure, "schedule", alternative).replace(" viewBox", sized_as, 1) + "\n"
+        return (
+            convert_to_svg(figure, "schedule", alternative).replace(" viewBox", sized_as, 1) + "\n"
+        )
 
 
-def _line(rank: int) -> float:
-    return ROW * (rank + 0.5)
+def _get_rank_y(rank: int) -> float:
+    return RANK_HEIGHT * (rank + 0.5)
 
 
-def _box(axes: Any, rank: int, left: float, text: str) -> None:
+def _draw_computation_box(axes: Any, rank: int, left: float, text: str) -> None:
     """What a rank computes, at the left of a round."""
     from matplotlib.patches import Rectangle
 
-    width = LETTER * len(text) + 8
+    width = LETTER_WIDTH * len(text) + 8
     axes.add_patch(
         Rectangle(
-            (left, _line(rank) - 9),
+            (left, _get_rank_y(rank) - 9),
             width,
             18,
             facecolor=PAPER,
@@ -183,23 +209,23 @@ def _box(axes: Any, rank: int, left: float, text: str) -> None:
     )
     axes.text(
         left + width / 2,
-        _line(rank),
+        _get_rank_y(rank),
         text,
         color=INK,
-        fontsize=TEXT - 1,
+        fontsize=TEXT_SIZE - 1,
         ha="center",
         va="center",
         zorder=5,
     )
 
 
-def _message(axes: Any, number: int, arrow: Arrow, label: str, column: float) -> None:
+def _draw_message_arrow(axes: Any, number: int, arrow: Arrow, label: str, column: float) -> None:
     """Coloured by its sender; the label beside its head, on the side it does not come from."""
     from matplotlib.patches import FancyArrowPatch
 
     colour = COLOURS[arrow.source % len(COLOURS)]
-    start = MARGIN + column * arrow.sent + 5, _line(arrow.source)
-    end = MARGIN + column * arrow.received + SLOPE, _line(arrow.target)
+    start = MARGIN + column * arrow.sent + 5, _get_rank_y(arrow.source)
+    end = MARGIN + column * arrow.received + ARROW_WIDTH, _get_rank_y(arrow.target)
     axes.add_patch(
         FancyArrowPatch(
             start,
@@ -221,7 +247,7 @@ def _message(axes: Any, number: int, arrow: Arrow, label: str, column: float) ->
         (3, -3 if below else 3),
         textcoords="offset points",
         color=colour,
-        fontsize=TEXT - 1,
+        fontsize=TEXT_SIZE - 1,
         va="top" if below else "bottom",
         zorder=3,
     )

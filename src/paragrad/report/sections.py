@@ -9,21 +9,26 @@ from itertools import accumulate
 
 from markupsafe import Markup
 
-from paragrad.planner.step_timeline import FORETOLD
-from paragrad.record.noise_scale import noise_of
+from paragrad.planner.step_timeline import PREDICTED_STEPS
+from paragrad.record.noise_scale import track_noise_scale
 from paragrad.record.record import Record
 from paragrad.report import charts
-from paragrad.report.comparison_table import doubts, held, memory, sent
-from paragrad.report.page_text import ends
-from paragrad.report.palette import COMPUTED, KINDS, themed
-from paragrad.report.results import TWIN, Results
-from paragrad.report.timeline_chart import COLOURS, pictured
-from paragrad.report.timing import times_of
+from paragrad.report.comparison_table import (
+    format_memory_kinds,
+    format_row_memory,
+    format_sent_bytes,
+    list_timing_doubts,
+)
+from paragrad.report.page_text import describe_early_ends
+from paragrad.report.palette import COMPUTED_COLOUR, KINDS, replace_colours
+from paragrad.report.results import ROUNDING_BASELINE, ComparisonResults
+from paragrad.report.timeline_chart import KIND_COLOURS, draw_measured_step
+from paragrad.report.timing import measure_step_time
 from paragrad.trainer.settings import Settings
 
 Points = list[tuple[float, float]]
 # kinds of memory, as they are stacked
-HELD = ("parameters", "gradients", "optimizer", "activations", "exchange")
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "exchange")
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,8 @@ class Picture:
     """A chart, or where there is nothing to draw, why."""
 
     title: str
-    says: str
-    drawn: Markup | None = None
+    caption: str
+    svg: Markup | None = None
 
 
 @dataclass(frozen=True)
@@ -53,38 +58,38 @@ class Section:
 class Sections:
     """The charts of a comparison."""
 
-    table: Results
+    table: ComparisonResults
     styles: list[charts.Style]
 
-    def all(self) -> list[Section]:
+    def build_sections(self) -> list[Section]:
         metric = self.table.metric
         test = "Test loss" if metric == "loss" else f"Test {metric}"
         return [
-            self.pair(
+            self.build_value_section(
                 "loss",
                 "Training loss",
                 "loss",
-                losses,
+                list_step_losses,
                 "this comparison has no finished step, so there is no loss",
-                self.of_loss,
+                self.describe_loss_chart,
             ),
-            self.pair(
+            self.build_value_section(
                 "test",
                 test,
                 metric,
-                tests,
+                list_test_values,
                 "this job has no test set, or no epoch was finished",
-                self.of_test,
+                self.describe_test_chart,
             ),
-            self.distance(),
-            *self.noise(),
-            self.bytes(),
-            self.memory(),
-            self.timelines(),
+            self.build_distance_section(),
+            *self.build_noise_section(),
+            self.build_bytes_section(),
+            self.build_memory_section(),
+            self.build_timeline_section(),
         ]
 
     # ---- loss and test -----------------------------------------------------------------------
-    def pair(
+    def build_value_section(
         self,
         name: str,
         title: str,
@@ -99,29 +104,34 @@ class Sections:
         pictures = []
         drawn = dict[int, charts.Curve]()
         for over in ("samples", "seconds"):
-            drawn = self.curves(
-                [self.points(place, points, over) for place in range(len(self.table.rows))],
-                charts.SMOOTH if name == "loss" else charts.POINTS,
+            drawn = self.build_curves(
+                [self.collect_points(place, points, over) for place in range(len(self.table.rows))],
+                charts.MAX_SMOOTH_POINTS if name == "loss" else charts.MAX_POINTS,
             )
             found = list(drawn.values())
             if not found:
                 return Section(name, title, [Picture("", f"Nothing to draw: {missing}.")], [])
             goal = Settings(until=self.table.until).goal if name == "test" else None
             unit = self.table.header["job"].get("unit", "") if name == "test" else ""
-            picture = charts.lines(
+            picture = charts.draw_lines(
                 f"{name}-{over}",
                 found,
                 x_label="samples trained on" if over == "samples" else over,
                 y_label=y_label,
-                alt=described(f"{title} over {over}", found, unit),
+                alt=describe_curves(f"{title} over {over}", found, unit),
                 unit=unit,
                 goal=goal.value if goal else None,
             )
             pictures.append(Picture(f"Over {over}", says(found, over), Markup(picture)))
-        return Section(name, title, pictures, self.legend(drawn), ends(self.table))
+        return Section(
+            name, title, pictures, self.build_legend(drawn), describe_early_ends(self.table)
+        )
 
-    def points(
-        self, place: int, of: Callable[[Record], list[tuple[float, float, float]]], over: str
+    def collect_points(
+        self,
+        place: int,
+        list_values: Callable[[Record], list[tuple[float, float, float]]],
+        over: str,
     ) -> list[Points]:
         """Of every seed of a row; a step takes what the table says that it does."""
         records = [
@@ -129,29 +139,29 @@ class Sections:
             for run in self.table.rows[place].runs
             if run in self.table.records
         ]
-        taken = times_of(records)
+        taken = measure_step_time(records)
         seconds = taken.seconds if taken else 0.0
         return [
             [
                 (samples if over == "samples" else steps * seconds, value)
-                for samples, steps, value in of(record)
+                for samples, steps, value in list_values(record)
             ]
             for record in records
         ]
 
-    def curves(
-        self, runs: Sequence[Sequence[Points]], most: int = charts.POINTS
+    def build_curves(
+        self, runs: Sequence[Sequence[Points]], most: int = charts.MAX_POINTS
     ) -> dict[int, charts.Curve]:
         """The lines of the rows that have one, by place."""
         made = {
-            place: charts.curve(
+            place: charts.build_curve(
                 self.styles[place], row.strategy, [points for points in runs[place] if points], most
             )
             for place, row in enumerate(self.table.rows)
         }
         return {place: each for place, each in made.items() if each is not None}
 
-    def legend(self, drawn: Iterable[int]) -> list[tuple[int | str, bool, str]]:
+    def build_legend(self, drawn: Iterable[int]) -> list[tuple[int | str, bool, str]]:
         rows = self.table.rows
         return [
             (
@@ -163,14 +173,14 @@ class Sections:
             for place in drawn
         ]
 
-    def of_loss(self, found: list[charts.Curve], over: str) -> str:
+    def describe_loss_chart(self, found: list[charts.Curve], over: str) -> str:
         steps = max(each.steps for each in found)
         seeds = max(each.seeds for each in found)
         if over == "seconds":
             return (
                 "The same losses over the time of the steps, each as long as the table's ms/step: "
                 "the line that comes down "
-                "first is the fastest." + self.of_seconds(found)
+                "first is the fastest." + self.describe_seconds_axis(found)
             )
         says = (
             "Where lines lie on each other, samples taught the same, and the marks take turns; a "
@@ -185,30 +195,32 @@ class Sections:
             else ""
         )
 
-    def of_test(self, found: list[charts.Curve], over: str) -> str:
+    def describe_test_chart(self, found: list[charts.Curve], over: str) -> str:
         if over == "seconds":
             return (
                 "What has been learnt by when, by the table's ms/step, without the time of tests: "
-                "further left is sooner." + self.of_seconds(found)
+                "further left is sooner." + self.describe_seconds_axis(found)
             )
         return "Measured after every epoch, on samples that are not trained on." + (
             f" The dotted line is the goal, {self.table.until}." if self.table.until else ""
         )
 
-    def of_seconds(self, found: list[charts.Curve]) -> str:
+    def describe_seconds_axis(self, found: list[charts.Curve]) -> str:
         return (
             " Seconds are logarithmic: rows differ a hundredfold."
-            if charts.hundredfold(found)
+            if charts.has_hundredfold_range(found)
             else ""
         ) + (
-            " What the table says of doubtful times holds here, too." if doubts(self.table) else ""
+            " What the table says of doubtful times holds here, too."
+            if list_timing_doubts(self.table)
+            else ""
         )
 
     # ---- distance and bytes ------------------------------------------------------------------
-    def distance(self) -> Section:
+    def build_distance_section(self) -> Section:
         name = "distance"
         title = "Distance from serial"
-        values = {run: line["values"] for run, line in self.table.lines("distance").items()}
+        values = {run: line["values"] for run, line in self.table.index_lines("distance").items()}
         points = [
             [
                 [
@@ -218,7 +230,7 @@ class Sections:
             ]
             for row in self.table.rows
         ]
-        drawn = self.curves(points)
+        drawn = self.build_curves(points)
         if not drawn:
             return Section(
                 name,
@@ -243,9 +255,10 @@ class Sections:
         dtype = self.table.header["job"]["dtype"]
         says = (
             f"The largest difference of any parameter from serial's, relative to its tensor, after "
-            f"every step in {dtype}" + (", first seed. " if self.table.asked["seeds"] > 1 else ". ")
+            f"every step in {dtype}"
+            + (", first seed. " if self.table.comparison_line["seeds"] > 1 else ". ")
         )
-        if TWIN in (self.table.rows[place].strategy for place in drawn):
+        if ROUNDING_BASELINE in (self.table.rows[place].strategy for place in drawn):
             says += (
                 "Dashed: the rounding twin, serial with every batch back to front. It differs by "
                 "rounding alone, and so "
@@ -253,30 +266,31 @@ class Sections:
             )
         else:
             says += (
-                "Rounding alone sets two trainings apart, too; compare with --twin to see by "
+                "Rounding alone sets two trainings apart, too; compare with --rounding-baseline to "
+                "see by "
                 "how much."
             )
         says += (
             f" Lines end at step {max(len(each.x) for each in drawn.values())}: so far every "
             f"strategy is followed."
         )
-        picture = charts.lines(
+        picture = charts.draw_lines(
             "distance",
             list(drawn.values()),
             x_label="steps",
             y_label="relative difference",
             logarithmic=True,
-            alt=described("Distance from serial over steps", list(drawn.values())),
+            alt=describe_curves("Distance from serial over steps", list(drawn.values())),
         )
         return Section(
-            name, title, [Picture("Over steps", says, Markup(picture))], self.legend(drawn)
+            name, title, [Picture("Over steps", says, Markup(picture))], self.build_legend(drawn)
         )
 
-    def noise(self) -> list[Section]:
+    def build_noise_section(self) -> list[Section]:
         """Where it was measured."""
         found = [
             [
-                list(noise_of(self.table.records[run].steps()))
+                list(track_noise_scale(self.table.records[run].group_step_lines()))
                 for run in row.runs
                 if run in self.table.records
             ]
@@ -286,7 +300,7 @@ class Sections:
             [[(float(each.step + 1), each.scale) for each in run if each.scale] for run in row]
             for row in found
         ]
-        drawn = self.curves(runs)
+        drawn = self.build_curves(runs)
         if not drawn:
             return []
         batch = next(run[-1].batch for row in found for run in row if run)
@@ -300,23 +314,23 @@ class Sections:
             f"{'below' if batch < most else 'above'} the last "
             f"value, {most:.3g}; it grows while the loss falls."
         )
-        picture = charts.lines(
+        picture = charts.draw_lines(
             "noise",
             list(drawn.values()),
             x_label="steps",
             y_label="gradient noise scale",
-            alt=described("Gradient noise scale over steps", list(drawn.values())),
+            alt=describe_curves("Gradient noise scale over steps", list(drawn.values())),
         )
         return [
             Section(
                 "noise",
                 "Gradient noise scale",
                 [Picture("Over steps", says, Markup(picture))],
-                self.legend(drawn),
+                self.build_legend(drawn),
             )
         ]
 
-    def bytes(self) -> Section:
+    def build_bytes_section(self) -> Section:
         name = "sent"
         title = "Bytes sent"
         rows = [
@@ -343,8 +357,8 @@ class Sections:
             )
             + (f" Nothing is sent by {' and '.join(silent)}." if silent else "")
         )
-        told = [(row.strategy, sent(row.sent), row.sent) for row in rows]
-        picture = charts.bars(
+        told = [(row.strategy, format_sent_bytes(row.sent), row.sent) for row in rows]
+        picture = charts.draw_bars(
             "sent",
             told,
             kinds,
@@ -352,27 +366,31 @@ class Sections:
             + "; ".join(f"{strategy}: {numbers}" for strategy, numbers, _ in told),
         )
         legend: list[tuple[int | str, bool, str]] = [
-            (themed(KINDS[place % len(KINDS)]), False, kind) for place, kind in enumerate(kinds)
+            (replace_colours(KINDS[place % len(KINDS)]), False, kind)
+            for place, kind in enumerate(kinds)
         ]
         return Section(
             name,
             title,
             [Picture("Per rank and step", says, Markup(picture))],
-            [*legend, *([(themed(COMPUTED), True, "computed")] if computed else [])],
+            [
+                *legend,
+                *([(replace_colours(COMPUTED_COLOUR), True, "computed")] if computed else []),
+            ],
         )
 
-    def memory(self) -> Section:
+    def build_memory_section(self) -> Section:
         name = "memory"
         title = "Memory"
         rows = [row for row in self.table.rows if row.fullest]
-        kinds = [kind for kind in HELD if any(row.fullest.get(kind) for row in rows)]
+        kinds = [kind for kind in MEMORY_KINDS if any(row.fullest.get(kind) for row in rows)]
         if not kinds:
             says = "Nothing to draw: no run came to its end and told what its ranks held."
             return Section(name, title, [Picture("", says)], [])
         told = [
             (
                 row.strategy,
-                memory(row),
+                format_row_memory(row),
                 {kind: {"bytes": row.fullest.get(kind, 0), "computed": False} for kind in kinds},
             )
             for row in rows
@@ -386,27 +404,30 @@ class Sections:
         )
         unlooked = [row.strategy for row in rows if "activations" not in row.fullest]
         says += f" Activations of {' and '.join(unlooked)} were not counted." if unlooked else ""
-        picture = charts.bars(
+        picture = charts.draw_bars(
             "memory",
             told,
             kinds,
             "Memory of the fullest rank. "
-            + "; ".join(f"{row.strategy}: {held(row.fullest)}" for row in rows),
+            + "; ".join(f"{row.strategy}: {format_memory_kinds(row.fullest)}" for row in rows),
             "bytes on the fullest rank",
         )
         return Section(
             name,
             title,
             [Picture("Of the fullest rank", says, Markup(picture))],
-            [(themed(KINDS[place % len(KINDS)]), False, kind) for place, kind in enumerate(kinds)],
+            [
+                (replace_colours(KINDS[place % len(KINDS)]), False, kind)
+                for place, kind in enumerate(kinds)
+            ],
         )
 
-    def timelines(self) -> Section:
+    def build_timeline_section(self) -> Section:
         """One step of every row that has one, the first seed's."""
         found = [
-            (row.strategy, pictured(f"step-{place}", self.table.records[row.runs[0]]))
+            (row.strategy, draw_measured_step(f"step-{place}", self.table.records[row.runs[0]]))
             for place, row in enumerate(self.table.rows)
-            if row.strategy != TWIN and row.seconds_per_step is not None
+            if row.strategy != ROUNDING_BASELINE and row.seconds_per_step is not None
         ]
         pictures = [Picture(strategy, seen[0], Markup(seen[1])) for strategy, seen in found if seen]
         if not pictures:
@@ -416,7 +437,7 @@ class Sections:
                 [
                     Picture(
                         "",
-                        f"Nothing to draw: no run made {FORETOLD.start + 1} steps of "
+                        f"Nothing to draw: no run made {PREDICTED_STEPS.start + 1} steps of "
                         "all workers together.",
                     )
                 ],
@@ -426,13 +447,13 @@ class Sections:
             "step",
             "One step",
             pictures,
-            [(themed(colour), False, kind) for kind, colour in COLOURS.items()],
+            [(replace_colours(colour), False, kind) for kind, colour in KIND_COLOURS.items()],
         )
 
 
-def losses(record: Record) -> list[tuple[float, float, float]]:
+def list_step_losses(record: Record) -> list[tuple[float, float, float]]:
     """(global samples, steps, loss) at the end of every step."""
-    steps = record.steps()
+    steps = record.group_step_lines()
     samples = accumulate(
         sum(line["order"][1] - line["order"][0] for line in lines) for lines in steps
     )
@@ -442,21 +463,21 @@ def losses(record: Record) -> list[tuple[float, float, float]]:
     ]
 
 
-def tests(record: Record) -> list[tuple[float, float, float]]:
+def list_test_values(record: Record) -> list[tuple[float, float, float]]:
     """(global samples, steps, metric) at the end of every epoch with a test."""
-    epochs = [lines[0]["epoch"] for lines in record.steps()]
+    epochs = [lines[0]["epoch"] for lines in record.group_step_lines()]
     return [
         (
-            float(record.passed(line["epoch"])),
+            float(record.count_passed_samples(line["epoch"])),
             float(bisect_right(epochs, line["epoch"])),
             line["test"]["value"],
         )
-        for line in record.of("epoch")
+        for line in record.select_lines("epoch")
         if line["test"]
     ]
 
 
-def described(title: str, curves: list[charts.Curve], unit: str = "") -> str:
+def describe_curves(title: str, curves: list[charts.Curve], unit: str = "") -> str:
     """A chart in words, for those who cannot see it."""
     of = f" {unit}" if unit else ""
     return f"{title}. " + "; ".join(

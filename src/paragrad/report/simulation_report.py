@@ -10,14 +10,14 @@ from typing import Any
 
 from paragrad.errors import Refused
 from paragrad.executors.machine import Link, Machine
-from paragrad.planner.compression_cost import Compressing
+from paragrad.planner.compression_cost import CompressionCost
 from paragrad.planner.simulation import Simulation
 from paragrad.report.printing import print_facts
 
-BUSY = 0.5  # cores
+BUSY_LOAD = 0.5  # cores
 
 
-def simulation(found: Simulation, as_json: bool) -> None:
+def print_simulation(found: Simulation, as_json: bool) -> None:
     """Print a simulation: a line per fact, or JSON with plain numbers."""
     if as_json:
         print(
@@ -28,10 +28,10 @@ def simulation(found: Simulation, as_json: bool) -> None:
                     "bytes": found.bytes,
                     "seconds": found.timeline.seconds,
                     "interval": found.interval,
-                    "closed_form": found.closed,
+                    "closed_form": found.closed_form,
                     "messages": found.timeline.messages,
-                    "price": found.price and asdict(found.price),
-                    "least": asdict(found.least),
+                    "price": found.cost and asdict(found.cost),
+                    "least": asdict(found.lower_bounds),
                     "work": found.work and found.work.work,
                     "depth": found.work and found.work.depth,
                     "cluster": asdict(found.cluster),
@@ -41,10 +41,14 @@ def simulation(found: Simulation, as_json: bool) -> None:
             )
         )
     else:
-        print_facts((name, value) for name, value in _told(found).items() if value is not None)
+        print_facts(
+            (name, value)
+            for name, value in _describe_simulation(found).items()
+            if value is not None
+        )
 
 
-def compressing(found: Compressing, as_json: bool) -> None:
+def print_compression_cost(found: CompressionCost, as_json: bool) -> None:
     """The same of an exchange with a compressor, beside the one without."""
     if as_json:
         print(
@@ -54,14 +58,14 @@ def compressing(found: Compressing, as_json: bool) -> None:
                     "workers": found.workers,
                     "bytes": found.bytes,
                     "payload": found.payload,
-                    "sent_whole": found.whole,
+                    "sent_whole": found.sends_whole_vectors,
                     "plain": found.plain,
                     "exchange": found.exchange,
                     "compute": found.compute,
-                    "pays": found.pays,
+                    "pays": found.is_faster,
                     "bandwidth": None if isinf(found.bandwidth) else found.bandwidth,
                     "lengths": [
-                        [first, None if isinf(end) else end] for first, end in found.lengths
+                        [first, None if isinf(end) else end] for first, end in found.paying_lengths
                     ],
                     "measured": found.machine.measured,
                 },
@@ -82,35 +86,37 @@ def compressing(found: Compressing, as_json: bool) -> None:
             "strategy": str(found.strategy),
             "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
             "machine": found.machine.measured,
-            "without compressing": f"{_seconds(found.plain)}, along {found.along}, by closed form",
-            "with it": f"{_seconds(total)}: {_seconds(found.exchange)} of the exchange, and "
-            f"{_seconds(found.compute)} of "
+            "without compressing": f"{_format_duration(found.plain)}, along {found.algorithm}, by "
+            f"closed form",
+            "with it": f"{_format_duration(total)}: {_format_duration(found.exchange)} of the "
+            f"exchange, and "
+            f"{_format_duration(found.compute)} of "
             "compressing and extracting (measured here, on one thread)",
             "what stands for a vector": f"{found.payload:,.0f} bytes"
             + (
                 ", which all ranks would send more of than of whole vectors: these are sent"
-                if found.whole
+                if found.sends_whole_vectors
                 else ""
             ),
             "does it pay?": f"yes, {found.plain / total:.3g} times as fast"
-            if found.pays
+            if found.is_faster
             else f"no: {total / found.plain:.3g} times as long"
             if found.plain
             else "no: nothing is exchanged",
             "it pays on links": below,
             "on this link it pays": ", ".join(
                 f"from {first:,.0f} bytes " + ("on" if isinf(end) else f"to {end:,.0f}")
-                for first, end in found.lengths
+                for first, end in found.paying_lengths
             )
             or "for no vector",
         }.items()
     )
 
 
-def _told(found: Simulation) -> dict[str, Any]:
+def _describe_simulation(found: Simulation) -> dict[str, Any]:
     link = found.cluster.link
     gamma = found.cluster.gamma
-    bounds = found.least
+    bounds = found.lower_bounds
     element = found.element
     terms = {
         "rounds": bounds.rounds * link.alpha,
@@ -126,17 +132,21 @@ def _told(found: Simulation) -> dict[str, Any]:
         "strategy": str(found.strategy),
         "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
         "machine": found.machine.measured,
-        "time by the clock": _seconds(found.timeline.seconds) + _around(found),
-        "time by closed form": None if found.closed is None else _seconds(found.closed) + plain,
-        "lower bounds": ", ".join(f"{name} {_seconds(value)}" for name, value in terms.items()),
+        "time by the clock": _format_duration(found.timeline.seconds) + _format_interval(found),
+        "time by closed form": None
+        if found.closed_form is None
+        else _format_duration(found.closed_form) + plain,
+        "lower bounds": ", ".join(
+            f"{name} {_format_duration(value)}" for name, value in terms.items()
+        ),
         "messages": f"{found.timeline.messages:,} in all",
         "rounds": None
-        if found.price is None
-        else f"{found.price.rounds:,} messages, one after the other",
+        if found.cost is None
+        else f"{found.cost.rounds:,} messages, one after the other",
         "sent by the busiest rank": None
-        if found.price is None
-        else f"{element * found.price.sent:,} bytes",
-        "scratch": None if found.price is None else f"{element * found.price.scratch:,} bytes",
+        if found.cost is None
+        else f"{element * found.cost.sent:,} bytes",
+        "scratch": None if found.cost is None else f"{element * found.cost.scratch:,} bytes",
         "work W": None if found.work is None else f"{found.work.work:,} additions",
         "depth D": None
         if found.work is None
@@ -144,22 +154,22 @@ def _told(found: Simulation) -> dict[str, Any]:
         "average parallelism W/D": None if found.work is None else f"{found.work.parallelism:,.1f}",
         "additions in time on these ranks": None
         if found.work is None
-        else " to ".join(f"{bound:,.0f}" for bound in found.work.bounds(found.workers))
+        else " to ".join(f"{bound:,.0f}" for bound in found.work.compute_time_bounds(found.workers))
         + " (Brent: max(W/P, D) to W/P + D)",
     }
 
 
-def _around(found: Simulation) -> str:
+def _format_interval(found: Simulation) -> str:
     """Between which seconds most exchanges lie."""
     if found.interval is None:
         return ""
-    return "; four exchanges in five: " + " to ".join(map(_seconds, found.interval))
+    return "; four exchanges in five: " + " to ".join(map(_format_duration, found.interval))
 
 
-def machine(found: Machine, path: Path, as_json: bool) -> None:
+def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
     """Write a machine file and say what is in it. Raises Refused where it cannot be written."""
     try:
-        found.write(path)
+        found.write_machine_file(path)
     except OSError as error:
         raise Refused(
             f"cannot write {path} ({error.strerror}); give --output a file in a folder that is "
@@ -170,12 +180,13 @@ def machine(found: Machine, path: Path, as_json: bool) -> None:
         return
     errors = found.errors or {}
     facts: dict[str, Any] = {
-        name: f"alpha {_seconds(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency "
-        f"{_seconds(link.latency)}, "
-        f"{_seconds(link.overhead)} of a core a message, {1e9 * link.work:.3g} ns a byte; a "
+        name: f"alpha {_format_duration(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency "
+        f"{_format_duration(link.latency)}, "
+        f"{_format_duration(link.overhead)} of a core a message, {1e9 * link.work:.3g} ns a byte; "
+        f"a "
         f"straight line errs by at "
         f"most {errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} "
-        f"points{_disturbed(link)}"
+        f"points{_describe_disturbance(link)}"
         for name, link in found.links.items()
     }
     facts |= {"gamma": f"{1 / found.gamma / 1e9:.3g} GB/s added", "cores": found.cores}
@@ -188,23 +199,23 @@ def machine(found: Machine, path: Path, as_json: bool) -> None:
         facts["load average before"] = f"{found.load:.2f}" + (
             ": the host was busy in the minute before; if it still is, what was measured scatters: "
             "measure again when it is not"
-            if found.load > BUSY
+            if found.load > BUSY_LOAD
             else ""
         )
     print_facts({**facts, "measured": found.measured, "machine file": path}.items())
 
 
-def _disturbed(link: Link) -> str:
+def _describe_disturbance(link: Link) -> str:
     """How much slower it was in the slowest rounds."""
     if link.disturbed is None:
         return ""
-    slower = [link.disturbed.held(size) / seconds for size, seconds in link.points]
+    slower = [link.disturbed.compute_port_seconds(size) / seconds for size, seconds in link.points]
     return (
         f"; one round in ten took {min(slower):.2f} to {max(slower):.2f} times as long, or longer"
     )
 
 
-def timeline(found: Simulation, path: Path) -> None:
+def write_timeline(found: Simulation, path: Path) -> None:
     """Write the clock's spans as the record has them. Raises Refused where the file cannot be
     written.
     """
@@ -218,7 +229,7 @@ def timeline(found: Simulation, path: Path) -> None:
         ) from None
 
 
-def _seconds(value: float) -> str:
+def _format_duration(value: float) -> str:
     return (
         f"{value:.3g} s"
         if value >= 1

@@ -17,48 +17,58 @@ from rich.console import Console
 
 from paragrad.record.record import Record
 from paragrad.report.certificate import Certificate
-from paragrad.report.comparison_table import COMPUTED, Table, held, sent, show
+from paragrad.report.comparison_table import (
+    COMPUTED_NOTE,
+    Table,
+    format_memory_kinds,
+    format_sent_bytes,
+    print_table,
+)
 from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
-from paragrad.report.timing import times_of
+from paragrad.report.timing import measure_step_time
 from paragrad.strategies.compressors import Compressor
-from paragrad.strategies.registry import algorithms, known
-from paragrad.strategies.shares import Division, micro_batches
-from paragrad.trainer.checkpoint.checkpoint_files import folders, step_of
-from paragrad.validation.validate import Admitted
+from paragrad.strategies.registry import collect_all_reduces, collect_strategies
+from paragrad.strategies.shares import Division, split_micro_batches
+from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
+from paragrad.validation.validate import ValidatedRun
 
 
-def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")) -> None:
+def print_run(
+    finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")
+) -> None:
     """The summary of one run. typed: the command that made it, program first, as sys.argv has
     it.
     """
     go_on = (
-        again(typed, finished.folder, finished.header["settings"].get("data"))
+        format_resume_command(typed, finished.folder, finished.header["settings"].get("data"))
         if finished.stopped
         else None
     )
-    found = {**finished.as_json(), "go_on_with": go_on}
+    found = {**finished.to_json(), "go_on_with": go_on}
     if as_json:
         print(json.dumps(found))
     else:
         print_facts(
-            (name, value) for name, value in _told(finished, found).items() if value is not None
+            (name, value)
+            for name, value in _describe_run(finished, found).items()
+            if value is not None
         )
 
 
-def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
     """A run for people: every number with what it is and its unit."""
     seconds = found["seconds_per_step"]
-    moved = sent(found["sent"])
+    moved = format_sent_bytes(found["sent"])
     unit = finished.header["job"]["unit"]
-    taken = times_of([finished])
+    taken = measure_step_time([finished])
     return {
         "strategy": found["strategy"],
         "resolved": found["resolved"],
         **{each["what"]: f"{each['picked']}: {each['because']}" for each in finished.choices},
         "of the checkpoint": "; ".join(
             f"{each['picked']}: {each['because']}"
-            for each in finished.of("choice")
+            for each in finished.select_lines("choice")
             if each["what"] == "checkpoint"
         )
         or None,
@@ -68,19 +78,19 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "loss of the last step (mean over its samples)": None
         if found["loss"] is None
         else f"{found['loss']:.4f}",
-        f"time per step ({_whose(finished)})": None
+        f"time per step ({_describe_step_time(finished)})": None
         if seconds is None
         else f"{1e3 * seconds:.2f} ms",
         "meanwhile": f"others kept {taken.load.others:.1f} of {taken.load.cores} cores busy, so "
         f"that time says little"
         if taken and taken.load and taken.crowded
         else None,
-        "bytes sent per rank and step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
-        "memory of a rank (the most that any holds)": held(found["memory"]) or None,
-        "audit": str(finished.audit),
+        "bytes sent per rank and step": moved + (f" (*: {COMPUTED_NOTE})" if "*" in moved else ""),
+        "memory of a rank (the most that any holds)": format_memory_kinds(found["memory"]) or None,
+        "audit": str(finished.sample_count),
         "first step": found["first_step"],
-        "what happened": some_of(found["events"]),
-        "gradient noise scale": noise(finished),
+        "what happened": summarize_events(found["events"]),
+        "gradient noise scale": describe_noise_scale(finished),
         "difference from serial (relative, float64, 20 steps)": found["difference"]
         and f"{found['difference']:.1e}",
         "where largest": found["tensor"],
@@ -91,7 +101,7 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def noise(run: Run) -> str | None:
+def describe_noise_scale(run: Run) -> str | None:
     """What was found of it, where that was asked for."""
     if not run.header["settings"].get("noise_scale"):
         return None
@@ -112,17 +122,17 @@ def noise(run: Run) -> str | None:
     )
 
 
-def _whose(run: Record) -> str:
+def _describe_step_time(run: Record) -> str:
     if run.rounds:
         return "a batch of a client: median, of all workers together"
     return (
         "a batch of shares: median, of all workers together"
-        if run.apart
+        if run.has_independent_workers
         else "median of the slowest rank"
     )
 
 
-def some_of(events: Sequence[str]) -> str | None:
+def summarize_events(events: Sequence[str]) -> str | None:
     """The first of what happened, and how much more did."""
     return (
         None
@@ -131,27 +141,30 @@ def some_of(events: Sequence[str]) -> str | None:
     )
 
 
-def comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:
+def print_comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:
     """The table of a comparison, and how to finish it where it ended early."""
     if found.records and as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        print(json.dumps(found.to_json(), indent=1))
     elif found.records:
-        show(found, Console())
-    if found.ended["status"] != "finished" and found.missing:
-        print(f"finish it with: {again(typed, found.folder, data)}", file=sys.stderr)
+        print_table(found, Console())
+    if found.ending["status"] != "finished" and found.missing:
+        print(
+            f"finish it with: {format_resume_command(typed, found.folder, data)}", file=sys.stderr
+        )
 
 
-def interrupted(folder: Path, typed: Sequence[str]) -> None:
+def print_resume_hint(folder: Path, typed: Sequence[str]) -> None:
     """How to go on with a run that was saved before Ctrl-C."""
-    if saved := folders(folder):
+    if saved := list_checkpoint_folders(folder):
         data = Record(folder, spans=False).header.get("settings", {}).get("data")
         print(
-            f"saved at step {step_of(saved[0])}; go on with: {again(typed, folder, data)}",
+            f"saved at step {read_folder_step(saved[0])}; go on with: "
+            f"{format_resume_command(typed, folder, data)}",
             file=sys.stderr,
         )
 
 
-def again(typed: Sequence[str], folder: Path, data: str | None) -> str:
+def format_resume_command(typed: Sequence[str], folder: Path, data: str | None) -> str:
     """The command that goes on where a run or a comparison stopped: all that was typed, and
     --resume with its folder.
     """
@@ -166,10 +179,10 @@ def again(typed: Sequence[str], folder: Path, data: str | None) -> str:
     if data and not any(word.split("=")[0] == "--data" for word in kept):
         # from the environment, which the next shell may not have
         kept += ["--data", data]
-    return shlex.join([*called_as(program), *kept, "--resume", str(folder)])
+    return shlex.join([*format_program_call(program), *kept, "--resume", str(folder)])
 
 
-def called_as(program: str) -> list[str]:
+def format_program_call(program: str) -> list[str]:
     """How to call what sys.argv[0] names: by its name where that finds it."""
     if Path(program).name == "__main__.py":  # python -m paragrad, or a launcher that does so
         return [
@@ -184,10 +197,10 @@ def called_as(program: str) -> list[str]:
     ]
 
 
-def certificate(found: Certificate, as_json: bool) -> None:
+def print_certificate(found: Certificate, as_json: bool) -> None:
     """Every tensor's difference, who left the bound first, and the verdict."""
     if as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        print(json.dumps(found.to_json(), indent=1))
         return
     print_rows(
         ("tensor", "difference", "rounding twin"),
@@ -227,17 +240,17 @@ def certificate(found: Certificate, as_json: bool) -> None:
     print_facts((name, value) for name, value in facts.items() if value is not None)
 
 
-def dry_run(checked: Admitted, as_json: bool) -> None:
+def print_dry_run(checked: ValidatedRun, as_json: bool) -> None:
     """What a run would do: shares, steps, resolved choices."""
-    order = checked.facts.order
+    order = checked.inspection.order
     job = checked.job
     rounds = checked.rounds
     division = checked.resolved.division
-    first = order.at(0)
-    last = order.at(order.steps - 1)
+    first = order.get_batch(0)
+    last = order.get_batch(order.steps - 1)
     found: dict[str, Any] = {
         "job": job.name,
-        "strategy": str(checked.asked),
+        "strategy": str(checked.requested),
         "resolved": str(checked.resolved),
         "workers": checked.size - checked.resolved.servers,
         "servers": checked.resolved.servers,
@@ -246,10 +259,10 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
         "batch": job.batch,
         "steps_per_epoch": order.steps,
         "epochs": job.epochs,
-        "steps": rounds.begins[-1] if rounds else order.steps * job.epochs,
-        "rounds": rounds and rounds.told,
-        "shares": _shares(first, division),
-        "last_shares": _shares(last, division),
+        "steps": rounds.round_starts[-1] if rounds else order.steps * job.epochs,
+        "rounds": rounds and rounds.summary,
+        "shares": _count_share_samples(first, division),
+        "last_shares": _count_share_samples(last, division),
     }
     if as_json:
         print(json.dumps(found))
@@ -271,13 +284,13 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
     )
 
 
-def _shares(batch: range, division: Division) -> list[list[int]]:
+def _count_share_samples(batch: range, division: Division) -> list[list[int]]:
     """For each rank, the samples of its micro-batches."""
-    pieces = micro_batches(batch, division)
+    pieces = split_micro_batches(batch, division)
     return [[len(piece[rank]) for piece in pieces] for rank in range(len(division.shares))]
 
 
-def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
+def print_jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
     """Every built-in job: name, arguments, one line."""
     rows = [
         (
@@ -286,7 +299,7 @@ def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
                 argument.name: argument.default
                 for argument in inspect.signature(make).parameters.values()
             },
-            _line(make),
+            _get_first_doc_line(make),
         )
         for name, make in known.items()
     ]
@@ -312,15 +325,15 @@ def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
         )
 
 
-def strategies(as_json: bool) -> None:
+def print_strategies(as_json: bool) -> None:
     """Every strategy, all-reduce and compressor: how it is written, one line with its
     source.
     """
     rows = [
-        (kind, cls.name, _line(cls))
+        (kind, cls.name, _get_first_doc_line(cls))
         for kind, classes in (
-            ("strategy", known()),
-            ("reduce", algorithms()),
+            ("strategy", collect_strategies()),
+            ("reduce", collect_all_reduces()),
             ("compress", Compressor.members),
         )
         for cls in classes.values()
@@ -335,5 +348,5 @@ def strategies(as_json: bool) -> None:
         print_rows(("kind", "name", "what it is, and its source"), rows)
 
 
-def _line(thing: Any) -> str:
+def _get_first_doc_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").splitlines()[0]

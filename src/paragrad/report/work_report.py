@@ -8,33 +8,33 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from paragrad.planner.layer_costs import Layer, Pass
-from paragrad.planner.profile import Profile
+from paragrad.planner.layer_costs import LayerCost, PassCost
+from paragrad.planner.profile import JobProfile
 from paragrad.report.printing import print_facts, print_rows
 
 PASSES = ("output", "input_gradient", "weight_gradient")
-COLUMNS = ("layer", "kind", "pass", "work W", "depth D", "W/D", "bytes")
-SHOWN = 64  # processors up to which every power of two has its line
+PROFILE_COLUMNS = ("layer", "kind", "pass", "work W", "depth D", "W/D", "bytes")
+MAX_LISTED_PROCESSORS = 64  # processors up to which every power of two has its line
 
 
-def work(found: Profile, as_json: bool) -> None:
+def print_profile(found: JobProfile, as_json: bool) -> None:
     """Print a profile: JSON, a table at a terminal, tab-separated lines in a pipe."""
     if as_json:
-        print(json.dumps(_as_json(found), indent=1))
+        print(json.dumps(_convert_profile_to_json(found), indent=1))
         return
     rows = [
-        _row(layer, name)
+        _format_layer_row(layer, name)
         for layer in found.layers
         for name in PASSES
         if name == "output" or getattr(layer, name).bytes or getattr(layer, name).work
     ]
-    print_rows(COLUMNS, rows)
-    print_facts(_summary(found).items())
+    print_rows(PROFILE_COLUMNS, rows)
+    print_facts(_summarize_profile(found).items())
     print_facts(("not counted", each) for each in found.not_counted)
 
 
-def _row(layer: Layer, name: str) -> tuple[str, ...]:
-    one: Pass = getattr(layer, name)
+def _format_layer_row(layer: LayerCost, name: str) -> tuple[str, ...]:
+    one: PassCost = getattr(layer, name)
     told = f"{layer.kind}, {layer.calls} calls" if layer.calls > 1 else layer.kind
     return (
         layer.name,
@@ -47,7 +47,7 @@ def _row(layer: Layer, name: str) -> tuple[str, ...]:
     )
 
 
-def _summary(found: Profile) -> dict[str, str]:
+def _summarize_profile(found: JobProfile) -> dict[str, str]:
     explained = "all of them" if found.products == found.torch_products else f"{found.products:,}"
     sequence = "one after the other (calls in sequence: an upper bound where there are branches)"
     facts = {
@@ -58,8 +58,8 @@ def _summary(found: Profile) -> dict[str, str]:
         "matrix products": f"torch counts {found.torch_products:,} operations, the layers above "
         f"explain {explained}",
     }
-    for processors in _processors(found):
-        least, most = found.bounds(processors)
+    for processors in _list_processor_counts(found):
+        least, most = found.compute_step_bounds(processors)
         facts[f"time of {processors:,} processor(s)"] = (
             f"{least:,} to {most:,} operations (max(W/P, D) to W/P + D)"
         )
@@ -71,13 +71,16 @@ def _summary(found: Profile) -> dict[str, str]:
     return facts
 
 
-def _processors(found: Profile) -> list[int]:
+def _list_processor_counts(found: JobProfile) -> list[int]:
     """Powers of two: the first ones, and the one from which the depth alone is the bound."""
     last = 1 << max(int(found.parallelism) - 1, 0).bit_length()
-    return [*(1 << power for power in range(SHOWN.bit_length()) if 1 << power < last), last]
+    return [
+        *(1 << power for power in range(MAX_LISTED_PROCESSORS.bit_length()) if 1 << power < last),
+        last,
+    ]
 
 
-def _as_json(found: Profile) -> dict[str, Any]:
+def _convert_profile_to_json(found: JobProfile) -> dict[str, Any]:
     layers = [
         {
             "name": layer.name,
@@ -92,11 +95,11 @@ def _as_json(found: Profile) -> dict[str, Any]:
         dict(
             zip(
                 ("processors", "at_least", "at_most"),
-                (processors, *found.bounds(processors)),
+                (processors, *found.compute_step_bounds(processors)),
                 strict=True,
             )
         )
-        for processors in _processors(found)
+        for processors in _list_processor_counts(found)
     ]
     return {
         "job": found.job,

@@ -31,7 +31,7 @@ def seed_generators(text: str) -> None:
     random.seed(seed)
 
 
-def generator_states() -> dict[str, Any]:
+def fingerprint_generators() -> dict[str, Any]:
     """The states of torch's, numpy's and random's generators, which can be compared."""
     kind, keys, *place = numpy.random.get_state()
     return {
@@ -42,31 +42,31 @@ def generator_states() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def generators_seeded(text: str) -> Iterator[None]:
+def use_seeded_generators(text: str) -> Iterator[None]:
     """The generators of torch, numpy and random begin as the text says; afterwards they are as
     they were.
     """
-    with generators_kept():
+    with keep_generators():
         seed_generators(text)
         yield
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
+def keep_generators() -> Iterator[None]:
     """Afterwards the generators of torch, numpy and random are as they were."""
-    before = states()
+    before = capture_generators()
     try:
         yield
     finally:
-        set_states(before)
+        restore_generators(before)
 
 
-def states() -> tuple[Any, Any, Any]:
+def capture_generators() -> tuple[Any, Any, Any]:
     """The states of the generators of torch, numpy and random, to be set again."""
     return torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
 
 
-def set_states(before: tuple[Any, Any, Any]) -> None:
-    torch.default_generator.set_state(before[0])
-    numpy.random.set_state(before[1])
-    random.setstate(before[2])
+def restore_generators(states: tuple[Any, Any, Any]) -> None:
+    torch.default_generator.set_state(states[0])
+    numpy.random.set_state(states[1])
+    random.setstate(states[2])

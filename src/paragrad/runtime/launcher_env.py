@@ -24,7 +24,7 @@ MPICH = "mpirun (MPICH)"
 SRUN = "srun"
 
 # launcher -> its variables for rank, size, rank on this host, ranks on this host
-VARIABLES = {
+LAUNCHER_VARIABLES = {
     TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     OPEN_MPI: (
         "OMPI_COMM_WORLD_RANK",
@@ -38,11 +38,11 @@ VARIABLES = {
 
 # what else tells one launch from another under the same launching process: a step of srun, a
 # job of a PMIx server
-LAUNCH_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
+LAUNCH_ID_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchInfo:
     """rank of size, local_rank of local_size on this host, as the launcher `by` numbered
     them.
     """
@@ -51,10 +51,10 @@ class Launched:
     size: int
     local_rank: int
     local_size: int
-    by: str
+    launcher: str
 
     def __post_init__(self) -> None:
-        rank, size, local_rank, local_size = VARIABLES[self.by]
+        rank, size, local_rank, local_size = LAUNCHER_VARIABLES[self.launcher]
         for index, name, count, name_of_count in (
             (self.rank, rank, self.size, size),
             (self.local_rank, local_rank, self.local_size, local_size),
@@ -63,26 +63,26 @@ class Launched:
                 raise Refused(
                     f"{name} says {index} and {name_of_count} {count}; ranks count from 0 to one "
                     f"below their number, "
-                    f"so start all of them anew with {self.by}"
+                    f"so start all of them anew with {self.launcher}"
                 )
         if self.local_size > self.size:
             raise Refused(
                 f"{local_size} says {self.local_size} ranks on this host and {size} {self.size} in "
                 f"all; "
-                f"start all of them anew with {self.by}"
+                f"start all of them anew with {self.launcher}"
             )
 
     @property
-    def on_one_host(self) -> bool:
+    def is_on_one_host(self) -> bool:
         return self.local_size == self.size
 
 
-def cores() -> int:
+def count_cores() -> int:
     """The cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def load() -> float | None:
+def read_load_average() -> float | None:
     """How many threads of this host wanted a core at once, whoever's, as a mean over the last
     minute (the load average).
     """
@@ -92,7 +92,7 @@ def load() -> float | None:
         return None
 
 
-def memory_left() -> int | None:
+def read_available_memory() -> int | None:
     """Bytes that this process may still take, by the system and by the limits of its control
     group; None where nothing says.
     """
@@ -118,7 +118,7 @@ def memory_left() -> int | None:
     return min(found, default=None)
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+def detect_launch(environment: Mapping[str, str] = os.environ) -> LaunchInfo | None:
     """What the launcher says of this process; None where none started it. Raises Refused where
     it contradicts itself.
 
@@ -128,43 +128,49 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
     get a shell on a node, and launches nothing either.
     """
     if environment.get("RANK"):
-        return _told(TORCHRUN, environment, _assumed_local(environment))
+        return _parse_launch_info(TORCHRUN, environment, _assume_local_variables(environment))
     if environment.get("OMPI_COMM_WORLD_RANK"):
-        return _told(OPEN_MPI, environment)
+        return _parse_launch_info(OPEN_MPI, environment)
     in_step = bool(environment.get("SLURM_STEP_NUM_TASKS"))
     # srun --mpi=pmi2 sets PMI_RANK
     if environment.get("MPI_LOCALRANKID") or (environment.get("PMI_RANK") and not in_step):
-        return _told(MPICH, environment)
+        return _parse_launch_info(MPICH, environment)
     if in_step:
-        told = _told(SRUN, environment, {"SLURM_STEP_TASKS_PER_NODE": _tasks_here(environment)})
+        told = _parse_launch_info(
+            SRUN, environment, {"SLURM_STEP_TASKS_PER_NODE": _read_local_task_count(environment)}
+        )
         return told if told.size > 1 else None
     return None
 
 
-def address(told: Launched, environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+def find_rendezvous_address(
+    launch_info: LaunchInfo, environment: Mapping[str, str] = os.environ
+) -> tuple[str, int] | None:
     """Host and port where rank 0 listens; None where all ranks are on this host and may meet in
     a file. Raises Refused.
     """
     host = environment.get("MASTER_ADDR", "")
     port = environment.get("MASTER_PORT", "")
     if host and port:
-        if not 0 < _number("MASTER_PORT", port) < 2**16:
+        if not 0 < _parse_whole_number("MASTER_PORT", port) < 2**16:
             raise Refused(
                 f"MASTER_PORT must be from 1 to 65535, got {port}; give a free port of the host of "
                 f"rank 0"
             )
         return host, int(port)
-    if host or port or told.by == TORCHRUN:
+    if host or port or launch_info.launcher == TORCHRUN:
         missing = ", ".join(
             name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value
         )
         raise Refused(
-            f"under {told.by} {missing} must be set in the environment: the host of rank 0 and a "
-            f"free port there" + ("; torchrun sets both" if told.by == TORCHRUN else "")
+            f"under {launch_info.launcher} {missing} must be set in the environment: the host of "
+            f"rank 0 and a "
+            f"free port there"
+            + ("; torchrun sets both" if launch_info.launcher == TORCHRUN else "")
         )
-    if told.on_one_host:
+    if launch_info.is_on_one_host:
         return None
-    if told.by == SRUN:
+    if launch_info.launcher == SRUN:
         nodes = environment.get("SLURM_STEP_NODELIST", "")
         if not nodes:
             raise Refused(
@@ -172,25 +178,27 @@ def address(told: Launched, environment: Mapping[str, str] = os.environ) -> tupl
                 "MASTER_PORT"
             )
         job, step = (
-            _number(name, environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+            _parse_whole_number(name, environment.get(name, "0"))
+            for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
         )
         # below the ports a system hands out by itself
-        return first_host(nodes), 20_000 + (16 * job + step) % 10_000
-    option = "-x {0}=..." if told.by == OPEN_MPI else "-genv {0} ..."
+        return parse_first_host(nodes), 20_000 + (16 * job + step) % 10_000
+    option = "-x {0}=..." if launch_info.launcher == OPEN_MPI else "-genv {0} ..."
     raise Refused(
-        f"{told.size} ranks of {told.by} are on several hosts and do not know where to meet; name "
+        f"{launch_info.size} ranks of {launch_info.launcher} are on several hosts and do not know "
+        f"where to meet; name "
         f"the host of rank 0 "
         f"and a free port there: mpirun {option.format('MASTER_ADDR')} "
         f"{option.format('MASTER_PORT')}"
     )
 
 
-def launch_name(environment: Mapping[str, str] = os.environ) -> str:
+def read_launch_name(environment: Mapping[str, str] = os.environ) -> str:
     """What tells this launch from others at the same store: torchrun's name of the run."""
     return environment.get("TORCHELASTIC_RUN_ID", "")
 
 
-def first_host(nodes: str) -> str:
+def parse_first_host(nodes: str) -> str:
     """The first of a list of hosts as Slurm writes it: `rack[02-04,7]-ib,login` ->
     `rack02-ib`.
     """
@@ -199,8 +207,8 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
 
 
-def rendezvous_file(
-    told: Launched, number: int, environment: Mapping[str, str] = os.environ
+def find_rendezvous_file(
+    launch_info: LaunchInfo, number: int, environment: Mapping[str, str] = os.environ
 ) -> Path:
     """The file for rendezvous `number` of this launch: one path for all its ranks, and for no
     other launch at any time.
@@ -217,38 +225,47 @@ def rendezvous_file(
             f"{folder} must be a folder that you alone can open; remove it, or set TMPDIR to a "
             f"folder of your own"
         )
-    namespace = _pid_namespace()
-    pid = _launcher(VARIABLES[told.by][0])
+    namespace = _read_pid_namespace()
+    pid = _find_launcher_pid(LAUNCHER_VARIABLES[launch_info.launcher][0])
     if pid == 0:
         raise Refused(
-            f"the process of {told.by} cannot be seen from here (are the ranks in containers?), so "
+            f"the process of {launch_info.launcher} cannot be seen from here (are the ranks in "
+            f"containers?), so "
             f"its ranks cannot "
             "agree on a file to meet in; set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port "
             "for all of them"
         )
-    if told.rank == 0:
-        _sweep(folder, namespace)
-    names = "-".join(environment.get(name, "") for name in LAUNCH_NAMES)
-    return folder / re.sub(r"[^\w-]", "_", f"{namespace}-{pid}-{_started(pid)}-{names}-{number}")
+    if launch_info.rank == 0:
+        _remove_stale_files(folder, namespace)
+    names = "-".join(environment.get(name, "") for name in LAUNCH_ID_VARIABLES)
+    return folder / re.sub(
+        r"[^\w-]", "_", f"{namespace}-{pid}-{_read_start_time(pid)}-{names}-{number}"
+    )
 
 
-def _told(
-    by: str, environment: Mapping[str, str], known: Mapping[str, str] | None = None
-) -> Launched:
+def _parse_launch_info(
+    launcher: str, environment: Mapping[str, str], substitutes: Mapping[str, str] | None = None
+) -> LaunchInfo:
     """Read one launcher's variables; known: what stands in for some of them."""
-    values = {name: (known or {}).get(name) or environment.get(name, "") for name in VARIABLES[by]}
+    values = {
+        name: (substitutes or {}).get(name) or environment.get(name, "")
+        for name in LAUNCHER_VARIABLES[launcher]
+    }
     missing = [name for name, value in values.items() if not value]
     if missing:
         raise Refused(
-            f"{by} sets {', '.join(values)} together, and here {', '.join(missing)} must be set "
+            f"{launcher} sets {', '.join(values)} together, and here {', '.join(missing)} must be "
+            f"set "
             f"too; start all ranks "
-            f"with {by}, or unset {', '.join(name for name in values if name not in missing)}"
+            f"with {launcher}, or unset {', '.join(name for name in values if name not in missing)}"
         )
-    rank, size, local_rank, local_size = (_number(name, value) for name, value in values.items())
-    return Launched(rank, size, local_rank, local_size, by)
+    rank, size, local_rank, local_size = (
+        _parse_whole_number(name, value) for name, value in values.items()
+    )
+    return LaunchInfo(rank, size, local_rank, local_size, launcher)
 
 
-def _number(name: str, value: str) -> int:
+def _parse_whole_number(name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()):
         raise Refused(
             f"{name} must be a whole number from 0, got {value!r}; set it as the launcher does, or "
@@ -257,7 +274,7 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
-def _assumed_local(environment: Mapping[str, str]) -> dict[str, str]:
+def _assume_local_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Local variables for a RANK set by hand: everybody is here if they meet here; elsewhere it
     has to be said.
     """
@@ -269,10 +286,10 @@ def _assumed_local(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _tasks_here(environment: Mapping[str, str]) -> str:
+def _read_local_task_count(environment: Mapping[str, str]) -> str:
     """This node's entry of srun's tasks per node: `2(x3),1` is 2, 2, 2 and 1."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    node = _number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"))
+    node = _parse_whole_number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"))
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
         # missing, or no number: refused by name
         return text
@@ -287,7 +304,7 @@ def _tasks_here(environment: Mapping[str, str]) -> str:
     return tasks[node]
 
 
-def _launcher(variable: str) -> int:
+def _find_launcher_pid(variable: str) -> int:
     """The process that launched this rank: its nearest ancestor that is not itself inside the
     launch; 0 where out of sight.
 
@@ -300,29 +317,29 @@ def _launcher(variable: str) -> int:
             entry.startswith(f"{variable}=".encode())
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         ):
-            pid = int(_process(pid)[1])
+            pid = int(_read_process_stat(pid)[1])
     # no /proc here, or another user's process: slurmstepd is root's
     except OSError:
         pass
     return pid
 
 
-def _started(pid: int) -> str:
+def _read_start_time(pid: int) -> str:
     """When a process started, in clock ticks since boot; empty where there is none (or no
     /proc).
     """
     try:
-        return _process(pid)[19]
+        return _read_process_stat(pid)[19]
     except OSError:
         return ""
 
 
-def _process(pid: int) -> list[str]:
+def _read_process_stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name: [1] the parent, [19] the start."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _pid_namespace() -> int:
+def _read_pid_namespace() -> int:
     """Containers that share a temporary folder do not share the meaning of a pid."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
@@ -330,9 +347,9 @@ def _pid_namespace() -> int:
         return 0
 
 
-def _sweep(folder: Path, namespace: int) -> None:
+def _remove_stale_files(folder: Path, namespace: int) -> None:
     """Remove what launches left whose launching process is gone."""
     for left in folder.glob(f"{namespace}-*"):
         _, pid, started, *_ = left.name.split("-")
-        if _started(int(pid)) != started:
+        if _read_start_time(int(pid)) != started:
             left.unlink(missing_ok=True)

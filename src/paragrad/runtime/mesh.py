@@ -24,7 +24,7 @@ class Axis(NamedTuple):
         return f"{self.name}({self.size})"
 
 
-def grid(pairs: Iterable[Axis | tuple[str, int]], ranks: int) -> tuple[Axis, ...]:
+def build_grid(pairs: Iterable[Axis | tuple[str, int]], world_size: int) -> tuple[Axis, ...]:
     """The axes, from outer to inner, of a grid of so many ranks. Raises Refused."""
     axes = tuple(Axis(*pair) for pair in pairs)
     shown = " * ".join(map(str, axes)) or "no axes"
@@ -33,16 +33,17 @@ def grid(pairs: Iterable[Axis | tuple[str, int]], ranks: int) -> tuple[Axis, ...
         raise Refused(f"{shown} has two axes {twice[0]}; give each a name of its own")
     if small := [axis for axis in axes if axis.size < 1]:
         raise Refused(f"{shown} has an axis of {small[0].size} ranks; give every axis at least 1")
-    if (wanted := prod(axis.size for axis in axes)) != ranks:
+    if (wanted := prod(axis.size for axis in axes)) != world_size:
         raise Refused(
-            f"{shown} wants {wanted} ranks and the world has {ranks}; start {wanted}, or choose "
+            f"{shown} wants {wanted} ranks and the world has {world_size}; start {wanted}, or "
+            f"choose "
             f"sizes whose product "
-            f"is {ranks}"
+            f"is {world_size}"
         )
     return axes
 
 
-def lines(axes: Collection[Axis], names: Collection[str]) -> list[list[int]]:
+def group_ranks_by_axes(axes: Collection[Axis], names: Collection[str]) -> list[list[int]]:
     """The sets of ranks that differ along the named axes alone, in the order of ranks; every
     rank is in one.
 
@@ -60,7 +61,7 @@ def lines(axes: Collection[Axis], names: Collection[str]) -> list[list[int]]:
     return list(found.values())
 
 
-def place(axes: Collection[Axis], rank: int) -> dict[str, int]:
+def locate_rank(axes: Collection[Axis], rank: int) -> dict[str, int]:
     """Where a rank stands on every axis: place((Axis("data", 2), Axis("tensor", 2)), 2) ==
     {"data": 1, "tensor": 0}.
     """
@@ -70,17 +71,18 @@ def place(axes: Collection[Axis], rank: int) -> dict[str, int]:
     return found
 
 
-def check_apart(sets: Collection[Collection[int]], ranks: int) -> None:
+def check_disjoint(rank_sets: Collection[Collection[int]], world_size: int) -> None:
     """Raises ValueError where a set has a rank that there is not, or two sets share one."""
     seen: set[int] = set()
-    for rank in itertools.chain.from_iterable(sets):
-        if not 0 <= rank < ranks:
+    for rank in itertools.chain.from_iterable(rank_sets):
+        if not 0 <= rank < world_size:
             raise ValueError(
-                f"there is no rank {rank} in a world of {ranks}, among {list(map(list, sets))}"
+                f"there is no rank {rank} in a world of {world_size}, among "
+                f"{list(map(list, rank_sets))}"
             )
         if rank in seen:
             raise ValueError(
-                f"rank {rank} is named twice among {list(map(list, sets))}; ask for sets that "
+                f"rank {rank} is named twice among {list(map(list, rank_sets))}; ask for sets that "
                 f"share a rank one "
                 "after the other"
             )

@@ -23,53 +23,53 @@ import torch.distributed as dist
 from paragrad.errors import RankFailed, Refused, StepFailed
 from paragrad.runtime.launcher_env import (
     TORCHRUN,
-    Launched,
-    address,
-    launch_name,
-    launched,
-    rendezvous_file,
+    LaunchInfo,
+    detect_launch,
+    find_rendezvous_address,
+    find_rendezvous_file,
+    read_launch_name,
 )
-from paragrad.runtime.stop_signals import Request
-from paragrad.runtime.stragglers import away
-from paragrad.runtime.world import CPU, TIMEOUT, World
-from paragrad.shm.process_group import SharedMemoryGroup, register
+from paragrad.runtime.stop_signals import StopRequest
+from paragrad.runtime.stragglers import describe_missing_ranks
+from paragrad.runtime.world import CPU, DEFAULT_TIMEOUT, World
+from paragrad.shm.process_group import SharedMemoryGroup, register_backend
 
-register()  # also for `hook`, in a process group that its user makes
-LOOK_AGAIN = 0.02  # seconds after which a rank looks whether rank 0 has started anew
+register_backend()  # also for `hook`, in a process group that its user makes
+RESTART_POLL_SECONDS = 0.02  # seconds after which a rank looks whether rank 0 has started anew
 
 # a process may join one world after another; each meets anew
 _rendezvous_count = itertools.count()
 
 
 @contextmanager
-def joined(
+def join_world(
     rank: int,
     size: int,
     store: Path,
     backend: str = "gloo",
-    timeout: float = TIMEOUT,
+    timeout: float = DEFAULT_TIMEOUT,
     device: str = "cpu",
-    stop: Request | None = None,
+    stop: StopRequest | None = None,
 ) -> Iterator[World]:
     """Join a world of ranks on this host that meet in the file `store`; leave it at the end.
     stop: set when asked to stop.
     """
-    stop = stop or Request()
-    here = _device(device, rank)
+    stop = stop or StopRequest()
+    here = _select_device(device, rank)
     if size == 1:
         # of servers, which are in worlds of their own
         yield World(timeout=timeout, device=here, stop=stop)
         return
     # one host: listen on loopback only
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    _initialize(rank, size, dist.FileStore(str(store), size), backend, timeout)
-    with _until_left(backend, timeout, here, stop) as world:
+    _initialize_group(rank, size, dist.FileStore(str(store), size), backend, timeout)
+    with _use_default_group(backend, timeout, here, stop) as world:
         yield world
 
 
 @contextmanager
-def joined_from_environment(
-    backend: str = "gloo", timeout: float = TIMEOUT, device: str = "cpu"
+def join_launched_world(
+    backend: str = "gloo", timeout: float = DEFAULT_TIMEOUT, device: str = "cpu"
 ) -> Iterator[World]:
     """Join the world that torchrun, mpirun or srun made, and leave it at the end.
 
@@ -77,27 +77,27 @@ def joined_from_environment(
     maker's), and it stays. Raises Refused where the environment does not say enough, RankFailed
     where the ranks do not meet in time.
     """
-    told = launched()
-    place_here = _device(device, told.local_rank if told else 0)
-    if (world := standing(place_here)) is not None:
-        world.prove()
+    told = detect_launch()
+    place_here = _select_device(device, told.local_rank if told else 0)
+    if (world := find_existing_world(place_here)) is not None:
+        world.check_collectives()
         try:
             yield world
         finally:
-            world.let_go()
+            world.drop_groups()
         return
     if told is None:
         raise Refused("no launcher started this process; start it with torchrun, mpirun or srun")
     if told.size == 1:
         yield World(device=place_here)
         return
-    if told.on_one_host:
+    if told.is_on_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     number = next(_rendezvous_count)
-    place = address(told) or rendezvous_file(told, number)
+    place = find_rendezvous_address(told) or find_rendezvous_file(told, number)
     try:
-        _rendezvous(told, number, place, backend, timeout)
-        with _until_left(backend, timeout, place_here, Request()) as world:
+        _connect_launched_ranks(told, number, place, backend, timeout)
+        with _use_default_group(backend, timeout, place_here, StopRequest()) as world:
             yield world
     finally:
         # DDP and its hook hold one another, and the group with its store
@@ -107,7 +107,7 @@ def joined_from_environment(
             place.unlink(missing_ok=True)
 
 
-def standing(device: torch.device | None = None) -> World | None:
+def find_existing_world(device: torch.device | None = None) -> World | None:
     """The world of the default process group that is there already, with its maker's time
     limit, or None. device: otherwise the current GPU with NCCL.
     """
@@ -124,11 +124,16 @@ def standing(device: torch.device | None = None) -> World | None:
         else "gloo"
     )
     return World(
-        dist.get_rank(), dist.get_world_size(), backend, _limit(device), device, dist.group.WORLD
+        dist.get_rank(),
+        dist.get_world_size(),
+        backend,
+        _read_group_timeout(device),
+        device,
+        dist.group.WORLD,
     )
 
 
-def _limit(device: torch.device) -> float:
+def _read_group_timeout(device: torch.device) -> float:
     """Seconds that the default group's maker gave it: torch has no public word for it."""
     group: Any = dist.group.WORLD
     if isinstance(group, SharedMemoryGroup):
@@ -137,7 +142,7 @@ def _limit(device: torch.device) -> float:
     return result
 
 
-def _device(kind: str, local_rank: int) -> torch.device:
+def _select_device(kind: str, local_rank: int) -> torch.device:
     """A rank's device, made the current one: the host's GPUs in turn."""
     if kind != "cuda":
         return CPU
@@ -146,34 +151,34 @@ def _device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-def launched_size() -> int | None:
+def get_launched_size() -> int | None:
     """The world's size where a launcher (or a process group of the user's) made this process a
     rank, else None.
     """
-    if _grouped():
+    if _has_process_group():
         return dist.get_world_size()
-    told = launched()
+    told = detect_launch()
     return told.size if told else None
 
 
-def ranks_here() -> int | None:
+def count_local_ranks() -> int | None:
     """How many of the launched ranks share this host's cores, else None."""
-    told = launched()
-    if _grouped() and (told is None or told.size != dist.get_world_size()):
+    told = detect_launch()
+    if _has_process_group() and (told is None or told.size != dist.get_world_size()):
         # nobody says where they are; as if all were here
         return dist.get_world_size()
     return told.local_size if told else None
 
 
-def launched_rank() -> int:
+def get_launched_rank() -> int:
     """This process's rank; 0 where it was not launched."""
-    if _grouped():
+    if _has_process_group():
         return dist.get_rank()
-    told = launched()
+    told = detect_launch()
     return told.rank if told else 0
 
 
-def check_interfaces() -> None:
+def check_network_interfaces() -> None:
     """Refuse a name in GLOO_SOCKET_IFNAME that no interface of this host has, and a loopback
     that is down where ranks of this host use it; gloo would say so on joining, rank by rank.
     """
@@ -188,7 +193,7 @@ def check_interfaces() -> None:
             "unset it where all "
             "ranks are on this host"
         )
-    if not named and launched_size() is None:
+    if not named and get_launched_size() is None:
         # connecting sends nothing
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -201,52 +206,57 @@ def check_interfaces() -> None:
                 ) from None
 
 
-def _grouped() -> bool:
+def _has_process_group() -> bool:
     """Is there a process group of the user's? One that holds this process alone makes it no
     rank.
     """
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _rendezvous(
-    told: Launched, number: int, place: tuple[str, int] | Path, backend: str, timeout: float
+def _connect_launched_ranks(
+    launch_info: LaunchInfo,
+    number: int,
+    endpoint: tuple[str, int] | Path,
+    backend: str,
+    timeout: float,
 ) -> None:
     """Make the default group of the launch: over a store that rank 0 listens at, or a file on
     this host.
     """
-    where = str(place) if isinstance(place, Path) else ":".join(map(str, place))
+    where = str(endpoint) if isinstance(endpoint, Path) else ":".join(map(str, endpoint))
     repair = (
         "; torchrun says which of them it started, and why one ended"
-        if told.by == TORCHRUN
+        if launch_info.launcher == TORCHRUN
         else ", or set MASTER_ADDR and MASTER_PORT to the host of rank 0, as all can reach it, and "
         "a free port there"
     )
     by_name = (
         ""
-        if told.on_one_host
+        if launch_info.is_on_one_host
         else (
             ", and GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by "
             f"(here it is {os.environ.get('GLOO_SOCKET_IFNAME') or 'not set'})"
         )
     )
     try:
-        if isinstance(place, Path):
-            store = dist.FileStore(where, told.size)
+        if isinstance(endpoint, Path):
+            store = dist.FileStore(where, launch_info.size)
         else:
-            listening = _listening(*place, told.rank, told.size, timeout)
-            named = dist.PrefixStore(f"paragrad/{launch_name()}/{number}", listening)
-            store = of_this_start(named, told.rank, told.size, timeout)
-        _initialize(told.rank, told.size, store, backend, timeout)
+            listening = _open_tcp_store(*endpoint, launch_info.rank, launch_info.size, timeout)
+            named = dist.PrefixStore(f"paragrad/{read_launch_name()}/{number}", listening)
+            store = make_restart_store(named, launch_info.rank, launch_info.size, timeout)
+        _initialize_group(launch_info.rank, launch_info.size, store, backend, timeout)
     except RuntimeError as error:
         raise RankFailed(
-            f"the {told.size} ranks of {told.by} did not meet at {where} (limit {timeout:g} s): "
+            f"the {launch_info.size} ranks of {launch_info.launcher} did not meet at {where} "
+            f"(limit {timeout:g} s): "
             f"{error}; see that "
             f"all of them run{repair}{by_name}",
-            rank=told.rank,
+            rank=launch_info.rank,
         ) from error
 
 
-def of_this_start(store: Any, rank: int, size: int, timeout: float) -> Any:
+def make_restart_store(store: Any, rank: int, size: int, timeout: float) -> Any:
     """The store with keys of this start of its ranks alone; an earlier start may have left its
     own there, whose addresses are of processes that are gone: torchrun restarts ranks beside a
     store that stays. Collective. Raises RuntimeError.
@@ -274,12 +284,12 @@ def of_this_start(store: Any, rank: int, size: int, timeout: float) -> Any:
             ):
                 return dist.PrefixStore(start, store)
         # a wait in the store would log every time that it is in vain
-        time.sleep(LOOK_AGAIN)
+        time.sleep(RESTART_POLL_SECONDS)
     raise RuntimeError("rank 0 was not seen to start")
 
 
 @functools.cache
-def _listening(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
+def _open_tcp_store(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
     """The store at rank 0, or in torchrun's agent where that listens (torch reads
     TORCHELASTIC_USE_AGENT_STORE).
 
@@ -293,7 +303,7 @@ def _listening(host: str, port: int, rank: int, size: int, timeout: float) -> An
     return store
 
 
-def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) -> None:
+def _initialize_group(rank: int, size: int, store: Any, backend: str, timeout: float) -> None:
     """Make the default group. Raises StepFailed where ranks have not come, with their
     numbers.
     """
@@ -319,20 +329,20 @@ def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) 
 
 
 @contextmanager
-def _until_left(
-    backend: str, timeout: float, device: torch.device, stop: Request
+def _use_default_group(
+    backend: str, timeout: float, device: torch.device, stop: StopRequest
 ) -> Iterator[World]:
     world = World(
         dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD, stop
     )
     try:
-        world.prove()
+        world.check_collectives()
         yield world
         world.barrier()  # who leaves early appears to a peer as a closed connection
     except Exception as error:
-        if said := away(world, error):
+        if said := describe_missing_ranks(world, error):
             error.add_note(f"paragrad: {said}")
         raise
     finally:
         dist.destroy_process_group()
-        world.let_go()
+        world.drop_groups()

@@ -16,26 +16,26 @@ from contextlib import contextmanager
 PR_SET_PDEATHSIG = 1
 
 
-class Request:
+class StopRequest:
     """A wish that one part of a program sets and another sees. Without a lock, which a signal
     handler could find taken.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
 
     def set(self) -> None:
-        self.asked = True
+        self.is_requested = True
 
     def clear(self) -> None:
-        self.asked = False
+        self.is_requested = False
 
     def is_set(self) -> bool:
-        return self.asked
+        return self.is_requested
 
 
 @contextmanager
-def asking_to_stop(ask: Callable[[], None]) -> Iterator[None]:
+def handle_stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
     """While active, SIGTERM calls `ask`, and SIGHUP too, unless it is ignored (nohup). Only a
     main thread can listen to signals; on others this does nothing.
     """
@@ -43,7 +43,7 @@ def asking_to_stop(ask: Callable[[], None]) -> Iterator[None]:
         yield
         return
     before = {
-        kind: signal.signal(kind, lambda *_: ask())
+        kind: signal.signal(kind, lambda *_: on_stop())
         for kind in (signal.SIGTERM, signal.SIGHUP)
         if kind != signal.SIGHUP or signal.getsignal(kind) != signal.SIG_IGN
     }
@@ -55,7 +55,7 @@ def asking_to_stop(ask: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def ending_as_interrupted() -> Iterator[None]:
+def raise_on_stop_signals() -> Iterator[None]:
     """While active, and where nobody asks to be told, SIGTERM and SIGHUP are KeyboardInterrupt:
     what was begun is closed.
     """
@@ -63,12 +63,12 @@ def ending_as_interrupted() -> Iterator[None]:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with asking_to_stop(interrupt):
+    with handle_stop_signals(interrupt):
         yield
 
 
 @contextmanager
-def leaving_at_once() -> Iterator[None]:
+def exit_on_interrupt() -> Iterator[None]:
     """While active, Ctrl-C ends this process with 130 and one line: an import that is under way
     would give a traceback.
     """
@@ -84,7 +84,7 @@ def leaving_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Be killed when this process's parent ends, at once where it has. On Linux alone; and it
     is the end of the thread of the parent that forked this one.
     """
@@ -94,13 +94,13 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def ending_with_this() -> Callable[[int], None] | None:
+def make_worker_init() -> Callable[[int], None] | None:
     """What loaders (DataLoader's worker_init_fn) begin with, to end with this process: they
     look at it every 5 s only. None in a thread of it, which may end before.
     """
     this = threading.current_thread() is threading.main_thread()
-    return functools.partial(_ends_with, os.getpid()) if this else None
+    return functools.partial(_tie_worker_to_parent, os.getpid()) if this else None
 
 
-def _ends_with(parent: int, number: int) -> None:
-    die_with(parent)
+def _tie_worker_to_parent(parent: int, worker: int) -> None:
+    exit_with_parent(parent)

@@ -15,7 +15,7 @@ from paragrad.errors import StepFailed
 
 
 @contextmanager
-def bounded(seconds: float, what: str) -> Iterator[None]:
+def limit_time(seconds: float, message: str) -> Iterator[None]:
     """Raise StepFailed in what runs longer, with the line where it stands. By SIGALRM, which
     ends most waits: no bound on other threads, under a debugger, nor where somebody else uses
     that signal or its timer.
@@ -31,7 +31,9 @@ def bounded(seconds: float, what: str) -> Iterator[None]:
     def end(_: int, frame: FrameType | None) -> None:
         if sys.gettrace() is None:
             where = f"; it stands at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-            raise StepFailed(f"{what} within {seconds:g} s{where} (a longer timeout waits longer)")
+            raise StepFailed(
+                f"{message} within {seconds:g} s{where} (a longer timeout waits longer)"
+            )
 
     signal.signal(signal.SIGALRM, end)
     # and again, where it is caught and tried anew

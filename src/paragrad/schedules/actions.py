@@ -33,24 +33,24 @@ from typing import Protocol
 
 from paragrad.errors import Refused
 
-MOST = 1 << 22  # parts of a vector
+MAX_PARTS = 1 << 22  # parts of a vector
 
 # a buffer's name; in a collective the number of an equal part of the vector, or several
 # neighbours
 Slot = int | range | str
 
 
-def shown(slot: Slot) -> str:
+def format_slot(slot: Slot) -> str:
     """A slot as drawings show it: 3, or 4-7 for the parts 4 to 7."""
     return f"{slot[0]}-{slot[-1]}" if isinstance(slot, range) else str(slot)
 
 
-def neighbours(start: int, stop: int) -> Slot:
+def make_slot(start: int, stop: int) -> Slot:
     """The slot of the parts start .. stop - 1: a number where there is one only."""
     return start if stop == start + 1 else range(start, stop)
 
 
-def parts_in(slot: Slot) -> Sequence[Slot]:
+def expand_slot(slot: Slot) -> Sequence[Slot]:
     """The parts that a slot stands for."""
     return slot if isinstance(slot, range) else (slot,)
 
@@ -67,7 +67,7 @@ class Send:
     after: bool = False
 
     def __str__(self) -> str:
-        return f">{self.to}:{shown(self.slot)}" + ("!" if self.wait else "")
+        return f">{self.to}:{format_slot(self.slot)}" + ("!" if self.wait else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Recv:
     add: bool = False
 
     def __str__(self) -> str:
-        return f"<{self.frm}:{shown(self.slot)}" + ("+" if self.add else "")
+        return f"<{self.frm}:{format_slot(self.slot)}" + ("+" if self.add else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Compute:
     at: Slot
 
     def __str__(self) -> str:
-        return f"{self.what}{shown(self.at)}"
+        return f"{self.what}{format_slot(self.at)}"
 
 
 Action = Send | Recv | Compute
@@ -113,7 +113,7 @@ class Collective(Schedule, Protocol):
         return size
 
 
-class Half(Collective, Protocol):
+class AllReduceHalf(Collective, Protocol):
     """One half of an all-reduce. Between the halves each rank owns some parts, which hold the
     sum of all ranks' vectors there.
 
@@ -130,7 +130,7 @@ class ScheduleError(ValueError):
     """
 
 
-def evenly(length: int, parts: int) -> list[range]:
+def split_evenly(length: int, parts: int) -> list[range]:
     """0..length in `parts` consecutive ranges that differ by at most one, the longer ones
     first.
     """
@@ -139,7 +139,7 @@ def evenly(length: int, parts: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def parts_for(schedule: Schedule, size: int) -> int:
+def count_parts(schedule: Schedule, size: int) -> int:
     """Into how many equal parts a collective cuts the vector among `size` ranks: one for each
     where it does not say.
     """
@@ -152,15 +152,19 @@ def parts_for(schedule: Schedule, size: int) -> int:
         raise
     except Exception as error:
         raise ScheduleError(f"parts({size}) raised {type(error).__name__}: {error}") from error
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST:
-        raise ScheduleError(f"parts({size}) is {count!r}: give a whole number from 1 to {MOST:,}")
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_PARTS:
+        raise ScheduleError(
+            f"parts({size}) is {count!r}: give a whole number from 1 to {MAX_PARTS:,}"
+        )
     return count
 
 
-def lengths_of(schedule: Schedule, size: int, length: int | Mapping[Slot, int]) -> dict[Slot, int]:
+def compute_slot_lengths(
+    schedule: Schedule, size: int, length: int | Mapping[Slot, int]
+) -> dict[Slot, int]:
     """Elements of every slot: of the parts of a vector of `length` elements, or as they are
     given by name.
     """
     if isinstance(length, Mapping):
         return dict(length)
-    return dict(enumerate(len(part) for part in evenly(length, parts_for(schedule, size))))
+    return dict(enumerate(len(part) for part in split_evenly(length, count_parts(schedule, size))))

@@ -34,7 +34,7 @@ class AllReduce(Family, abstract=True):
         """
         return size
 
-    def resolved(self, size: int, group: int) -> Self:
+    def resolve(self, size: int, ranks_per_host: int) -> Self:
         """The same with every `auto` replaced, for `size` ranks, `group` of them on a host.
         Raises Refused where they do not fit.
         """

@@ -15,20 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paragrad.notation.choices import Flag, option
-from paragrad.schedules.actions import Half, Program, Recv, Send, Slot
-from paragrad.schedules.compose import Composed
+from paragrad.schedules.actions import AllReduceHalf, Program, Recv, Send, Slot
+from paragrad.schedules.compose import ComposedAllReduce
 
 
-class Butterfly(Composed):
+class Butterfly(ComposedAllReduce):
     """Butterfly, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005)."""
 
     reproducible: bool = option(Flag(), default=False)
 
-    def halves(self) -> tuple[Half, Half]:
-        return ButterflyReduce(), Unfold()
+    def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
+        return ButterflyReduce(), ButterflyUnfold()
 
 
-class Folded:
+class FoldedVector:
     """A vector in one piece that all ranks below the largest power of two own; the others fold
     into them and out again.
     """
@@ -37,55 +37,55 @@ class Folded:
         return 1
 
     def owns(self, rank: int, size: int) -> range:
-        return range(1 if rank < inner(size) else 0)
+        return range(1 if rank < count_inner_ranks(size) else 0)
 
 
 @dataclass(frozen=True)
-class ButterflyReduce(Folded):
+class ButterflyReduce(FoldedVector):
     """Fold in, then exchange everything with the partner of every round."""
 
     def program(self, rank: int, size: int) -> Program:
-        yield from fold(rank, size, 0)
-        if rank < inner(size):
-            for round_ in range(rounds(size)):
+        yield from fold_extra_ranks(rank, size, 0)
+        if rank < count_inner_ranks(size):
+            for round_ in range(count_inner_rounds(size)):
                 partner = rank ^ (1 << round_)
                 yield Send(partner, 0)
                 yield Recv(partner, 0, add=True)
 
 
 @dataclass(frozen=True)
-class Unfold(Folded):
+class ButterflyUnfold(FoldedVector):
     """Those that folded in are told."""
 
     def program(self, rank: int, size: int) -> Program:
-        yield from unfold(rank, size, 0)
+        yield from unfold_extra_ranks(rank, size, 0)
 
 
-def inner(size: int) -> int:
+def count_inner_ranks(size: int) -> int:
     """The largest power of two up to size: ranks above it fold in and out."""
-    return 1 << rounds(size)
+    return 1 << count_inner_rounds(size)
 
 
-def rounds(size: int) -> int:
+def count_inner_rounds(size: int) -> int:
     """Rounds among the inner ranks."""
     return size.bit_length() - 1
 
 
-def fold(rank: int, size: int, everything: Slot) -> Program:
+def fold_extra_ranks(rank: int, size: int, whole_slot: Slot) -> Program:
     """Ranks that are too many for a power of two give all they have to a partner (as MPICH
     does).
     """
-    if size > inner(size):
-        if rank >= inner(size):
-            yield Send(rank - inner(size), everything)
-        elif rank + inner(size) < size:
-            yield Recv(rank + inner(size), everything, add=True)
+    if size > count_inner_ranks(size):
+        if rank >= count_inner_ranks(size):
+            yield Send(rank - count_inner_ranks(size), whole_slot)
+        elif rank + count_inner_ranks(size) < size:
+            yield Recv(rank + count_inner_ranks(size), whole_slot, add=True)
 
 
-def unfold(rank: int, size: int, everything: Slot) -> Program:
+def unfold_extra_ranks(rank: int, size: int, whole_slot: Slot) -> Program:
     """And get the result from it."""
-    if size > inner(size):
-        if rank >= inner(size):
-            yield Recv(rank - inner(size), everything)
-        elif rank + inner(size) < size:
-            yield Send(rank + inner(size), everything)
+    if size > count_inner_ranks(size):
+        if rank >= count_inner_ranks(size):
+            yield Recv(rank - count_inner_ranks(size), whole_slot)
+        elif rank + count_inner_ranks(size) < size:
+            yield Send(rank + count_inner_ranks(size), whole_slot)

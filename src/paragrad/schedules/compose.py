@@ -8,11 +8,11 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from paragrad.schedules.actions import Half, Program
+from paragrad.schedules.actions import AllReduceHalf, Program
 from paragrad.schedules.all_reduce import AllReduce
 
 
-class Composed(AllReduce, ABC, abstract=True):
+class ComposedAllReduce(AllReduce, ABC, abstract=True):
     """First one half, then the other; both cut the vector alike and agree on who owns what in
     between.
     """
@@ -20,37 +20,37 @@ class Composed(AllReduce, ABC, abstract=True):
     __slots__ = ()
 
     @abstractmethod
-    def halves(self) -> tuple[Half, Half]:
+    def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
         """The first and the second."""
 
     def parts(self, size: int) -> int:
-        return self.halves()[0].parts(size)
+        return self.build_halves()[0].parts(size)
 
     def program(self, rank: int, size: int) -> Program:
-        for half in self.halves():
+        for half in self.build_halves():
             yield from half.program(rank, size)
 
 
-class Segmented(Composed, abstract=True):
+class SegmentedAllReduce(ComposedAllReduce, abstract=True):
     """Messages in segments: the addition of one overlaps the transfer of the next."""
 
     __slots__ = ()
     # the least that lets one be added while one travels
-    AUTO: ClassVar[int] = 2
+    AUTO_SEGMENTS: ClassVar[int] = 2
     if TYPE_CHECKING:  # an option of each
 
         @property
         def segments(self) -> int | str: ...
 
-    def count(self) -> int:
-        return self.AUTO if isinstance(self.segments, str) else self.segments
+    def count_segments(self) -> int:
+        return self.AUTO_SEGMENTS if isinstance(self.segments, str) else self.segments
 
-    def resolved(self, size: int, group: int) -> Self:
-        result: Self = dataclasses.replace(cast(Any, self), segments=self.count())
+    def resolve(self, size: int, ranks_per_host: int) -> Self:
+        result: Self = dataclasses.replace(cast(Any, self), segments=self.count_segments())
         return result
 
 
-class AtRoot:
+class RootOwnership:
     """A vector in one piece that rank 0 owns between the halves."""
 
     def parts(self, size: int) -> int:

@@ -16,20 +16,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paragrad.notation.choices import Flag, option
-from paragrad.schedules.actions import Half, Program, Recv, Send
-from paragrad.schedules.compose import Composed
+from paragrad.schedules.actions import AllReduceHalf, Program, Recv, Send
+from paragrad.schedules.compose import ComposedAllReduce
 
 
-class Direct(Composed):
+class Direct(ComposedAllReduce):
     """All-to-all reduce-scatter, then all-gather (as hivemind averages)."""
 
     reproducible: bool = option(Flag(), default=False)
 
-    def halves(self) -> tuple[Half, Half]:
+    def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
         return DirectReduceScatter(), DirectAllGather()
 
 
-class PartEach:
+class PartPerRank:
     """Rank r owns part r."""
 
     def parts(self, size: int) -> int:
@@ -40,7 +40,7 @@ class PartEach:
 
 
 @dataclass(frozen=True)
-class DirectReduceScatter(PartEach):
+class DirectReduceScatter(PartPerRank):
     """To each its part, the right neighbour's first, so that no two ranks begin with the same
     one.
     """
@@ -52,7 +52,7 @@ class DirectReduceScatter(PartEach):
 
 
 @dataclass(frozen=True)
-class DirectAllGather(PartEach):
+class DirectAllGather(PartPerRank):
     """The own part to everybody."""
 
     def program(self, rank: int, size: int) -> Program:

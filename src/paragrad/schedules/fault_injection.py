@@ -12,20 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paragrad.schedules.actions import Collective, Compute, Program, parts_for, parts_in
+from paragrad.schedules.actions import Collective, Compute, Program, count_parts, expand_slot
 
-SABOTAGES = ("skip_chunk", "mean_twice")
+FAULTS = ("skip_chunk", "mean_twice")
 
 
 @dataclass(frozen=True)
-class Sabotaged:
+class FaultySchedule:
     """An all-reduce with one of the SABOTAGES in it."""
 
     schedule: Collective
-    bug: str
+    fault: str
 
     def parts(self, size: int) -> int:
-        return parts_for(self.schedule, size)
+        return count_parts(self.schedule, size)
 
     @property
     def reproducible(self) -> bool:
@@ -34,26 +34,26 @@ class Sabotaged:
     def program(self, rank: int, size: int) -> Program:
         for action in self.schedule.program(rank, size):
             if (
-                self.bug == "skip_chunk"
+                self.fault == "skip_chunk"
                 and not isinstance(action, Compute)
-                and 0 in parts_in(action.slot)
+                and 0 in expand_slot(action.slot)
             ):
                 continue
             yield action
-        if self.bug == "mean_twice":
+        if self.fault == "mean_twice":
             for slot in range(self.parts(size)):
                 yield Compute("mean", slot)
 
     def __str__(self) -> str:
-        return f"{self.schedule} with {self.bug}"
+        return f"{self.schedule} with {self.fault}"
 
 
-def sabotaged(schedule: Any, bug: str | None) -> Any:
+def inject_fault(schedule: Any, fault: str | None) -> Any:
     """The schedule with a planted bug, or as it is."""
-    return Sabotaged(schedule, bug) if bug else schedule
+    return FaultySchedule(schedule, fault) if fault else schedule
 
 
-def planted(schedule: Any, size: int) -> Callable[[Compute, Any], None] | None:
+def make_fault_compute(schedule: Any, size: int) -> Callable[[Compute, Any], None] | None:
     """What the wire is to do where a bug computes, on the part of a vector; None where there is
     no bug.
     """
@@ -61,4 +61,4 @@ def planted(schedule: Any, size: int) -> Callable[[Compute, Any], None] | None:
     def mean(action: Compute, part: Any) -> None:
         part.div_(size, rounding_mode=None if part.is_floating_point() else "floor")
 
-    return mean if isinstance(schedule, Sabotaged) else None
+    return mean if isinstance(schedule, FaultySchedule) else None

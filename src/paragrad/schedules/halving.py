@@ -23,23 +23,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paragrad.notation.choices import Flag, Integer, Word, option
-from paragrad.schedules.actions import Half, Program, Recv, Send, Slot, neighbours
-from paragrad.schedules.butterfly import fold, inner, rounds, unfold
-from paragrad.schedules.compose import Segmented
+from paragrad.schedules.actions import AllReduceHalf, Program, Recv, Send, Slot, make_slot
+from paragrad.schedules.butterfly import (
+    count_inner_ranks,
+    count_inner_rounds,
+    fold_extra_ranks,
+    unfold_extra_ranks,
+)
+from paragrad.schedules.compose import SegmentedAllReduce
 
 
-class Halving(Segmented):
+class Halving(SegmentedAllReduce):
     """Recursive halving, then recursive doubling (Rabenseifner 2004)."""
 
     segments: int | str = option(Integer(), Word("auto"), default="auto")  # per message
     reproducible: bool = option(Flag(), default=False)
 
-    def halves(self) -> tuple[Half, Half]:
-        return HalvingReduceScatter(self.count()), DoublingAllGather(self.count())
+    def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
+        return HalvingReduceScatter(self.count_segments()), DoublingAllGather(self.count_segments())
 
 
 @dataclass(frozen=True)
-class Halved:
+class HalvedBlocks:
     """The way of the halves: each of the inner ranks owns one block of `segments` parts in the
     end.
     """
@@ -47,51 +52,54 @@ class Halved:
     segments: int = 1
 
     def parts(self, size: int) -> int:
-        return inner(size) * self.segments
+        return count_inner_ranks(size) * self.segments
 
     def owns(self, rank: int, size: int) -> range:
-        if rank >= inner(size):
+        if rank >= count_inner_ranks(size):
             return range(0)
-        return [range(self.parts(size)), *(kept for _, kept, _ in self.way(rank, size))][-1]
+        return [
+            range(self.parts(size)),
+            *(kept for _, kept, _ in self.iterate_halving_rounds(rank, size)),
+        ][-1]
 
-    def way(self, rank: int, size: int) -> Iterator[tuple[int, range, range]]:
+    def iterate_halving_rounds(self, rank: int, size: int) -> Iterator[tuple[int, range, range]]:
         """(partner, parts that this rank keeps, parts that the partner keeps) of each round of
         an inner rank.
         """
         kept = range(self.parts(size))
-        for round_ in range(rounds(size)):
+        for round_ in range(count_inner_rounds(size)):
             halves = kept[: len(kept) // 2], kept[len(kept) // 2 :]
             upper = rank >> round_ & 1
             kept = halves[upper]
             yield rank ^ (1 << round_), kept, halves[1 - upper]
 
-    def pieces(self, parts: range) -> Iterator[Slot]:
+    def split_message(self, parts: range) -> Iterator[Slot]:
         """A message in its segments."""
         step = len(parts) // self.segments
-        return (neighbours(start, start + step) for start in parts[::step])
+        return (make_slot(start, start + step) for start in parts[::step])
 
 
 @dataclass(frozen=True)
-class HalvingReduceScatter(Halved):
+class HalvingReduceScatter(HalvedBlocks):
     """Give the half that the partner keeps, add the partner's share of the half that is
     kept.
     """
 
     def program(self, rank: int, size: int) -> Program:
-        yield from fold(rank, size, range(self.parts(size)))
-        if rank < inner(size):
-            for partner, kept, given in self.way(rank, size):
-                yield from (Send(partner, piece) for piece in self.pieces(given))
-                yield from (Recv(partner, piece, add=True) for piece in self.pieces(kept))
+        yield from fold_extra_ranks(rank, size, range(self.parts(size)))
+        if rank < count_inner_ranks(size):
+            for partner, kept, given in self.iterate_halving_rounds(rank, size):
+                yield from (Send(partner, piece) for piece in self.split_message(given))
+                yield from (Recv(partner, piece, add=True) for piece in self.split_message(kept))
 
 
 @dataclass(frozen=True)
-class DoublingAllGather(Halved):
+class DoublingAllGather(HalvedBlocks):
     """The same way back: give all that is complete, take as much."""
 
     def program(self, rank: int, size: int) -> Program:
-        if rank < inner(size):
-            for partner, kept, given in reversed(list(self.way(rank, size))):
-                yield from (Send(partner, piece) for piece in self.pieces(kept))
-                yield from (Recv(partner, piece) for piece in self.pieces(given))
-        yield from unfold(rank, size, range(self.parts(size)))
+        if rank < count_inner_ranks(size):
+            for partner, kept, given in reversed(list(self.iterate_halving_rounds(rank, size))):
+                yield from (Send(partner, piece) for piece in self.split_message(kept))
+                yield from (Recv(partner, piece) for piece in self.split_message(given))
+        yield from unfold_extra_ranks(rank, size, range(self.parts(size)))

@@ -46,7 +46,7 @@ class PipelineSchedule(Family, abstract=True):
     else:
         chunks = 1  # stages of each rank
 
-    def filled(self, micro: int, size: int) -> int:
+    def pad_micro_count(self, micro: int, size: int) -> int:
         """With how many micro-batches it is played where there are `micro`: the others are of
         no samples.
         """
@@ -83,7 +83,7 @@ class Interleaved(PipelineSchedule):
 
     chunks: int = option(Integer(2), default=2)
 
-    def filled(self, micro: int, size: int) -> int:
+    def pad_micro_count(self, micro: int, size: int) -> int:
         return -(-micro // size) * size
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
@@ -123,7 +123,7 @@ class ZeroBubble(PipelineSchedule):
 
 
 @dataclass(frozen=True)
-class Pipelined:
+class MicroBatchSchedule:
     """The schedule of `micro` micro-batches through the stages of all ranks.
 
     trained: the first stage that has anything to train; those before it make no backwards.
@@ -131,7 +131,7 @@ class Pipelined:
 
     schedule: PipelineSchedule
     micro: int
-    trained: int = 0
+    first_trained_stage: int = 0
 
     def __str__(self) -> str:
         return (
@@ -140,23 +140,23 @@ class Pipelined:
             else f"{self.schedule} of {self.micro} micro-batches"
         )
 
-    def stages(self, size: int) -> int:
+    def count_stages(self, size: int) -> int:
         return size * self.schedule.chunks
 
     def slots(self, size: int) -> list[Slot]:
         """Of everything that travels: activations into each stage, and gradients out of it."""
         return [
             f"{what}{stage}.{micro}"
-            for stage in range(1, self.stages(size))
+            for stage in range(1, self.count_stages(size))
             for what in "xg"
             for micro in range(self.micro)
-            if what == "x" or stage > self.trained
+            if what == "x" or stage > self.first_trained_stage
         ]
 
-    def tasks(self, rank: int, size: int) -> Iterator[Task]:
+    def list_tasks(self, rank: int, size: int) -> Iterator[Task]:
         """(what, stage, micro-batch), in order."""
         for what, chunk, micro in self.schedule.order(rank, size, self.micro):
-            if what == "F" or chunk * size + rank >= self.trained:
+            if what == "F" or chunk * size + rank >= self.first_trained_stage:
                 yield what, chunk * size + rank, micro
 
     def program(self, rank: int, size: int) -> Program:
@@ -167,39 +167,39 @@ class Pipelined:
         coming = {
             peer: deque(
                 slot
-                for task in self.tasks(peer, size)
-                for to, slot in self._gives(task, size)
+                for task in self.list_tasks(peer, size)
+                for to, slot in self._list_outputs(task, size)
                 if to == rank
             )
             for peer in peers
         }
         here: set[Slot] = set()
-        for task in self.tasks(rank, size):
-            for frm, slot in self._needs(task, size):
+        for task in self.list_tasks(rank, size):
+            for frm, slot in self._list_inputs(task, size):
                 while frm != rank and slot not in here and coming[frm]:
                     yield Recv(frm, coming[frm][0])
                     here.add(coming[frm].popleft())
             what, stage, micro = task
             yield Compute(what, micro if self.schedule.chunks == 1 else f"{micro}.{stage}")
-            yield from (Send(to, slot) for to, slot in self._gives(task, size) if to != rank)
+            yield from (Send(to, slot) for to, slot in self._list_outputs(task, size) if to != rank)
 
-    def _needs(self, task: Task, size: int) -> Iterator[tuple[int, Slot]]:
+    def _list_inputs(self, task: Task, size: int) -> Iterator[tuple[int, Slot]]:
         """(from which rank, what) there must be before a task."""
         what, stage, micro = task
         if what == "F" and stage > 0:
             yield (stage - 1) % size, f"x{stage}.{micro}"
-        if what in "BI" and stage < self.stages(size) - 1:
+        if what in "BI" and stage < self.count_stages(size) - 1:
             yield (stage + 1) % size, f"g{stage + 1}.{micro}"
 
-    def _gives(self, task: Task, size: int) -> Iterator[tuple[int, Slot]]:
+    def _list_outputs(self, task: Task, size: int) -> Iterator[tuple[int, Slot]]:
         """(to which rank, what) there is after it."""
         what, stage, micro = task
-        if what == "F" and stage < self.stages(size) - 1:
+        if what == "F" and stage < self.count_stages(size) - 1:
             yield (stage + 1) % size, f"x{stage + 1}.{micro}"
-        if what in "BI" and stage > self.trained:
+        if what in "BI" and stage > self.first_trained_stage:
             yield (stage - 1) % size, f"g{stage}.{micro}"
 
-    def over(self, rank: int, size: int) -> dict[Slot, list[Slot]]:
+    def map_confirmed_sends(self, rank: int, size: int) -> dict[Slot, list[Slot]]:
         """{what comes to a rank: what the rank sent, and is known to be there by then, for who
         sends it took that first}.
         """
@@ -214,11 +214,11 @@ class Pipelined:
                     took = []
         return found
 
-    def again(self, rank: int, size: int) -> set[tuple[int, int]]:
+    def find_recomputed_passes(self, rank: int, size: int) -> set[tuple[int, int]]:
         """(stage, micro-batch) of the forwards that are made again for their backward, where
         activations are not to be kept: all but those whose backward comes next.
         """
-        tasks = list(self.tasks(rank, size))
+        tasks = list(self.list_tasks(rank, size))
         at_once = {
             two[1:]
             for one, two in pairwise(tasks)
@@ -226,18 +226,18 @@ class Pipelined:
         }
         return {task[1:] for task in tasks if task[0] in "BI"} - at_once
 
-    def kept(self, rank: int, size: int) -> int:
+    def count_kept_micro_batches(self, rank: int, size: int) -> int:
         """Of how many micro-batches a rank keeps a stage's activations at a time, at most."""
         now = 0
         most = 0
         last = {"B", "W"}  # what they are kept for
-        for what, stage, _ in self.tasks(rank, size):
-            now += (what == "F" and stage >= self.trained) - (what in last)
+        for what, stage, _ in self.list_tasks(rank, size):
+            now += (what == "F" and stage >= self.first_trained_stage) - (what in last)
             most = max(most, now)
         return most
 
 
-def stage_of(rank: int, at: Slot) -> tuple[int, int]:
+def parse_task_slot(rank: int, at: Slot) -> tuple[int, int]:
     """(stage, micro-batch) of what a rank computes at `at`."""
     micro, _, stage = str(at).partition(".")
     return int(stage or rank), int(micro)

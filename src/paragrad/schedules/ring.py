@@ -18,22 +18,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paragrad.notation.choices import Flag, Integer, Word, option
-from paragrad.schedules.actions import Half, Program, Recv, Send
-from paragrad.schedules.compose import Composed, Segmented
+from paragrad.schedules.actions import AllReduceHalf, Program, Recv, Send
+from paragrad.schedules.compose import ComposedAllReduce, SegmentedAllReduce
 
 
-class Ring(Composed):
+class Ring(ComposedAllReduce):
     """Ring: reduce-scatter, then all-gather, one chunk a hop (Patarasuk & Yuan 2009)."""
 
     # rendezvous sends: even ranks send first, odd ranks receive
     blocking: bool = option(Flag(), default=False)
     reproducible: bool = option(Flag(), default=False)
 
-    def halves(self) -> tuple[Half, Half]:
+    def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
         return RingReduceScatter(1, self.blocking), RingAllGather(1, self.blocking)
 
 
-class RingAsync(Segmented):
+class RingAsync(SegmentedAllReduce):
     """Ring in segments: the addition of one overlaps the transfer of the next (Open MPI's
     segmented ring).
     """
@@ -41,12 +41,12 @@ class RingAsync(Segmented):
     segments: int | str = option(Integer(), Word("auto"), default="auto")  # per chunk
     reproducible: bool = option(Flag(), default=False)
 
-    def halves(self) -> tuple[Half, Half]:
-        return RingReduceScatter(self.count()), RingAllGather(self.count())
+    def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
+        return RingReduceScatter(self.count_segments()), RingAllGather(self.count_segments())
 
 
 @dataclass(frozen=True)
-class Around:
+class RingHalf:
     """One chunk a hop, in segments; after size - 1 hops of adding, each rank owns the chunk
     that comes to its right.
     """
@@ -61,13 +61,13 @@ class Around:
         chunk = (rank + 1) % size
         return range(chunk * self.segments, (chunk + 1) * self.segments)
 
-    def hop(self, rank: int, size: int, mine: int, add: bool) -> Program:
+    def pass_chunk(self, rank: int, size: int, chunk: int, add: bool) -> Program:
         """Give chunk `mine` to the right and take the one before it from the left."""
         right = (rank + 1) % size
         left = (rank - 1) % size
-        theirs = (mine - 1) % size
+        theirs = (chunk - 1) % size
         sends = [
-            Send(right, mine * self.segments + segment, wait=self.blocking)
+            Send(right, chunk * self.segments + segment, wait=self.blocking)
             for segment in range(self.segments)
         ]
         receives = [
@@ -83,18 +83,18 @@ class Around:
 
 
 @dataclass(frozen=True)
-class RingReduceScatter(Around):
+class RingReduceScatter(RingHalf):
     """Hand on what was added up so far."""
 
     def program(self, rank: int, size: int) -> Program:
         for hop in range(size - 1):
-            yield from self.hop(rank, size, (rank - hop) % size, add=True)
+            yield from self.pass_chunk(rank, size, (rank - hop) % size, add=True)
 
 
 @dataclass(frozen=True)
-class RingAllGather(Around):
+class RingAllGather(RingHalf):
     """Hand on what is complete."""
 
     def program(self, rank: int, size: int) -> Program:
         for hop in range(size - 1):
-            yield from self.hop(rank, size, (rank + 1 - hop) % size, add=False)
+            yield from self.pass_chunk(rank, size, (rank + 1 - hop) % size, add=False)

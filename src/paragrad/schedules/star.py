@@ -16,21 +16,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paragrad.notation.choices import Flag, option
-from paragrad.schedules.actions import Half, Program, Recv, Send
-from paragrad.schedules.compose import AtRoot, Composed
+from paragrad.schedules.actions import AllReduceHalf, Program, Recv, Send
+from paragrad.schedules.compose import ComposedAllReduce, RootOwnership
 
 
-class Star(Composed):
+class Star(ComposedAllReduce):
     """Star: everybody sends to rank 0, which adds and tells all."""
 
     reproducible: bool = option(Flag(), default=False)
 
-    def halves(self) -> tuple[Half, Half]:
+    def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
         return StarReduce(), StarBroadcast()
 
 
 @dataclass(frozen=True)
-class StarReduce(AtRoot):
+class StarReduce(RootOwnership):
     """Everybody sends its vector to rank 0, which adds them in rank order."""
 
     def program(self, rank: int, size: int) -> Program:
@@ -41,7 +41,7 @@ class StarReduce(AtRoot):
 
 
 @dataclass(frozen=True)
-class StarBroadcast(AtRoot):
+class StarBroadcast(RootOwnership):
     """Rank 0 sends its vector to everybody."""
 
     def program(self, rank: int, size: int) -> Program:

@@ -16,44 +16,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paragrad.notation.choices import Flag, option
-from paragrad.schedules.actions import Half, Program, Recv, Send
-from paragrad.schedules.compose import AtRoot, Composed
+from paragrad.schedules.actions import AllReduceHalf, Program, Recv, Send
+from paragrad.schedules.compose import ComposedAllReduce, RootOwnership
 
 
-class Tree(Composed):
+class Tree(ComposedAllReduce):
     """Binomial tree: reduce to rank 0, then broadcast (Chan et al. 2007)."""
 
     reproducible: bool = option(Flag(), default=False)
 
-    def halves(self) -> tuple[Half, Half]:
+    def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
         return TreeReduce(), TreeBroadcast()
 
 
 @dataclass(frozen=True)
-class TreeReduce(AtRoot):
+class TreeReduce(RootOwnership):
     """A rank takes from its children, the nearest first, and gives to its parent."""
 
     def program(self, rank: int, size: int) -> Program:
-        parent, children = family(rank, size)
+        parent, children = find_binomial_relatives(rank, size)
         yield from (Recv(child, 0, add=True) for child in children)
         if rank > 0:
             yield Send(parent, 0)
 
 
 @dataclass(frozen=True)
-class TreeBroadcast(AtRoot):
+class TreeBroadcast(RootOwnership):
     """A rank takes from its parent and gives to its children, the one with the largest subtree
     first.
     """
 
     def program(self, rank: int, size: int) -> Program:
-        parent, children = family(rank, size)
+        parent, children = find_binomial_relatives(rank, size)
         if rank > 0:
             yield Recv(parent, 0)
         yield from (Send(child, 0) for child in reversed(children))
 
 
-def family(rank: int, size: int) -> tuple[int, list[int]]:
+def find_binomial_relatives(rank: int, size: int) -> tuple[int, list[int]]:
     """(parent, children) in the binomial tree; rank 0 is the root."""
     # my subtree: ranks rank .. rank + below - 1
     below = rank & -rank or 1 << (size - 1).bit_length()

@@ -22,11 +22,11 @@ from dataclasses import replace
 from typing import Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, Flag, Integer, One, Word, option
-from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot, neighbours
+from paragrad.notation.choices import Choice, Flag, Integer, OneOf, Word, option
+from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot, make_slot
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.butterfly import Butterfly
-from paragrad.schedules.compose import Composed
+from paragrad.schedules.compose import ComposedAllReduce
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.double_tree import DoubleTree
 from paragrad.schedules.halving import Halving
@@ -34,7 +34,7 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 
-LEVELS: tuple[type[Choice], ...] = (
+LEVEL_ALGORITHMS: tuple[type[Choice], ...] = (
     Star,
     Tree,
     DoubleTree,
@@ -49,13 +49,13 @@ LEVELS: tuple[type[Choice], ...] = (
 class TwoLevel(AllReduce):
     """One algorithm inside a host, another across hosts (Jia et al. 2018, arXiv 1807.11205)."""
 
-    inside: Composed = option(One(*LEVELS), default=Ring())
-    across: Composed = option(One(*LEVELS), default=Ring())
+    inside: ComposedAllReduce = option(OneOf(*LEVEL_ALGORITHMS), default=Ring())
+    across: ComposedAllReduce = option(OneOf(*LEVEL_ALGORITHMS), default=Ring())
     # ranks of a group; auto: those of a host
     group: int | str = option(Integer(), Word("auto"), default="auto")
     reproducible: bool = option(Flag(), default=False)
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         for level in (self.inside, self.across):
             if getattr(level, "reproducible", False):
                 raise Refused(
@@ -64,16 +64,16 @@ class TwoLevel(AllReduce):
                     f"and {level.name} without it"
                 )
 
-    def resolved(self, size: int, group: int) -> Self:
-        found = replace(self, group=group if self.group == "auto" else self.group)
-        each = found.grouping(size)
+    def resolve(self, size: int, ranks_per_host: int) -> Self:
+        found = replace(self, group=ranks_per_host if self.group == "auto" else self.group)
+        each = found.require_group_size(size)
         return replace(
             found,
-            inside=found.inside.resolved(each, each),
-            across=found.across.resolved(size // each, 1),
+            inside=found.inside.resolve(each, each),
+            across=found.across.resolve(size // each, 1),
         )
 
-    def grouping(self, size: int) -> int:
+    def require_group_size(self, size: int) -> int:
         """Ranks of a group. Raises Refused where groups of that size do not make up `size`
         ranks.
         """
@@ -87,20 +87,20 @@ class TwoLevel(AllReduce):
         return self.group
 
     def parts(self, size: int) -> int:
-        group = self.grouping(size)
+        group = self.require_group_size(size)
         return self.inside.parts(group) * self.across.parts(size // group)
 
     def program(self, rank: int, size: int) -> Program:
-        group = self.grouping(size)
+        group = self.require_group_size(size)
         host, place = divmod(rank, group)
         hosts = size // group
         # parts that one part of `inside` is cut into
         finer = self.across.parts(hosts)
-        first, second = self.inside.halves()
+        first, second = self.inside.build_halves()
         owned = first.owns(place, group)
 
         def within(program: Program) -> Program:
-            return translated(
+            return translate_program(
                 program,
                 lambda peer: host * group + peer,
                 lambda parts: (parts.start * finer, parts.stop * finer),
@@ -109,7 +109,7 @@ class TwoLevel(AllReduce):
         def between(program: Program) -> Program:
             start = owned.start * finer
             each = len(owned)
-            return translated(
+            return translate_program(
                 program,
                 lambda peer: peer * group + place,
                 lambda parts: (start + parts.start * each, start + parts.stop * each),
@@ -121,19 +121,19 @@ class TwoLevel(AllReduce):
         yield from within(second.program(place, group))
 
 
-def translated(
-    program: Program, peer: Callable[[int], int], parts: Callable[[range], tuple[int, int]]
+def translate_program(
+    program: Program, map_peer: Callable[[int], int], map_parts: Callable[[range], tuple[int, int]]
 ) -> Program:
     """A program among some ranks, over some of the parts, in the words of the whole."""
 
     def slot(old: Slot) -> Slot:
         assert not isinstance(old, str)
-        return neighbours(*parts(old if isinstance(old, range) else range(old, old + 1)))
+        return make_slot(*map_parts(old if isinstance(old, range) else range(old, old + 1)))
 
     for action in program:
         if isinstance(action, Send):
-            yield replace(action, to=peer(action.to), slot=slot(action.slot))
+            yield replace(action, to=map_peer(action.to), slot=slot(action.slot))
         elif isinstance(action, Recv):
-            yield replace(action, frm=peer(action.frm), slot=slot(action.slot))
+            yield replace(action, frm=map_peer(action.frm), slot=slot(action.slot))
         else:
             yield Compute(action.what, slot(action.at))

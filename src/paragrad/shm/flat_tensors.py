@@ -8,28 +8,30 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paragrad.shm.collectives import Port
+from paragrad.shm.collectives import GroupAreas
 
-Flats = list[Tensor]
-Run = Callable[[Port, Flats, Flats], None]  # on flat outputs and inputs
+FlatTensors = list[Tensor]
+FlatOperation = Callable[[GroupAreas, FlatTensors, FlatTensors], None]  # on flat outputs and inputs
 
 
-def performed(run: Run, outputs: Sequence[Tensor], inputs: Sequence[Tensor], port: Port) -> None:
+def run_on_flat_tensors(
+    operation: FlatOperation, outputs: Sequence[Tensor], inputs: Sequence[Tensor], areas: GroupAreas
+) -> None:
     """On flat tensors; outputs that are not contiguous get theirs copied back."""
-    outs = [_flat(each) for each in outputs]
-    run(port, outs, [_flat(each) for each in inputs])
+    outs = [_flatten_tensor(each) for each in outputs]
+    operation(areas, outs, [_flatten_tensor(each) for each in inputs])
     for place, output in enumerate(outputs):
         if not output.is_contiguous():
             output.detach().copy_(outs[place].view(output.shape))
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten_tensor(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
 
 
-def check(tensor: Tensor) -> None:
+def check_dense_cpu_tensor(tensor: Tensor) -> None:
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise ValueError(
             f"the backend shm takes dense tensors of the CPU, got {tensor.layout} on "
@@ -38,23 +40,24 @@ def check(tensor: Tensor) -> None:
         )
 
 
-def described(what: str, tensors: Sequence[Tensor]) -> str:
+def describe_tensors(operation: str, tensors: Sequence[Tensor]) -> str:
     """Such as `all_reduce SUM of float32 [1024], 4096 bytes`."""
-    return _described(what, *[(each.dtype, each.shape) for each in tensors])
+    return _format_tensors(operation, *[(each.dtype, each.shape) for each in tensors])
 
 
 @functools.lru_cache(maxsize=1024)
-def _described(what: str, *kinds: tuple[torch.dtype, torch.Size]) -> str:
+def _format_tensors(operation: str, *kinds: tuple[torch.dtype, torch.Size]) -> str:
     size = sum(shape.numel() * dtype.itemsize for dtype, shape in kinds)
     return (
-        f"{what} of {', '.join(f'{_name(dtype)} {list(shape)}' for dtype, shape in kinds)}, "
+        f"{operation} of "
+        f"{', '.join(f'{_name_dtype(dtype)} {list(shape)}' for dtype, shape in kinds)}, "
         f"{size} bytes"
     )
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def type_of(tensor: Tensor) -> str:
-    return _name(tensor.dtype)
+def name_tensor_dtype(tensor: Tensor) -> str:
+    return _name_dtype(tensor.dtype)

@@ -32,47 +32,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.shm.region import LINE, aligned
+from paragrad.shm.region import CACHE_LINE_BYTES, align_to_cache_line
 from paragrad.shm.synchronization import GroupError, Peers, Semaphores
-from paragrad.shm.work import Lane, Work
+from paragrad.shm.work import OperationQueue, ShmWork
 
 # bytes that are copied in before they are copied out; or a fourth of the message, or of the
 # ring
-PIECE = 2**17
+PIECE_BYTES = 2**17
 # seconds before the daemon looks after receives: what has come may lie, and one thread more
 # costs much
-PATIENCE = 0.02
+RECEIVE_POLL_SECONDS = 0.02
 SEND = "send to"
 RECEIVE = "receive from"
 # bytes of the message, bytes in this record, tag, type, ring the bell for the room?
-HEADER = struct.Struct("<qqqqq")
+RECORD_HEADER = struct.Struct("<qqqqq")
 DTYPES = sorted(
     (value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str
 )
-NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-class Message(Work):
+class MessageWork(ShmWork):
     """A send or receive of the bytes at an address.  peer: None takes from any rank;  until:
     when it must be done, once somebody has asked whether it is: of what was only posted, nobody
     waits for the other rank.
     """
 
-    until = math.inf
+    deadline = math.inf
 
     def __init__(
-        self, lane: Messages, verb: str, tensor: Tensor, peer: int | None, tag: int, seconds: float
+        self,
+        queue: MessageQueue,
+        direction: str,
+        tensor: Tensor,
+        peer: int | None,
+        tag: int,
+        seconds: float,
     ) -> None:
-        super().__init__(lane, [tensor], seconds)
-        self.verb = verb
+        super().__init__(queue, [tensor], seconds)
+        self.direction = direction
         self.peer = peer
         self.tag = tag
-        self.moved = 0
+        self.moved_bytes = 0
         # conjugates torch itself refuses
         plain = tensor.is_contiguous() and not tensor.is_neg()
         self.flat = tensor if plain else tensor.detach().resolve_neg().contiguous()
         # a receive: goes back into the tensor
-        self.copied = not plain
+        self.needs_copy_back = not plain
         self.address = self.flat.data_ptr()
         self.bytes = self.flat.nbytes
         self.dtype = tensor.dtype
@@ -82,47 +88,47 @@ class Message(Work):
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{self.verb} {peer} of {dtype} {shape}, {self.bytes} bytes, tag {self.tag}, "
-            f"{self.moved} bytes moved"
+            f"{self.direction} {peer} of {dtype} {shape}, {self.bytes} bytes, tag {self.tag}, "
+            f"{self.moved_bytes} bytes moved"
         )
 
 
-class Aside:
+class UnclaimedMessage:
     """A message that nobody has asked for yet."""
 
     def __init__(self, tag: int, dtype: torch.dtype, total: int) -> None:
         self.tag = tag
         self.dtype = dtype
         self.bytes = total
-        self.moved = 0
+        self.moved_bytes = 0
         self.tensor = torch.empty(total, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
 
 
 @dataclass
-class Outgoing:
+class OutgoingRing:
     """What goes to one rank. at: where the next record begins;  free: bytes of the ring;  lent:
     the records not given back.
     """
 
-    free: int
-    at: int = 0
-    lent: deque[int] = field(default_factory=deque)
-    messages: deque[Message] = field(default_factory=deque)
+    free_bytes: int
+    offset: int = 0
+    unreleased: deque[int] = field(default_factory=deque)
+    messages: deque[MessageWork] = field(default_factory=deque)
 
 
 @dataclass
-class Incoming:
+class IncomingRing:
     """What comes from one rank. at: where the next record begins;  arriving: of what only a
     part has come;  aside: whole.
     """
 
-    at: int = 0
-    arriving: Message | Aside | None = None
-    aside: list[Aside] = field(default_factory=list)
+    offset: int = 0
+    partial: MessageWork | UnclaimedMessage | None = None
+    unclaimed: list[UnclaimedMessage] = field(default_factory=list)
 
 
-class Messages(Lane):
+class MessageQueue(OperationQueue):
     """One rank's messages.
 
     rings: uint8 [from, to, bytes];  filled, room: `from * size + to`;  bells: by rank.
@@ -134,253 +140,267 @@ class Messages(Lane):
         size: int,
         rings: Tensor,
         filled: Semaphores,
-        room: Semaphores,
-        bells: Semaphores,
+        freed: Semaphores,
+        doorbells: Semaphores,
         peers: Peers,
     ) -> None:
-        super().__init__(PATIENCE)
+        super().__init__(RECEIVE_POLL_SECONDS)
         self.rank = rank
         self.size = size
-        self.ring = rings.size(2)
+        self.ring_bytes = rings.size(2)
         self.filled = filled
-        self.room = room
-        self.bells = bells
+        self.freed = freed
+        self.doorbells = doorbells
         self.peers = peers
         self.start = rings.data_ptr()
         self.memory = rings.view(-1).numpy().data
-        self.outgoing = [Outgoing(self.ring) for _ in range(size)]
-        self.incoming = {peer: Incoming() for peer in range(size) if peer != rank}
-        self.receives: list[Message] = []
+        self.outgoing = [OutgoingRing(self.ring_bytes) for _ in range(size)]
+        self.incoming = {peer: IncomingRing() for peer in range(size) if peer != rank}
+        self.receives: list[MessageWork] = []
 
-    def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> Message:
-        message = Message(self, SEND, tensor, to, tag, seconds)
-        outgoing = self.outgoing[to]
+    def send(self, tensor: Tensor, destination: int, tag: int, seconds: float) -> MessageWork:
+        message = MessageWork(self, SEND, tensor, destination, tag, seconds)
+        outgoing = self.outgoing[destination]
         outgoing.messages.append(message)
-        self._now(self._out, to, outgoing)
+        self._try_move(self._send_pieces, destination, outgoing)
         return message
 
-    def receive(self, tensor: Tensor, frm: int | None, tag: int, seconds: float) -> Message:
-        message = Message(self, RECEIVE, tensor, frm, tag, seconds)
+    def receive(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> MessageWork:
+        message = MessageWork(self, RECEIVE, tensor, source, tag, seconds)
         self.receives.append(message)
-        for peer in self.incoming if frm is None else (frm,):
-            self._now(self._in, peer, self.incoming[peer])
+        for peer in self.incoming if source is None else (source,):
+            self._try_move(self._receive_pieces, peer, self.incoming[peer])
         return message
 
-    def _now(self, move: Callable[[int, Any], bool], peer: int, way: Outgoing | Incoming) -> None:
+    def _try_move(
+        self, move: Callable[[int, Any], bool], peer: int, ring: OutgoingRing | IncomingRing
+    ) -> None:
         """Move what can be moved; whoever is at the lane is told."""
         if not self.lock.acquire(blocking=False):
-            self.bells.post(self.rank)
+            self.doorbells.post(self.rank)
             return
         try:
-            move(peer, way)
+            move(peer, ring)
         except GroupError as error:
-            self._fail(error)
+            self._fail_all(error)
         finally:
             self.lock.release()
 
-    def leave(self, work: Work) -> None:
-        super().leave(work)
+    def leave_to_daemon(self, work: ShmWork) -> None:
+        super().leave_to_daemon(work)
         # the ring is full, and its receiver may wait
-        if isinstance(work, Message) and work.verb == SEND:
-            super().hurry(work)
+        if isinstance(work, MessageWork) and work.direction == SEND:
+            super().mark_urgent(work)
 
-    def hurry(self, work: Work) -> None:
-        assert isinstance(work, Message)
-        work.until = min(work.until, time.monotonic() + work.seconds)
-        super().hurry(work)
+    def mark_urgent(self, work: ShmWork) -> None:
+        assert isinstance(work, MessageWork)
+        work.deadline = min(work.deadline, time.monotonic() + work.seconds)
+        super().mark_urgent(work)
 
-    def hurried(self, work: Message) -> Message:
+    def find_most_urgent(self, work: MessageWork) -> MessageWork:
         """Of what was left to the daemon, what must be done first; this one, where nobody waits
         for any.
         """
-        with self.left.guard:
-            waiting: list[Any] = [each for each in (work, *self.left.works) if not each.done]
-            return min(waiting, key=lambda each: each.until, default=work)
+        with self.backlog.guard:
+            waiting: list[Any] = [each for each in (work, *self.backlog.works) if not each.done]
+            return min(waiting, key=lambda each: each.deadline, default=work)
 
-    def make_way(self) -> None:
-        self.bells.post(self.rank)
+    def request_yield(self) -> None:
+        self.doorbells.post(self.rank)
 
-    def too_late(self, work: Work) -> None:
-        assert isinstance(work, Message)
-        self.peers.give_up(
-            f"rank {self.rank} gave up waiting for {self.peers.away(work.peer)} in {work}"
+    def handle_timeout(self, work: ShmWork) -> None:
+        assert isinstance(work, MessageWork)
+        self.peers.abandon_group(
+            f"rank {self.rank} gave up waiting for {self.peers.describe_away_ranks(work.peer)} in "
+            f"{work}"
         )
 
-    def advance(self, work: Work, deadline: float, patient: bool) -> None:
-        assert isinstance(work, Message)
+    def run_until_done(self, work: ShmWork, deadline: float, is_background: bool) -> None:
+        assert isinstance(work, MessageWork)
         try:
             while not work.done:
-                while self.bells.taken(self.rank):  # rung before this look at everything
+                while self.doorbells.try_take(self.rank):  # rung before this look at everything
                     pass
-                if self._move_all() or work.done:
+                if self._move_pieces() or work.done:
                     continue
-                if patient and self.impatient:
+                if is_background and self.awaited_works:
                     return
-                if self.bells.wait(self.rank, 0 if patient else self.peers.spins):
+                if self.doorbells.wait(self.rank, 0 if is_background else self.peers.spins):
                     continue
                 while not work.done:
-                    first = self.hurried(work) if patient else work
-                    if self.peers.look(
-                        self.bells,
+                    first = self.find_most_urgent(work) if is_background else work
+                    if self.peers.wait_one_slice(
+                        self.doorbells,
                         self.rank,
                         first.peer,
-                        first.until if patient else deadline,
+                        first.deadline if is_background else deadline,
                         first.__str__,
                     ):
                         break
         except GroupError as error:
-            self._fail(error)
+            self._fail_all(error)
             if not work.done:
                 work.finish(error)
 
-    def _fail(self, error: GroupError) -> None:
+    def _fail_all(self, error: GroupError) -> None:
         for incoming in self.incoming.values():
-            if isinstance(incoming.arriving, Message):
-                incoming.arriving.finish(error)
-            incoming.arriving = None
+            if isinstance(incoming.partial, MessageWork):
+                incoming.partial.finish(error)
+            incoming.partial = None
         waiting: list[Any] = [self.receives, *(each.messages for each in self.outgoing)]
         for messages in waiting:
             while messages:  # to which another thread may add
                 messages.pop().finish(error)
 
-    def _move_all(self) -> bool:
+    def _move_pieces(self) -> bool:
         """Move every piece that can be moved now; was there any?"""
         moved = False
         for to, outgoing in enumerate(self.outgoing):
-            if outgoing.messages and self._out(to, outgoing):
+            if outgoing.messages and self._send_pieces(to, outgoing):
                 moved = True
         for frm, incoming in self.incoming.items():
-            if self._in(frm, incoming):
+            if self._receive_pieces(frm, incoming):
                 moved = True
         return moved
 
     # ---- out ---------------------------------------------------------------------------------
-    def _out(self, to: int, outgoing: Outgoing) -> bool:
+    def _send_pieces(self, destination: int, outgoing: OutgoingRing) -> bool:
         """Every piece that there is room for; was there any?"""
         moved = False
-        while outgoing.messages and self._push(to, outgoing):
+        while outgoing.messages and self._send_piece(destination, outgoing):
             moved = True
         return moved
 
-    def _push(self, to: int, outgoing: Outgoing) -> bool:
+    def _send_piece(self, destination: int, outgoing: OutgoingRing) -> bool:
         """The next piece of the first message into the ring; False if it has no room for it."""
         message = outgoing.messages[0]
-        pair = self.rank * self.size + to
-        at = outgoing.at
+        pair = self.rank * self.size + destination
+        at = outgoing.offset
         count = min(
-            max(PIECE, message.bytes // 4),
-            self.ring // 4,
-            message.bytes - message.moved,
-            self.ring - at - LINE,
+            max(PIECE_BYTES, message.bytes // 4),
+            self.ring_bytes // 4,
+            message.bytes - message.moved_bytes,
+            self.ring_bytes - at - CACHE_LINE_BYTES,
         )
-        record = LINE + aligned(count)
-        while outgoing.free < record:
-            if not self.room.taken(pair):
+        record = CACHE_LINE_BYTES + align_to_cache_line(count)
+        while outgoing.free_bytes < record:
+            if not self.freed.try_take(pair):
                 return False
-            outgoing.free += outgoing.lent.popleft()
-        outgoing.free -= record
-        outgoing.lent.append(record)
-        outgoing.at = (at + record) % self.ring
-        place = pair * self.ring + at
-        HEADER.pack_into(
+            outgoing.free_bytes += outgoing.unreleased.popleft()
+        outgoing.free_bytes -= record
+        outgoing.unreleased.append(record)
+        outgoing.offset = (at + record) % self.ring_bytes
+        place = pair * self.ring_bytes + at
+        RECORD_HEADER.pack_into(
             self.memory,
             place,
             message.bytes,
             count,
             message.tag,
-            NUMBERS[message.dtype],
-            outgoing.free < self.ring // 2,
+            DTYPE_NUMBERS[message.dtype],
+            outgoing.free_bytes < self.ring_bytes // 2,
         )
-        ctypes.memmove(self.start + place + LINE, message.address + message.moved, count)
+        ctypes.memmove(
+            self.start + place + CACHE_LINE_BYTES, message.address + message.moved_bytes, count
+        )
         self.filled.post(pair)
-        self.bells.post(to)
-        message.moved += count
-        if message.moved == message.bytes:
+        self.doorbells.post(destination)
+        message.moved_bytes += count
+        if message.moved_bytes == message.bytes:
             outgoing.messages.popleft()
             message.finish()
         return True
 
     # ---- in ----------------------------------------------------------------------------------
-    def _in(self, frm: int, incoming: Incoming) -> bool:
+    def _receive_pieces(self, source: int, incoming: IncomingRing) -> bool:
         """Every piece that has come and somebody wants; was there any?"""
         moved = False
-        while self._wanted(frm, incoming) and self._pull(frm, incoming):
+        while self._is_receive_waiting(source, incoming) and self._receive_piece(source, incoming):
             moved = True
         return moved
 
-    def _wanted(self, frm: int, incoming: Incoming) -> bool:
+    def _is_receive_waiting(self, source: int, incoming: IncomingRing) -> bool:
         """Does a receive want what comes next of this rank? What was put aside is given
         first.
         """
-        while incoming.aside:
+        while incoming.unclaimed:
             found = next(
                 (
                     (place, each, taker)
-                    for place, each in enumerate(incoming.aside)
-                    if (taker := self._taker(frm, each.tag)) is not None
+                    for place, each in enumerate(incoming.unclaimed)
+                    if (taker := self._find_receive(source, each.tag)) is not None
                 ),
                 None,
             )
             if found is None:
                 break
             place, each, taker = found
-            del incoming.aside[place]
-            self._match(frm, taker, each.tag, each.dtype, each.bytes)
+            del incoming.unclaimed[place]
+            self._check_match(source, taker, each.tag, each.dtype, each.bytes)
             self.receives.remove(taker)
             ctypes.memmove(taker.address, each.address, each.bytes)
-            self._arrived(frm, taker)
-        return incoming.arriving is not None or any(
-            each.peer in (frm, None) for each in self.receives
+            self._complete_receive(source, taker)
+        return incoming.partial is not None or any(
+            each.peer in (source, None) for each in self.receives
         )
 
-    def _pull(self, frm: int, incoming: Incoming) -> bool:
+    def _receive_piece(self, source: int, incoming: IncomingRing) -> bool:
         """The next piece out of the ring; False if there is none."""
-        pair = frm * self.size + self.rank
-        if not self.filled.taken(pair):
+        pair = source * self.size + self.rank
+        if not self.filled.try_take(pair):
             return False
-        place = pair * self.ring + incoming.at
-        total, count, tag, number, told = HEADER.unpack_from(self.memory, place)
-        incoming.at = (incoming.at + LINE + aligned(count)) % self.ring
-        into = incoming.arriving or self._begun(frm, tag, DTYPES[number], total)
-        ctypes.memmove(into.address + into.moved, self.start + place + LINE, count)
-        self.room.post(pair)
+        place = pair * self.ring_bytes + incoming.offset
+        total, count, tag, number, told = RECORD_HEADER.unpack_from(self.memory, place)
+        incoming.offset = (
+            incoming.offset + CACHE_LINE_BYTES + align_to_cache_line(count)
+        ) % self.ring_bytes
+        into = incoming.partial or self._begin_message(source, tag, DTYPES[number], total)
+        ctypes.memmove(
+            into.address + into.moved_bytes, self.start + place + CACHE_LINE_BYTES, count
+        )
+        self.freed.post(pair)
         if told:
-            self.bells.post(frm)
-        into.moved += count
-        if into.moved < total:
-            incoming.arriving = into
+            self.doorbells.post(source)
+        into.moved_bytes += count
+        if into.moved_bytes < total:
+            incoming.partial = into
             return True
-        incoming.arriving = None
-        if isinstance(into, Message):
-            self._arrived(frm, into)
+        incoming.partial = None
+        if isinstance(into, MessageWork):
+            self._complete_receive(source, into)
         else:
-            incoming.aside.append(into)
+            incoming.unclaimed.append(into)
         return True
 
-    def _begun(self, frm: int, tag: int, dtype: torch.dtype, total: int) -> Message | Aside:
-        taker = self._taker(frm, tag)
+    def _begin_message(
+        self, source: int, tag: int, dtype: torch.dtype, total: int
+    ) -> MessageWork | UnclaimedMessage:
+        taker = self._find_receive(source, tag)
         if taker is None:
-            return Aside(tag, dtype, total)
-        self._match(frm, taker, tag, dtype, total)
+            return UnclaimedMessage(tag, dtype, total)
+        self._check_match(source, taker, tag, dtype, total)
         self.receives.remove(taker)
         return taker
 
-    def _taker(self, frm: int, tag: int) -> Message | None:
+    def _find_receive(self, source: int, tag: int) -> MessageWork | None:
         """The first receive that asks for it."""
         for each in self.receives:
-            if each.tag == tag and (each.peer == frm or each.peer is None):
+            if each.tag == tag and (each.peer == source or each.peer is None):
                 return each
         return None
 
-    def _match(self, frm: int, taker: Message, tag: int, dtype: torch.dtype, total: int) -> None:
-        if dtype != taker.dtype or total != taker.bytes:
-            raise self.peers.give_up(
-                f"rank {frm} sends {str(dtype).removeprefix('torch.')}, {total} bytes, tag {tag}; "
-                f"rank {self.rank} waits for it in {taker}"
+    def _check_match(
+        self, source: int, receive: MessageWork, tag: int, dtype: torch.dtype, total: int
+    ) -> None:
+        if dtype != receive.dtype or total != receive.bytes:
+            raise self.peers.abandon_group(
+                f"rank {source} sends {str(dtype).removeprefix('torch.')}, {total} bytes, tag "
+                f"{tag}; "
+                f"rank {self.rank} waits for it in {receive}"
             )
 
-    def _arrived(self, frm: int, taker: Message) -> None:
-        if taker.copied:
-            taker.tensors[0].detach().copy_(taker.flat)
-        taker.source = frm
-        taker.finish()
+    def _complete_receive(self, source: int, receive: MessageWork) -> None:
+        if receive.needs_copy_back:
+            receive.tensors[0].detach().copy_(receive.flat)
+        receive.source = source
+        receive.finish()

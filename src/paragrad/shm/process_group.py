@@ -26,31 +26,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paragrad.shm import collectives
-from paragrad.shm.attach import Joined, join
-from paragrad.shm.collective_queue import Collectives
-from paragrad.shm.collectives import Port, titled
-from paragrad.shm.flat_tensors import Flats, Run, check, described, performed, type_of
-from paragrad.shm.reductions import SUM, reduction
-from paragrad.shm.work import DONE, Lane, Work
+from paragrad.shm.attach import AttachedGroup, attach_group
+from paragrad.shm.collective_queue import CollectiveQueue
+from paragrad.shm.collectives import GroupAreas, make_title
+from paragrad.shm.flat_tensors import (
+    FlatOperation,
+    FlatTensors,
+    check_dense_cpu_tensor,
+    describe_tensors,
+    name_tensor_dtype,
+    run_on_flat_tensors,
+)
+from paragrad.shm.reductions import SUM, find_reduction
+from paragrad.shm.work import COMPLETED_WORK, OperationQueue, ShmWork
 
 # seconds that a group which is left still gives to what nobody waited for
-CLOSING = 1.0
+CLOSE_SECONDS = 1.0
 
-_NONE = timedelta(0)
+_NO_TIME = timedelta(0)
 
 
-def register() -> None:
+def register_backend() -> None:
     """Tell torch.distributed of the backend, once."""
     if not hasattr(dist.Backend, "SHM"):
-        dist.Backend.register_backend("shm", _created, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(
+            "shm", _create_process_group, extended_api=True, devices=["cpu"]
+        )
 
 
-def _created(told: Any, options: Any) -> SharedMemoryGroup:
-    seconds = told.timeout.total_seconds()
-    neighbours = dist.get_world_size() if dist.is_initialized() else told.group_size
+def _create_process_group(backend_options: Any, options: Any) -> SharedMemoryGroup:
+    seconds = backend_options.timeout.total_seconds()
+    neighbours = dist.get_world_size() if dist.is_initialized() else backend_options.group_size
     return SharedMemoryGroup(
-        join(told.store, told.group_rank, told.group_size, seconds, neighbours),
-        told.group_id,
+        attach_group(
+            backend_options.store,
+            backend_options.group_rank,
+            backend_options.group_size,
+            seconds,
+            neighbours,
+        ),
+        backend_options.group_id,
         seconds,
     )
 
@@ -58,15 +73,17 @@ def _created(told: Any, options: Any) -> SharedMemoryGroup:
 class SharedMemoryGroup(dist.ProcessGroup):
     """One rank's end of a group; made by torch.distributed."""
 
-    def __init__(self, joined: Joined, name: str, seconds: float) -> None:
-        super().__init__(joined.rank, joined.size)
-        self.joined = joined
+    def __init__(self, attached: AttachedGroup, name: str, seconds: float) -> None:
+        super().__init__(attached.rank, attached.size)
+        self.attached = attached
         self.seconds = seconds
-        self.lane = Collectives(joined.port)
-        self.messages = joined.messages
-        self.peers = joined.peers
+        self.collective_queue = CollectiveQueue(attached.areas)
+        self.message_queue = attached.message_queue
+        self.peers = attached.peers
         self.names = [name, "undefined"]
-        self.finalizer = weakref.finalize(self, _closed, (self.lane, self.messages), joined)
+        self.finalizer = weakref.finalize(
+            self, _close_group, (self.collective_queue, self.message_queue), attached
+        )
 
     # ---- what torch asks of a group ----------------------------------------------------------
     def getBackendName(self) -> str:  # noqa: N802
@@ -102,160 +119,176 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Collectives are numbered anyway."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.lane.port.number
+        return self.collective_queue.areas.collective_count
 
     def shutdown(self) -> None:
         self.finalizer()
 
     def abort(self) -> None:
-        self.peers.give_up(f"rank {self.rank()} aborted the group")
+        self.peers.abandon_group(f"rank {self.rank()} aborted the group")
         self.finalizer()
 
     # ---- collectives -------------------------------------------------------------------------
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         opts = opts or dist.AllreduceOptions()
         if (
             not opts.asyncOp
             and opts.reduceOp == SUM
-            and self.lane.summed_at_once(tensors[0], self.seconds)
+            and self.collective_queue.try_short_sum(tensors[0], self.seconds)
         ):
-            return DONE
-        return self._reduced("all_reduce", tensors, opts)
+            return COMPLETED_WORK
+        return self._queue_reduction("all_reduce", tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self._reduced(
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
+        return self._queue_reduction(
             "all_reduce_coalesced", tensors, opts or dist.AllreduceCoalescedOptions()
         )
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        return self._reduced(f"reduce to {opts.rootRank}", tensors, opts, opts.rootRank)
+    def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        return self._queue_reduction(f"reduce to {opts.rootRank}", tensors, opts, opts.rootRank)
 
-    def _reduced(
-        self, what: str, tensors: list[Tensor], opts: Any, root: int | None = None
-    ) -> Work:
-        how = reduction(opts.reduceOp, tensors[0].dtype)
+    def _queue_reduction(
+        self, operation: str, tensors: list[Tensor], opts: Any, root: int | None = None
+    ) -> ShmWork:
+        how = find_reduction(opts.reduceOp, tensors[0].dtype)
 
-        def run(port: Port, outs: Flats, _: Flats) -> None:
+        def run(port: GroupAreas, outs: FlatTensors, _: FlatTensors) -> None:
             for out in outs:
-                collectives.all_reduce(port, out, how, root)
+                collectives.all_reduce_flat(port, out, how, root)
 
-        words = described(f"{what} {how.name}", tensors)
-        if what == "all_reduce" and opts.reduceOp == SUM:
-            self.lane.will_be_short(titled(words), tensors[0])
-        return self._ask(words, run, tensors, (), opts)
+        words = describe_tensors(f"{operation} {how.name}", tensors)
+        if operation == "all_reduce" and opts.reduceOp == SUM:
+            self.collective_queue.remember_short_sum(make_title(words), tensors[0])
+        return self._queue_collective(words, run, tensors, (), opts)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
-        def run(port: Port, outs: Flats, _: Flats) -> None:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        def run(port: GroupAreas, outs: FlatTensors, _: FlatTensors) -> None:
             for out in outs:
-                collectives.broadcast(port, out, root)
+                collectives.broadcast_flat(port, out, root)
 
         root = opts.rootRank
-        return self._ask(described(f"broadcast from {root}", tensors), run, tensors, (), opts)
+        return self._queue_collective(
+            describe_tensors(f"broadcast from {root}", tensors), run, tensors, (), opts
+        )
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
-            collectives.all_gather(port, outs, ins[0])
+    ) -> ShmWork:
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.all_gather_flat(port, outs, ins[0])
 
-        title = described("all_gather", outputs[0])
+        title = describe_tensors("all_gather", outputs[0])
         own = outputs[0][self.rank()]
         # all ranks raise, and this one is named
         if own.numel() != inputs[0].numel() or own.dtype != inputs[0].dtype:
-            title += f", of which rank {self.rank()} gives {described('', inputs)}"
-        return self._ask(title, run, outputs[0], inputs, opts)
+            title += f", of which rank {self.rank()} gives {describe_tensors('', inputs)}"
+        return self._queue_collective(title, run, outputs[0], inputs, opts)
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
+    ) -> ShmWork:
         """outputs[rank][i] becomes that rank's inputs[i]."""
 
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
             for place, each in enumerate(ins):
-                collectives.all_gather(port, outs[place :: len(ins)], each)
+                collectives.all_gather_flat(port, outs[place :: len(ins)], each)
 
         everything = [each for row in outputs for each in row]
-        return self._ask(described("all_gather_coalesced", inputs), run, everything, inputs, opts)
+        return self._queue_collective(
+            describe_tensors("all_gather_coalesced", inputs), run, everything, inputs, opts
+        )
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ShmWork:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
+    ) -> ShmWork:
         """outputs[i] becomes all ranks' inputs[i], one after another or stacked."""
 
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
             for out, each in zip(outs, ins, strict=True):
-                collectives.all_gather(port, self._equal_parts(out), each)
+                collectives.all_gather_flat(port, self._split_evenly(out), each)
 
-        self._fit("all_gather", outputs, inputs)
-        return self._ask(described("all_gather_single", inputs), run, outputs, inputs, opts)
+        self._check_lengths("all_gather", outputs, inputs)
+        return self._queue_collective(
+            describe_tensors("all_gather_single", inputs), run, outputs, inputs, opts
+        )
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
-            collectives.gather(port, outs, ins[0])
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.gather_flat(port, outs, ins[0])
 
         results = outputs[0] if outputs else []
         if any(each.numel() != inputs[0].numel() for each in results):
             raise ValueError(
-                f"gather wants tensors of one length, got {described('', [*inputs, *results])}"
+                f"gather wants tensors of one length, got "
+                f"{describe_tensors('', [*inputs, *results])}"
             )
-        return self._ask(
-            described(f"gather to {opts.rootRank}", inputs), run, results, inputs, opts
+        return self._queue_collective(
+            describe_tensors(f"gather to {opts.rootRank}", inputs), run, results, inputs, opts
         )
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
-            collectives.scatter(port, outs[0], ins, root)
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.scatter_flat(port, outs[0], ins, root)
 
         root = opts.rootRank
         given = inputs[0] if inputs else []
         if any(each.numel() != outputs[0].numel() for each in given):
             raise ValueError(
-                f"scatter wants tensors of one length, got {described('', [*outputs, *given])}"
+                f"scatter wants tensors of one length, got "
+                f"{describe_tensors('', [*outputs, *given])}"
             )
-        return self._ask(described(f"scatter from {root}", outputs), run, outputs, given, opts)
+        return self._queue_collective(
+            describe_tensors(f"scatter from {root}", outputs), run, outputs, given, opts
+        )
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> Work:
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
-            collectives.reduce_scatter(port, outs[0], ins, how)
+    ) -> ShmWork:
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.reduce_scatter_flat(port, outs[0], ins, how)
 
         opts = opts or dist.ReduceScatterOptions()
-        how = reduction(opts.reduceOp, outputs[0].dtype)
+        how = find_reduction(opts.reduceOp, outputs[0].dtype)
         if inputs[0][self.rank()].numel() != outputs[0].numel():
             raise ValueError(
-                f"reduce_scatter: rank {self.rank()} takes {described('', outputs)} of "
-                f"{described('', inputs[0])}"
+                f"reduce_scatter: rank {self.rank()} takes {describe_tensors('', outputs)} of "
+                f"{describe_tensors('', inputs[0])}"
             )
-        return self._ask(
-            described(f"reduce_scatter {how.name}", inputs[0]), run, outputs, inputs[0], opts
+        return self._queue_collective(
+            describe_tensors(f"reduce_scatter {how.name}", inputs[0]), run, outputs, inputs[0], opts
         )
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ShmWork:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
+    ) -> ShmWork:
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
             for out, each in zip(outs, ins, strict=True):
-                collectives.reduce_scatter(port, out, self._equal_parts(each), how)
+                collectives.reduce_scatter_flat(port, out, self._split_evenly(each), how)
 
         opts = opts or dist.ReduceScatterOptions()
-        how = reduction(opts.reduceOp, outputs[0].dtype)
-        self._fit("reduce_scatter", inputs, outputs)
-        return self._ask(
-            described(f"reduce_scatter_single {how.name}", inputs), run, outputs, inputs, opts
+        how = find_reduction(opts.reduceOp, outputs[0].dtype)
+        self._check_lengths("reduce_scatter", inputs, outputs)
+        return self._queue_collective(
+            describe_tensors(f"reduce_scatter_single {how.name}", inputs),
+            run,
+            outputs,
+            inputs,
+            opts,
         )
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
-            collectives.all_to_all(port, outs, ins)
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.all_to_all_flat(port, outs, ins)
 
-        return self._ask(f"all_to_all of {type_of(inputs[0])}", run, outputs, inputs, opts)
+        return self._queue_collective(
+            f"all_to_all of {name_tensor_dtype(inputs[0])}", run, outputs, inputs, opts
+        )
 
     def all_to_all_single(
         self,
@@ -264,14 +297,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         output_rows: list[int],
         input_rows: list[int],
         opts: Any = None,
-    ) -> Work:
+    ) -> ShmWork:
         """Split along the first dim, by the numbers of rows given, or evenly."""
 
-        def run(port: Port, outs: Flats, ins: Flats) -> None:
-            collectives.all_to_all(
+        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.all_to_all_flat(
                 port,
-                self._parts(outs[0], output, output_rows),
-                self._parts(ins[0], tensor, input_rows),
+                self._split_rows(outs[0], output, output_rows),
+                self._split_rows(ins[0], tensor, input_rows),
             )
 
         for each, rows in ((output, output_rows), (tensor, input_rows)):
@@ -280,10 +313,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
                     f"all_to_all_single: {len(each)} rows cannot be split into "
                     f"{rows or self.size()}"
                 )
-        return self._ask(f"all_to_all_single of {type_of(tensor)}", run, [output], [tensor], opts)
+        return self._queue_collective(
+            f"all_to_all_single of {name_tensor_dtype(tensor)}", run, [output], [tensor], opts
+        )
 
-    def barrier(self, opts: Any = None) -> Work:
-        return self._ask("barrier", lambda port, outs, ins: collectives.barrier(port), (), (), opts)
+    def barrier(self, opts: Any = None) -> ShmWork:
+        return self._queue_collective(
+            "barrier", lambda port, outs, ins: collectives.run_barrier(port), (), (), opts
+        )
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -294,8 +331,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """
         opts = dist.BarrierOptions()
         opts.timeout = timeout or timedelta(seconds=self.seconds)
-        self._ask(
-            "monitored_barrier", lambda port, outs, ins: collectives.barrier(port), (), (), opts
+        self._queue_collective(
+            "monitored_barrier", lambda port, outs, ins: collectives.run_barrier(port), (), (), opts
         ).wait()
 
     _allgather_base = all_gather_single  # the names until 2.12
@@ -304,83 +341,88 @@ class SharedMemoryGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _equal_parts(self, flat: Tensor) -> Flats:
+    def _split_evenly(self, flat: Tensor) -> FlatTensors:
         return list(flat.view(self.size(), -1)) if flat.numel() else [flat] * self.size()
 
-    def _parts(self, flat: Tensor, tensor: Tensor, rows: list[int]) -> Flats:
+    def _split_rows(self, flat: Tensor, tensor: Tensor, rows: list[int]) -> FlatTensors:
         if not rows:
-            return self._equal_parts(flat)
+            return self._split_evenly(flat)
         row = flat.numel() // max(1, len(tensor))
         return list(flat.split([row * count for count in rows]))
 
-    def _fit(self, what: str, large: list[Tensor], small: list[Tensor]) -> None:
+    def _check_lengths(self, operation: str, large: list[Tensor], small: list[Tensor]) -> None:
         for whole, part in zip(large, small, strict=True):
             if whole.numel() != self.size() * part.numel() or whole.dtype != part.dtype:
                 raise ValueError(
-                    f"{what}: {described('', [whole])} is not {self.size()} times "
-                    f"{described('', [part])}"
+                    f"{operation}: {describe_tensors('', [whole])} is not {self.size()} times "
+                    f"{describe_tensors('', [part])}"
                 )
 
-    def _ask(
-        self, words: str, run: Run, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
-    ) -> Work:
+    def _queue_collective(
+        self,
+        description: str,
+        operation: FlatOperation,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any,
+    ) -> ShmWork:
         """Queue a collective. What its caller waits for at once is carried out here, if nothing
         is before it.
         """
         opts = opts or dist.AllgatherOptions()
         for each in (*outputs, *inputs):
-            check(each)
-        lane = self.lane
-        seconds = _seconds(opts, self.seconds)
-        title = titled(words)
-        perform = functools.partial(performed, run, outputs, inputs)
-        if not opts.asyncOp and not lane.queue and lane.lock.acquire(blocking=False):
+            check_dense_cpu_tensor(each)
+        lane = self.collective_queue
+        seconds = _choose_time_limit(opts, self.seconds)
+        title = make_title(description)
+        perform = functools.partial(run_on_flat_tensors, operation, outputs, inputs)
+        if not opts.asyncOp and not lane.pending and lane.lock.acquire(blocking=False):
             try:
-                lane.perform(title, perform, time.monotonic() + seconds)
+                lane.run_collective(title, perform, time.monotonic() + seconds)
             finally:
                 lane.lock.release()
-            return DONE
-        work = Work(lane, list(outputs), seconds)
-        lane.queue.append((work, title, perform))
+            return COMPLETED_WORK
+        work = ShmWork(lane, list(outputs), seconds)
+        lane.pending.append((work, title, perform))
         if opts.asyncOp:
-            lane.leave(work)
+            lane.leave_to_daemon(work)
         return work
 
     # ---- messages ----------------------------------------------------------------------------
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        return self._message(self.messages.send, tensors, to, tag)
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> ShmWork:
+        return self._queue_message(self.message_queue.send, tensors, destination, tag)
 
-    def recv(self, tensors: list[Tensor], frm: int, tag: int) -> Work:
-        return self._message(self.messages.receive, tensors, frm, tag)
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> ShmWork:
+        return self._queue_message(self.message_queue.receive, tensors, source, tag)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
-        return self._message(self.messages.receive, tensors, None, tag)
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
+        return self._queue_message(self.message_queue.receive, tensors, None, tag)
 
-    def _message(
-        self, ask: Callable[..., Work], tensors: list[Tensor], peer: int | None, tag: int
-    ) -> Work:
+    def _queue_message(
+        self, start: Callable[..., ShmWork], tensors: list[Tensor], peer: int | None, tag: int
+    ) -> ShmWork:
         (tensor,) = tensors
-        check(tensor)
-        self.peers.check(lambda: "a new message")
-        work = ask(tensor, peer, tag, self.seconds)
+        check_dense_cpu_tensor(tensor)
+        self.peers.check_abandoned(lambda: "a new message")
+        work = start(tensor, peer, tag, self.seconds)
         if not work.done:
-            self.messages.leave(work)
+            self.message_queue.leave_to_daemon(work)
         return work
 
 
-def _seconds(opts: Any, otherwise: float) -> float:
+def _choose_time_limit(opts: Any, default_seconds: float) -> float:
     """The time limit of one operation: its own, or the group's where it has none (torch says so
     by a negative one).
     """
     told = opts.timeout
-    return told.total_seconds() if told > _NONE else otherwise
+    return told.total_seconds() if told > _NO_TIME else default_seconds
 
 
-def _closed(lanes: Sequence[Lane], joined: Joined) -> None:
-    if not all(lane.close(CLOSING) for lane in lanes):
-        joined.peers.give_up(
-            f"rank {joined.rank} left the group, and what it had asked for was not done"
+def _close_group(queues: Sequence[OperationQueue], attached: AttachedGroup) -> None:
+    if not all(lane.close(CLOSE_SECONDS) for lane in queues):
+        attached.peers.abandon_group(
+            f"rank {attached.rank} left the group, and what it had asked for was not done"
         )
-        for lane in lanes:
-            lane.close(CLOSING)
-    joined.peers.forget()
+        for lane in queues:
+            lane.close(CLOSE_SECONDS)
+    attached.peers.close_pidfds()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # added in float32: p roundings of eight bits would show
-NARROW = (torch.float16, torch.bfloat16)
+NARROW_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -21,31 +21,31 @@ class Reduction:
     """
 
     name: str
-    pair: Callable[..., Tensor]
+    combine_pair: Callable[..., Tensor]
     scale: float | None = None
-    mean: bool = False
+    is_mean: bool = False
 
     @property
-    def plain(self) -> bool:
-        return self.scale is None and not self.mean
+    def is_plain(self) -> bool:
+        return self.scale is None and not self.is_mean
 
-    def of(self, out: Tensor, contributions: Sequence[Tensor]) -> None:
+    def combine(self, out: Tensor, contributions: Sequence[Tensor]) -> None:
         """out = all contributions combined; it may be the first of them, and no other of more
         than two.
         """
-        if len(contributions) == 2 and self.plain:
-            self.pair(*contributions, out=out)
+        if len(contributions) == 2 and self.is_plain:
+            self.combine_pair(*contributions, out=out)
             return
-        wide = out.dtype in NARROW
+        wide = out.dtype in NARROW_DTYPES
         into = torch.empty_like(out, dtype=torch.float32) if wide else out
         first, *rest = contributions
         if rest:
-            self.pair(first.float() if wide else first, rest[0], out=into)
+            self.combine_pair(first.float() if wide else first, rest[0], out=into)
         else:
             into.copy_(first)
         for each in rest[1:]:
-            self.pair(into, each, out=into)
-        if self.mean:
+            self.combine_pair(into, each, out=into)
+        if self.is_mean:
             into.div_(
                 len(contributions),
                 rounding_mode=None if into.is_floating_point() or into.is_complex() else "trunc",
@@ -60,7 +60,7 @@ SUM = dist.ReduceOp.SUM
 _SUM = Reduction("SUM", torch.add)
 _REDUCTIONS = (
     _SUM,
-    Reduction("AVG", torch.add, mean=True),
+    Reduction("AVG", torch.add, is_mean=True),
     Reduction("PRODUCT", torch.mul),
     Reduction("MIN", torch.minimum),
     Reduction("MAX", torch.maximum),
@@ -70,7 +70,7 @@ _REDUCTIONS = (
 )
 
 
-def reduction(operation: Any, dtype: torch.dtype) -> Reduction:
+def find_reduction(operation: Any, dtype: torch.dtype) -> Reduction:
     """What a torch.distributed.ReduceOp stands for. Raises ValueError where it does not go with
     the type.
 

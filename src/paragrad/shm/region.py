@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
 
-from paragrad.errors import ROOM
+from paragrad.errors import SPACE_REPAIRS
 
 # bytes at the start of a region, by which who opens it knows that it is the right one
-TOKEN = 16
-NONE = "none:"  # begins what stands in the place of an address
-LINE = 64  # bytes of a cache line: what two ranks write lies on different ones
+TOKEN_BYTES = 16
+NO_ADDRESS_PREFIX = "none:"  # begins what stands in the place of an address
+CACHE_LINE_BYTES = 64  # bytes of a cache line: what two ranks write lies on different ones
 
 
-class Region:
+class SharedRegion:
     """`size` bytes, mapped into this process; `bytes` is all of them as a uint8 tensor (the
     token included).
 
@@ -46,7 +46,7 @@ class Region:
         self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8)
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
-    def storage(self, begin: int, size: int) -> UntypedStorage:
+    def make_storage(self, begin: int, size: int) -> UntypedStorage:
         """Some of its bytes, as a storage of tensors, which keeps the region."""
         if not size:
             return UntypedStorage(0)
@@ -55,7 +55,7 @@ class Region:
         ).untyped_storage()
 
 
-class OwnRegion(Region):
+class CreatedRegion(SharedRegion):
     """A region that this process made; `address` tells others where it is, until it is
     `opened_by_all`.
 
@@ -66,65 +66,66 @@ class OwnRegion(Region):
     def __init__(
         self, size: int, reserved: int | None = None, repair: str = "start fewer ranks, or use gloo"
     ) -> None:
-        reason = unavailable()
+        reason = explain_unavailable_shm()
         if reason:
             raise RuntimeError(reason)
         self.descriptor = os.memfd_create("paragrad", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, size)
-            self.reserve(0, size if reserved is None else reserved)
+            self.reserve_pages(0, size if reserved is None else reserved)
             super().__init__(self.descriptor, size)
         except OSError as error:
             os.close(self.descriptor)
-            repair = ROOM[errno.EFBIG] if error.errno == errno.EFBIG else repair
+            repair = SPACE_REPAIRS[errno.EFBIG] if error.errno == errno.EFBIG else repair
             told = (
                 f"no {size / 2**20:.0f} MiB of shared memory on this host ({error.strerror}); "
                 f"{repair}"
             )
             raise RuntimeError(told) from error
-        token = secrets.token_bytes(TOKEN)
-        self.map[:TOKEN] = token
-        self.address = f"{host_name()} {os.getpid()} {self.descriptor} {size} {token.hex()}"
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self.map[:TOKEN_BYTES] = token
+        self.address = f"{read_boot_id()} {os.getpid()} {self.descriptor} {size} {token.hex()}"
 
-    def reserve(self, start: int, count: int) -> None:
+    def reserve_pages(self, start: int, count: int) -> None:
         """Pages for some bytes, before anybody writes to them. Raises OSError."""
         if count:
             os.posix_fallocate(self.descriptor, start, count)
 
-    def opened_by_all(self) -> None:
+    def close_descriptor(self) -> None:
         """Everybody has opened it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
 
 
-def no_address(error: RuntimeError) -> str:
+def format_no_address(error: RuntimeError) -> str:
     """What stands in the place of an address where there is no region: the others raise the
     reason when they open it.
     """
-    return f"{NONE} {error}"
+    return f"{NO_ADDRESS_PREFIX} {error}"
 
 
-def opened(address: str, private: bool = False) -> Region:
+def open_region(address: str, private: bool = False) -> SharedRegion:
     """The region that another process of this host made. private: as in Region. Raises
     RuntimeError where it cannot be reached from here.
     """
-    if address.startswith(NONE):
+    if address.startswith(NO_ADDRESS_PREFIX):
         raise RuntimeError(
-            f"rank 0 could not make shared memory: {address.removeprefix(NONE).strip()}"
+            f"rank 0 could not make shared memory: "
+            f"{address.removeprefix(NO_ADDRESS_PREFIX).strip()}"
         )
     host, pid, descriptor, size, token = address.split()
     try:
-        if host != host_name():
+        if host != read_boot_id():
             raise OSError("its maker is on another host")
         own = os.open(f"/proc/{int(pid)}/fd/{int(descriptor)}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(own).st_size != int(size) or int(size) < TOKEN:
+            if os.fstat(own).st_size != int(size) or int(size) < TOKEN_BYTES:
                 raise OSError("another file is there")
-            region = Region(own, int(size), private)
+            region = SharedRegion(own, int(size), private)
         finally:
             os.close(own)
-        if region.map[:TOKEN].hex() != token:
+        if region.map[:TOKEN_BYTES].hex() != token:
             raise OSError("another file is there")
     except (OSError, ValueError) as error:
         raise RuntimeError(
@@ -135,13 +136,13 @@ def opened(address: str, private: bool = False) -> Region:
     return region
 
 
-def unavailable() -> str | None:
+def explain_unavailable_shm() -> str | None:
     """Why there are no regions on this host, or None."""
-    reason = lacking()
+    reason = find_missing_features()
     return reason and f"the backend shm: {reason}; use gloo on this host"
 
 
-def lacking() -> str | None:
+def find_missing_features() -> str | None:
     """What this host has not, without which processes cannot share memory so."""
     missing = [
         name for name in ("memfd_create", "posix_fallocate", "pidfd_open") if not hasattr(os, name)
@@ -153,22 +154,24 @@ def lacking() -> str | None:
     return None
 
 
-def aligned(size: int) -> int:
+def align_to_cache_line(size: int) -> int:
     """The next multiple of a cache line."""
-    return -(-size // LINE) * LINE
+    return -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
 
-def begins(first: int, sizes: Sequence[int]) -> list[int]:
+def compute_offsets(first: int, sizes: Sequence[int]) -> list[int]:
     """Where things of some sizes begin, one after another from a place on, and where the last
     one ends.
     """
     return list(
         itertools.accumulate(
-            sizes, lambda begin, size: aligned(begin + size), initial=aligned(first)
+            sizes,
+            lambda begin, size: align_to_cache_line(begin + size),
+            initial=align_to_cache_line(first),
         )
     )
 
 
-def host_name() -> str:
+def read_boot_id() -> str:
     """One name per boot of a host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

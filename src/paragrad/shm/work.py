@@ -29,37 +29,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 # of the daemon, with nothing left to it, before it sleeps until it is called
-LOOKS = 5
-TURN = 0.001  # seconds between two looks whether the lane has become free
+IDLE_POLLS = 5
+LOCK_POLL_SECONDS = 0.001  # seconds between two looks whether the lane has become free
 
 # who finishes a work and who asks for its future may both want to tell the future
-_telling = threading.Lock()
+_future_lock = threading.Lock()
 
 
-class Work(dist.Work):
+class ShmWork(dist.Work):
     """One operation. seconds: its time limit, from when it begins;  source: the rank a message
     came from.
     """
 
-    def __init__(self, lane: Lane | None, tensors: list[Tensor], seconds: float) -> None:
+    def __init__(self, queue: OperationQueue | None, tensors: list[Tensor], seconds: float) -> None:
         super().__init__()
-        self.lane = lane
+        self.queue = queue
         self.tensors = tensors
         self.seconds = seconds
         self.source = -1
         self.done = False
         self.error: BaseException | None = None
         self.future: torch.futures.Future[Any] | None = None
-        self.due = False  # for the daemon
+        self.is_due = False  # for the daemon
 
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
         self.done = True
         if self.future is not None:
-            self._tell()
+            self._set_future()
 
-    def _tell(self) -> None:
-        with _telling:
+    def _set_future(self) -> None:
+        with _future_lock:
             future, self.future = self.future, None
         if future is None:
             return
@@ -71,16 +71,16 @@ class Work(dist.Work):
     # ---- as torch.distributed.Work -----------------------------------------------------------
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Until it is done. Raises what went wrong."""
-        if not self.done and self.lane is not None:
+        if not self.done and self.queue is not None:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            self.lane.carry_out(self, time.monotonic() + (seconds or self.seconds))
+            self.queue.complete_work(self, time.monotonic() + (seconds or self.seconds))
         if self.error is not None:
             raise self.error
         return True
 
     def is_completed(self) -> bool:
-        if not self.done and self.lane is not None:
-            self.lane.hurry(self)  # who asks may ask until it is
+        if not self.done and self.queue is not None:
+            self.queue.mark_urgent(self)  # who asks may ask until it is
         return self.done
 
     def is_success(self) -> bool:
@@ -98,13 +98,13 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
         if self.future is not None:  # asked for before
-            self.future.then(lambda other: _copy(other, future))
+            self.future.then(lambda other: _copy_future(other, future))
             return future
         self.future = future
-        if self.done or self.lane is None:
-            self._tell()
+        if self.done or self.queue is None:
+            self._set_future()
         else:
-            self.lane.hurry(self)
+            self.queue.mark_urgent(self)
         return future
 
     def source_rank(self) -> int:
@@ -114,7 +114,7 @@ class Work(dist.Work):
         return self.source
 
 
-def _copy(done: torch.futures.Future[Any], future: torch.futures.Future[Any]) -> None:
+def _copy_future(done: torch.futures.Future[Any], future: torch.futures.Future[Any]) -> None:
     try:
         future.set_result(done.wait())
     except Exception as error:
@@ -122,19 +122,19 @@ def _copy(done: torch.futures.Future[Any], future: torch.futures.Future[Any]) ->
 
 
 @dataclass
-class Left:
+class DaemonBacklog:
     """What nobody waited for when it was asked for. patience: seconds between two looks of its
     daemon;  resting: it must be called;  closed: nothing more will come.
     """
 
-    patience: float
-    works: deque[Work] = field(default_factory=deque)
+    poll_seconds: float
+    works: deque[ShmWork] = field(default_factory=deque)
     guard: threading.Lock = field(default_factory=threading.Lock)
-    called: threading.Event = field(default_factory=threading.Event)
-    resting: bool = False
-    closed: bool = False
+    wakeup: threading.Event = field(default_factory=threading.Event)
+    is_resting: bool = False
+    is_closed: bool = False
 
-    def first(self, added: Work | None = None) -> Work | None:
+    def get_first(self, added: ShmWork | None = None) -> ShmWork | None:
         """The first of them that is not done, after one was added."""
         with self.guard:
             while self.works and self.works[0].done:
@@ -144,7 +144,7 @@ class Left:
             return self.works[0] if self.works else None
 
 
-class Lane(abc.ABC):
+class OperationQueue(abc.ABC):
     """Operations in the order they were asked for. A subclass says how to `advance` until one
     is done.
 
@@ -153,71 +153,71 @@ class Lane(abc.ABC):
     twice as many at most.
     """
 
-    def __init__(self, patience: float = 0.001) -> None:
+    def __init__(self, poll_seconds: float = 0.001) -> None:
         self.lock = threading.Lock()
-        self.left = Left(patience)
+        self.backlog = DaemonBacklog(poll_seconds)
         self.daemon: threading.Thread | None = None
-        self.impatient: list[Work] = []  # what somebody waits for
+        self.awaited_works: list[ShmWork] = []  # what somebody waits for
 
     @abc.abstractmethod
-    def advance(self, work: Work, deadline: float, patient: bool) -> None:
+    def run_until_done(self, work: ShmWork, deadline: float, is_background: bool) -> None:
         """Until `work` is done, with the lock held; its error is the work's. patient: nobody
         waits, so do not spin, and come back when somebody is `impatient`.
         """
 
     # a lane that never waits long need not
-    def make_way(self) -> None:  # noqa: B027
+    def request_yield(self) -> None:  # noqa: B027
         """Tell who is at the lane, if it is patient, that somebody else is not."""
 
     # nor to end what another thread does
-    def too_late(self, work: Work) -> None:  # noqa: B027
+    def handle_timeout(self, work: ShmWork) -> None:  # noqa: B027
         """Give the group up, for who waits for `work`: whoever is at the lane sees it, and ends
         the work.
         """
 
-    def carry_out(self, work: Work, deadline: float, patient: bool = False) -> None:
+    def complete_work(self, work: ShmWork, deadline: float, is_background: bool = False) -> None:
         """Until `work` is done, here or by the thread that is at it; who is patient makes way
         for who is not.
         """
-        if not patient:
-            self.impatient.append(work)
+        if not is_background:
+            self.awaited_works.append(work)
             if self.lock.locked():
-                self.make_way()
+                self.request_yield()
         try:
             while not work.done:
-                if patient and self.impatient:
-                    time.sleep(TURN)  # who waits has the lane: a lock knows no turns
-                elif self.lock.acquire(timeout=TURN):
+                if is_background and self.awaited_works:
+                    time.sleep(LOCK_POLL_SECONDS)  # who waits has the lane: a lock knows no turns
+                elif self.lock.acquire(timeout=LOCK_POLL_SECONDS):
                     try:
                         if not work.done:
-                            self.advance(work, deadline, patient)
+                            self.run_until_done(work, deadline, is_background)
                     finally:
                         self.lock.release()
                 # the daemon, which is at the lane, has more time
-                elif not patient and time.monotonic() > deadline:
-                    self.too_late(work)
+                elif not is_background and time.monotonic() > deadline:
+                    self.handle_timeout(work)
                     deadline = math.inf
         finally:
-            if not patient:
-                self.impatient.remove(work)
+            if not is_background:
+                self.awaited_works.remove(work)
 
-    def leave(self, work: Work) -> None:
+    def leave_to_daemon(self, work: ShmWork) -> None:
         """Its caller goes on: the daemon takes it over in a moment."""
-        self.left.first(added=work)
-        if self.left.resting:
-            self.left.called.set()
+        self.backlog.get_first(added=work)
+        if self.backlog.is_resting:
+            self.backlog.wakeup.set()
         if self.daemon is None:
             self.daemon = threading.Thread(
-                target=_daemon, args=(self.left,), daemon=True, name="paragrad shm"
+                target=_run_daemon, args=(self.backlog,), daemon=True, name="paragrad shm"
             )
             self.daemon.start()
 
-    def hurry(self, work: Work) -> None:
+    def mark_urgent(self, work: ShmWork) -> None:
         """Somebody waits for its future, who cannot carry it out; nor what comes before it."""
-        with self.left.guard:
-            for each in (*self.left.works, work):
-                each.due = True
-        self.left.called.set()
+        with self.backlog.guard:
+            for each in (*self.backlog.works, work):
+                each.is_due = True
+        self.backlog.wakeup.set()
 
     def close(self, seconds: float) -> bool:
         """End the daemon after what was left to it; False if that takes longer.
@@ -225,8 +225,8 @@ class Lane(abc.ABC):
         Its caller waits: a thread that is freeing a tensor while the interpreter ends would
         abort the process.
         """
-        self.left.closed = True
-        self.left.called.set()
+        self.backlog.is_closed = True
+        self.backlog.wakeup.set()
         # a group may go in its own daemon's hands
         if self.daemon is None or self.daemon is threading.current_thread():
             return True
@@ -234,33 +234,33 @@ class Lane(abc.ABC):
         return not self.daemon.is_alive()
 
 
-DONE = Work(None, [], 0.0)  # what was asked for without async_op
-DONE.finish()
+COMPLETED_WORK = ShmWork(None, [], 0.0)  # what was asked for without async_op
+COMPLETED_WORK.finish()
 
 
-def _daemon(left: Left) -> None:
+def _run_daemon(backlog: DaemonBacklog) -> None:
     """Without a reference to the lane between two works: a group that nobody holds may go."""
     looks = 0
     while True:
-        work = left.first()
-        if work is not None and work.due:
-            assert work.lane is not None
-            work.lane.carry_out(work, time.monotonic() + work.seconds, patient=True)
+        work = backlog.get_first()
+        if work is not None and work.is_due:
+            assert work.queue is not None
+            work.queue.complete_work(work, time.monotonic() + work.seconds, is_background=True)
             continue
         if work is not None:
-            work.due = True
+            work.is_due = True
             looks = 0
-        elif left.closed:
+        elif backlog.is_closed:
             return
-        elif looks < LOOKS:
+        elif looks < IDLE_POLLS:
             looks += 1
         else:
-            left.resting = True
+            backlog.is_resting = True
             # whoever leaves something looks afterwards if it rests
-            if left.first() is None and not left.closed:
-                left.called.wait()
-            left.resting = False
+            if backlog.get_first() is None and not backlog.is_closed:
+                backlog.wakeup.wait()
+            backlog.is_resting = False
             looks = 0
         del work
-        left.called.wait(left.patience)
-        left.called.clear()
+        backlog.wakeup.wait(backlog.poll_seconds)
+        backlog.wakeup.clear()

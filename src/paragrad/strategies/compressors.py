@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Decimal, Family, Flag, Integer, Word, option
-from paragrad.strategies.job_facts import Updating
-from paragrad.strategies.strategy import Strategy, factors_of
+from paragrad.strategies.job_facts import OptimizerFacts
+from paragrad.strategies.strategy import Strategy, list_factors
 
-SMALL = 2048  # elements: of fewer, tensors are sent as they are
-CHUNK = 1024  # elements that share a scale
+MIN_COMPRESSED_ELEMENTS = 2048  # elements: of fewer, tensors are sent as they are
+CHUNK_ELEMENTS = 1024  # elements that share a scale
 
 
 class Compressor(Family, abstract=True):
@@ -42,7 +42,7 @@ class Compressor(Family, abstract=True):
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Is a tensor of that shape compressed, or sent as it is?"""
-        return prod(shape) >= SMALL
+        return prod(shape) >= MIN_COMPRESSED_ELEMENTS
 
     def sends(self, shape: Sequence[int], item: int) -> float:
         """Bytes that stand for a tensor of elements of `item` bytes, which is compressed; by a
@@ -50,16 +50,16 @@ class Compressor(Family, abstract=True):
         """
         return float(prod(shape) * item)
 
-    def in_epoch(self, epoch: int) -> Self:
+    def adapt_to_epoch(self, epoch: int) -> Self:
         """What it is in an epoch, counted from 0."""
         return self
 
     @property
-    def unpriced(self) -> str:
+    def pricing_refusal(self) -> str:
         """Why an all-reduce of what it sends is not priced, with the repair."""
         return f"what is simulated is an all-reduce of whole vectors; leave out compress={self}"
 
-    def refuse_reduce(self, strategy: str, reduce: object) -> None:
+    def refuse_all_reduce(self, strategy: str, reduce: object) -> None:
         """Refuse an all-reduce of ours for what does not add up."""
         if not self.sums:
             raise Refused(
@@ -68,33 +68,35 @@ class Compressor(Family, abstract=True):
                 f"it; leave out reduce={reduce}, or compress by bf16, fp16 or power_sgd"
             )
 
-    def refuse_updates(self, updating: Updating, asked: object) -> None:
+    def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: object) -> None:
         """Refuse an optimizer, with the repair."""
 
-    def refuse_hooked(self, updating: Updating | None, steps_per_epoch: int | None) -> None:
+    def refuse_hook(
+        self, optimizer_facts: OptimizerFacts | None, steps_per_epoch: int | None
+    ) -> None:
         """The same of a hook of DDP's, which is given the optimizer and steps per epoch, or
         not.
         """
-        if updating is not None or steps_per_epoch is not None:
+        if optimizer_facts is not None or steps_per_epoch is not None:
             raise Refused(
                 f"hook('{self}') wants no optimizer and no steps_per_epoch, which dgc has a use "
                 f"for; leave them out"
             )
 
 
-def compressor_of(strategy: Strategy) -> Compressor | None:
+def find_compressor(strategy: Strategy) -> Compressor | None:
     """What a strategy, or a factor of it, compresses by, if one does."""
-    asked = (getattr(each, "compress", None) for each in factors_of(strategy))
+    asked = (getattr(each, "compress", None) for each in list_factors(strategy))
     return next((each for each in asked if isinstance(each, Compressor)), None)
 
 
-def count_of(ratio: float, elements: int) -> int:
+def count_top_entries(ratio: float, elements: int) -> int:
     """So many entries of a tensor are a ratio of it: at least one."""
     # 0.07 * 100 is a little more than 7
     return min(elements, max(1, ceil(ratio * elements - 1e-9)))
 
 
-def index_bytes(elements: int) -> int:
+def count_index_bytes(elements: int) -> int:
     """Of a position in a tensor, on the wire."""
     return 4 if elements < 2**31 else 8
 
@@ -122,7 +124,7 @@ class TopK(Compressor):
 
     def sends(self, shape: Sequence[int], item: int) -> float:
         elements = prod(shape)
-        return float(count_of(self.ratio, elements) * (item + index_bytes(elements)))
+        return float(count_top_entries(self.ratio, elements) * (item + count_index_bytes(elements)))
 
 
 class OneBit(Compressor):
@@ -130,7 +132,7 @@ class OneBit(Compressor):
 
     def sends(self, shape: Sequence[int], item: int) -> float:
         elements = prod(shape)
-        return ceil(elements / 8) + 2 * 4 * ceil(elements / CHUNK)
+        return ceil(elements / 8) + 2 * 4 * ceil(elements / CHUNK_ELEMENTS)
 
 
 class Int8(Compressor):
@@ -142,7 +144,7 @@ class Int8(Compressor):
 
     def sends(self, shape: Sequence[int], item: int) -> float:
         elements = prod(shape)
-        return elements + 4 * ceil(elements / CHUNK)
+        return elements + 4 * ceil(elements / CHUNK_ELEMENTS)
 
 
 class PowerSgd(Compressor):
@@ -154,19 +156,19 @@ class PowerSgd(Compressor):
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Where it halves the bytes at least."""
-        rows, others = matrix_of(shape)
+        rows, others = compute_matrix_shape(shape)
         return super().compresses(shape) and 2 * (rows + others) * self.columns < rows * others
 
     def sends(self, shape: Sequence[int], item: int) -> float:
-        return float(sum(matrix_of(shape)) * self.columns * item)
+        return float(sum(compute_matrix_shape(shape)) * self.columns * item)
 
 
-def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
+def compute_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """(rows, columns) of a tensor taken as a matrix: its first dimension by all others."""
     return (shape[0], prod(shape[1:])) if len(shape) else (1, 1)
 
 
-class Half(Compressor, abstract=True):
+class HalfPrecision(Compressor, abstract=True):
     """Every number in two bytes. Nothing is fed back, as is usual."""
 
     sums = True
@@ -179,11 +181,11 @@ class Half(Compressor, abstract=True):
         return float(2 * prod(shape))
 
 
-class Bf16(Half):
+class Bf16(HalfPrecision):
     """bfloat16: 8 bits of precision, and the range of float32."""
 
 
-class Fp16(Half):
+class Fp16(HalfPrecision):
     """float16: 11 bits of precision; all ranks agree on a power of two by which a tensor's sum
     fits its range.
     """
@@ -206,14 +208,14 @@ class Dgc(Compressor):
     clip: float | None = option(Decimal(), Word("none"), default=None)
     masking: bool = option(Flag(), default=True)
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.momentum == 1:
             raise Refused("dgc(momentum=1) never forgets a gradient; give it a momentum below 1")
 
     def sends(self, shape: Sequence[int], item: int) -> float:
         return TopK(self.ratio).sends(shape, item)
 
-    def in_epoch(self, epoch: int) -> Self:
+    def adapt_to_epoch(self, epoch: int) -> Self:
         """Its ratio comes down from 1 in equal factors (as the authors' repository has it:
         0.001 by way of 0.25, 0.063, 0.016 and 0.004).
         """
@@ -221,45 +223,51 @@ class Dgc(Compressor):
             self, ratio=self.ratio ** (min(epoch + 1, self.warmup + 1) / (self.warmup + 1))
         )
 
-    def refuse_updates(self, updating: Updating, asked: object) -> None:
+    def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: object) -> None:
         """Momentum has one owner, and so has clipping."""
-        if updating.groups_of_sgd is None:
+        if optimizer_facts.sgd_groups is None:
             raise Refused(
-                f"{asked}: dgc keeps the momentum of an SGD, and {updating.optimizer} has a memory "
+                f"{requested}: dgc keeps the momentum of an SGD, and {optimizer_facts.optimizer} "
+                f"has a memory "
                 f"of its own, which "
                 f"sparse gradients would starve; use torch.optim.SGD, or "
                 f"compress=top_k({self.ratio:g})"
             )
-        for number, group in enumerate(updating.groups_of_sgd):
-            self.refuse_group(number, group, asked)
-        if self.clip is not None and updating.clip_norm is not None:
+        for number, group in enumerate(optimizer_facts.sgd_groups):
+            self.refuse_parameter_group(number, group, requested)
+        if self.clip is not None and optimizer_facts.clip_norm is not None:
             raise Refused(
-                f"{asked}: clipping is given twice, {self.clip:g} here and "
-                f"clip_norm={updating.clip_norm:g}; leave "
+                f"{requested}: clipping is given twice, {self.clip:g} here and "
+                f"clip_norm={optimizer_facts.clip_norm:g}; leave "
                 "out one of them (dgc takes clip_norm over)"
             )
 
-    def refuse_group(self, number: int, group: Mapping[str, Any], asked: object) -> None:
+    def refuse_parameter_group(
+        self, number: int, group: Mapping[str, Any], requested: object
+    ) -> None:
         """Refuse what a group of an SGD says, before a training and in every step."""
         for what in ("dampening", "maximize"):
             if group.get(what):
                 raise Refused(
-                    f"{asked}: group {number} of the optimizer has {what}={group[what]}, which dgc "
+                    f"{requested}: group {number} of the optimizer has {what}={group[what]}, which "
+                    f"dgc "
                     f"does not take "
                     f"over; leave it out, or compress=top_k({self.ratio:g})"
                 )
         if self.momentum != "auto" and group["momentum"]:
             raise Refused(
-                f"{asked}: momentum is given twice, {self.momentum:g} here and "
+                f"{requested}: momentum is given twice, {self.momentum:g} here and "
                 f"{group['momentum']:g} by group "
                 f"{number} of the optimizer; leave it out here (what a scheduler makes of it is "
                 f"taken over too), or "
                 "let both begin and stay at 0 there"
             )
 
-    def refuse_hooked(self, updating: Updating | None, steps_per_epoch: int | None) -> None:
+    def refuse_hook(
+        self, optimizer_facts: OptimizerFacts | None, steps_per_epoch: int | None
+    ) -> None:
         asked = f"hook('{self}')"
-        if updating is None:
+        if optimizer_facts is None:
             raise Refused(
                 f"{asked} keeps the momentum of your SGD, which would count twice; give it "
                 f"optimizer="
@@ -280,7 +288,7 @@ class Dgc(Compressor):
                 f"{asked} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
                 "steps_per_epoch=len(loader), or warmup=0"
             )
-        self.refuse_updates(updating, asked)
+        self.refuse_optimizer(optimizer_facts, asked)
 
 
 # ours

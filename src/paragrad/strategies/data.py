@@ -7,15 +7,15 @@ from dataclasses import fields, replace
 from typing import Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, Integer, Integers, One, Word, option
+from paragrad.notation.choices import Choice, Integer, IntegerList, OneOf, Word, option
 from paragrad.runtime.mesh import Axis
 from paragrad.schedules.all_reduce import AllReduce
-from paragrad.schedules.two_level import LEVELS, TwoLevel
+from paragrad.schedules.two_level import LEVEL_ALGORITHMS, TwoLevel
 from paragrad.strategies.compressors import Compressor
-from paragrad.strategies.job_facts import Facts, Updating
+from paragrad.strategies.job_facts import JobFacts, OptimizerFacts
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import ELEMENT, Here, Plan, Promise, Strategy
+from paragrad.strategies.strategy import PER_ELEMENT, Environment, Guarantees, ScheduleUse, Strategy
 
 
 class Native(Choice):
@@ -23,8 +23,8 @@ class Native(Choice):
 
 
 AllReduce.members[Native.name] = Native  # a name that nobody else may have
-SCHEDULES: tuple[type[Choice], ...] = (*LEVELS, TwoLevel)  # ours
-ALGORITHMS: tuple[type[Choice], ...] = (Native, *SCHEDULES)
+ALL_REDUCE_SCHEDULES: tuple[type[Choice], ...] = (*LEVEL_ALGORITHMS, TwoLevel)  # ours
+ALL_REDUCE_ALGORITHMS: tuple[type[Choice], ...] = (Native, *ALL_REDUCE_SCHEDULES)
 
 
 class Data(Strategy):
@@ -33,18 +33,18 @@ class Data(Strategy):
     """
 
     workers: int | str = option(Integer(), Word("auto"))
-    reduce: Choice | str = option(One(Native, AllReduce), Word("auto"), default="auto")
+    reduce: Choice | str = option(OneOf(Native, AllReduce), Word("auto"), default="auto")
     state: str = option(
         Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto"
     )
-    shares: Sequence[int] | str = option(Integers(0), Word("equal", "auto"), default="equal")
+    shares: Sequence[int] | str = option(IntegerList(0), Word("equal", "auto"), default="equal")
     micro: int = option(Integer(), default=1)
-    compress: Compressor | None = option(One(Compressor), Word("none"), default=None)
+    compress: Compressor | None = option(OneOf(Compressor), Word("none"), default=None)
     batch_norm: str = option(Word("whole", "share"), default="whole")
     dense: str = option(Word("same", "tensor"), default="same")
-    together = ELEMENT  # asked where it divides neurons
+    update_granularity = PER_ELEMENT  # asked where it divides neurons
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.reduce != "auto" and self.state not in ("replicated", "auto"):
             raise Refused(
                 f"data: reduce={self.reduce} does not fit state={self.state}, which has an "
@@ -58,7 +58,7 @@ class Data(Strategy):
                 "of whole gradients; leave out one of them"
             )
         if self.compress is not None and isinstance(self.reduce, AllReduce):
-            self.compress.refuse_reduce("data", self.reduce)
+            self.compress.refuse_all_reduce("data", self.reduce)
         if isinstance(self.shares, tuple):
             if isinstance(self.workers, int) and len(self.shares) != self.workers:
                 raise Refused(
@@ -72,7 +72,7 @@ class Data(Strategy):
                     "use fewer workers instead"
                 )
 
-        if self.follows and self.sharded:
+        if self.adapts_shares and self.shards_parameters:
             raise Refused(
                 "data(shares=auto) measures forwards, and with state=fully_sharded these wait for "
                 "other ranks; say "
@@ -84,7 +84,7 @@ class Data(Strategy):
             if each.name not in ("workers", "batch_norm", "dense")
             and getattr(self, each.name) != each.default
         ]
-        if self.integrated and unfit:
+        if self.splits_dense_layers and unfit:
             raise Refused(
                 f"data(dense=tensor) divides a batch evenly and sums gradients where a layer makes "
                 f"them; leave out "
@@ -93,7 +93,7 @@ class Data(Strategy):
 
     # ---- what it is --------------------------------------------------------------------------
     @property
-    def integrated(self) -> bool:
+    def splits_dense_layers(self) -> bool:
         """Its ranks have samples up to the first fully connected layer, and neurons from there
         on.
         """
@@ -101,25 +101,25 @@ class Data(Strategy):
 
     @property
     def technique(self) -> str:
-        return "integrated" if self.integrated else self.name
+        return "integrated" if self.splits_dense_layers else self.name
 
     @property
-    def replica(self) -> bool:  # type: ignore[override]
-        return not self.integrated
+    def is_replicated(self) -> bool:  # type: ignore[override]
+        return not self.splits_dense_layers
 
     @property
-    def inside(self) -> bool:  # type: ignore[override]
-        return self.integrated
+    def splits_layers(self) -> bool:  # type: ignore[override]
+        return self.splits_dense_layers
 
     @property
-    def lays_out(self) -> bool:  # type: ignore[override]
-        return not self.integrated
+    def changes_layout(self) -> bool:  # type: ignore[override]
+        return not self.splits_dense_layers
 
     @property
-    def promise(self) -> Promise:
+    def guarantees(self) -> Guarantees:
         whole = self.batch_norm == "whole"
         lossless = self.compress is None or self.compress.lossless
-        return Promise(
+        return Guarantees(
             exact=lossless and whole,
             buffers_equal=whole,
             jobs_only=(
@@ -127,57 +127,57 @@ class Data(Strategy):
                 f"leave out state={self.state}, or "
                 "make it a Job"
             )
-            if self.shared or self.sharded
+            if self.shares_memory or self.shards_parameters
             else None,
         )
 
     @property
-    def follows(self) -> bool:  # type: ignore[override]
+    def adapts_shares(self) -> bool:  # type: ignore[override]
         return self.shares == "auto"
 
     @property
-    def verified(self) -> Self:
+    def verifiable(self) -> Self:
         """Shares that follow may come to be any: with uneven ones."""
         count = self.division.shares
-        return replace(self, shares=tuple(range(len(count), 0, -1))) if self.follows else self
+        return replace(self, shares=tuple(range(len(count), 0, -1))) if self.adapts_shares else self
 
     @property
-    def shared(self) -> bool:
+    def shares_memory(self) -> bool:
         return self.state == "shared_memory"
 
     @property
-    def sharded(self) -> bool:
+    def shards_parameters(self) -> bool:
         return self.state == "fully_sharded"
 
     @property
-    def bucketed(self) -> bool:
-        return not self.shared and not self.integrated
+    def uses_buckets(self) -> bool:
+        return not self.shares_memory and not self.splits_dense_layers
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         assert isinstance(self.workers, int)
-        return (Axis("data", self.workers, "domain" if self.integrated else "samples"),)
+        return (Axis("data", self.workers, "domain" if self.splits_dense_layers else "samples"),)
 
     @property
     def division(self) -> Division:
         assert isinstance(self.workers, int)
-        if self.integrated:
+        if self.splits_dense_layers:
             return Division()
         return Division(
             self.shares if isinstance(self.shares, tuple) else (1,) * self.workers, self.micro
         )
 
-    def plans(self) -> tuple[Plan, ...]:
+    def plan_schedules(self) -> tuple[ScheduleUse, ...]:
         assert isinstance(self.workers, int)
-        unpriced = None if self.compress is None else self.compress.unpriced
+        unpriced = None if self.compress is None else self.compress.pricing_refusal
         return (
-            (Plan("all-reduce", self.reduce, self.workers, unpriced),)
+            (ScheduleUse("all-reduce", self.reduce, self.workers, unpriced),)
             if isinstance(self.reduce, AllReduce)
             else ()
         )
 
-    def unplanned(self) -> str:
-        if self.integrated:
+    def explain_no_schedule(self) -> str:
+        if self.splits_dense_layers:
             return (
                 "with dense=tensor gradients are summed where a layer makes them, by the "
                 "backend's own; leave it out"
@@ -192,9 +192,9 @@ class Data(Strategy):
             return (
                 "native is the backend's own all-reduce, of which there is no schedule (gloo's is "
                 "like ring_async); name "
-                "one: " + ", ".join(each.name for each in SCHEDULES)
+                "one: " + ", ".join(each.name for each in ALL_REDUCE_SCHEDULES)
             )
-        if self.sharded:
+        if self.shards_parameters:
             return (
                 "state=fully_sharded gathers and sums by the backend's own collectives, of which "
                 "there is no schedule; "
@@ -203,38 +203,56 @@ class Data(Strategy):
         return "say which all-reduce, for example data(4, reduce=ring)"
 
     # ---- where and what it is for ------------------------------------------------------------
-    def resolved(self, here: Here) -> Self:
+    def resolve(self, environment: Environment) -> Self:
         """Over gloo `reduce=auto` stays: which is the quickest is seen when the first gradients
         are exchanged.
         """
-        count = self.workers if isinstance(self.workers, int) else here.ranks or here.cores
+        count = (
+            self.workers
+            if isinstance(self.workers, int)
+            else environment.ranks or environment.cores
+        )
         state = self.state
         reduce = self.reduce
-        if self.integrated:
+        if self.splits_dense_layers:
             return replace(self, workers=count)
         if state == "auto":
-            alone = here.own_loop or here.unshared is not None or count == 1
+            alone = (
+                environment.user_loop or environment.shared_memory_refusal is not None or count == 1
+            )
             state = "replicated" if alone or reduce != "auto" or self.compress else "shared_memory"
-        if state == "shared_memory" and here.unshared and not here.own_loop:
-            raise Refused(f"{self}: {here.unshared}; leave out state=shared_memory")
-        if reduce == "auto" and state == "replicated" and (count == 1 or here.backend != "gloo"):
+        if (
+            state == "shared_memory"
+            and environment.shared_memory_refusal
+            and not environment.user_loop
+        ):
+            raise Refused(
+                f"{self}: {environment.shared_memory_refusal}; leave out state=shared_memory"
+            )
+        if (
+            reduce == "auto"
+            and state == "replicated"
+            and (count == 1 or environment.backend != "gloo")
+        ):
             reduce = Native()
         if isinstance(reduce, AllReduce):
-            reduce = reduce.resolved(count, here.group or count)
+            reduce = reduce.resolve(count, environment.ranks_on_host or count)
         return replace(self, workers=count, reduce=reduce, state=state)
 
-    def picks_all_reduce(self) -> bool:
+    def has_open_all_reduce(self) -> bool:
         return self.reduce == "auto" and self.state == "replicated"
 
-    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
-        if self.state == "auto" and not self.integrated:
+    def explain_choices(
+        self, resolved: Self, environment: Environment
+    ) -> Iterator[tuple[str, str, str]]:
+        if self.state == "auto" and not self.splits_dense_layers:
             yield (
                 "state",
                 resolved.state,
-                here.unshared
+                environment.shared_memory_refusal
                 or (
                     "all ranks are on this host"
-                    if resolved.shared
+                    if resolved.shares_memory
                     else "an exchange was asked for, or there is one worker"
                 ),
             )
@@ -242,64 +260,73 @@ class Data(Strategy):
             yield (
                 "reduce",
                 str(resolved.reduce),
-                f"the backend's own is the quickest over {here.backend}",
+                f"the backend's own is the quickest over {environment.backend}",
             )
 
-    def alternatives(self, here: Here) -> tuple[Strategy, ...]:
+    def list_alternatives(self, environment: Environment) -> tuple[Strategy, ...]:
         # not what was asked to take statistics of shares, or of other micro-batches, or not to
         # have all of the state
         same = (
             self.batch_norm == "whole"
             and self.micro == 1
-            and not self.follows
-            and not self.sharded
-            and not self.integrated
+            and not self.adapts_shares
+            and not self.shards_parameters
+            and not self.splits_dense_layers
         )
         same = same and self.compress is None
-        return (Serial(threads=here.cores),) if self.workers == "auto" and same else ()
+        return (Serial(threads=environment.cores),) if self.workers == "auto" and same else ()
 
-    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
-        super().refuse(facts, asked, unchecked)
-        if self.follows and facts.alone and (self.micro > 1 or self.batch_norm == "share"):
+    def refuse_job(
+        self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
+    ) -> None:
+        super().refuse_job(facts, requested, skip_first_step_check)
+        if (
+            self.adapts_shares
+            and facts.single_sample_refusal
+            and (self.micro > 1 or self.batch_norm == "share")
+        ):
             raise Refused(
-                f"{asked}: shares that change may come to micro-batches of one sample, of which "
+                f"{requested}: shares that change may come to micro-batches of one sample, of "
+                f"which "
                 f"batch norm takes no "
                 f"variance; leave out {'micro' if self.micro > 1 else 'batch_norm=share'}, or say "
                 f"the shares"
             )
 
-    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
+    def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:
         if self.compress is not None:
-            self.compress.refuse_updates(updating, asked)
+            self.compress.refuse_optimizer(optimizer_facts, requested)
 
-    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
-        if self.follows and facts.steps <= -(-facts.samples // facts.full):
+    def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
+        if self.adapts_shares and facts.steps <= -(-facts.samples // facts.full_batch):
             yield (
-                f"{asked}: shares change where an epoch begins, and job {facts.job} begins one "
+                f"{requested}: shares change where an epoch begins, and job {facts.job} begins one "
                 f"alone, so they stay equal; "
                 "give more epochs, or say the shares, such as shares=[3, 1]"
             )
 
-    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
-        if self.integrated and len(factors) > 1:
+    def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
+        if self.splits_dense_layers and len(factors) > 1:
             raise Refused(
                 "data(dense=tensor) gives a model all samples on every rank, and splits its layers "
                 "itself; give it "
                 "alone"
             )
-        if self.sharded and len(factors) > 1:
+        if self.shards_parameters and len(factors) > 1:
             raise Refused(
                 "data(state=fully_sharded) gathers the parameters of a module when all of it is "
                 "called, and beside "
                 "it the model is cut into parts, which call some of it; leave out the state"
             )
-        if self.follows and len(factors) > 1:
+        if self.adapts_shares and len(factors) > 1:
             raise Refused(
                 "data(shares=auto) measures forwards of whole models, and beside it the model is "
                 "cut; say the "
                 "shares, such as shares=[3, 1]"
             )
-        if self.micro != 1 and (other := next((each for each in factors if each.cuts_micro), None)):
+        if self.micro != 1 and (
+            other := next((each for each in factors if each.schedules_micro_batches), None)
+        ):
             raise Refused(
                 f"data(micro=...) does not fit beside {other.name}, which says itself how a batch "
                 f"passes; leave it "

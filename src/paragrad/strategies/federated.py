@@ -10,13 +10,13 @@ from math import floor
 from typing import Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
+from paragrad.notation.choices import Choice, Decimal, Integer, OneOf, Word, option
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.star import Star
 from paragrad.strategies.data import Native
-from paragrad.strategies.job_facts import Facts, refuse_replaced
+from paragrad.strategies.job_facts import JobFacts, refuse_replaced_parameters
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
+from paragrad.strategies.strategy import Environment, Guarantees, ScheduleUse, Strategy
 
 
 class Even(Choice):
@@ -46,15 +46,15 @@ class Federated(Strategy):
     fraction: float = option(Decimal(most=1.0), default=0.1)
     local_epochs: int = option(Integer(), default=1)
     rounds: int | str = option(Integer(), Word("auto"), default="auto")
-    split: Choice = option(One(Even, Dirichlet), default=Even())
-    reduce: Choice = option(One(Native, AllReduce), default=Star())
-    replica = True
-    in_rounds = True
+    split: Choice = option(OneOf(Even, Dirichlet), default=Even())
+    reduce: Choice = option(OneOf(Native, AllReduce), default=Star())
+    is_replicated = True
+    trains_clients = True
     batch_norm = "share"  # a client's batch is its own
 
     @property
-    def promise(self) -> Promise:
-        return Promise(
+    def guarantees(self) -> Guarantees:
+        return Guarantees(
             exact=False,
             replicas_equal=False,
             buffers_equal=False,
@@ -76,21 +76,21 @@ class Federated(Strategy):
         return self.split.alpha if isinstance(self.split, Dirichlet) else None
 
     @property
-    def taking(self) -> int:
+    def clients_per_round(self) -> int:
         """Clients that take part in a round."""
         return max(1, floor(self.fraction * self.clients + 0.5))
 
-    def plans(self) -> tuple[Plan, ...]:
+    def plan_schedules(self) -> tuple[ScheduleUse, ...]:
         return (
-            (Plan("all-reduce", self.reduce, self.workers),)
+            (ScheduleUse("all-reduce", self.reduce, self.workers),)
             if isinstance(self.reduce, AllReduce)
             else ()
         )
 
-    def unplanned(self) -> str:
+    def explain_no_schedule(self) -> str:
         return "name an all-reduce for its averages, such as federated(4, reduce=ring)"
 
-    def resolved(self, here: Here) -> Self:
+    def resolve(self, environment: Environment) -> Self:
         if self.clients < self.workers:
             raise Refused(
                 f"{self}: {self.clients} client(s) keep no {self.workers} workers busy; give at "
@@ -99,30 +99,35 @@ class Federated(Strategy):
             )
         if not isinstance(self.reduce, AllReduce):
             return self
-        return replace(self, reduce=self.reduce.resolved(self.workers, here.group or self.workers))
+        return replace(
+            self,
+            reduce=self.reduce.resolve(self.workers, environment.ranks_on_host or self.workers),
+        )
 
-    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+    def refuse_job(
+        self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
+    ) -> None:
         """What wants the samples of each client is asked where these are divided."""
         if facts.samples < self.clients:
             raise Refused(
-                f"{asked} has {self.clients} clients, and job {facts.job} {facts.samples} "
+                f"{requested} has {self.clients} clients, and job {facts.job} {facts.samples} "
                 f"sample(s); give at most "
                 f"clients={facts.samples}"
             )
-        refuse_replaced(facts, asked)
-        if facts.made_once:
+        refuse_replaced_parameters(facts, requested)
+        if facts.optimizer_refusal:
             raise Refused(
-                f"{asked} makes an optimizer for every client and round, and that of job "
+                f"{requested} makes an optimizer for every client and round, and that of job "
                 f"{facts.job} is not made "
-                f"anew: {facts.made_once}"
+                f"anew: {facts.optimizer_refusal}"
             )
-        if facts.unsteady and not unchecked:
-            raise Refused(f"job {facts.job}: {facts.unsteady}")
+        if facts.repeatability_refusal and not skip_first_step_check:
+            raise Refused(f"job {facts.job}: {facts.repeatability_refusal}")
 
-    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
-        if (taking := self.taking) < self.workers:
+    def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
+        if (taking := self.clients_per_round) < self.workers:
             yield (
-                f"{asked}: {taking} of {self.clients} clients take{'s' if taking == 1 else ''} "
+                f"{requested}: {taking} of {self.clients} clients take{'s' if taking == 1 else ''} "
                 f"part in a round, which "
                 f"keeps at most {taking} of {self.workers} workers busy"
                 + (", and nothing is averaged" if taking == 1 else "")
@@ -130,7 +135,7 @@ class Federated(Strategy):
                 f"fraction={self.workers / self.clients:.3g}"
             )
 
-    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+    def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         if len(factors) > 1:
             raise Refused(
                 "federated: a worker is a whole client at a time; give it alone, or multiply "
@@ -138,7 +143,9 @@ class Federated(Strategy):
                 "replicas may be cut"
             )
 
-    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+    def explain_choices(
+        self, resolved: Self, environment: Environment
+    ) -> Iterator[tuple[str, str, str]]:
         yield (
             "optimizer",
             "fresh for every client and round",

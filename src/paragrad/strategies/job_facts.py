@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from paragrad.errors import Refused
 
 
-class Updating(Protocol):
+class OptimizerFacts(Protocol):
     """What a strategy may ask about an optimizer, a job's or that of a loop of the user's
     own.
     """
@@ -17,7 +17,7 @@ class Updating(Protocol):
     def optimizer(self) -> str: ...  # its name
 
     @property
-    def updates_by(self) -> str: ...  # how it updates: one of KINDS
+    def update_granularity(self) -> str: ...  # how it updates: one of KINDS
 
     @property
     # has it weights for training, and others for tests?
@@ -29,13 +29,13 @@ class Updating(Protocol):
 
     @property
     # of one that steps as torch's SGD
-    def groups_of_sgd(self) -> Sequence[Mapping[str, Any]] | None: ...
+    def sgd_groups(self) -> Sequence[Mapping[str, Any]] | None: ...
 
     @property
     def clip_norm(self) -> float | None: ...  # to which gradients are clipped
 
 
-class Facts(Updating, Protocol):
+class JobFacts(OptimizerFacts, Protocol):
     """What a strategy may ask about a job at the door."""
 
     @property
@@ -45,58 +45,62 @@ class Facts(Updating, Protocol):
     def samples(self) -> int: ...  # of the training set
 
     @property
-    def full(self) -> int: ...  # samples of a full batch
+    def full_batch(self) -> int: ...  # samples of a full batch
 
     @property
     def steps(self) -> int: ...  # of the training
 
     @property
-    def uncut(self) -> str | None: ...  # why a batch cannot be cut into micro-batches
+    def micro_batch_refusal(self) -> str | None: ...  # why a batch cannot be cut into micro-batches
 
     @property
     # why the loss of a batch is not that of its parts
-    def whole_loss(self) -> str | None: ...
+    def additivity_refusal(self) -> str | None: ...
 
     @property
     # what is drawn otherwise where a batch is divided
-    def by_layout(self) -> str | None: ...
+    def layout_refusal(self) -> str | None: ...
 
     @property
     # why the same samples, or their loss, are not the same twice
-    def unsteady(self) -> str | None: ...
+    def repeatability_refusal(self) -> str | None: ...
 
     @property
     # why the optimizer cannot be made anew over the same parameters
-    def made_once(self) -> str | None: ...
+    def optimizer_refusal(self) -> str | None: ...
 
     @property
     # parameters in whose place a forward puts others, or that it makes
-    def replaced(self) -> tuple[str, ...]: ...
+    def replaced_parameters(self) -> tuple[str, ...]: ...
 
     @property
     # samples of a full batch, and of a short last one
-    def sizes(self) -> tuple[int, ...]: ...
+    def batch_sizes(self) -> tuple[int, ...]: ...
 
     @property
-    def alone(self) -> str | None: ...  # why the model cannot train on one sample alone
+    def single_sample_refusal(
+        self,
+    ) -> str | None: ...  # why the model cannot train on one sample alone
 
     @property
     # generators that draws in the model move, besides torch's kernels
-    def drawn_outside(self) -> tuple[str, ...]: ...
+    def other_generators(self) -> tuple[str, ...]: ...
 
     @property
-    def casts(self) -> bool: ...  # are forwards run under autocast?
+    def uses_autocast(self) -> bool: ...  # are forwards run under autocast?
 
     @property
-    def elements(self) -> int: ...  # of all parameters that are trained
+    def trained_elements(self) -> int: ...  # of all parameters that are trained
 
 
-def refuse_replaced(facts: Facts, asked: object) -> None:
+def refuse_replaced_parameters(facts: JobFacts, requested: object) -> None:
     """Of those who average weights, which are known by their names."""
-    if facts.replaced:
+    if facts.replaced_parameters:
         raise Refused(
-            f"{asked} averages what is known by its name, and a forward of job {facts.job} puts "
+            f"{requested} averages what is known by its name, and a forward of job {facts.job} "
+            f"puts "
             f"another parameter in "
-            f"the place of {facts.replaced[0]}, ties it or makes it; do that in __init__, and "
+            f"the place of {facts.replaced_parameters[0]}, ties it or makes it; do that in "
+            f"__init__, and "
             f"change values in place"
         )

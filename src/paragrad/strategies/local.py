@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
+from paragrad.notation.choices import Choice, Decimal, Integer, OneOf, Word, option
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Native
-from paragrad.strategies.job_facts import Facts, Updating, refuse_replaced
-from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
+from paragrad.strategies.job_facts import JobFacts, OptimizerFacts, refuse_replaced_parameters
+from paragrad.strategies.strategy import Environment, Guarantees, ScheduleUse, Strategy
 
 
 class Mean(Choice):
@@ -29,7 +29,7 @@ class Nesterov(Choice):
     lr: float = option(Decimal(), default=0.7)
     momentum: float = option(Decimal(above=-1e-300, most=1.0), default=0.9)
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.momentum == 1:
             raise Refused("nesterov(momentum=1) never slows down; give it a momentum below 1")
 
@@ -50,14 +50,14 @@ class Local(Strategy):
 
     workers: int | str = option(Integer(), Word("auto"))
     every: int | str = option(Integer(), Word("end"), default=8)
-    outer: Choice = option(One(Mean, Nesterov, Elastic), default=Mean())
+    outer: Choice = option(OneOf(Mean, Nesterov, Elastic), default=Mean())
     after: int = option(Integer(0), default=0)
-    reduce: Choice = option(One(Native, AllReduce), default=Native())
-    compress: Compressor | None = option(One(Compressor), Word("none"), default=None)
-    replica = True
+    reduce: Choice = option(OneOf(Native, AllReduce), default=Native())
+    compress: Compressor | None = option(OneOf(Compressor), Word("none"), default=None)
+    is_replicated = True
     batch_norm = "share"  # there is nobody to ask in a step
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.every == "end" and not isinstance(self.outer, Mean):
             raise Refused(
                 f"local(every=end) is the mean of replicas that never met, and outer={self.outer} "
@@ -78,33 +78,33 @@ class Local(Strategy):
                 f"compress={self.compress}, or let replicas meet, such as every=16"
             )
         if self.compress is not None and isinstance(self.reduce, AllReduce):
-            self.compress.refuse_reduce("local", self.reduce)
+            self.compress.refuse_all_reduce("local", self.reduce)
 
     @property
-    def promise(self) -> Promise:
-        return Promise(exact=False, replicas_equal=False, buffers_equal=False)
+    def guarantees(self) -> Guarantees:
+        return Guarantees(exact=False, replicas_equal=False, buffers_equal=False)
 
-    def meets(self, step: int) -> bool:
+    def is_averaging_step(self, step: int) -> bool:
         """Do replicas meet after that step, counted from 0? After the last synchronous one
         too.
         """
         alone = step + 1 - self.after
         return alone == 0 if self.every == "end" else alone >= 0 and alone % int(self.every) == 0
 
-    def plans(self) -> tuple[Plan, ...]:
+    def plan_schedules(self) -> tuple[ScheduleUse, ...]:
         assert isinstance(self.workers, int)
-        unpriced = None if self.compress is None else self.compress.unpriced
+        unpriced = None if self.compress is None else self.compress.pricing_refusal
         return (
-            (Plan("all-reduce", self.reduce, self.workers, unpriced),)
+            (ScheduleUse("all-reduce", self.reduce, self.workers, unpriced),)
             if isinstance(self.reduce, AllReduce)
             else ()
         )
 
-    def unplanned(self) -> str:
+    def explain_no_schedule(self) -> str:
         return "name an all-reduce for its averages, such as local(4, reduce=ring)"
 
-    def resolved(self, here: Here) -> Self:
-        found = super().resolved(here)
+    def resolve(self, environment: Environment) -> Self:
+        found = super().resolve(environment)
         assert isinstance(found.workers, int)
         outer = found.outer
         reduce = found.reduce
@@ -117,64 +117,75 @@ class Local(Strategy):
                 "apart for ever; leave it out, which is 0.9 over their number, or give less"
             )
         if isinstance(reduce, AllReduce):
-            reduce = reduce.resolved(found.workers, here.group or found.workers)
+            reduce = reduce.resolve(found.workers, environment.ranks_on_host or found.workers)
         return replace(found, outer=outer, reduce=reduce)
 
-    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
-        super().refuse(facts, asked, unchecked)
-        refuse_replaced(facts, asked)
-        if self._never_meet(facts) and (self.compress or not isinstance(self.outer, Mean)):
+    def refuse_job(
+        self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
+    ) -> None:
+        super().refuse_job(facts, requested, skip_first_step_check)
+        refuse_replaced_parameters(facts, requested)
+        if self._averages_only_at_end(facts) and (
+            self.compress or not isinstance(self.outer, Mean)
+        ):
             what, left = (
                 (f"{self.compress} is for what is sent", "compress")
                 if isinstance(self.outer, Mean)
                 else (f"{self.outer.name} steps", "outer")
             )
             raise Refused(
-                f"{asked}: {self._first(facts)}, and {what} where they meet; give every of at most "
+                f"{requested}: {self._describe_first_average(facts)}, and {what} where they meet; "
+                f"give every of at most "
                 f"{facts.steps - self.after}, or leave out {left}"
             )
 
-    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
-        if updating.has_modes and not isinstance(self.outer, Mean):
+    def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:
+        if optimizer_facts.has_modes and not isinstance(self.outer, Mean):
             raise Refused(
-                f"{asked}: {updating.optimizer} has weights for training and others for tests, and "
+                f"{requested}: {optimizer_facts.optimizer} has weights for training and others for "
+                f"tests, and "
                 f"{self.outer.name} "
                 "a centre, which would be of one kind; leave out outer"
             )
-        if updating.keeps_copies:
+        if optimizer_facts.keeps_copies:
             raise Refused(
-                f"{asked}: {updating.optimizer} goes on from copies of the weights that it keeps "
+                f"{requested}: {optimizer_facts.optimizer} goes on from copies of the weights that "
+                f"it keeps "
                 f"(tried on a small "
                 "copy), so its next step undoes what they were averaged to; use one that updates "
                 "the parameters "
                 "themselves, such as AdamW, or data(n)"
             )
 
-    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
+    def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
         if self.after >= facts.steps > 0:
             yield (
-                f"{asked}: job {facts.job} makes {facts.steps} step(s), all of them synchronous: "
+                f"{requested}: job {facts.job} makes {facts.steps} step(s), all of them "
+                f"synchronous: "
                 f"it is data(n) with "
                 f"batch_norm=share; give after of less than {facts.steps}"
             )
-        elif self._never_meet(facts):
+        elif self._averages_only_at_end(facts):
             yield (
-                f"{asked}: {self._first(facts)}, so their weights are averaged once, at the end, "
+                f"{requested}: {self._describe_first_average(facts)}, so their weights are "
+                f"averaged once, at the end, "
                 f"as by every=end; give "
                 f"every of at most {facts.steps - self.after}"
             )
 
-    def _never_meet(self, facts: Facts) -> bool:
+    def _averages_only_at_end(self, facts: JobFacts) -> bool:
         """Do replicas step alone up to the end, though they were to meet?"""
         return self.every != "end" and self.after < facts.steps < self.after + int(self.every)
 
-    def _first(self, facts: Facts) -> str:
+    def _describe_first_average(self, facts: JobFacts) -> str:
         return (
             f"job {facts.job} makes {facts.steps} step(s), and replicas first meet after step "
             f"{self.after + int(self.every)}"
         )
 
-    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+    def explain_choices(
+        self, resolved: Self, environment: Environment
+    ) -> Iterator[tuple[str, str, str]]:
         after = f", after {self.after} synchronous steps" if self.after else ""
         yield (
             "weights",

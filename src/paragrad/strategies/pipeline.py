@@ -8,35 +8,35 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Flag, Integer, Integers, Names, One, Word, option
+from paragrad.notation.choices import Flag, Integer, IntegerList, NameList, OneOf, Word, option
 from paragrad.runtime.mesh import Axis
-from paragrad.schedules.pipeline import Gpipe, OneFOneB, Pipelined, PipelineSchedule
-from paragrad.strategies.job_facts import Facts
+from paragrad.schedules.pipeline import Gpipe, MicroBatchSchedule, OneFOneB, PipelineSchedule
+from paragrad.strategies.job_facts import JobFacts
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
+from paragrad.strategies.strategy import Environment, Guarantees, ScheduleUse, Strategy
 
 # modules of each part; with which module each part but the first begins
-Asked = tuple[int, ...] | tuple[str, ...]
+RequestedCut = tuple[int, ...] | tuple[str, ...]
 # auto: parts that take as long as each other
-CUT = (Integers(), Names(), Word("auto"))
+CUT_KINDS = (IntegerList(), NameList(), Word("auto"))
 
 
-class InParts(Strategy, abstract=True):
+class PartitionedStrategy(Strategy, abstract=True):
     """The model in consecutive parts."""
 
-    cuts_micro = True
+    schedules_micro_batches = True
     recompute = False  # an option of pipeline
     if TYPE_CHECKING:
 
         @property
-        def cut(self) -> Asked | str: ...
+        def cut(self) -> RequestedCut | str: ...
         @property
-        def pipelined(self) -> Pipelined:
+        def micro_batch_schedule(self) -> MicroBatchSchedule:
             """The schedule of a full share, of a resolved strategy."""
 
     @property
-    def promise(self) -> Promise:
-        return Promise()
+    def guarantees(self) -> Guarantees:
+        return Guarantees()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -44,45 +44,53 @@ class InParts(Strategy, abstract=True):
         return (Axis(self.name, self.workers, "model"),)
 
     @property
-    def asked(self) -> Asked | None:
+    def requested_cut(self) -> RequestedCut | None:
         """Modules of each part, or the first ones of all parts but the first, where the user
         says so.
         """
         return self.cut if isinstance(self.cut, tuple) else None
 
-    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
-        super().refuse(facts, asked, unchecked)
-        if facts.by_layout and not unchecked:
-            raise Refused(f"{asked}: {facts.by_layout}")
-        if facts.drawn_outside:
+    def refuse_job(
+        self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
+    ) -> None:
+        super().refuse_job(facts, requested, skip_first_step_check)
+        if facts.layout_refusal and not skip_first_step_check:
+            raise Refused(f"{requested}: {facts.layout_refusal}")
+        if facts.other_generators:
             raise Refused(
-                f"job {facts.job}: the model draws from {', '.join(facts.drawn_outside)}, and in "
+                f"job {facts.job}: the model draws from {', '.join(facts.other_generators)}, and "
+                f"in "
                 f"parts its calls are "
-                f"others; draw by torch, or in the dataset, or train without {asked}"
+                f"others; draw by torch, or in the dataset, or train without {requested}"
             )
 
-    def plans(self) -> tuple[Plan, ...]:
+    def plan_schedules(self) -> tuple[ScheduleUse, ...]:
         """Of a full share first; a short last batch may have fewer micro-batches."""
-        whole = self.pipelined
+        whole = self.micro_batch_schedule
         counts = sorted(
-            {whole.schedule.filled(micro, self.size) for micro in range(1, whole.micro + 1)},
+            {
+                whole.schedule.pad_micro_count(micro, self.size)
+                for micro in range(1, whole.micro + 1)
+            },
             reverse=True,
         )
-        return tuple(Plan("pipeline", replace(whole, micro=count), self.size) for count in counts)
+        return tuple(
+            ScheduleUse("pipeline", replace(whole, micro=count), self.size) for count in counts
+        )
 
 
-class Place(InParts):
+class Place(PartitionedStrategy):
     """Consecutive parts on consecutive ranks, one batch at a time (Dean et al. 2012)."""
 
     workers: int = option(Integer())
-    cut: Asked | str = option(*CUT, default="auto")
+    cut: RequestedCut | str = option(*CUT_KINDS, default="auto")
 
     @property
-    def pipelined(self) -> Pipelined:
-        return Pipelined(Gpipe(), 1)
+    def micro_batch_schedule(self) -> MicroBatchSchedule:
+        return MicroBatchSchedule(Gpipe(), 1)
 
 
-class Pipeline(InParts):
+class Pipeline(PartitionedStrategy):
     """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al.
     2019).
     """
@@ -90,9 +98,9 @@ class Pipeline(InParts):
     workers: int = option(Integer())
     # auto: 4 x workers
     micro: int | str = option(Integer(), Word("auto"), default="auto")
-    schedule: PipelineSchedule = option(One(PipelineSchedule), default=OneFOneB())
+    schedule: PipelineSchedule = option(OneOf(PipelineSchedule), default=OneFOneB())
     recompute: bool = option(Flag(), default=False)
-    cut: Asked | str = option(*CUT, default="auto")
+    cut: RequestedCut | str = option(*CUT_KINDS, default="auto")
 
     @property
     def division(self) -> Division:
@@ -100,13 +108,15 @@ class Pipeline(InParts):
         return Division((1,), self.micro)
 
     @property
-    def pipelined(self) -> Pipelined:
+    def micro_batch_schedule(self) -> MicroBatchSchedule:
         assert isinstance(self.micro, int)
-        return Pipelined(self.schedule, self.schedule.filled(self.micro, self.workers))
+        return MicroBatchSchedule(
+            self.schedule, self.schedule.pad_micro_count(self.micro, self.workers)
+        )
 
-    def resolved(self, here: Here) -> Self:
+    def resolve(self, environment: Environment) -> Self:
         micro = 4 * self.workers if isinstance(self.micro, str) else self.micro
-        if (filled := self.schedule.filled(micro, self.workers)) != micro:
+        if (filled := self.schedule.pad_micro_count(micro, self.workers)) != micro:
             raise Refused(
                 f"{self}: {self.schedule.name} takes micro-batches in groups of {self.workers}; "
                 f"give micro={filled}"

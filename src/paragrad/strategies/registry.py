@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, build
+from paragrad.notation.choices import Choice, build_choice
 from paragrad.notation.grammar import parse_products
 from paragrad.schedules.all_reduce import AllReduce as AllReduce
 from paragrad.strategies.branch import Branch
@@ -14,7 +14,7 @@ from paragrad.strategies.pipeline import Pipeline, Place
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.server import Server
 from paragrad.strategies.spatial import Spatial
-from paragrad.strategies.strategy import Here, Plan, Product
+from paragrad.strategies.strategy import Environment, Product, ScheduleUse
 from paragrad.strategies.strategy import Strategy as Strategy
 from paragrad.strategies.tensor import Tensor
 
@@ -37,7 +37,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 # what people call things elsewhere, in lower case -> what they are here
-ELSEWHERE = {
+FOREIGN_NAMES = {
     **dict.fromkeys(
         (
             "ddp",
@@ -76,25 +76,26 @@ ELSEWHERE = {
 }
 
 
-def known() -> dict[str, type[Strategy]]:
+def collect_strategies() -> dict[str, type[Strategy]]:
     """Ours and the user's own, by name."""
     return Strategy.members  # type: ignore[return-value]
 
 
-def algorithms() -> dict[str, type[Choice]]:
+def collect_all_reduces() -> dict[str, type[Choice]]:
     """All-reduces, ours and the user's own, by name."""
     return {Native.name: Native, **AllReduce.members}  # native first
 
 
-def strategies(text: str) -> tuple[Strategy, ...]:
+def parse_strategies(text: str) -> tuple[Strategy, ...]:
     """Read `strategy; strategy; ...`."""
     # no strategies of their own
-    reduced = {name: f"did you mean data(2, reduce={name})?" for name in algorithms()}
-    elsewhere = {**ELSEWHERE, **reduced}
+    reduced = {name: f"did you mean data(2, reduce={name})?" for name in collect_all_reduces()}
+    elsewhere = {**FOREIGN_NAMES, **reduced}
     read: list[Strategy] = []
     for product in parse_products(text):
         factors = tuple(
-            build(call, dict(known()), "strategy", elsewhere=elsewhere) for call in product
+            build_choice(call, dict(collect_strategies()), "strategy", elsewhere=elsewhere)
+            for call in product
         )
         read.append(factors[0] if len(factors) == 1 else Product(factors))  # type: ignore[arg-type]
     return tuple(read)
@@ -109,31 +110,33 @@ def strategy(text: str | Strategy) -> Strategy:
             f"a strategy is a text such as 'data(2, reduce=ring)' or a value such as Data(2); got "
             f"{text!r}"
         )
-    read = strategies(text)
+    read = parse_strategies(text)
     if len(read) > 1:
         raise Refused(f"one strategy is wanted here, got {len(read)}: {text}")
     return read[0]
 
 
-def resolve(chosen: Strategy, here: Here) -> Strategy:
+def resolve_strategy(chosen: Strategy, environment: Environment) -> Strategy:
     """The same strategy with every `auto` replaced. Raises Refused where the world has another
     size than it asks for, or where what it says of itself does not fit together.
     """
-    found = chosen.resolved(here)
-    if here.ranks is not None and found.size != here.ranks:
+    found = chosen.resolve(environment)
+    if environment.ranks is not None and found.size != environment.ranks:
         wanted = (
             f"{found.size} ranks, {found.servers} of them for servers,"
             if found.servers
             else f"{found.size} worker(s)"
         )
         raise Refused(
-            f"{chosen} wants {wanted} and the launcher started {here.ranks}; "
+            f"{chosen} wants {wanted} and the launcher started {environment.ranks}; "
             f"start {found.size}, or write data(auto)"
         )
     return found
 
 
-def plan_of(chosen: Strategy, doing: str, group: int | None = None) -> tuple[Strategy, Plan]:
+def find_schedule_use(
+    chosen: Strategy, activity: str, ranks_on_host: int | None = None
+) -> tuple[Strategy, ScheduleUse]:
     """(resolved, its schedule), of a strategy that names one, to be drawn or simulated
     (`doing`). Raises Refused.
     """
@@ -141,7 +144,7 @@ def plan_of(chosen: Strategy, doing: str, group: int | None = None) -> tuple[Str
         raise Refused(
             f"{chosen}: say how many workers and which all-reduce, for example data(4, reduce=ring)"
         )
-    resolved = resolve(chosen, Here(group=group))
-    if not (plans := resolved.plans()):
-        raise Refused(f"{chosen} has no schedule to {doing}; {resolved.unplanned()}")
+    resolved = resolve_strategy(chosen, Environment(ranks_on_host=ranks_on_host))
+    if not (plans := resolved.plan_schedules()):
+        raise Refused(f"{chosen} has no schedule to {activity}; {resolved.explain_no_schedule()}")
     return resolved, plans[0]

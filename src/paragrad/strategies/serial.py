@@ -9,7 +9,7 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, Word, option
 from paragrad.runtime.mesh import Axis
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import Here, Promise, Strategy
+from paragrad.strategies.strategy import Environment, Guarantees, Strategy
 
 
 class Serial(Strategy):
@@ -19,11 +19,11 @@ class Serial(Strategy):
     # micro-batches per step
     micro: int = option(Integer(), default=1)
     workers: ClassVar[int] = 1
-    reference = True
+    is_reference = True
 
     @property
-    def promise(self) -> Promise:
-        return Promise()
+    def guarantees(self) -> Guarantees:
+        return Guarantees()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -33,8 +33,8 @@ class Serial(Strategy):
     def division(self) -> Division:
         return Division(micro=self.micro)
 
-    def resolved(self, here: Here) -> Self:
-        return replace(self, threads=here.cores) if self.threads == "auto" else self
+    def resolve(self, environment: Environment) -> Self:
+        return replace(self, threads=environment.cores) if self.threads == "auto" else self
 
-    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+    def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         raise Refused("serial is one worker and cannot be multiplied; leave it out")

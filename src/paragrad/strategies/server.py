@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, Integer, One, Word, option
+from paragrad.notation.choices import Choice, Integer, OneOf, Word, option
 from paragrad.strategies.compressors import Compressor
-from paragrad.strategies.job_facts import Facts
-from paragrad.strategies.strategy import Here, Promise, Strategy
+from paragrad.strategies.job_facts import JobFacts
+from paragrad.strategies.strategy import Environment, Guarantees, Strategy
 
 
 class Bsp(Choice):
@@ -43,14 +43,14 @@ class Server(Strategy):
 
     workers: int = option(Integer())
     servers: int = option(Integer(), default=1)
-    sync: Choice = option(One(Bsp, Ssp, Asp), default=Bsp())
+    sync: Choice = option(OneOf(Bsp, Ssp, Asp), default=Bsp())
     rate: str = option(Word("constant", "by_staleness"), default="constant")
-    compress: Compressor | None = option(One(Compressor), Word("none"), default=None)
-    replica = True
-    bucketed = False
+    compress: Compressor | None = option(OneOf(Compressor), Word("none"), default=None)
+    is_replicated = True
+    uses_buckets = False
 
-    def check(self) -> None:
-        if self.rate == "by_staleness" and self.waits:
+    def check_options(self) -> None:
+        if self.rate == "by_staleness" and self.is_synchronous:
             raise Refused(
                 f"server(rate=by_staleness): under {self.sync} no gradient is stale; leave rate "
                 f"out, or give "
@@ -70,7 +70,7 @@ class Server(Strategy):
             )
 
     @property
-    def waits(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Is a step made of all its shares?"""
         return isinstance(self.sync, Bsp)
 
@@ -80,58 +80,58 @@ class Server(Strategy):
         return self.sync.backup if isinstance(self.sync, Bsp) else 0
 
     @property
-    def hands_out(self) -> bool:
+    def uses_work_queue(self) -> bool:
         return self.sync != Bsp()
 
     @property
-    def recovers(self) -> bool:
-        return not self.hands_out
+    def can_recover(self) -> bool:
+        return not self.uses_work_queue
 
     @property
-    def bound(self) -> int | None:
+    def staleness_bound(self) -> int | None:
         """Steps that a worker may be ahead of the slowest."""
         return self.sync.bound if isinstance(self.sync, Ssp) else None
 
     @property
-    def shares(self) -> int:
+    def share_count(self) -> int:
         """Of a full batch."""
         return self.workers
 
     @property
-    def wanted(self) -> int:
+    def required_shares(self) -> int:
         """Shares that a synchronous step waits for."""
         return self.workers - self.backup
 
-    def rate_of(self, late: int, workers: float) -> float:
+    def scale_rate(self, staleness: int, workers: float) -> float:
         """What the rate of an update of one share is multiplied by. late: its staleness;
         workers: that were there. Where more are than the strategy has, theirs too move as far
         as one synchronous step, for staleness grows with their number, and adds to momentum
         (Mitliagkas et al. 2016, arXiv 1605.09774).
         """
         return (
-            1.0 / max(1, late)
+            1.0 / max(1, staleness)
             if self.rate == "by_staleness"
             else self.workers / max(self.workers, workers)
         )
 
     @property
-    def promise(self) -> Promise:
+    def guarantees(self) -> Guarantees:
         equal = self.sync == Bsp()
-        return Promise(
+        return Guarantees(
             exact=equal and self.compress is None, replicas_equal=equal, buffers_equal=equal
         )
 
     @property
-    def verified(self) -> Self:
+    def verifiable(self) -> Self:
         """With backup workers, a step for which nobody is late."""
         return replace(self, sync=Bsp()) if self.backup else self
 
     @property
     def batch_norm(self) -> str:
         # who waits for nobody has nobody to ask
-        return "share" if self.hands_out else "whole"
+        return "share" if self.uses_work_queue else "whole"
 
-    def resolved(self, here: Here) -> Self:
+    def resolve(self, environment: Environment) -> Self:
         if self.backup >= self.workers:
             raise Refused(
                 f"{self}: {self.backup} of {self.workers} worker(s) for backup leave none; give "
@@ -142,7 +142,7 @@ class Server(Strategy):
                 f"{self}: which pushes come first one server alone can say; give servers=1, or no "
                 f"backup"
             )
-        if self.backup and here.ranks is not None:
+        if self.backup and environment.ranks is not None:
             raise Refused(
                 f"{self}: samples are queued again by paragrad's own launcher; start it without "
                 f"another one, or "
@@ -150,34 +150,40 @@ class Server(Strategy):
             )
         return self
 
-    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
-        super().refuse(facts, asked, unchecked)
-        if facts.elements < self.servers:
+    def refuse_job(
+        self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
+    ) -> None:
+        super().refuse_job(facts, requested, skip_first_step_check)
+        if facts.trained_elements < self.servers:
             raise Refused(
-                f"{asked} has {self.servers} servers, and job {facts.job} {facts.elements} trained "
+                f"{requested} has {self.servers} servers, and job {facts.job} "
+                f"{facts.trained_elements} trained "
                 f"parameter(s); "
                 "give fewer servers"
             )
-        if self.servers > 1 and facts.updates_by != "element":
+        if self.servers > 1 and facts.update_granularity != "element":
             raise Refused(
-                f"{asked} cuts the optimizer's state into slices, and {facts.optimizer} does not "
+                f"{requested} cuts the optimizer's state into slices, and {facts.optimizer} does "
+                f"not "
                 f"update element by "
                 "element (as SGD, Adam, AdamW, RMSprop, Adagrad do); give servers=1, or another "
                 "optimizer"
             )
 
-    def unplanned(self) -> str:
+    def explain_no_schedule(self) -> str:
         return "what servers are asked for is decided as they run; try data(4, reduce=ring)"
 
-    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
-        if self.hands_out:
+    def explain_choices(
+        self, resolved: Self, environment: Environment
+    ) -> Iterator[tuple[str, str, str]]:
+        if self.uses_work_queue:
             yield "batch norm", "of each share", "whose shares make a step is not known before"
             yield (
                 "scheduler",
                 "by samples",
                 "it steps with every full batch of samples that was applied",
             )
-        if not self.waits:
+        if not self.is_synchronous:
             yield "clipping", "by each worker", "of its own gradient: the others' are not known"
             yield (
                 "optimizer",
@@ -189,7 +195,7 @@ class Server(Strategy):
                     f"{self.workers} times as often"
                 ),
             )
-        if not self.waits and self.rate == "constant":
+        if not self.is_synchronous and self.rate == "constant":
             yield (
                 "rate",
                 "as the job's",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paragrad.schedules.actions import evenly
+from paragrad.schedules.actions import split_evenly
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """A micro-batch of one rank. `places` is never empty: where `positions` is, one sample
     stands in with weight 0.
     """
@@ -34,7 +34,7 @@ class Micro:
     places: list[int]  # in the global batch
 
 
-def divide(samples: int, weights: Sequence[int]) -> list[int]:
+def apportion_samples(samples: int, weights: Sequence[int]) -> list[int]:
     """`samples` in proportion to `weights`: largest remainder, lowest rank first; sums to
     `samples`.
     """
@@ -48,36 +48,37 @@ def divide(samples: int, weights: Sequence[int]) -> list[int]:
     return counts
 
 
-def micro_batches(batch: range, division: Division) -> list[list[range]]:
+def split_micro_batches(batch: range, division: Division) -> list[list[range]]:
     """For every micro-batch, the part of every rank: `[micro][rank] -> range of positions`;
     parts may be empty.
     """
-    counts = divide(len(batch), division.shares)
+    counts = apportion_samples(len(batch), division.shares)
     micro = division.micro
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     number = max(min(micro, count) for count in counts)
     cut = [
         [
             batch[start + part.start : start + part.stop]
-            for part in evenly(count, min(micro, count) or 1)
+            for part in split_evenly(count, min(micro, count) or 1)
         ]
         for start, count in zip(starts, counts, strict=True)
     ]
     return [[parts[k] if k < len(parts) else parts[-1][:0] for parts in cut] for k in range(number)]
 
 
-def largest(samples: int, division: Division, share: int) -> int:
+def count_largest_micro_batch(samples: int, division: Division, share: int) -> int:
     """Samples in the largest micro-batch that a share has of a batch; at least the one that
     stands in for none.
     """
-    return max(1, len(micro_batches(range(samples), division)[0][share]))
+    return max(1, len(split_micro_batches(range(samples), division)[0][share]))
 
 
-def smallest(samples: int, division: Division, apart: bool = False) -> int:
+def count_smallest_micro_batch(samples: int, division: Division, per_share: bool = False) -> int:
     """Samples in the smallest micro-batch of a batch, over all shares; apart: in the smallest
     part of one that is not empty.
     """
     every = [
-        [len(part) for part in parts if part] for parts in micro_batches(range(samples), division)
+        [len(part) for part in parts if part]
+        for parts in split_micro_batches(range(samples), division)
     ]
-    return min(min(counts) if apart else sum(counts) for counts in every)
+    return min(min(counts) if per_share else sum(counts) for counts in every)

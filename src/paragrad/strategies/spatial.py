@@ -5,7 +5,7 @@ from __future__ import annotations
 from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, Word, option
 from paragrad.runtime.mesh import Axis
-from paragrad.strategies.strategy import ELEMENT, TENSOR, Promise, Strategy
+from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR, Guarantees, Strategy
 
 
 class Spatial(Strategy):
@@ -15,11 +15,11 @@ class Spatial(Strategy):
     columns: int = option(Integer(), default=1)
     dense: str = option(Word("same", "tensor"), default="same")
     batch_norm: str = option(Word("whole", "share"), default="whole")
-    inside = True
+    splits_layers = True
     # all ranks see every sample, and call what one worker calls
-    lays_out = False
+    changes_layout = False
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         if self.dense == "tensor" and self.columns > 1:
             raise Refused(
                 "spatial(dense=tensor) has the neurons of fully connected layers where it has "
@@ -28,28 +28,28 @@ class Spatial(Strategy):
             )
 
     @property
-    def together(self) -> str:  # type: ignore[override]
-        return ELEMENT if self.dense == "tensor" else TENSOR
+    def update_granularity(self) -> str:  # type: ignore[override]
+        return PER_ELEMENT if self.dense == "tensor" else PER_TENSOR
 
     @property
     def workers(self) -> int:
         return self.rows * self.columns
 
     @property
-    def promise(self) -> Promise:
+    def guarantees(self) -> Guarantees:
         whole = self.batch_norm == "whole"
-        return Promise(exact=whole, buffers_equal=whole)
+        return Guarantees(exact=whole, buffers_equal=whole)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         columns = (Axis("columns", self.columns, "domain"),) if self.columns > 1 else ()
         return (Axis("rows", self.rows, "domain"), *columns)
 
-    def unplanned(self) -> str:
+    def explain_no_schedule(self) -> str:
         return "its ranks fetch of their neighbours what the layers of a job want"
 
-    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
-        if others := [each.name for each in factors if each is not self and not each.replica]:
+    def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
+        if others := [each.name for each in factors if each is not self and not each.is_replicated]:
             raise Refused(
                 f"spatial gives a model pieces of images, and beside it {others[0]} cuts that "
                 f"model; multiply it "

@@ -16,15 +16,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Family, Several, option
+from paragrad.notation.choices import Family, ManyOf, option
 from paragrad.runtime.mesh import Axis
 from paragrad.schedules.actions import Schedule
-from paragrad.strategies.job_facts import Facts, Updating
-from paragrad.strategies.shares import Division, divide, smallest
+from paragrad.strategies.job_facts import JobFacts, OptimizerFacts
+from paragrad.strategies.shares import Division, apportion_samples, count_smallest_micro_batch
 
 
 @dataclass(frozen=True)
-class Promise:
+class Guarantees:
     """What holds of a strategy, whatever the job.
 
     exact: the same training as serial, which the first step has to show;  replicas_equal,
@@ -39,7 +39,7 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Here:
+class Environment:
     """Where a strategy is to run, read once.
 
     cores: of this host;  ranks: the world's size, where a launcher gave one;  group: how many
@@ -49,30 +49,30 @@ class Here:
 
     cores: int = 1
     ranks: int | None = None
-    group: int | None = None
-    unshared: str | None = "nobody knows whether all ranks are on this host"
+    ranks_on_host: int | None = None
+    shared_memory_refusal: str | None = "nobody knows whether all ranks are on this host"
     backend: str = "gloo"
-    own_loop: bool = False
+    user_loop: bool = False
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScheduleUse:
     """A schedule that a strategy will play over `size` ranks: proved at the door, drawn,
     simulated, sabotaged. what: its goal, by its name in `players.proof.GOALS`; unpriced: why
     what travels along it is not priced, with the repair.
     """
 
-    what: str
+    goal: str
     schedule: Schedule
     size: int
-    unpriced: str | None = None
+    pricing_refusal: str | None = None
 
 
 # how an optimizer updates: the later, the more must be together
-ELEMENT = "element"
-TENSOR = "tensor"
-ALL = "all"
-KINDS = (ELEMENT, TENSOR, ALL)
+PER_ELEMENT = "element"
+PER_TENSOR = "tensor"
+WHOLE_MODEL = "all"
+UPDATE_GRANULARITIES = (PER_ELEMENT, PER_TENSOR, WHOLE_MODEL)
 
 
 class Strategy(Family, abstract=True):
@@ -83,27 +83,27 @@ class Strategy(Family, abstract=True):
     """
 
     # it holds replicas: at most one such factor in a product, leftmost
-    replica = False
-    reference = False  # it is what others are compared with
-    cuts_micro = False  # it cuts micro-batches itself
+    is_replicated = False
+    is_reference = False  # it is what others are compared with
+    schedules_micro_batches = False  # it cuts micro-batches itself
     # a rank runs other calls, or sees other samples, than one worker
-    lays_out = True
+    changes_layout = True
     # its shares are by what each rank takes, from the second epoch on
-    follows = False
+    adapts_shares = False
     # a rank does not run all calls that one worker runs
-    skips = False
+    skips_calls = False
     # workers train clients, each over its own samples, and meet once a round
-    in_rounds = False
+    trains_clients = False
     # it splits the layers of whatever other cuts leave of the model
-    inside = False
+    splits_layers = False
     # what an optimizer may want together, where it is inside
-    together = TENSOR
+    update_granularity = PER_TENSOR
     if TYPE_CHECKING:  # options of some
 
         @property
-        def hands_out(self) -> bool: ...
+        def uses_work_queue(self) -> bool: ...
         @property
-        def recovers(self) -> bool: ...
+        def can_recover(self) -> bool: ...
         @property
         def workers(self) -> int | str: ...
         @property
@@ -111,7 +111,7 @@ class Strategy(Family, abstract=True):
         @property
         def clients(self) -> int: ...
         @property
-        def taking(self) -> int: ...
+        def clients_per_round(self) -> int: ...
         @property
         def local_epochs(self) -> int: ...
         @property
@@ -123,25 +123,25 @@ class Strategy(Family, abstract=True):
         @property
         def batch_norm(self) -> str: ...
         @property
-        def bucketed(self) -> bool: ...
+        def uses_buckets(self) -> bool: ...
         @property
-        def sharded(self) -> bool: ...
+        def shards_parameters(self) -> bool: ...
         @property
-        def promise(self) -> Promise: ...
-        def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> Any: ...
-        def share(self, model: Any, example: Any, axis: Any) -> Any: ...
+        def guarantees(self) -> Guarantees: ...
+        def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> Any: ...
+        def shard_model(self, model: Any, example: Any, axis: Any) -> Any: ...
     else:
         # samples are handed out, to workers that come and go
-        hands_out = False
+        uses_work_queue = False
         # its servers keep all of a training: workers that die begin again
-        recovers = False
+        can_recover = False
         # ranks beside the workers, after them, that serve (`Exchange.serve`)
         servers = 0
         threads = None  # of each rank: the cores are divided
         # replicas hold the parameters together, each some: no rank can run the model alone
-        sharded = False
+        shards_parameters = False
         # gradients travel in groups: all ranks know beforehand which parameters have none
-        bucketed = False
+        uses_buckets = False
         # whose samples statistics are of: "whole" micro-batches, or each "share"
         batch_norm = "whole"
 
@@ -168,115 +168,126 @@ class Strategy(Family, abstract=True):
         return prod(axis.size for axis in self.axes) + self.servers
 
     @property
-    def verified(self) -> Self:
+    def verifiable(self) -> Self:
         """What is compared with serial, of one that changes as it goes."""
         return self
 
-    def serves(self, rank: int) -> bool:
+    def is_server(self, rank: int) -> bool:
         """Is a rank of a resolved strategy a server? They are the last ones."""
         return rank >= self.size - self.servers
 
     @property
     def exact(self) -> bool:
         """Is it the same training as serial?"""
-        return self.promise.exact
+        return self.guarantees.exact
 
-    def plans(self) -> tuple[Plan, ...]:
+    def plan_schedules(self) -> tuple[ScheduleUse, ...]:
         """The schedules that a resolved strategy will play."""
         return ()
 
-    def picks_all_reduce(self) -> bool:
+    def has_open_all_reduce(self) -> bool:
         """Is an all-reduce to be picked by what is known or measured of the machine?"""
         return False
 
-    def unplanned(self) -> str:
+    def explain_no_schedule(self) -> str:
         """Why there are none, with the repair."""
         return "try data(4, reduce=ring)"
 
     # ---- where and what it is for ------------------------------------------------------------
-    def resolved(self, here: Here) -> Self:
+    def resolve(self, environment: Environment) -> Self:
         """The same with every `auto` replaced. Raises Refused where it cannot be here."""
         return (
-            replace(cast(Any, self), workers=here.ranks or here.cores)
+            replace(cast(Any, self), workers=environment.ranks or environment.cores)
             if self.workers == "auto"
             else self
         )
 
-    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+    def explain_choices(
+        self, resolved: Self, environment: Environment
+    ) -> Iterator[tuple[str, str, str]]:
         """What its `auto`s became, and why: (what, picked, because)."""
         yield from ()
 
-    def alternatives(self, here: Here) -> tuple[Strategy, ...]:
+    def list_alternatives(self, environment: Environment) -> tuple[Strategy, ...]:
         """Other strategies, the same training, that may be faster here: worth a trial for a
         moment.
         """
         return ()
 
-    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+    def refuse_job(
+        self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
+    ) -> None:
         """Refuse a job that a resolved strategy cannot train, with the repair. asked: the
         strategy as the user wrote it; unchecked: go on with what is known to be another
         training.
         """
         division = self.division
-        self.refuse_few(facts.full, asked)
-        if division.micro > (most := max(divide(facts.full, division.shares))):
+        self.refuse_small_batch(facts.full_batch, requested)
+        if division.micro > (most := max(apportion_samples(facts.full_batch, division.shares))):
             raise Refused(
-                f"{asked} cuts shares into {division.micro} micro-batches, and the largest of a "
+                f"{requested} cuts shares into {division.micro} micro-batches, and the largest of "
+                f"a "
                 f"full batch has "
                 f"{most} sample(s); give micro of at most {most}, or a larger batch"
             )
-        if division.micro > 1 and facts.uncut:
-            raise Refused(f"job {facts.job}: {facts.uncut}")
-        self.refuse_alone(facts, asked)
-        if self.exact and not unchecked and division != Division():
-            if facts.whole_loss:
-                raise Refused(f"job {facts.job}: {facts.whole_loss}")
-            if facts.by_layout:
-                raise Refused(f"{asked}: {facts.by_layout}")
+        if division.micro > 1 and facts.micro_batch_refusal:
+            raise Refused(f"job {facts.job}: {facts.micro_batch_refusal}")
+        self.refuse_single_sample(facts, requested)
+        if self.exact and not skip_first_step_check and division != Division():
+            if facts.additivity_refusal:
+                raise Refused(f"job {facts.job}: {facts.additivity_refusal}")
+            if facts.layout_refusal:
+                raise Refused(f"{requested}: {facts.layout_refusal}")
 
-    def refuse_few(self, full: int, asked: Strategy) -> None:
+    def refuse_small_batch(self, full_batch: int, requested: Strategy) -> None:
         """Refuse a full batch of fewer samples than shares."""
-        if full < (shares := len(self.division.shares)):
+        if full_batch < (shares := len(self.division.shares)):
             raise Refused(
-                f"{asked} has {shares} workers and the full batch {full} sample(s); give a batch "
+                f"{requested} has {shares} workers and the full batch {full_batch} sample(s); give "
+                f"a batch "
                 f"of at least "
                 f"{shares}, or fewer workers"
             )
 
-    def refuse_alone(self, facts: Facts, asked: Strategy) -> None:
+    def refuse_single_sample(self, facts: JobFacts, requested: Strategy) -> None:
         """Refuse micro-batches of one sample where batch norm wants more."""
         division = self.division
         apart = self.batch_norm == "share"
-        for samples in facts.sizes:
-            if smallest(samples, division, apart) == 1 and facts.alone:
+        for samples in facts.batch_sizes:
+            if (
+                count_smallest_micro_batch(samples, division, apart) == 1
+                and facts.single_sample_refusal
+            ):
                 fewer = [
                     micro
                     for micro in range(1, division.micro)
-                    if smallest(samples, replace(division, micro=micro), apart) > 1
+                    if count_smallest_micro_batch(samples, replace(division, micro=micro), apart)
+                    > 1
                 ]
                 repair = (
                     f"give micro of at most {fewer[-1]}" if fewer else "give another batch size"
                 )
                 raise Refused(
-                    f"job {facts.job}: {facts.alone}, and {asked} makes a micro-batch of one out "
+                    f"job {facts.job}: {facts.single_sample_refusal}, and {requested} makes a "
+                    f"micro-batch of one out "
                     f"of a batch of "
                     f"{samples}; {repair}"
                 )
 
-    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
+    def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:
         """Refuse an optimizer, of a job or of a loop of the user's own, with the repair."""
 
-    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
+    def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
         """What the user is told at the door of a job that can be trained, and comes to
         something else than its words say.
         """
         yield from ()
 
-    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+    def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         """Refuse the other factors of a product, with the repair."""
 
     def __mul__(self, other: Strategy) -> Product:
-        return Product(factors_of(self) + factors_of(other))
+        return Product(list_factors(self) + list_factors(other))
 
 
 @dataclass(frozen=True, repr=False)
@@ -288,12 +299,12 @@ class Product(Strategy, abstract=True):
     the innermost first.
     """
 
-    factors: tuple[Strategy, ...] = option(Several(Strategy))
+    factors: tuple[Strategy, ...] = option(ManyOf(Strategy))
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         for factor in self.factors:
-            factor.refuse_beside(self.factors)
-        if inner := [factor for factor in self.factors[1:] if factor.replica]:
+            factor.refuse_factors(self.factors)
+        if inner := [factor for factor in self.factors[1:] if factor.is_replicated]:
             raise Refused(
                 f"{inner[0].name} holds replicas: at most one such part in a product, leftmost; "
                 f"got {self}"
@@ -333,13 +344,13 @@ class Product(Strategy, abstract=True):
         )
 
     @property
-    def bucketed(self) -> bool:
-        return any(factor.bucketed for factor in self.factors)
+    def uses_buckets(self) -> bool:
+        return any(factor.uses_buckets for factor in self.factors)
 
     @property
-    def promise(self) -> Promise:
-        every = [factor.promise for factor in self.factors]
-        return Promise(
+    def guarantees(self) -> Guarantees:
+        every = [factor.guarantees for factor in self.factors]
+        return Guarantees(
             all(each.exact for each in every),
             all(each.replicas_equal for each in every),
             all(each.buffers_equal for each in every),
@@ -347,46 +358,51 @@ class Product(Strategy, abstract=True):
         )
 
     @property
-    def lays_out(self) -> bool:  # type: ignore[override]
-        return any(factor.lays_out for factor in self.factors)
+    def changes_layout(self) -> bool:  # type: ignore[override]
+        return any(factor.changes_layout for factor in self.factors)
 
-    def plans(self) -> tuple[Plan, ...]:
-        return tuple(plan for factor in self.factors for plan in factor.plans())
+    def plan_schedules(self) -> tuple[ScheduleUse, ...]:
+        return tuple(plan for factor in self.factors for plan in factor.plan_schedules())
 
-    def picks_all_reduce(self) -> bool:
-        return any(factor.picks_all_reduce() for factor in self.factors)
+    def has_open_all_reduce(self) -> bool:
+        return any(factor.has_open_all_reduce() for factor in self.factors)
 
-    def resolved(self, here: Here) -> Self:
+    def resolve(self, environment: Environment) -> Self:
         """Every factor where there is room for it beside the others; parameters of a cut model
         are nobody's to share.
         """
         known = prod(factor.workers for factor in self.factors if isinstance(factor.workers, int))
         beside = replace(
-            here,
-            cores=max(1, here.cores // known),
-            ranks=here.ranks and max(1, here.ranks // known),
-            group=here.group and max(1, here.group // known),
-            unshared=f"{self} cuts the model, of which each rank holds a part of its own",
+            environment,
+            cores=max(1, environment.cores // known),
+            ranks=environment.ranks and max(1, environment.ranks // known),
+            ranks_on_host=environment.ranks_on_host and max(1, environment.ranks_on_host // known),
+            shared_memory_refusal=f"{self} cuts the model, of which each rank holds a part of its "
+            f"own",
         )
-        return replace(self, factors=tuple(factor.resolved(beside) for factor in self.factors))
+        return replace(self, factors=tuple(factor.resolve(beside) for factor in self.factors))
 
-    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+    def explain_choices(
+        self, resolved: Self, environment: Environment
+    ) -> Iterator[tuple[str, str, str]]:
         for asked, found in zip(self.factors, resolved.factors, strict=True):
-            yield from asked.picked(found, here)
+            yield from asked.explain_choices(found, environment)
 
-    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
-        super().refuse(facts, asked, unchecked)
+    def refuse_job(
+        self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
+    ) -> None:
+        super().refuse_job(facts, requested, skip_first_step_check)
         for factor in self.factors:
-            factor.refuse(facts, asked, unchecked)
+            factor.refuse_job(facts, requested, skip_first_step_check)
 
-    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
+    def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:
         for factor in self.factors:
-            factor.refuse_updates(updating, asked)
+            factor.refuse_optimizer(optimizer_facts, requested)
 
-    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
+    def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
         for factor in self.factors:
-            yield from factor.noticed(facts, asked)
+            yield from factor.list_warnings(facts, requested)
 
 
-def factors_of(strategy: Strategy) -> tuple[Strategy, ...]:
+def list_factors(strategy: Strategy) -> tuple[Strategy, ...]:
     return strategy.factors if isinstance(strategy, Product) else (strategy,)

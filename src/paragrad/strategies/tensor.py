@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paragrad.notation.choices import Flag, Integer, Word, option
 from paragrad.runtime.mesh import Axis
-from paragrad.strategies.strategy import ELEMENT, Promise, Strategy
+from paragrad.strategies.strategy import PER_ELEMENT, Guarantees, Strategy
 
 
 class Tensor(Strategy):
@@ -13,21 +13,21 @@ class Tensor(Strategy):
     workers: int | str = option(Integer(), Word("auto"))
     # a layer after a divided one by its inputs, not by its outputs again
     pairs: bool = option(Flag(), default=True)
-    inside = True
-    together = ELEMENT
+    splits_layers = True
+    update_granularity = PER_ELEMENT
     # all ranks see the batch as it is, and call what one worker calls
-    lays_out = False
+    changes_layout = False
 
     @property
-    def promise(self) -> Promise:
-        return Promise()
+    def guarantees(self) -> Guarantees:
+        return Guarantees()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         assert isinstance(self.workers, int)
         return (Axis("tensor", self.workers, "model"),)
 
-    def unplanned(self) -> str:
+    def explain_no_schedule(self) -> str:
         return (
             "its ranks gather and sum by the backend's own collectives, where the layers of a "
             "job want it"

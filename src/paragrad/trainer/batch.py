@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from paragrad.datasets.loading import cut
-from paragrad.datasets.sample_order import Order
-from paragrad.strategies.shares import Division, Micro, micro_batches
+from paragrad.datasets.loading import slice_batch
+from paragrad.datasets.sample_order import SampleOrder
+from paragrad.strategies.shares import Division, MicroBatch, split_micro_batches
 
 
 @dataclass(frozen=True)
@@ -21,53 +21,62 @@ class Batch:
     """
 
     epoch: int
-    whole: range
-    indices: list[int]
-    micros: list[Micro]
-    drawn: int | None = None
+    global_range: range
+    sample_indices: list[int]
+    micro_batches: list[MicroBatch]
+    draw_epoch: int | None = None
 
     @property
     def places(self) -> list[int]:
         """The places in the global batch of what to load, micro-batch after micro-batch."""
-        return list(chain.from_iterable(each.places for each in self.micros))
+        return list(chain.from_iterable(each.places for each in self.micro_batches))
 
     @property
-    def recorded(self) -> list[int]:
+    def recorded_range(self) -> list[int]:
         """[first, stop] of its positions, which are contiguous."""
-        positions = [position for each in self.micros for position in each.positions]
+        positions = [position for each in self.micro_batches for position in each.positions]
         return [min(positions), max(positions) + 1] if positions else [0, 0]
 
-    def fewer(self, count: int, division: Division, replicas: Sequence[int]) -> Batch | None:
+    def take_first_samples(
+        self, count: int, division: Division, replicas: Sequence[int]
+    ) -> Batch | None:
         """The same of its first samples alone; None where a share would have none."""
-        whole = self.whole[:count]
-        micros = micro_batches(whole, division)
+        whole = self.global_range[:count]
+        micros = split_micro_batches(whole, division)
         if not all(
             any(parts[replica] for parts in micros) for replica in range(len(division.shares))
         ):
             return None
-        return Batch(self.epoch, whole, self.indices[:count], _micros(whole, division, replicas))
+        return Batch(
+            self.epoch,
+            whole,
+            self.sample_indices[:count],
+            _make_micro_batches(whole, division, replicas),
+        )
 
-    def cuts(self) -> Iterator[tuple[Micro, slice]]:
+    def iterate_slices(self) -> Iterator[tuple[MicroBatch, slice]]:
         """Every micro-batch, with its place in what was loaded."""
         start = 0
-        for each in self.micros:
+        for each in self.micro_batches:
             yield each, slice(start, start + len(each.places))
             start += len(each.places)
 
-    def parts(self, inputs: Any, target: Any) -> Iterator[tuple[Micro, Any, Any]]:
+    def iterate_micro_batches(
+        self, inputs: Any, target: Any
+    ) -> Iterator[tuple[MicroBatch, Any, Any]]:
         """Every micro-batch with its part of what was loaded."""
-        if len(self.micros) == 1:
-            yield self.micros[0], inputs, target
+        if len(self.micro_batches) == 1:
+            yield self.micro_batches[0], inputs, target
             return
         samples = len(self.places)
-        for micro, part in self.cuts():
-            yield micro, *cut((inputs, target), part, samples)
+        for micro, part in self.iterate_slices():
+            yield micro, *slice_batch((inputs, target), part, samples)
 
 
-def batch_of(
-    order: Order,
+def make_rank_batch(
+    order: SampleOrder,
     epoch: int,
-    whole: range,
+    global_range: range,
     division: Division,
     replicas: Sequence[int],
     reverse: bool = False,
@@ -76,16 +85,21 @@ def batch_of(
     micro-batch back to front.
     """
     return Batch(
-        epoch, whole, order.indices(epoch, whole), _micros(whole, division, replicas, reverse)
+        epoch,
+        global_range,
+        order.get_indices(epoch, global_range),
+        _make_micro_batches(global_range, division, replicas, reverse),
     )
 
 
-def _micros(
-    whole: range, division: Division, replicas: Sequence[int], reverse: bool = False
-) -> list[Micro]:
+def _make_micro_batches(
+    global_range: range, division: Division, replicas: Sequence[int], reverse: bool = False
+) -> list[MicroBatch]:
     micros = []
-    for parts in micro_batches(whole, division):
+    for parts in split_micro_batches(global_range, division):
         positions = list(chain.from_iterable(parts[replica] for replica in replicas))
         positions = positions[::-1] if reverse else positions
-        micros.append(Micro(positions, [position - whole.start for position in positions] or [0]))
+        micros.append(
+            MicroBatch(positions, [position - global_range.start for position in positions] or [0])
+        )
     return micros

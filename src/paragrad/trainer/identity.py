@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from paragrad.datasets.loading import Dataset, brought, parted
-from paragrad.engine.probe import evaluating
-from paragrad.engine.state.preserve_state import restored
+from paragrad.datasets.loading import Dataset, convert_batch, separate_target
+from paragrad.engine.probe import use_model_eval_mode
+from paragrad.engine.state.preserve_state import preserve_module_state
 from paragrad.errors import Refused
-from paragrad.jobs.fingerprint import described, with_settings
+from paragrad.jobs.fingerprint import describe_callable, describe_loss
 from paragrad.jobs.job import CPU, Job
-from paragrad.jobs.loss import Summed
-from paragrad.runtime.generators import generator_states, generators_kept
+from paragrad.jobs.loss import LossModule
+from paragrad.runtime.generators import fingerprint_generators, keep_generators
 
-LOOKED_AT = 8  # samples by whose loss a training is known
-LOSS_BEFORE = "loss before training"
+PROBED_SAMPLES = 8  # samples by whose loss a training is known
+INITIAL_LOSS_KEY = "loss before training"
 # relative: sums in another order, by another processor, are closer
-SAME_LOSS = 1e-4
-SINCE = {"model", "loss", LOSS_BEFORE}  # what earlier versions did not save
+LOSS_TOLERANCE = 1e-4
+NEW_KEYS = {"model", "loss", INITIAL_LOSS_KEY}  # what earlier versions did not save
 
 
-def beginning(
+def describe_initial_training(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> dict[str, Any]:
     """Model, loss, optimizer, scheduler and clipping as they begin, by name."""
     found: dict[str, Any] = {
-        "model": described(model),
-        "loss": with_settings(job.loss),
+        "model": describe_callable(model),
+        "loss": describe_loss(job.loss),
         "optimizer": type(optimizer).__name__,
         "clip_norm": job.clip_norm,
         "scheduler": type(scheduler).__name__ if scheduler else None,
@@ -59,57 +59,62 @@ def beginning(
     return found
 
 
-def loss_before(job: Job, model: nn.Module, train: Dataset) -> float | None:
+def compute_initial_loss(job: Job, model: nn.Module, train_dataset: Dataset) -> float | None:
     """The loss of samples from all over the dataset, in eval mode, before training: by it data,
     transforms and the code of model and loss are known. None where eval mode has no loss, or
     another one each time.
     """
-    samples = job.samples(train)
-    count = min(len(train), job.batch, LOOKED_AT)
-    places = [len(train) * number // count for number in range(count)]
-    module = Summed(model, job.built_loss())
+    samples = job.make_samples(train_dataset)
+    count = min(len(train_dataset), job.batch, PROBED_SAMPLES)
+    places = [len(train_dataset) * number // count for number in range(count)]
+    module = LossModule(model, job.build_loss())
 
     def loss() -> float:
         total, weight = module(
-            *parted(brought(samples[0, places], CPU, job.parameter_dtype)), count
+            *separate_target(convert_batch(samples[0, places], CPU, job.parameter_dtype)), count
         )
         return float(total) / weight
 
     try:
-        with generators_kept(), restored(module), evaluating(model), torch.no_grad():
-            before = generator_states()
+        with (
+            keep_generators(),
+            preserve_module_state(module),
+            use_model_eval_mode(model),
+            torch.no_grad(),
+        ):
+            before = fingerprint_generators()
             first = loss()
             again = loss()
             return (
                 first
-                if first == again and isfinite(first) and generator_states() == before
+                if first == again and isfinite(first) and fingerprint_generators() == before
                 else None
             )
     except Exception:  # of a model that has no loss outside of training
         return None
 
 
-def refuse_another(
+def refuse_other_training(
     folder: Path | str,
     theirs: Mapping[str, Any],
-    ours: Mapping[str, Any],
-    here: str,
-    with_: str = "was saved with",
+    current: Mapping[str, Any],
+    subject: str,
+    relation: str = "was saved with",
     repair: str = "resume it as it was",
 ) -> None:
     """Refuse what was saved in a folder as another training than this. here: who asks, such as
     "job mlp has";  with_, repair: what is said of one that was not saved.
     """
-    for name in {**theirs, **ours}:
+    for name in {**theirs, **current}:
         saved = theirs.get(name)
-        found = ours.get(name)
-        if saved == found or (name in SINCE and name not in theirs):
+        found = current.get(name)
+        if saved == found or (name in NEW_KEYS and name not in theirs):
             continue
-        if name == LOSS_BEFORE:
+        if name == INITIAL_LOSS_KEY:
             if (
                 saved is not None
                 and found is not None
-                and abs(found - saved) > SAME_LOSS * abs(saved) + 1e-7
+                and abs(found - saved) > LOSS_TOLERANCE * abs(saved) + 1e-7
             ):
                 raise Refused(
                     f"{folder} is of a job whose loss before training was {saved:.6g}, over "
@@ -120,12 +125,13 @@ def refuse_another(
                 )
             continue
         raise Refused(
-            f"{folder} {with_} {name} {_line(saved, found)}, and {here} {_line(found, saved)}; "
+            f"{folder} {relation} {name} {_find_different_line(saved, found)}, and {subject} "
+            f"{_find_different_line(found, saved)}; "
             + (f"give --{name} {saved}" if name in ("seed", "batch") else repair)
         )
 
 
-def _line(text: Any, other: Any) -> Any:
+def _find_different_line(text: Any, other: Any) -> Any:
     """Of a text of many lines the first that the other has not; of anything else the whole."""
     if not isinstance(text, str) or not isinstance(other, str) or "\n" not in text + other:
         return text

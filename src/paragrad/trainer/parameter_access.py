@@ -15,33 +15,33 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from paragrad.datasets.loading import called
-from paragrad.engine.layout import Layout, vacate
+from paragrad.datasets.loading import call_model
+from paragrad.engine.layout import Layout, remove_model_values
 from paragrad.engine.passes import Passes
-from paragrad.engine.state.empty_parameter import NO_VALUES
+from paragrad.engine.state.empty_parameter import NO_VALUES_MESSAGE
 from paragrad.engine.state.preserve_state import (
-    INTERNAL,
-    State,
-    hooks_of,
-    owners,
-    seen_of,
-    untouched,
+    INTERNAL_ATTRIBUTES,
+    PythonState,
+    find_state_owners,
+    list_comparable_attributes,
+    list_hook_dicts,
+    preserve_all_state,
 )
-from paragrad.engine.state.values import keeping, same
+from paragrad.engine.state.values import is_same_value, make_restorer
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import Summed
+from paragrad.jobs.loss import LossModule
 
 # the last is an LSTM's, which hears of new ones
-OWN = {"_parameters", "_buffers", "_modules", "_flat_weights"}
+PARAMETER_CONTAINERS = {"_parameters", "_buffers", "_modules", "_flat_weights"}
 # copies are exchanged nowhere: each rank makes their gradients for itself, and these are alike
 # if torch's are from run to run
-IN_ANY_ORDER = (
+NONDETERMINISM_HINT = (
     "If its gradient is a sum that several threads make in any order (of x[index], say), call "
     "torch.use_deterministic_algorithms(True) where the job begins"
 )
 
 
-def refuse_views(model: nn.Module) -> None:
+def refuse_parameter_views(model: nn.Module) -> None:
     """Raises StepFailed where a module keeps a parameter, or its values, in an attribute that
     is none: on a rank the parameter moves elsewhere, and the attribute stays what it was. Nor
     can those of a script be moved.
@@ -65,7 +65,9 @@ def refuse_views(model: nn.Module) -> None:
         # as spectral_norm makes it
         anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for key, value in vars(module).items():
-            for each in _tensors_in(value) if key not in OWN | anew else ():
+            for each in (
+                _list_attribute_tensors(value) if key not in PARAMETER_CONTAINERS | anew else ()
+            ):
                 if id(each) in names:
                     raise StepFailed(
                         f"the attribute {key} of {name or 'the model'} keeps the parameter "
@@ -87,11 +89,11 @@ def refuse_views(model: nn.Module) -> None:
                     )
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def _list_attribute_tensors(value: Any) -> list[Tensor]:
     """Of an attribute: in containers, and in the attributes of an object that is no module."""
-    leaves = _leaves(value)
+    leaves = _list_leaves(value)
     inside = [
-        _leaves(vars(leaf))
+        _list_leaves(vars(leaf))
         for leaf in leaves
         if hasattr(leaf, "__dict__")
         and not isinstance(leaf, Tensor | nn.Module | type | FunctionType | ModuleType)
@@ -99,7 +101,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [each for each in (*leaves, *itertools.chain(*inside)) if isinstance(each, Tensor)]
 
 
-def _leaves(value: Any) -> list[Any]:
+def _list_leaves(value: Any) -> list[Any]:
     """Those of sets too; but no proxies, which raise where what they stand for has gone."""
     leaves = [leaf for leaf in tree_leaves(value) if type(leaf) not in weakref.ProxyTypes]
     return [
@@ -107,15 +109,15 @@ def _leaves(value: Any) -> list[Any]:
     ]
 
 
-def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
+def refuse_loss_reading_parameters(module: LossModule, inputs: Any, target: Any) -> None:
     """Raises StepFailed where the loss itself reads parameters of the model, which would be
     another rank's, or a copy's.
     """
     names = {id(each): name for name, each in module.model.named_parameters()}
-    with untouched(module):
+    with preserve_all_state(module):
         try:
             with torch.no_grad():
-                output = called(module.model, inputs)
+                output = call_model(module.model, inputs)
             value = module.loss(output, target)
         except Exception:  # of anything else the step will tell
             return
@@ -135,32 +137,32 @@ def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
             )
 
 
-def refuse_unlike_copies(
+def refuse_unequal_copies(
     layout: Layout, parameters: Mapping[str, Tensor], model: nn.Module
 ) -> None:
     """What several ranks of a replica hold is the same to the bit, also where a forward writes
     to it unseen. Collective.
     """
-    if unequal := layout.unequal(
-        {**layout.copied(parameters, 1), **dict(model.named_buffers())}, layout.world
+    if unequal := layout.find_unequal_copies(
+        {**layout.select_copies(parameters, 1), **dict(model.named_buffers())}, layout.world
     ):
         raise StepFailed(
             "ranks {} and {} hold copies of it with other values: a forward writes to it (by "
             ".data, or later than "
             "in the first step), and not on every rank; write to it in the optimizer's step, or "
             "train it with "
-            "data(n). {}".format(*unequal[:2], IN_ANY_ORDER),
+            "data(n). {}".format(*unequal[:2], NONDETERMINISM_HINT),
             tensor=unequal[2],
             differs=True,
         )
 
 
-def no_values(*called: object) -> None:
+def refuse_empty_model_use(*arguments: object) -> None:
     """A hook of a model that is cut."""
-    raise StepFailed(NO_VALUES.format("this object"))
+    raise StepFailed(NO_VALUES_MESSAGE.format("this object"))
 
 
-class Given:
+class UserModel:
     """The model and optimizer of a loop of one's own, of which ranks train parts: these do not
     hear of what is done to it, but for Python attributes, in which they follow it.
     """
@@ -169,83 +171,89 @@ class Given:
         self.model = model
         self.optimizer = optimizer
         # modules, parameters and groups, once it is cut
-        self.were: dict[str, tuple[str, object]] | None = None
-        self.state: State | None = None
+        self.initial_properties: dict[str, tuple[str, object]] | None = None
+        self.python_state: PythonState | None = None
         # on the model while it is cut
         self.hooks: list[RemovableHandle] = []
-        self.kept: list[object] = []  # that their ids stay theirs
-        self.modes: dict[str, tuple[str, object]] = {}
+        self.pinned_objects: list[object] = []  # that their ids stay theirs
+        self.initial_modes: dict[str, tuple[str, object]] = {}
 
-    def vacate(self) -> None:
+    def release_values(self) -> None:
         """It has no values from here on: what they were would be taken for what they are."""
-        vacate(self.model)
+        remove_model_values(self.model)
         for module in self.model.modules():
             self.hooks += [
-                module.register_forward_pre_hook(no_values),
-                module.register_state_dict_pre_hook(no_values),
-                module.register_load_state_dict_pre_hook(no_values),
+                module.register_forward_pre_hook(refuse_empty_model_use),
+                module.register_state_dict_pre_hook(refuse_empty_model_use),
+                module.register_load_state_dict_pre_hook(refuse_empty_model_use),
             ]
-        self.kept = [
+        self.pinned_objects = [
             *self.model.parameters(),
             *self.model.buffers(),
             *self.model.modules(),
-            *self._others().values(),
+            *self._list_other_attributes().values(),
         ]
-        self.were, self.modes, self.state = self._are(), self._modes(), State(owners(self.model))
+        self.initial_properties, self.initial_modes, self.python_state = (
+            self._describe_properties(),
+            self._describe_modes(),
+            PythonState(find_state_owners(self.model)),
+        )
 
-    def filled(self) -> None:
+    def remove_hooks(self) -> None:
         """The context has ended."""
         for hook in self.hooks:
             hook.remove()
 
-    def followed(self, part: nn.Module, passes: Passes | None, modes: bool = True) -> None:
+    def follow_changes(
+        self, local_model: nn.Module, passes: Passes | None, check_modes: bool = True
+    ) -> None:
         """What was set on modules since then, and on objects that they keep, is set on the
         part's, too. modes: they are to be what they were. Raises StepFailed where something was
         frozen, set to eval, replaced, given a hook, or given to the optimizer.
         """
-        if self.were is None or self.state is None:
+        if self.initial_properties is None or self.python_state is None:
             return
-        if change := next(self._changes(modes), None):
+        if change := next(self._list_changes(check_modes), None):
             raise StepFailed(change)
-        known = self.state.owners
+        known = self.python_state.owners
         if changed := {
             (name, what): value
-            for (name, what), value in self.state.changed().items()
+            for (name, what), value in self.python_state.collect_changes().items()
             if what != "training" or not isinstance(known[name], nn.Module)
         }:
-            ours = owners(part)
+            ours = find_state_owners(local_model)
             for (name, what), value in changed.items():
                 vars(ours[name])[what] = value
-            self.state = State(owners(self.model))
+            self.python_state = PythonState(find_state_owners(self.model))
             if passes is not None:
-                passes.changed()
+                passes.invalidate_plans()
 
-    def reflects(self, numbers: Mapping[tuple[str, str], Any]) -> None:
+    def write_back_numbers(self, numbers: Mapping[tuple[str, str], Any]) -> None:
         """Numbers that forwards have changed, on every rank, are so on the model: its user
         reads them, and may set them back. numbers: by owner and attribute.
         """
-        if self.state is None:
+        if self.python_state is None:
             return
         for (name, what), value in numbers.items():
-            if (owner := self.state.owners.get(name)) is not None and not same(
+            if (owner := self.python_state.owners.get(name)) is not None and not is_same_value(
                 vars(owner).get(what), value
             ):
                 vars(owner)[what] = value
-                self.state.values[name][what] = value, keeping(value)
-                self.state.names[name].add(what)
+                self.python_state.values[name][what] = value, make_restorer(value)
+                self.python_state.attribute_names[name].add(what)
 
-    def _changes(self, modes: bool) -> Iterator[str]:
-        assert self.were is not None
-        assert self.state is not None
-        were = self.were
-        are = self._are()
+    def _list_changes(self, check_modes: bool) -> Iterator[str]:
+        assert self.initial_properties is not None
+        assert self.python_state is not None
+        were = self.initial_properties
+        are = self._describe_properties()
         are |= {
             f"the attribute {'.'.join(filter(None, each))}": ("is gone", True)
-            for each in self.state.gone()
+            for each in self.python_state.list_removed_attributes()
         }
-        if modes:
-            were = were | self.modes
-            are = are | self._modes()
+        if check_modes:
+            were = were | self.initial_modes
+            are = are | self._describe_modes()
         for what in dict.fromkeys((*were, *are)):
             if were.get(what) != are.get(what):
                 now, _ = are.get(what, ("is gone", None))
@@ -256,19 +264,19 @@ class Given:
                     "it with data(n)"
                 )
 
-    def _others(self) -> dict[str, object]:
+    def _list_other_attributes(self) -> dict[str, object]:
         """What modules, and objects that they keep, have in attributes that cannot be
         followed.
         """
         return {
             f"{name}.{what}".lstrip("."): value
-            for name, owner in owners(self.model).items()
+            for name, owner in find_state_owners(self.model).items()
             for what, value in vars(owner).items()
-            if what not in (INTERNAL if isinstance(owner, nn.Module) else ())
-            and (what not in seen_of(owner))
+            if what not in (INTERNAL_ATTRIBUTES if isinstance(owner, nn.Module) else ())
+            and (what not in list_comparable_attributes(owner))
         }
 
-    def _modes(self) -> dict[str, tuple[str, object]]:
+    def _describe_modes(self) -> dict[str, tuple[str, object]]:
         return {
             f"the module {name}" if name else "the model": (
                 f"is in {'training' if module.training else 'eval'} mode",
@@ -277,14 +285,14 @@ class Given:
             for name, module in self.model.named_modules()
         }
 
-    def _are(self) -> dict[str, tuple[str, object]]:
+    def _describe_properties(self) -> dict[str, tuple[str, object]]:
         """Of each what to say of it, and what it is compared by."""
         found: dict[str, tuple[str, object]] = {}
         for name, module in self.model.named_modules():
             found[f"what is called {name}" if name else "it"] = "is another module", id(module)
             found[f"{name or 'the model'}'s list of hooks"] = (
                 "has others",
-                [*map(list, hooks_of(module))],
+                [*map(list, list_hook_dicts(module))],
             )
         for name, parameter in self.model.named_parameters():
             found[f"the parameter {name}"] = "is another tensor", id(parameter)
@@ -294,7 +302,7 @@ class Given:
             )
         for name, buffer in self.model.named_buffers():
             found[f"the buffer {name}"] = "is another tensor", id(buffer)
-        for what, value in self._others().items():
+        for what, value in self._list_other_attributes().items():
             found[f"the attribute {what}"] = "is another object", id(value)
         for number, group in enumerate(self.optimizer.param_groups):
             found[f"group {number} of the optimizer"] = (

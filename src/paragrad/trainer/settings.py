@@ -14,23 +14,30 @@ from typing import Any
 
 import torch
 
-from paragrad.engine.exchange import How
+from paragrad.engine.exchange import ExchangeOptions
 from paragrad.errors import Refused
-from paragrad.executors.machine import Machine, machine_of, read_machine
+from paragrad.executors.machine import Machine, load_machine, read_machine_file
 from paragrad.jobs.job import Job
-from paragrad.notation.choices import unknown
-from paragrad.parallel.server.curve_keys import refuse_folder
-from paragrad.parallel.server.join_endpoint import read_place
-from paragrad.planner.simulation import read_bytes
+from paragrad.notation.choices import describe_unknown_name
+from paragrad.parallel.server.curve_keys import refuse_key_folder
+from paragrad.parallel.server.join_endpoint import parse_host_port
+from paragrad.planner.simulation import parse_bytes
 from paragrad.record import chrome_trace, tensorboard
-from paragrad.runtime.launcher_env import cores
-from paragrad.runtime.world import TIMEOUT
-from paragrad.schedules.fault_injection import SABOTAGES
-from paragrad.trainer.pace import Slowed, read_slowed
+from paragrad.runtime.launcher_env import count_cores
+from paragrad.runtime.world import DEFAULT_TIMEOUT
+from paragrad.schedules.fault_injection import FAULTS
+from paragrad.trainer.pace import SlowRanks, read_slow_ranks
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
-LONGEST = 2_000_000  # seconds: of more milliseconds sockets know nothing
+MAX_TIMEOUT = 2_000_000  # seconds: of more milliseconds sockets know nothing
+
+# settings that had another name until version 0.1, and the names that they have now
+RENAMED = {
+    "sabotage": "inject_fault",
+    "unproved": "skip_schedule_check",
+    "unchecked": "skip_first_step_check",
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Until:
     metric: str
     value: float
 
-    def reached(self, test: float) -> bool:
+    def is_reached(self, test: float) -> bool:
         return test <= self.value if self.metric == "loss" else test >= self.value
 
     def __str__(self) -> str:
@@ -80,10 +87,10 @@ class Settings:
     trace: str | Path | None = None
     memory: str | int | None = None
     machine: str | Path | None = None
-    sabotage: str | None = None
-    unproved: bool = False
-    unchecked: bool = False
-    timeout: float = TIMEOUT
+    inject_fault: str | None = None
+    skip_schedule_check: bool = False
+    skip_first_step_check: bool = False
+    timeout: float = DEFAULT_TIMEOUT
     slow: str | None = None
     pace: float | None = None
     listen: str | None = None
@@ -112,9 +119,9 @@ class Settings:
         return Until(metric.strip(), wanted)
 
     @property
-    def budget(self) -> int | None:
+    def memory_budget(self) -> int | None:
         """Bytes that a rank may hold. Raises Refused."""
-        found = read_bytes(self.memory) if isinstance(self.memory, str) else self.memory
+        found = parse_bytes(self.memory) if isinstance(self.memory, str) else self.memory
         if found is not None and (
             isinstance(found, bool) or not isinstance(found, int) or found < 1
         ):
@@ -124,35 +131,35 @@ class Settings:
     @property
     def known_machine(self) -> Machine | None:
         """The machine of the file. Raises Refused."""
-        return read_machine(Path(self.machine), cores())[0] if self.machine else None
+        return read_machine_file(Path(self.machine), count_cores())[0] if self.machine else None
 
-    def enough(self, steps: int) -> bool:
+    def has_reached_limit(self, steps: int) -> bool:
         """Are as many steps made as were asked for?"""
         return self.limit is not None and steps >= self.limit
 
-    def reached(self, test: Mapping[str, float] | None) -> bool:
+    def has_reached_goal(self, test: Mapping[str, float] | None) -> bool:
         """Has a test ({"value", ...}; None: none was made) come to the goal, where there is
         one?
         """
-        return bool(self.goal and test and self.goal.reached(test["value"]))
+        return bool(self.goal and test and self.goal.is_reached(test["value"]))
 
     @property
-    def slowed(self) -> Slowed:
+    def slow_ranks(self) -> SlowRanks:
         """`slow` and `pace`, read. Raises Refused."""
-        return read_slowed(self.slow, self.pace)
+        return read_slow_ranks(self.slow, self.pace)
 
     @property
-    def how(self) -> How:
+    def exchange_options(self) -> ExchangeOptions:
         """What of it an exchange is told."""
-        return How(self.overlap, self.known_machine, self.sabotage)
+        return ExchangeOptions(self.overlap, self.known_machine, self.inject_fault)
 
-    def check(self, job: Job | None = None) -> None:
+    def check_settings(self, job: Job | None = None) -> None:
         """Refuse what no rank should see (and what does not fit the job). Raises Refused."""
-        self._check_kinds()
-        for name, known in (("device", DEVICES), ("backend", BACKENDS), ("sabotage", SABOTAGES)):
+        self._check_types()
+        for name, known in (("device", DEVICES), ("backend", BACKENDS), ("inject_fault", FAULTS)):
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise Refused(unknown(name, str(value), known))
+                raise Refused(describe_unknown_name(name, str(value), known))
         for name, least in (("loaders", 0), ("save", 1), ("limit", 1), ("noise_scale", 1)):
             value = getattr(self, name)
             if value is not None and (
@@ -162,10 +169,10 @@ class Settings:
         if (
             isinstance(self.timeout, bool)
             or not isinstance(self.timeout, int | float)
-            or not 0 < self.timeout <= LONGEST
+            or not 0 < self.timeout <= MAX_TIMEOUT
         ):
             raise Refused(
-                f"timeout must be seconds above 0, and at most {LONGEST:,} (some weeks), got "
+                f"timeout must be seconds above 0, and at most {MAX_TIMEOUT:,} (some weeks), got "
                 f"{self.timeout!r}"
             )
         if self.folder is not None and not os.path.isdir(self.folder):
@@ -182,39 +189,45 @@ class Settings:
             raise Refused(
                 "backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend"
             )
-        read_slowed(self.slow, self.pace)
+        read_slow_ranks(self.slow, self.pace)
         if self.listen is not None or self.allow is not None:
-            self._check_entrance()
+            self._check_join_settings()
         if self.tensorboard:
-            tensorboard.check()
+            tensorboard.check_tensorboard()
         if self.trace is not None:
-            chrome_trace.check(Path(self.trace))
+            chrome_trace.check_trace_path(Path(self.trace))
         if self.machine:
             # it refuses a file that is none, and warns of another machine's
-            machine_of(Path(self.machine), cores())
-        if self.budget is not None and job is not None and job.batch != "fit":
+            load_machine(Path(self.machine), count_cores())
+        if self.memory_budget is not None and job is not None and job.batch != "fit":
             raise Refused(
                 f"memory {self.memory} says what a rank may hold where the batch is to be found; "
                 f"give batch='fit' "
                 f"(--batch fit) in place of {job.batch!r}, or leave it out"
             )
         if job is not None:
-            self._check_until(job)
+            self._check_goal(job)
 
-    def _check_kinds(self) -> None:
+    def _check_types(self) -> None:
         for name in ("data", "resume", "machine", "trace", "allow"):
             value = getattr(self, name)
             if value is not None and not (
                 isinstance(value, str | Path) and str(value).isprintable()
             ):
                 raise Refused(f"{name} must be a path, got {value!r}")
-        for name in ("overlap", "tensorboard", "unproved", "unchecked", "reverse"):
+        for name in (
+            "overlap",
+            "tensorboard",
+            "skip_schedule_check",
+            "skip_first_step_check",
+            "reverse",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise Refused(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.until, str | Until | None):
             raise Refused(f"until must be a text such as 'accuracy=97.5', got {self.until!r}")
 
-    def _check_entrance(self) -> None:
+    def _check_join_settings(self) -> None:
         if self.listen is None or self.allow is None:
             raise Refused(
                 "--listen says where workers may join from other hosts, and --allow is the folder "
@@ -223,10 +236,10 @@ class Settings:
             )
         if not isinstance(self.listen, str):
             raise Refused(f"listen must be a text such as '10.0.0.1:4000', got {self.listen!r}")
-        read_place("--listen", self.listen)
-        refuse_folder(Path(self.allow))
+        parse_host_port("--listen", self.listen)
+        refuse_key_folder(Path(self.allow))
 
-    def _check_until(self, job: Job) -> None:
+    def _check_goal(self, job: Job) -> None:
         goal = self.goal
         if goal is None:
             return
@@ -239,10 +252,17 @@ class Settings:
             )
 
 
-def settings_of(given: dict[str, Any]) -> Settings:
+def name_in_records(name: str) -> str:
+    """Return the JSON key of a setting: records keep the keys that they always had."""
+    return next((old for old, new in RENAMED.items() if new == name), name)
+
+
+def build_settings(values: dict[str, Any]) -> Settings:
     """Settings by their names. Raises Refused with the nearest one."""
     known = [each.name for each in fields(Settings)]
-    for name in given:
+    for name in values:
+        if name in RENAMED:
+            raise Refused(f"the setting {name} is now called {RENAMED[name]}")
         if name not in known:
-            raise Refused(unknown("setting", name, known))
-    return Settings(**given)
+            raise Refused(describe_unknown_name("setting", name, known))
+    return Settings(**values)

@@ -17,49 +17,69 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import Collate, Dataset, Samples, refuse_loader, whole_where_needed
-from paragrad.datasets.sample_order import Order
+from paragrad.datasets.loading import (
+    Collate,
+    Dataset,
+    Samples,
+    refuse_loader,
+    wrap_collate_if_needed,
+)
+from paragrad.datasets.sample_order import SampleOrder
 from paragrad.engine.batch_norm import BatchNorm
-from paragrad.engine.exchange import Exchange, How, counted, unmoved
+from paragrad.engine.exchange import (
+    Exchange,
+    ExchangeOptions,
+    check_totals,
+    refuse_moved_parameters,
+)
 from paragrad.engine.gradient_noise import GradientNorms
-from paragrad.engine.layout import Layout, State, filled
-from paragrad.engine.model_shard import Around, over
-from paragrad.engine.optimizer.modes import in_eval_mode
-from paragrad.engine.optimizer.optimizer_state import attributes
-from paragrad.engine.optimizer.update_probe import Alike
-from paragrad.engine.passes import COUNTED, Passes, Sums, counting, sums_of
-from paragrad.engine.probe import Probe, evaluating
-from paragrad.engine.rng.draws import Calls, Draws, as_seen, keyed
+from paragrad.engine.layout import Layout, OptimizerState, build_filled_model
+from paragrad.engine.model_shard import PassContext, enter_pass_contexts
+from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
+from paragrad.engine.optimizer.optimizer_state import copy_optimizer_attributes
+from paragrad.engine.optimizer.update_probe import ReplicatedDraws
+from paragrad.engine.passes import COUNTED_STEPS, LossSums, Passes, count_activations, run_passes
+from paragrad.engine.probe import Probe, use_model_eval_mode
+from paragrad.engine.rng.draws import CallNumbers, Draws, check_seen_draws, key_draws
 from paragrad.engine.state import shared_initialization
-from paragrad.engine.state.preserve_state import Before
+from paragrad.engine.state.preserve_state import ModuleSnapshot
 from paragrad.errors import StepFailed
-from paragrad.jobs.fingerprint import described
+from paragrad.jobs.fingerprint import describe_callable
 from paragrad.jobs.job import Job
-from paragrad.jobs.loss import Loss, Summed
-from paragrad.jobs.precision import coarsest, shared_type
-from paragrad.planner.cost_formulas import computed_bytes
+from paragrad.jobs.loss import Loss, LossModule
+from paragrad.jobs.precision import find_coarsest_dtype, find_shared_dtype
+from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.record.record import Recorder
-from paragrad.record.step_log import Log
+from paragrad.record.step_log import StepLog
 from paragrad.runtime import allocator, generators
-from paragrad.runtime.stragglers import Watch, failure
+from paragrad.runtime.stragglers import StragglerMonitor, make_step_failure
 from paragrad.runtime.world import World
-from paragrad.strategies.shares import Division, Micro
+from paragrad.strategies.shares import Division, MicroBatch
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.batch import Batch, batch_of
-from paragrad.trainer.batch_feed import Feed
+from paragrad.trainer.batch import Batch, make_rank_batch
+from paragrad.trainer.batch_feed import BatchFeed
 from paragrad.trainer.checkpoint import trainer_snapshot
-from paragrad.trainer.checkpoint.checkpoint_files import newest_of_all
-from paragrad.trainer.evaluation import Metric, at_once, evaluated
-from paragrad.trainer.first_step.setup import before, certain, prove
-from paragrad.trainer.first_step.step_check import Proof
-from paragrad.trainer.model_partition import Holding, begun_of, check_given, placed
-from paragrad.trainer.pace import Pace, Slowed
-from paragrad.trainer.parameter_access import Given
+from paragrad.trainer.checkpoint.checkpoint_files import agree_on_newest_checkpoint
+from paragrad.trainer.evaluation import Metric, choose_evaluation_batch, evaluate_dataset
+from paragrad.trainer.first_step.setup import (
+    check_step_outcome,
+    prepare_step,
+    resolve_doubtful_weight,
+)
+from paragrad.trainer.first_step.step_check import StepCheck
+from paragrad.trainer.model_partition import (
+    ModelPartition,
+    build_trainer_arguments,
+    check_loss_ranks,
+    place_rank,
+)
+from paragrad.trainer.pace import Pace, SlowRanks
+from paragrad.trainer.parameter_access import UserModel
 from paragrad.trainer.settings import Settings
 
 
 @dataclass(frozen=True)
-class Result:
+class StepResult:
     """A step's outcome, the same on every rank: the mean loss of the global batch, and its
     weight (samples or tokens); of replicas that step alone, each one's own. stop: some rank was
     asked to stop.
@@ -101,139 +121,149 @@ class Trainer:
         collate: Collate | None = None,
         dtype: torch.dtype | None = None,
         record: Recorder | None = None,
-        how: How | None = None,
-        like: Strategy | None = None,
+        exchange_options: ExchangeOptions | None = None,
+        compared_strategy: Strategy | None = None,
         reverse: bool = False,
-        examined: bool = False,
-        unchecked: bool = False,
-        seen: Probe | None = None,
-        begun: shared_initialization.Start | None = None,
-        tests: bool = True,
+        loss_checked: bool = False,
+        skip_first_step_check: bool = False,
+        validation_probe: Probe | None = None,
+        initial_model: shared_initialization.InitialModel | None = None,
+        has_tests: bool = True,
         pace: Pace | None = None,
-        noise: int = 0,
+        noise_interval: int = 0,
     ) -> None:
         # without steps
-        self.everyone = world
-        self.world = placed(strategy, world)
-        self.serves = strategy.serves(world.rank)
+        self.full_world = world
+        self.world = place_rank(strategy, world)
+        self.is_server = strategy.is_server(world.rank)
         self.model = model
         self.optimizer = optimizer
         self.strategy = strategy
-        self.began = attributes(optimizer)
+        self.initial_optimizer_attributes = copy_optimizer_attributes(optimizer)
         self.seed = seed
         self.scheduler = scheduler
         self.clip_norm = clip_norm
         self.autocast = autocast
         self.collate = collate
-        self.log = Log(record)
-        self.how = how or How()
+        self.log = StepLog(record)
+        self.exchange_options = exchange_options or ExchangeOptions()
         self.reverse = reverse
-        self.examined = examined
-        self.unchecked = unchecked
-        self.seen = seen
-        self.tests = tests
+        self.loss_checked = loss_checked
+        self.skip_first_step_check = skip_first_step_check
+        self.validation_probe = validation_probe
+        self.has_tests = has_tests
         # where the ranks of one have the model in one place
-        self.hosts = begun.told(self.log, world) if begun else None
-        self.division, self.replicated = (like or strategy).division, self.world.dividing("samples")
+        self.shared_hosts = initial_model.record_choice(self.log, world) if initial_model else None
+        self.division, self.samples_world = (
+            (compared_strategy or strategy).division,
+            self.world.select_dividing_axes("samples"),
+        )
         self.replicas = (
             list(range(len(self.division.shares)))
-            if like
-            else [self.replicated.rank % len(self.division.shares)]
+            if compared_strategy
+            else [self.samples_world.rank % len(self.division.shares)]
         )
         # of the ranks with one share, the one that records it
-        self.leads = self.world.leads("samples")
-        self.splits = (
+        self.is_share_leader = self.world.is_first("samples")
+        self.is_exact_split = (
             strategy.exact
-            and not like
-            and not unchecked
+            and not compared_strategy
+            and not skip_first_step_check
             and (world.size > 1 or self.division.micro > 1)
         )
         self.parameters = dict(model.named_parameters())
-        self.precision = coarsest(model)
+        self.precision = find_coarsest_dtype(model)
         # own loops
-        self.module = Summed(model, loss)
-        self.known_by = {} if examined else {"model": described(model)}
-        self.dtype, self.everything = dtype or shared_type(model), list(self.module.parameters())
+        self.module = LossModule(model, loss)
+        self.model_identity = {} if loss_checked else {"model": describe_callable(model)}
+        self.dtype, self.all_parameters = (
+            dtype or find_shared_dtype(model),
+            list(self.module.parameters()),
+        )
         # what of the model this rank holds, from the cut on; held: or its shards
         self.layout = Layout()
-        self.held = self.layout
+        self.shard_layout = self.layout
         # then, serial names of the parameters in each group of the optimizer
-        self.groups: list[list[str]] = []
+        self.group_names: list[list[str]] = []
         # without values once it is cut
-        self.hollow = model
-        self.given = None if examined else Given(model, optimizer)
+        self.empty_model = model
+        self.user_model = None if loss_checked else UserModel(model, optimizer)
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
         # where techniques cut; what they want around
-        self.looks = dict[str, Any]()
-        self.around = tuple[Around, ...]()
-        self.pace = pace or Pace(Slowed(), seed, world.rank, world.device.type != "cpu")
-        self.feed, self.watch = (
-            Feed(self.log, world.device, self.dtype),
-            Watch(self.world, strategy.promise.replicas_equal),
+        self.model_inspections = dict[str, Any]()
+        self.pass_contexts = tuple[PassContext, ...]()
+        self.pace = pace or Pace(SlowRanks(), seed, world.rank, world.device.type != "cpu")
+        self.feed, self.straggler_watch = (
+            BatchFeed(self.log, world.device, self.dtype),
+            StragglerMonitor(self.world, strategy.guarantees.replicas_equal),
         )
         # taken: by this trainer;  batch_size: once known
         self.steps = 0
-        self.taken = 0
+        self.own_steps = 0
         self.batch_size = 0
         # what exchanges of the strategy that was saved keep beside the optimizer's state
-        self.restored: State = {}
+        self.restored_strategy_state: OptimizerState = {}
         # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
-        self.activations = 0
-        self.coarsest = 0.0
-        self.draws, self.alike, self.noise = (
+        self.activation_bytes = 0
+        self.coarsest_eps = 0.0
+        self.draws, self.draw_alike, self.noise = (
             Draws(),
-            Alike(seed, world.device),
-            GradientNorms(self.everything, noise),
+            ReplicatedDraws(seed, world.device),
+            GradientNorms(self.all_parameters, noise_interval),
         )
         # of the step under way, that it is one worker's; kept: what it began with
-        self.proof: Proof | None = None
-        self.kept: Before | None = None
+        self.step_check: StepCheck | None = None
+        self.state_before_step: ModuleSnapshot | None = None
         # cast: the passes were under autocast
         self.rehearsing = False
-        self.cast = False
+        self.used_autocast = False
         self.batch_norm = BatchNorm(
-            self.replicated, model, self._count_batch_norm, own=strategy.batch_norm == "share"
+            self.samples_world,
+            model,
+            self._count_batch_norm_bytes,
+            local_statistics=strategy.batch_norm == "share",
         )
         # what is drawn from here on differs by rank
         generators.seed_everything(seed + 1 + world.rank)
 
     @classmethod
-    def of_job(
+    def build_for_job(
         cls,
         world: World,
         job: Job,
         strategy: Strategy,
         settings: Settings | None = None,
-        **more: Any,
+        **overrides: Any,
     ) -> Trainer:
         """The trainer of a job, whose model every rank builds itself; one that is cut, one rank
         of every host.
         """
         return cls(
-            strategy=strategy, **(begun_of(world, job, strategy, settings or Settings()) | more)
+            strategy=strategy,
+            **(build_trainer_arguments(world, job, strategy, settings or Settings()) | overrides),
         )
 
-    def hold(self, part: Holding) -> None:
+    def adopt_partition(self, partition: ModelPartition) -> None:
         """From here on this rank holds a part of the model."""
-        self.module = part.module
-        self.hollow = part.hollow
-        self.draws = part.draws
-        self.groups = part.groups
-        self.layout = part.layout
-        self.around = part.around
-        self.held = part.layout
-        self.model = part.module.model
+        self.module = partition.module
+        self.empty_model = partition.empty_model
+        self.draws = partition.draws
+        self.group_names = partition.groups
+        self.layout = partition.layout
+        self.pass_contexts = partition.contexts
+        self.shard_layout = partition.layout
+        self.model = partition.module.model
         self.batch_norm.model = self.model
-        self.parameters, self.everything = (
+        self.parameters, self.all_parameters = (
             dict(self.model.named_parameters()),
             list(self.module.parameters()),
         )
 
-    def _count_batch_norm(self, payload: int, ranks: int) -> None:
+    def _count_batch_norm_bytes(self, payload: int, ranks: int) -> None:
         if self.exchange is not None:
-            self.exchange.count(
-                "batch_norm", computed_bytes("all_gather", payload, ranks), computed=True
+            self.exchange.count_bytes(
+                "batch_norm", count_collective_bytes("all_gather", payload, ranks), computed=True
             )
 
     # ---- batches -----------------------------------------------------------------------------
@@ -249,25 +279,25 @@ class Trainer:
         ranks take.
         """
         refuse_loader(dataset, "the dataset")
-        order = Order(len(dataset), batch, self.seed)
+        order = SampleOrder(len(dataset), batch, self.seed)
         self.batch_size = min(batch, len(dataset))
-        self.strategy.refuse_few(min(batch, order.samples), self.strategy)
-        if self.strategy.follows:
-            self.division = self.pace.followed(
-                self.replicated, self.batch_size, self.division, self.log, epoch
+        self.strategy.refuse_small_batch(min(batch, order.samples), self.strategy)
+        if self.strategy.adapts_shares:
+            self.division = self.pace.update_shares(
+                self.samples_world, self.batch_size, self.division, self.log, epoch
             )
-        return self.batches_at(
+        return self.iterate_batches_at(
             dataset,
             order,
-            ((epoch, whole) for whole in order.batches(start)),
+            ((epoch, whole) for whole in order.list_batches(start)),
             loaders,
             self.division,
         )
 
-    def batches_at(
+    def iterate_batches_at(
         self,
         dataset: Dataset,
-        order: Order,
+        order: SampleOrder,
         places: Iterable[tuple[int, range]],
         loaders: int = 0,
         division: Division | None = None,
@@ -279,154 +309,179 @@ class Trainer:
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         samples = (
             samples
-            if self.examined or not self.splits
-            else whole_where_needed(samples, order.batch)
+            if self.loss_checked or not self.is_exact_split
+            else wrap_collate_if_needed(samples, order.batch)
         )
         for epoch, group in groupby(places, key=lambda place: place[0]):
-            yield from self.feed.give(
+            yield from self.feed.iterate_batches(
                 samples,
                 (
-                    batch_of(order, epoch, whole, division, self.replicas, self.reverse)
+                    make_rank_batch(order, epoch, whole, division, self.replicas, self.reverse)
                     for _, whole in group
                 ),
                 loaders,
             )
 
     # ---- the step ----------------------------------------------------------------------------
-    def step(self, inputs: Any, target: Any = None) -> Result:
+    def step(self, inputs: Any, target: Any = None) -> StepResult:
         """Forward, backward, exchange, update on what `batches` gave last. Raises StepFailed
         with step and tensor.
         """
         try:
-            batch = self.feed.taken(inputs, target)
+            batch = self.feed.take_batch(inputs, target)
             target = inputs if target is None else target
-            with self.watch.over(self.steps):
-                before(self, batch, inputs, target)
-                own = self.gradients_of(batch, inputs, target)
+            with self.straggler_watch.track_step(self.steps):
+                prepare_step(self, batch, inputs, target)
+                own = self.compute_batch_gradients(batch, inputs, target)
                 own, result, rate = self._update(batch, inputs, target, own)
         except Exception as error:
-            cause = error if self.exchange is None else self.exchange.cause(error)
-            raise self.failed(cause, own=self.strategy.in_rounds) from cause
+            cause = error if self.exchange is None else self.exchange.find_cause(error)
+            raise self.report_failure(cause, is_local=self.strategy.trains_clients) from cause
         assert self.exchange is not None
-        if self.layout.cut:
-            self.exchange.count("parts", self.layout.sent, computed=True)
-            if self.given is not None and self.passes is not None:
-                self.given.reflects(self.passes.numbers())
+        if self.layout.is_partitioned:
+            self.exchange.count_bytes("parts", self.layout.sent_bytes, computed=True)
+            if self.user_model is not None and self.passes is not None:
+                self.user_model.write_back_numbers(self.passes.collect_python_numbers())
         # what the step was compared with, and a whole model
-        allocator.give_back(self.taken == 0)
+        allocator.return_freed_memory(self.own_steps == 0)
         mine, order = (
-            (own, batch.recorded) if self.leads and not self.exchange.again else (Sums(), [0, 0])
+            (own, batch.recorded_range)
+            if self.is_share_leader and not self.exchange.already_applied
+            else (LossSums(), [0, 0])
         )
-        self.log.step(
+        self.log.write_step(
             self.steps,
-            self.feed.began,
+            self.feed.load_start,
             epoch=batch.epoch,
             loss=[mine.loss, mine.weight],
             order=order,
             lr=rate,
-            sent=dict(self.exchange.sent),
-            **self.noise.line,
+            sent=dict(self.exchange.sent_bytes),
+            **self.noise.record_entry,
         )
         self.steps = self.steps + 1
-        self.taken = self.taken + 1
+        self.own_steps = self.own_steps + 1
         return result
 
-    def gradients_of(self, batch: Batch, inputs: Any, target: Any) -> Sums:
+    def compute_batch_gradients(self, batch: Batch, inputs: Any, target: Any) -> LossSums:
         """Summed over micro-batches, replicas and owners; this rank's own sums."""
         assert self.exchange is not None
         assert self.passes is not None
         # also those that the optimizer does not hold
-        for parameter in self.everything:
+        for parameter in self.all_parameters:
             parameter.grad = None
         self.exchange.begin()
-        self.noise.begin(self.steps, self.rehearsing)
-        samples = sum(len(each.positions) for each in batch.micros)
+        self.noise.begin_step(self.steps, self.rehearsing)
+        samples = sum(len(each.positions) for each in batch.micro_batches)
         share = self.batch_size / len(self.division.shares) or 1.0
-        self.layout.sent = 0
-        self.module.doubts = 0.0
-        self.cast = False
-        self.exchange.stop = self.world.stop.is_set()
-        self.exchange.own_samples = samples
+        self.layout.sent_bytes = 0
+        self.module.doubtful_total = 0.0
+        self.used_autocast = False
+        self.exchange.stop_requested = self.world.stop.is_set()
+        self.exchange.local_samples = samples
         self.exchange.epoch = batch.epoch
         looked = (
             None
-            if self.rehearsing or self.taken >= COUNTED or self.exchange.shards or not self.coarsest
+            if self.rehearsing
+            or self.own_steps >= COUNTED_STEPS
+            or self.exchange.shard_layout
+            or not self.coarsest_eps
             else self.model
         )
-        still = unmoved(self.exchange, self.parameters, self.layout, self.replicated.size)
-        late = as_seen(
-            self.draws, self.layout.cut and self.splits and (self.taken + 1).bit_count() == 1
+        still = refuse_moved_parameters(
+            self.exchange, self.parameters, self.layout, self.samples_world.size
+        )
+        late = check_seen_draws(
+            self.draws,
+            self.layout.is_partitioned
+            and self.is_exact_split
+            and (self.own_steps + 1).bit_count() == 1,
         )
         paced = (
             contextlib.nullcontext()
             if self.rehearsing
-            else self.pace.over(self.steps, samples, share, self.passes)
+            else self.pace.pace_step(self.steps, samples, share, self.passes)
         )
         with (
-            counting(self.passes, looked),
+            count_activations(self.passes, looked),
             still,
             late,
             paced,
-            over(self.around, self.exchange.count),
+            enter_pass_contexts(self.pass_contexts, self.exchange.count_bytes),
         ):
-            own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
-        if self.autocast is not None and not self.rehearsing and not self.cast:
+            own = run_passes(
+                self.passes, batch.iterate_micro_batches(inputs, target), len(batch.micro_batches)
+            )
+        if self.autocast is not None and not self.rehearsing and not self.used_autocast:
             raise StepFailed(
                 f"the passes of {self.strategy} leave autocast out; make every forward "
                 f"within.casting()"
             )
-        self.exchange.doubt = self.module.doubts
+        self.exchange.doubtful_weight = self.module.doubtful_total
         self.exchange.finish(own.weight, own.loss)
-        self.layout.sum_owned(self.parameters)
+        self.layout.sum_shared_gradients(self.parameters)
         return own
 
-    def counted(self, own: Sums) -> tuple[Sums, list[float]]:
+    def share_totals(self, local_sums: LossSums) -> tuple[LossSums, list[float]]:
         """(own sums of this rank's share, [weight, loss, ranks asked to stop, doubtful weight]
         of all), as who has the loss tells; of the wish to stop all hear. Collective.
         """
         assert self.exchange is not None
-        with self.log.detail("told", "wait") if self.layout.cut else contextlib.nullcontext():
-            told = self.layout.told([own.loss, own.weight, *counted(self.exchange)])
-        check_given([each[1] for each in told], self.layout.givers)
+        with (
+            self.log.record_detail("told", "wait")
+            if self.layout.is_partitioned
+            else contextlib.nullcontext()
+        ):
+            told = self.layout.share_numbers(
+                [local_sums.loss, local_sums.weight, *check_totals(self.exchange)]
+            )
+        check_loss_ranks([each[1] for each in told], self.layout.output_rank_count)
         loss, weight, *sums = told[0]
-        sums[2], self.exchange.share = max(each[4] for each in told), weight / (sums[0] or 1.0)
-        return own._replace(loss=loss, weight=weight), sums
+        sums[2], self.exchange.weight_share = (
+            max(each[4] for each in told),
+            weight / (sums[0] or 1.0),
+        )
+        return local_sums._replace(loss=loss, weight=weight), sums
 
     def _update(
-        self, batch: Batch, inputs: Any, target: Any, own: Sums
-    ) -> tuple[Sums, Result, float]:
+        self, batch: Batch, inputs: Any, target: Any, local_sums: LossSums
+    ) -> tuple[LossSums, StepResult, float]:
         """The one division by the global weight, then clipping, the optimizer and the
         scheduler: as serial. Returns the share's own sums, the result and the learning rate of
         this update.
         """
         assert self.exchange is not None
-        own, (weight, loss, stop, doubt) = self.counted(own)
-        with self.log.span("update", "update"):
-            weight = certain(self, batch, inputs, target, weight, doubt)
+        local_sums, (weight, loss, stop, doubt) = self.share_totals(local_sums)
+        with self.log.record_span("update", "update"):
+            weight = resolve_doubtful_weight(self, batch, inputs, target, weight, doubt)
             rate = float(self.optimizer.param_groups[0]["lr"])
             self.exchange.weight = weight
-            self.exchange.stop = self.exchange.stop or stop > 0
+            self.exchange.stop_requested = self.exchange.stop_requested or stop > 0
             if weight:
-                self.exchange.average(weight * own.scale)
+                self.exchange.average(weight * local_sums.scale)
             else:
-                self.exchange.uncounted()
-            self.noise.mean(self.exchange.averaged)
-            if self.proof is not None and not self.rehearsing:
-                prove(self, loss / weight, weight)
-            self.alike("update", self.steps, self.exchange.update)
+                self.exchange.refuse_zero_weight()
+            self.noise.measure_mean_gradient(self.exchange.gather_mean_gradients)
+            if self.step_check is not None and not self.rehearsing:
+                check_step_outcome(self, loss / weight, weight)
+            self.draw_alike("update", self.steps, self.exchange.update)
             if self.scheduler is not None:
-                self.alike("schedule", self.steps, self.scheduler.step)
-        return own, Result(loss / (weight or 1.0), weight, stop + self.exchange.asked > 0), rate
+                self.draw_alike("schedule", self.steps, self.scheduler.step)
+        return (
+            local_sums,
+            StepResult(loss / (weight or 1.0), weight, stop + self.exchange.stop_requests > 0),
+            rate,
+        )
 
-    def keyed(
-        self, micro: Micro, first: int = 0, calls: Calls | None = None
+    def key_draws(
+        self, micro: MicroBatch, first: int = 0, calls: CallNumbers | None = None
     ) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: what is drawn is keyed by each sample's place in the
         global batch; where that depends on the layout, a draw that the first step did not make
         ends the run. first, calls: as Keyed has them.
         """
-        strict = self.splits and self.strategy.lays_out
-        return keyed(
+        strict = self.is_exact_split and self.strategy.changes_layout
+        return key_draws(
             self.draws,
             self.seed,
             self.steps,
@@ -437,8 +492,8 @@ class Trainer:
             calls,
         )
 
-    def casting(self) -> contextlib.AbstractContextManager[Any]:
-        self.cast = True
+    def use_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        self.used_autocast = True
         off = self.autocast is None or self.rehearsing
         return (
             contextlib.nullcontext()
@@ -451,9 +506,9 @@ class Trainer:
         """The metric over a dataset (or, without one, the loss): every sample once, over all
         ranks. Collective.
         """
-        return self.evaluation(dataset, metric, loaders)["value"]
+        return self.evaluate_with_weight(dataset, metric, loaders)["value"]
 
-    def evaluation(
+    def evaluate_with_weight(
         self,
         dataset: Dataset,
         metric: Metric | None = None,
@@ -464,11 +519,16 @@ class Trainer:
         many), where it is told.
         """
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
-        if self.given is not None:
-            self.given.followed(self.model, self.passes, modes=False)
-        with self.for_evaluation(), evaluating(self.model), self.casting(), over(self.around):
-            return evaluated(
-                self.replicated,
+        if self.user_model is not None:
+            self.user_model.follow_changes(self.model, self.passes, check_modes=False)
+        with (
+            self.use_evaluation_weights(),
+            use_model_eval_mode(self.model),
+            self.use_autocast(),
+            enter_pass_contexts(self.pass_contexts),
+        ):
+            return evaluate_dataset(
+                self.samples_world,
                 self.module,
                 self.passes,
                 self.layout,
@@ -476,47 +536,53 @@ class Trainer:
                 metric,
                 self.dtype,
                 loaders,
-                at_once(self.batch_size, self.strategy.division, self.replicas[0]),
+                choose_evaluation_batch(self.batch_size, self.strategy.division, self.replicas[0]),
                 part,
             )
 
-    def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
+    def use_evaluation_weights(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards
         as they were. Collective.
         """
         return (
-            self.exchange.evaluating()
+            self.exchange.use_evaluation_weights()
             if self.exchange
-            else in_eval_mode(self.optimizer, list(self.parameters.values()))
+            else use_optimizer_eval_mode(self.optimizer, list(self.parameters.values()))
         )
 
-    def standing(self) -> contextlib.AbstractContextManager[None]:
+    def use_effective_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model as what the run stands for, where replicas differ; afterwards as it was.
         Collective.
         """
-        return self.exchange.standing() if self.exchange else contextlib.nullcontext()
+        return self.exchange.use_effective_weights() if self.exchange else contextlib.nullcontext()
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped); until any
         rank begins the next step. Collective where this rank holds parts, as `state` is.
         """
         assert self.exchange is not None
-        return self.held.whole(self.exchange.gradients())
+        return self.shard_layout.gather_serial_tensors(self.exchange.gather_gradients())
 
-    def whole(self) -> nn.Module:
+    def gather_model(self) -> nn.Module:
         """The model, put together on rank 0 where ranks hold parts. Collective."""
-        if not self.held.cut or (self.layout.cut and self.replicated.rank):
-            return self.hollow
-        tensors = self.held.whole(
-            {**self.parameters, **dict(self.model.named_buffers())}, everywhere=False
+        if not self.shard_layout.is_partitioned or (
+            self.layout.is_partitioned and self.samples_world.rank
+        ):
+            return self.empty_model
+        tensors = self.shard_layout.gather_serial_tensors(
+            {**self.parameters, **dict(self.model.named_buffers())}, on_all_ranks=False
         )
-        return filled(self.hollow, tensors) if self.world.rank == 0 else self.hollow
+        return (
+            build_filled_model(self.empty_model, tensors)
+            if self.world.rank == 0
+            else self.empty_model
+        )
 
-    def local(self) -> dict[str, Tensor]:
+    def get_local_tensors(self) -> dict[str, Tensor]:
         """What is on this rank: parameters, and buffers unless the strategy lets them differ by
         rank.
         """
-        buffers = dict(self.model.named_buffers()) if self.strategy.promise.buffers_equal else {}
+        buffers = dict(self.model.named_buffers()) if self.strategy.guarantees.buffers_equal else {}
         return {
             **{name: parameter.detach() for name, parameter in self.parameters.items()},
             **buffers,
@@ -524,42 +590,49 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """The same of the whole model, as what the run stands for."""
-        with self.standing():
+        with self.use_effective_weights():
             # the run's, in here
             buffers = (
-                {} if self.strategy.promise.replicas_equal else dict(self.model.named_buffers())
+                {} if self.strategy.guarantees.replicas_equal else dict(self.model.named_buffers())
             )
-            found = self.held.whole(
-                {**self.local(), **{name: each.detach() for name, each in buffers.items()}}
+            found = self.shard_layout.gather_serial_tensors(
+                {
+                    **self.get_local_tensors(),
+                    **{name: each.detach() for name, each in buffers.items()},
+                }
             )
             return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def save(
-        self, folder: str | Path, identity: dict[str, Any] | None = None, **beside: Any
+        self, folder: str | Path, identity: dict[str, Any] | None = None, **extra_state: Any
     ) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. beside:
         as in Snapshot. Collective.
         """
-        trainer_snapshot.save(self, Path(folder), identity, beside)
+        trainer_snapshot.save_snapshot(self, Path(folder), identity, extra_state)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest whole checkpoint below a folder, saved under any strategy:
         `trainer.steps` steps were made. Collective: rank 0 chooses, and every rank reads that
         one. Raises Refused.
         """
-        trainer_snapshot.restore(self, newest_of_all(self.world, Path(folder)))
+        trainer_snapshot.restore_snapshot(
+            self, agree_on_newest_checkpoint(self.world, Path(folder))
+        )
 
     # own: no other rank had a part in it
-    def failed(self, error: Exception, own: bool = False) -> StepFailed:
-        self.log.failed(self.steps)
+    def report_failure(self, error: Exception, is_local: bool = False) -> StepFailed:
+        self.log.write_failed_step(self.steps)
         return (
-            StepFailed.of(error, self.steps) if own else failure(self.everyone, error, self.steps)
+            StepFailed.wrap_error(error, self.steps)
+            if is_local
+            else make_step_failure(self.full_world, error, self.steps)
         )
 
     def close(self) -> None:
         """Let go of the exchange; the model is a plain one again."""
-        self.watch.close()
-        self.log.failed(self.steps)  # spans that no step took
+        self.straggler_watch.close()
+        self.log.write_failed_step(self.steps)  # spans that no step took
         for each in (self.passes, self.exchange, self.noise):
             if each is not None:
                 each.close()

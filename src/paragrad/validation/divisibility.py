@@ -4,44 +4,46 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paragrad.datasets.loading import brought, called, cut, parted
+from paragrad.datasets.loading import call_model, convert_batch, separate_target, slice_batch
 from paragrad.engine import batch_norm
-from paragrad.engine.state.preserve_state import restored
-from paragrad.jobs.job import CPU, Job, opened
-from paragrad.jobs.loss import Summed
-from paragrad.runtime.generators import generators_kept
+from paragrad.engine.state.preserve_state import preserve_module_state
+from paragrad.jobs.job import CPU, Job, open_dataset
+from paragrad.jobs.loss import LossModule
+from paragrad.runtime.generators import keep_generators
 from paragrad.runtime.world import World
 
 
-def uncut(job: Job, data: Path | None = None) -> str | None:
+def explain_no_micro_batches(job: Job, data: Path | None = None) -> str | None:
     """Why batches of a job cannot be cut into micro-batches, or None. Batches of two lengths
     are looked at: one may be that of another dimension by chance.
     """
-    train = opened(job.train, data)
+    train = open_dataset(job.train, data)
     for count in {min(len(train), 3), min(len(train), 2)}:
-        batch = job.samples(train)[0, list(range(count))]
+        batch = job.make_samples(train)[0, list(range(count))]
         try:
-            cut(batch, slice(0, 1), count)
+            slice_batch(batch, slice(0, 1), count)
         except ValueError as error:
             return str(error)
     return None
 
 
-def alone(job: Job, data: Path | None = None) -> str | None:
+def explain_no_single_sample(job: Job, data: Path | None = None) -> str | None:
     """Why a job's model cannot train on one sample alone, or None: a batch norm over one value
     for each channel.
     """
-    model = job.built_model()
-    samples = job.samples(opened(job.train, data))
+    model = job.build_model()
+    samples = job.make_samples(open_dataset(job.train, data))
     norm = batch_norm.BatchNorm(World(), model, lambda *_: None, samples=1)
-    with generators_kept(), restored(Summed(model, job.built_loss())), norm:
+    with keep_generators(), preserve_module_state(LossModule(model, job.build_loss())), norm:
         try:
-            called(model, brought(parted(samples[0, [0]])[0], CPU, job.parameter_dtype))
+            call_model(
+                model, convert_batch(separate_target(samples[0, [0]])[0], CPU, job.parameter_dtype)
+            )
         except ValueError as error:
             said = str(error).partition(";")[0]
             return (
                 f"batch norm cannot train on one sample ({said})"
-                if said.startswith(batch_norm.FEW)
+                if said.startswith(batch_norm.TOO_FEW_VALUES)
                 else None
             )
         except Exception:  # of anything else the step will tell

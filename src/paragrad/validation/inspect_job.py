@@ -19,85 +19,96 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import (
     Dataset,
     WholeBatch,
-    brought,
-    called,
-    copied,
-    parted,
+    call_model,
+    clone_batch,
+    convert_batch,
+    explain_whole_batch,
     refuse_loader,
-    why_whole,
+    separate_target,
 )
-from paragrad.datasets.sample_order import Order, refuse_endless
+from paragrad.datasets.sample_order import SampleOrder, refuse_endless_dataset
 from paragrad.engine import batch_norm
-from paragrad.engine.loss_additivity import ASKED, Excerpt, parts_of, wrong_with
-from paragrad.engine.probe import Probe, probed
+from paragrad.engine.loss_additivity import (
+    MAX_SAMPLES,
+    BatchExcerpt,
+    collect_parts,
+    find_additivity_error,
+)
+from paragrad.engine.probe import Probe, probe_model
 from paragrad.engine.rng.draws import Draws
-from paragrad.engine.state.preserve_state import replaced, restored
-from paragrad.errors import Refused, StepFailed, told
-from paragrad.jobs.job import CPU, DTYPES, Job, opened
-from paragrad.jobs.loss import Summed, misshapen
-from paragrad.jobs.precision import in_precision
-from paragrad.optim.rate_scaling import rescaled
-from paragrad.runtime.generators import generator_states, generators_kept
+from paragrad.engine.state.preserve_state import list_replaced_parameters, preserve_module_state
+from paragrad.errors import Refused, StepFailed, describe_error
+from paragrad.jobs.job import CPU, DTYPES, Job, open_dataset
+from paragrad.jobs.loss import LossModule, describe_bad_loss
+from paragrad.jobs.precision import convert_model
+from paragrad.optim.rate_scaling import rescale_job
+from paragrad.runtime.generators import fingerprint_generators, keep_generators
 from paragrad.runtime.world import World
-from paragrad.trainer.evaluation import without_gradients
-from paragrad.trainer.identity import beginning, loss_before
-from paragrad.validation.lazy_modules import Initialised, lazy_names
-from paragrad.validation.repeatability import unlike
-from paragrad.validation.scheduler_check import warn_of_epochs
+from paragrad.trainer.evaluation import call_without_gradients
+from paragrad.trainer.identity import compute_initial_loss, describe_initial_training
+from paragrad.validation.lazy_modules import LazyModelBuilder, list_lazy_tensors
+from paragrad.validation.repeatability import explain_unequal_samples
+from paragrad.validation.scheduler_check import warn_epoch_scheduler
 
-WANTS_CLOSURE = (
+CLOSURE_MESSAGE = (
     "{} wants a closure, which runs the model again inside the update; use an "
     "optimizer whose step() takes none"
 )
 
 
 @dataclass(frozen=True)
-class Findings:
+class JobInspection:
     """What the door found out about a job."""
 
     samples: int
     test_samples: int
-    parameters: int
-    order: Order
+    parameter_count: int
+    order: SampleOrder
     shapes: dict[str, list[int]]  # of the model's state, by its serial names
     # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
-    training: dict[str, Any]
+    initial_training: dict[str, Any]
     probe: Probe  # what a look at the model showed
-    whole_batch: str | None = None  # why collate must be given whole batches
-    whole_loss: str | None = None  # why the loss of a batch is not that of its parts
+    whole_batch_reason: str | None = None  # why collate must be given whole batches
+    whole_loss_reason: str | None = None  # why the loss of a batch is not that of its parts
     # of samples from all over the dataset, in eval mode, before training; None: it has none
     first_loss: float | None = None
     # inputs that give lazy modules their shapes, where the model has some
-    lazy: Any = None
-    scaled: str | None = None  # what the learning rate is multiplied by, and why
+    lazy_inputs: Any = None
+    rate_scaling: str | None = None  # what the learning rate is multiplied by, and why
 
-    def ready(self, job: Job) -> Job:
+    def prepare_job(self, job: Job) -> Job:
         """The job as it can be trained: its model has shapes from the beginning, its collate is
         given what it needs, its rates are those of its batch.
         """
-        job, _ = rescaled(job, self.samples)
-        job = job if self.lazy is None else job.replace(model=Initialised(job.model, self.lazy))
+        job, _ = rescale_job(job, self.samples)
+        job = (
+            job
+            if self.lazy_inputs is None
+            else job.replace(model=LazyModelBuilder(job.model, self.lazy_inputs))
+        )
         return (
             job.replace(collate=WholeBatch(job.collate))
-            if self.whole_batch and job.collate
+            if self.whole_batch_reason and job.collate
             else job
         )
 
 
-def examined(job: Job, data: Path | None = None) -> Findings:
+def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
     """Check a job at the door: build its model once and run one small batch forward and
     backward. Raises Refused.
     """
-    _check_fields(job)
-    train = _dataset(job, "train", data)
-    test = _dataset(job, "test", data) if job.test is not None else None
-    job, scaled = rescaled(job, len(train))
-    model = _called(job, "model", job.built_model)
+    _check_job_fields(job)
+    train = _open_dataset(job, "train", data)
+    test = _open_dataset(job, "test", data) if job.test is not None else None
+    job, scaled = rescale_job(job, len(train))
+    model = _call_job_function(job, "model", job.build_model)
     lazy = None
-    if lazy_names(model):
-        few = job.samples(train)[0, list(range(min(len(train), 2)))]
-        lazy = brought(parted(few)[0], CPU, torch.get_default_dtype())
-        model = _called(job, "model", job.replace(model=Initialised(job.model, lazy)).built_model)
+    if list_lazy_tensors(model):
+        few = job.make_samples(train)[0, list(range(min(len(train), 2)))]
+        lazy = convert_batch(separate_target(few)[0], CPU, torch.get_default_dtype())
+        model = _call_job_function(
+            job, "model", job.replace(model=LazyModelBuilder(job.model, lazy)).build_model
+        )
     if isinstance(job.loss, nn.Module) and any(
         parameter.requires_grad for parameter in job.loss.parameters()
     ):
@@ -108,25 +119,25 @@ def examined(job: Job, data: Path | None = None) -> Findings:
             "or freeze them "
             "(requires_grad_(False))"
         )
-    _check_values(job, model)
+    _check_dense_values(job, model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, scheduler = _check_optimizer(job, model)
-    probe, whole_batch, whole_loss = _check_loss(job, model, train)
-    first_loss = loss_before(job, model, train)
+    optimizer, scheduler = _check_job_optimizer(job, model)
+    probe, whole_batch, whole_loss = _probe_model_and_loss(job, model, train)
+    first_loss = compute_initial_loss(job, model, train)
     if test is not None:
-        _check_test(job, model.eval(), test)
+        _check_test_batch(job, model.eval(), test)
     shapes = {
         name: list(value.shape)
         for name, value in model.state_dict().items()
         if isinstance(value, Tensor)
     }
-    facts = Findings(
+    facts = JobInspection(
         len(train),
         len(test) if test is not None else 0,
         sum(map(Tensor.numel, trainable)),
-        job.order(len(train)),
+        job.make_order(len(train)),
         shapes,
-        beginning(job, model, optimizer, scheduler),
+        describe_initial_training(job, model, optimizer, scheduler),
         probe,
         whole_batch,
         whole_loss,
@@ -134,13 +145,13 @@ def examined(job: Job, data: Path | None = None) -> Findings:
         lazy,
         scaled,
     )
-    _check_step(job, optimizer)
+    _check_optimizer_step(job, optimizer)
     if scheduler is not None:
-        warn_of_epochs(job, scheduler, len(train))
+        warn_epoch_scheduler(job, scheduler, len(train))
     return facts
 
 
-def _check_values(job: Job, model: nn.Module) -> None:
+def _check_dense_values(job: Job, model: nn.Module) -> None:
     """What files and other ranks take are dense numbers."""
     for name, each in model.state_dict().items():
         if isinstance(each, Tensor) and (each.layout != torch.strided or each.is_quantized):
@@ -152,7 +163,7 @@ def _check_values(job: Job, model: nn.Module) -> None:
             )
 
 
-def _check_fields(job: Job) -> None:
+def _check_job_fields(job: Job) -> None:
     if job.batch == "fit":
         raise Refused(
             f"job {job.name}: batch='fit' is found by train alone, for one strategy on this host "
@@ -208,9 +219,9 @@ def _check_fields(job: Job) -> None:
         )
 
 
-def _dataset(job: Job, which: str, data: Path | None) -> Dataset:
+def _open_dataset(job: Job, which: str, data: Path | None) -> Dataset:
     refuse_loader(getattr(job, which), f"job {job.name}: {which}")
-    dataset = _called(job, which, lambda: opened(getattr(job, which), data))
+    dataset = _call_job_function(job, which, lambda: open_dataset(getattr(job, which), data))
     refuse_loader(dataset, f"job {job.name}: {which}")
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise Refused(
@@ -218,13 +229,13 @@ def _dataset(job: Job, which: str, data: Path | None) -> Dataset:
             f"or a function "
             f"that returns one, got {type(dataset).__name__}"
         )
-    if (samples := _called(job, f"len({which})", lambda: len(dataset))) == 0:
+    if (samples := _call_job_function(job, f"len({which})", lambda: len(dataset))) == 0:
         raise Refused(f"job {job.name}: {which} has no samples")
-    refuse_endless(samples, f"job {job.name}: {which}")
+    refuse_endless_dataset(samples, f"job {job.name}: {which}")
     return dataset
 
 
-def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
+def _call_job_function(job: Job, name: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Refused:
@@ -232,18 +243,18 @@ def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
     except StepFailed as error:
         raise Refused(f"job {job.name}: {error}") from error
     except Exception as error:
-        raise Refused(f"job {job.name}: {name} raised {told(error)}") from error
+        raise Refused(f"job {job.name}: {name} raised {describe_error(error)}") from error
 
 
-def _check_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = _called(job, "optimizer", lambda: job.optimizer(model.parameters()))
+def _check_job_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = _call_job_function(job, "optimizer", lambda: job.optimizer(model.parameters()))
     make = job.scheduler
     scheduler = (
         None
         if make is None or not isinstance(optimizer, torch.optim.Optimizer)
-        else _called(job, "scheduler", lambda: make(optimizer) or "nothing")
+        else _call_job_function(job, "scheduler", lambda: make(optimizer) or "nothing")
     )
-    wrong = unfit(model, optimizer, scheduler)
+    wrong = explain_untrainable(model, optimizer, scheduler)
     if wrong:
         raise Refused(f"job {job.name}: {wrong}")
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -262,22 +273,22 @@ def _check_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer,
     return optimizer, scheduler
 
 
-def _check_step(job: Job, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer_step(job: Job, optimizer: torch.optim.Optimizer) -> None:
     """One step without any gradient, of a model that is looked at no more: some optimizers say
     only there what they want.
     """
     try:
-        with generators_kept():
+        with keep_generators():
             optimizer.step()
     except Exception as error:  # of anything else the first step will tell
         if "closure" in str(error):
             raise Refused(
-                f"job {job.name}: {WANTS_CLOSURE.format(type(optimizer).__name__)} (it says: "
+                f"job {job.name}: {CLOSURE_MESSAGE.format(type(optimizer).__name__)} (it says: "
                 f"{error})"
             ) from error
 
 
-def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None:
+def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None:
     """What of a model, its optimizer and its scheduler cannot be trained here, with the repair,
     or None.
     """
@@ -296,7 +307,7 @@ def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None
         each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         for each in list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     ):
-        return WANTS_CLOSURE.format(type(optimizer).__name__)
+        return CLOSURE_MESSAGE.format(type(optimizer).__name__)
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "SparseAdam takes sparse gradients alone, which are not exchanged; use Adam"
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -324,34 +335,38 @@ def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None
     return None
 
 
-def _casting(job: Job) -> torch.autocast:
+def _use_job_autocast(job: Job) -> torch.autocast:
     return torch.autocast("cpu", job.autocast, enabled=job.autocast is not None)
 
 
-def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
+def _check_test_batch(job: Job, model: nn.Module, test: Dataset) -> None:
     """One small batch of the test set through model and metric: otherwise both are first seen
     at the end of an epoch.
     """
     indices = list(range(min(len(test), 8)))
-    inputs, target = brought(
-        _called(job, "fetching a batch of test", lambda: parted(job.samples(test)[0, indices])),
+    inputs, target = convert_batch(
+        _call_job_function(
+            job,
+            "fetching a batch of test",
+            lambda: separate_target(job.make_samples(test)[0, indices]),
+        ),
         CPU,
         job.parameter_dtype,
     )
-    with _casting(job):
-        output = _called(
+    with _use_job_autocast(job):
+        output = _call_job_function(
             job,
             "one batch of test through the model",
-            lambda: without_gradients(lambda: called(model, copied(inputs))),
+            lambda: call_without_gradients(lambda: call_model(model, clone_batch(inputs))),
         )
         metric = job.metric
         # of what the model returns in evaluation, which may be less than in training
         if metric is None:
-            _check_loss_of_test(
-                job, Summed(model, job.built_loss()), Excerpt(inputs, target, indices)
+            _check_test_loss(
+                job, LossModule(model, job.build_loss()), BatchExcerpt(inputs, target, indices)
             )
             return
-        found = _called(
+        found = _call_job_function(
             job,
             f"metric {job.metric_name}",
             lambda: metric(output.detach() if isinstance(output, Tensor) else output, target),
@@ -374,71 +389,85 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
         ) from None
 
 
-def _check_loss_of_test(job: Job, module: Summed, part: Excerpt) -> None:
+def _check_test_loss(job: Job, module: LossModule, part: BatchExcerpt) -> None:
     """Without a metric the test is the loss in eval mode, summed over ranks: does it add up
     there?
     """
-    with generators_kept(), restored(module):
-        before = generator_states()
-        _called(
+    with keep_generators(), preserve_module_state(module):
+        before = fingerprint_generators()
+        _call_job_function(
             job,
             "loss of a batch of test (give a metric, if it cannot take what the model returns in "
             "eval mode)",
-            lambda: without_gradients(lambda: module(*part.copied(), len(part.positions))),
+            lambda: call_without_gradients(lambda: module(*part.copy_batch(), len(part.positions))),
         )
-        draws = generator_states() != before  # no two batches have the same loss then
+        draws = fingerprint_generators() != before  # no two batches have the same loss then
         wrong = None
         with contextlib.suppress(ValueError):  # it cannot be cut
-            parts = part.in_parts()
-            wrong = _asked(job, module, parts, Draws()) if len(parts) == 3 and not draws else None
+            parts = part.split_unequally()
+            wrong = (
+                _check_additivity(job, module, parts, Draws())
+                if len(parts) == 3 and not draws
+                else None
+            )
     if wrong:
         raise Refused(
             f"job {job.name}: the test, which is the loss in eval mode: {wrong}; or give a metric"
         )
 
 
-def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str | None, str | None]:
+def _probe_model_and_loss(
+    job: Job, model: nn.Module, train: Dataset
+) -> tuple[Probe, str | None, str | None]:
     """Look at the model, and ask the loss (`additive`). Returns what was seen, why collate must
     have whole batches, and why the loss of a batch is not that of its parts.
     """
-    samples = job.samples(train)
-    indices = list(range(min(job.batch, len(train), ASKED)))
-    parts = _called(job, "fetching a batch of train", lambda: parts_of(samples, indices))
-    part = parts[0].to(job.parameter_dtype)
-    module = Summed(model, job.built_loss())
+    samples = job.make_samples(train)
+    indices = list(range(min(job.batch, len(train), MAX_SAMPLES)))
+    parts = _call_job_function(
+        job, "fetching a batch of train", lambda: collect_parts(samples, indices)
+    )
+    part = parts[0].convert(job.parameter_dtype)
+    module = LossModule(model, job.build_loss())
 
     def repeated(count: int) -> tuple[Any, Any]:
-        return parted(brought(samples[0, indices[:1] * count], CPU, job.parameter_dtype))
+        return separate_target(
+            convert_batch(samples[0, indices[:1] * count], CPU, job.parameter_dtype)
+        )
 
-    with generators_kept():
+    with keep_generators():
         norm = batch_norm.BatchNorm(World(), model, lambda *_: None, samples=len(indices))
         there = dict(model.named_parameters())
-        with _casting(job), restored(module) as before, norm:
+        with _use_job_autocast(job), preserve_module_state(module) as before, norm:
             try:
                 probe = replace(
-                    probed(module, part.inputs, part.target, len(indices), norm, repeated),
-                    follows=before.frozen(),
-                    replaced=replaced(module.model, there),
+                    probe_model(module, part.inputs, part.target, len(indices), norm, repeated),
+                    changed_by_forward=before.list_changed_frozen(),
+                    replaced_parameters=list_replaced_parameters(module.model, there),
                 )
             except Exception as error:
-                raise _refusal(job, module, part, error) from error
+                raise _diagnose_failed_batch(job, module, part, error) from error
         # by which parts would differ; a strategy that splits the batch is refused for that
-        if probe.draws.by_layout:
+        if probe.draws.layout_dependence:
             return probe, None, None
-        wrong = _called(job, "loss", lambda: _asked(job, module, parts, probe.draws))
-        because = why_whole(samples, job.batch)
+        wrong = _call_job_function(
+            job, "loss", lambda: _check_additivity(job, module, parts, probe.draws)
+        )
+        because = explain_whole_batch(samples, job.batch)
         if (wrong or because) and job.collate is not None:
             whole = replace(samples, collate=WholeBatch(job.collate))
             with contextlib.suppress(ValueError):  # what it makes cannot be cut
-                still = _asked(job, module, parts_of(whole, indices), probe.draws)
+                still = _check_additivity(job, module, collect_parts(whole, indices), probe.draws)
                 because = because or (
                     None if still else "what it makes of a share counts otherwise"
                 )
                 wrong = still
-    return probe, because, wrong and (unlike(samples, indices, parts[0]) or wrong)
+    return probe, because, wrong and (explain_unequal_samples(samples, indices, parts[0]) or wrong)
 
 
-def _refusal(job: Job, module: Summed, part: Excerpt, error: Exception) -> Refused:
+def _diagnose_failed_batch(
+    job: Job, module: LossModule, part: BatchExcerpt, error: Exception
+) -> Refused:
     """Of a batch that did not go forward and backward: where it ended, tried once more in
     parts.
     """
@@ -447,29 +476,33 @@ def _refusal(job: Job, module: Summed, part: Excerpt, error: Exception) -> Refus
         if job.autocast
         else ""
     )
-    inputs, target = part.copied()
-    output = _called(
-        job, f"one batch through the model{where}", lambda: called(module.model, inputs)
+    inputs, target = part.copy_batch()
+    output = _call_job_function(
+        job, f"one batch through the model{where}", lambda: call_model(module.model, inputs)
     )
-    wrong = misshapen(_called(job, "loss", lambda: module.loss(output, target)))
+    wrong = describe_bad_loss(_call_job_function(job, "loss", lambda: module.loss(output, target)))
     return Refused(
         f"job {job.name}: "
         + (wrong or f"one batch forward and backward raised {type(error).__name__}: {error}")
     )
 
 
-def _asked(job: Job, module: Summed, parts: list[Excerpt], draws: Draws) -> str | None:
+def _check_additivity(
+    job: Job, module: LossModule, parts: list[BatchExcerpt], draws: Draws
+) -> str | None:
     """What is wrong with the loss: in float64, or in the job's own type where the model
     cannot.
     """
     try:
-        twin = Summed(
-            in_precision(copy.deepcopy(module.model), torch.float64),
-            job.replace(dtype=torch.float64).built_loss(),
+        twin = LossModule(
+            convert_model(copy.deepcopy(module.model), torch.float64),
+            job.replace(dtype=torch.float64).build_loss(),
         )
-        return wrong_with(twin, [part.to(torch.float64) for part in parts], draws, tight=True)
+        return find_additivity_error(
+            twin, [part.convert(torch.float64) for part in parts], draws, in_float64=True
+        )
     # constants in float32 that meet float64, a model that cannot be copied
     except Exception:
-        return wrong_with(
-            module, [part.to(job.parameter_dtype) for part in parts], draws, tight=False
+        return find_additivity_error(
+            module, [part.convert(job.parameter_dtype) for part in parts], draws, in_float64=False
         )

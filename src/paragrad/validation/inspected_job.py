@@ -10,148 +10,154 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from paragrad.engine.optimizer.modes import has_modes
-from paragrad.engine.optimizer.update_probe import keeps_copies, updates_by
-from paragrad.engine.optimizer.update_slices import FOREACH
+from paragrad.engine.optimizer.update_probe import find_update_granularity, has_weight_copies
+from paragrad.engine.optimizer.update_slices import FOREACH_OPTIMIZERS
 from paragrad.jobs.job import Job
-from paragrad.trainer.first_step.diagnosis import by_layout
-from paragrad.validation.divisibility import alone, uncut
-from paragrad.validation.inspect_job import Findings
-from paragrad.validation.repeatability import made_once, unsteady
+from paragrad.trainer.first_step.diagnosis import explain_layout_draws
+from paragrad.validation.divisibility import explain_no_micro_batches, explain_no_single_sample
+from paragrad.validation.inspect_job import JobInspection
+from paragrad.validation.repeatability import explain_single_use_optimizer, explain_unrepeatable
 
 
-class Updates:
+class InspectedOptimizer:
     """An optimizer, as a strategy may ask about it (`strategies.facts.Updating`)."""
 
     def __init__(self, optimizer: Optimizer, clip_norm: float | None = None) -> None:
-        self.held = optimizer
+        self.instance = optimizer
         self.clip_norm = clip_norm
 
     @property
     def optimizer(self) -> str:
-        return type(self.held).__name__
+        return type(self.instance).__name__
 
     @functools.cached_property
-    def updates_by(self) -> str:
-        return updates_by(self.held, known=type(self.held) in FOREACH)
+    def update_granularity(self) -> str:
+        return find_update_granularity(
+            self.instance, known_elementwise=type(self.instance) in FOREACH_OPTIMIZERS
+        )
 
     @property
     def has_modes(self) -> bool:
-        return has_modes(self.held)
+        return has_modes(self.instance)
 
     @functools.cached_property
     def keeps_copies(self) -> bool:
-        return type(self.held) not in FOREACH and keeps_copies(self.held)
+        return type(self.instance) not in FOREACH_OPTIMIZERS and has_weight_copies(self.instance)
 
     @property
-    def groups_of_sgd(self) -> list[dict[str, Any]] | None:
+    def sgd_groups(self) -> list[dict[str, Any]] | None:
         return (
-            self.held.param_groups
-            if isinstance(self.held, SGD) and type(self.held).step is SGD.step
+            self.instance.param_groups
+            if isinstance(self.instance, SGD) and type(self.instance).step is SGD.step
             else None
         )
 
 
 @dataclass(frozen=True)
-class Asked:
+class InspectedJob:
     """A job, as a strategy may ask about it (`strategies.facts.Facts`). limit: steps after
     which it stops before its end.
     """
 
-    named: Job
-    facts: Findings
+    definition: Job
+    inspection: JobInspection
     data: Path | None
     limit: int | None = None
 
     @property
     def job(self) -> str:
-        return self.named.name
+        return self.definition.name
 
     @property
     def samples(self) -> int:
-        return self.facts.samples
+        return self.inspection.samples
 
     @property
-    def full(self) -> int:
-        return min(self.named.batch, self.facts.samples)
+    def full_batch(self) -> int:
+        return min(self.definition.batch, self.inspection.samples)
 
     @property
     def steps(self) -> int:
-        whole = self.named.epochs * self.facts.order.steps
+        whole = self.definition.epochs * self.inspection.order.steps
         return whole if self.limit is None else min(whole, self.limit)
 
     @property
-    def uncut(self) -> str | None:
-        return uncut(self.named, self.data)
+    def micro_batch_refusal(self) -> str | None:
+        return explain_no_micro_batches(self.definition, self.data)
 
     @property
-    def whole_loss(self) -> str | None:
-        return self.facts.whole_loss
+    def additivity_refusal(self) -> str | None:
+        return self.inspection.whole_loss_reason
 
     @property
-    def by_layout(self) -> str | None:
-        drawn = self.facts.probe.draws.by_layout
-        return by_layout(drawn) if drawn else None
+    def layout_refusal(self) -> str | None:
+        drawn = self.inspection.probe.draws.layout_dependence
+        return explain_layout_draws(drawn) if drawn else None
 
     @functools.cached_property
-    def unsteady(self) -> str | None:
-        return unsteady(self.named, self.data, self.facts.probe.draws)
+    def repeatability_refusal(self) -> str | None:
+        return explain_unrepeatable(self.definition, self.data, self.inspection.probe.draws)
 
     @functools.cached_property
-    def made_once(self) -> str | None:
-        return made_once(self.named)
+    def optimizer_refusal(self) -> str | None:
+        return explain_single_use_optimizer(self.definition)
 
     @property
-    def replaced(self) -> tuple[str, ...]:
-        return self.facts.probe.replaced
+    def replaced_parameters(self) -> tuple[str, ...]:
+        return self.inspection.probe.replaced_parameters
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        rest = self.facts.samples % self.full
-        return (self.full, rest) if rest else (self.full,)
+    def batch_sizes(self) -> tuple[int, ...]:
+        rest = self.inspection.samples % self.full_batch
+        return (self.full_batch, rest) if rest else (self.full_batch,)
 
     @property
-    def alone(self) -> str | None:
-        return alone(self.named, self.data) if self.facts.probe.normed else None
+    def single_sample_refusal(self) -> str | None:
+        return (
+            explain_no_single_sample(self.definition, self.data)
+            if self.inspection.probe.has_batch_norm
+            else None
+        )
 
     @property
-    def drawn_outside(self) -> tuple[str, ...]:
-        return self.facts.probe.draws.others
+    def other_generators(self) -> tuple[str, ...]:
+        return self.inspection.probe.draws.other_generators
 
     @property
-    def casts(self) -> bool:
-        return self.named.autocast is not None
+    def uses_autocast(self) -> bool:
+        return self.definition.autocast is not None
 
     @property
-    def elements(self) -> int:
-        return self.facts.parameters
+    def trained_elements(self) -> int:
+        return self.inspection.parameter_count
 
     @functools.cached_property
-    def _updating(self) -> Updates:
-        optimizer = self.named.optimizer(self.named.built_model().parameters())
-        if self.named.scheduler is not None:
-            self.named.scheduler(optimizer)  # OneCycleLR sets momentum, too
-        return Updates(optimizer)
+    def _inspected_optimizer(self) -> InspectedOptimizer:
+        optimizer = self.definition.optimizer(self.definition.build_model().parameters())
+        if self.definition.scheduler is not None:
+            self.definition.scheduler(optimizer)  # OneCycleLR sets momentum, too
+        return InspectedOptimizer(optimizer)
 
     @property
     def optimizer(self) -> str:
-        return self._updating.optimizer
+        return self._inspected_optimizer.optimizer
 
     @property
-    def updates_by(self) -> str:
-        return self._updating.updates_by
+    def update_granularity(self) -> str:
+        return self._inspected_optimizer.update_granularity
 
     @property
     def has_modes(self) -> bool:
-        return self._updating.has_modes
+        return self._inspected_optimizer.has_modes
 
     @property
     def keeps_copies(self) -> bool:
-        return self._updating.keeps_copies
+        return self._inspected_optimizer.keeps_copies
 
     @property
-    def groups_of_sgd(self) -> list[dict[str, Any]] | None:
-        return self._updating.groups_of_sgd
+    def sgd_groups(self) -> list[dict[str, Any]] | None:
+        return self._inspected_optimizer.sgd_groups
 
     @property
     def clip_norm(self) -> float | None:
-        return self.named.clip_norm
+        return self.definition.clip_norm

@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from paragrad.datasets.loading import called, copied
-from paragrad.engine.probe import evaluating
+from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.engine.probe import use_model_eval_mode
 from paragrad.errors import Refused
-from paragrad.trainer.evaluation import without_gradients
+from paragrad.trainer.evaluation import call_without_gradients
 
 
 @dataclass(frozen=True)
-class Initialised:
+class LazyModelBuilder:
     """A function that builds a model and gives its lazy modules their shapes and values by one
     forward in eval mode.
 
@@ -26,14 +26,14 @@ class Initialised:
     without shapes.
     """
 
-    model: Callable[[], nn.Module]
+    model_function: Callable[[], nn.Module]
     inputs: Any
 
     def __call__(self) -> nn.Module:
-        model = self.model()
-        with evaluating(model):
-            without_gradients(lambda: called(model, copied(self.inputs)))
-        if left := lazy_names(model):
+        model = self.model_function()
+        with use_model_eval_mode(model):
+            call_without_gradients(lambda: call_model(model, clone_batch(self.inputs)))
+        if left := list_lazy_tensors(model):
             raise Refused(
                 f"{', '.join(left)} of the model have no shapes after a forward in eval mode; give "
                 f"what is used in "
@@ -42,7 +42,7 @@ class Initialised:
         return model
 
 
-def lazy_names(model: nn.Module) -> list[str]:
+def list_lazy_tensors(model: nn.Module) -> list[str]:
     """The parameters and buffers of a model that have no shapes yet."""
     return [
         name

@@ -6,32 +6,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paragrad.datasets.loading import brought, parted
-from paragrad.datasets.sample_order import refuse_unordered
+from paragrad.datasets.loading import convert_batch, separate_target
+from paragrad.datasets.sample_order import refuse_oversized_dataset
 from paragrad.engine.rng.draws import Draws
-from paragrad.engine.state.preserve_state import restored
+from paragrad.engine.state.preserve_state import preserve_module_state
 from paragrad.errors import Refused
-from paragrad.jobs.job import CPU, Job, opened
-from paragrad.jobs.loss import Summed
-from paragrad.parallel.pipeline.micro_batch_memory import whole
-from paragrad.parallel.registry import cuts
-from paragrad.runtime.generators import generators_kept
-from paragrad.runtime.launcher_env import memory_left
-from paragrad.runtime.rendezvous import launched_size
-from paragrad.strategies.pipeline import InParts
-from paragrad.strategies.shares import Micro, divide
-from paragrad.strategies.strategy import Strategy, factors_of
-from paragrad.validation.inspect_job import Findings
+from paragrad.jobs.job import CPU, Job, open_dataset
+from paragrad.jobs.loss import LossModule
+from paragrad.parallel.pipeline.micro_batch_memory import measure_whole_model
+from paragrad.parallel.registry import has_model_shards
+from paragrad.runtime.generators import keep_generators
+from paragrad.runtime.launcher_env import read_available_memory
+from paragrad.runtime.rendezvous import get_launched_size
+from paragrad.strategies.pipeline import PartitionedStrategy
+from paragrad.strategies.shares import MicroBatch, apportion_samples
+from paragrad.strategies.strategy import Strategy, list_factors
+from paragrad.validation.inspect_job import JobInspection
 
 # bytes of a rank's process that are its own, forked and joined, before it has a model
-PROCESS = 20 << 20
+PROCESS_BYTES = 20 << 20
 
 
-def refuse_crowded(
+def refuse_insufficient_memory(
     job: Job,
-    asked: Strategy,
+    requested: Strategy,
     resolved: Strategy,
-    facts: Findings,
+    inspection: JobInspection,
     data: Path | None,
     device: str = "cpu",
 ) -> None:
@@ -42,48 +42,54 @@ def refuse_crowded(
     what backward keeps of a micro-batch; not the optimizer's state, nor what a backend or an
     operation takes for itself.
     """
-    if launched_size() is None:
-        refuse_unordered(facts.samples, f"job {job.name}: train", resolved.size)
-    left = memory_left()
+    if get_launched_size() is None:
+        refuse_oversized_dataset(inspection.samples, f"job {job.name}: train", resolved.size)
+    left = read_available_memory()
     here = resolved.size
     # launched ranks would look at different moments
-    if left is None or device != "cpu" or launched_size() is not None:
+    if left is None or device != "cpu" or get_launched_size() is not None:
         return
-    model = facts.parameters * job.parameter_dtype.itemsize
-    full = min(job.batch, facts.samples)
+    model = inspection.parameter_count * job.parameter_dtype.itemsize
+    full = min(job.batch, inspection.samples)
     micro = resolved.division.micro
-    largest = -(-max(divide(full, resolved.division.shares)) // micro)
+    largest = -(-max(apportion_samples(full, resolved.division.shares)) // micro)
 
     kept = min(
         full,
-        largest * (len(resolved.division.shares) * in_flight(resolved) if cuts(resolved) else here),
+        largest
+        * (
+            len(resolved.division.shares) * count_in_flight(resolved)
+            if has_model_shards(resolved)
+            else here
+        ),
     )
 
     def gradients(ranks: int) -> int:
         # of a cut model, once a replica
-        return model * (len(resolved.division.shares) if cuts(resolved) else ranks)
+        return model * (len(resolved.division.shares) if has_model_shards(resolved) else ranks)
 
     def wanted(ranks: int, of_sample: int) -> int:
-        return model + ranks * PROCESS + gradients(ranks) + kept * of_sample
+        return model + ranks * PROCESS_BYTES + gradients(ranks) + kept * of_sample
 
-    if wanted(here, facts.probe.activations) <= left:
+    if wanted(here, inspection.probe.activation_bytes) <= left:
         return
-    of_sample = _by_sample(job, facts.probe.draws, data)
+    of_sample = _measure_sample_bytes(job, inspection.probe.draws, data)
     if wanted(here, of_sample) <= left:
         return
     told = (
-        f"{asked} wants at least {_sized(wanted(here, of_sample))} here: {here} "
+        f"{requested} wants at least {_format_bytes(wanted(here, of_sample))} here: {here} "
         f"process{'es' if here > 1 else ''} of "
-        f"{_sized(PROCESS + gradients(here) // here)} with gradients, {_sized(model)} of "
+        f"{_format_bytes(PROCESS_BYTES + gradients(here) // here)} with gradients, "
+        f"{_format_bytes(model)} of "
         f"parameters, "
-        f"{_sized(kept * of_sample)} that backward keeps of {kept} "
+        f"{_format_bytes(kept * of_sample)} that backward keeps of {kept} "
         f"sample{'s' if kept > 1 else ''}; "
-        f"{_sized(left)} are left: "
+        f"{_format_bytes(left)} are left: "
     )
     once, each = (
-        (gradients(here) + kept * of_sample, PROCESS)
-        if cuts(resolved)
-        else (full * of_sample, PROCESS + model)
+        (gradients(here) + kept * of_sample, PROCESS_BYTES)
+        if has_model_shards(resolved)
+        else (full * of_sample, PROCESS_BYTES + model)
     )
     if here > 1 and (fit := (left - model - once) // each) > 0:
         raise Refused(f"{told}at most {fit} rank{'s fit' if fit > 1 else ' fits'}")
@@ -97,34 +103,41 @@ def refuse_crowded(
     )
 
 
-def in_flight(strategy: Strategy) -> int:
+def count_in_flight(strategy: Strategy) -> int:
     """Micro-batches of a replica whose activations its parts keep at a time, at least, however
     unlike the parts are.
     """
-    parts = next((each for each in factors_of(strategy) if isinstance(each, InParts)), None)
+    parts = next(
+        (each for each in list_factors(strategy) if isinstance(each, PartitionedStrategy)), None
+    )
     if parts is None or parts.recompute:
         return 1
-    pipelined = parts.pipelined
-    kept = min(pipelined.kept(rank, parts.size) for rank in range(parts.size))
-    return max(1, kept * parts.size // pipelined.stages(parts.size))
+    pipelined = parts.micro_batch_schedule
+    kept = min(pipelined.count_kept_micro_batches(rank, parts.size) for rank in range(parts.size))
+    return max(1, kept * parts.size // pipelined.count_stages(parts.size))
 
 
-def _by_sample(job: Job, draws: Draws, data: Path | None) -> int:
+def _measure_sample_bytes(job: Job, draws: Draws, data: Path | None) -> int:
     """Bytes that backward keeps of one sample more."""
-    samples = job.samples(opened(job.train, data))
-    model = job.built_model()
-    module = Summed(model, job.built_loss())
+    samples = job.make_samples(open_dataset(job.train, data))
+    model = job.build_model()
+    module = LossModule(model, job.build_loss())
     found = []
     for count in sorted({min(len(samples), 2), min(len(samples), 4)}):
         places = list(range(count))
-        with generators_kept(), restored(module):
-            pair = parted(brought(samples[0, places], CPU, job.parameter_dtype))
+        with keep_generators(), preserve_module_state(module):
+            pair = separate_target(convert_batch(samples[0, places], CPU, job.parameter_dtype))
             found.append(
-                (count, whole(module, draws, job.autocast, (Micro(places, places), *pair)).kept)
+                (
+                    count,
+                    measure_whole_model(
+                        module, draws, job.autocast, (MicroBatch(places, places), *pair)
+                    ).saved,
+                )
             )
     (few, least), (more, most) = found[0], found[-1]
     return max(0, most - least) // max(1, more - few)
 
 
-def _sized(count: int) -> str:
+def _format_bytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{max(1, count >> 20)} MiB"

@@ -10,43 +10,55 @@ from typing import Any
 
 import torch
 
-from paragrad.datasets.loading import Samples, alike, parted, tensors_of
+from paragrad.datasets.loading import Samples, is_same_batch, list_batch_tensors, separate_target
 from paragrad.engine import batch_norm
-from paragrad.engine.loss_additivity import ASKED, Excerpt, another_number, parts_of
+from paragrad.engine.loss_additivity import (
+    MAX_SAMPLES,
+    BatchExcerpt,
+    collect_parts,
+    explain_changed_loss,
+)
 from paragrad.engine.rng.draws import Draws
-from paragrad.jobs.job import Job, opened
-from paragrad.jobs.loss import Summed
-from paragrad.runtime.generators import generators_kept
+from paragrad.jobs.job import Job, open_dataset
+from paragrad.jobs.loss import LossModule
+from paragrad.runtime.generators import keep_generators
 from paragrad.runtime.world import World
 
 
-def unsteady(job: Job, data: Path | None = None, draws: Draws | None = None) -> str | None:
+def explain_unrepeatable(
+    job: Job, data: Path | None = None, draws: Draws | None = None
+) -> str | None:
     """Why the same samples are not the same twice, or their loss is not, or None."""
-    train = opened(job.train, data)
-    samples = job.samples(train)
-    indices = list(range(min(job.batch, len(train), ASKED)))
-    module = Summed(job.built_model(), job.built_loss())
+    train = open_dataset(job.train, data)
+    samples = job.make_samples(train)
+    indices = list(range(min(job.batch, len(train), MAX_SAMPLES)))
+    module = LossModule(job.build_model(), job.build_loss())
     norm = batch_norm.BatchNorm(World(), module.model, lambda *_: None, samples=len(indices))
     with (
-        generators_kept(),
+        keep_generators(),
         torch.autocast("cpu", job.autocast, enabled=job.autocast is not None),
         norm,
     ):
-        whole = parts_of(samples, indices)[0]
-        return unlike(samples, indices, whole) or another_number(
-            module, whole.to(job.parameter_dtype), draws or Draws()
+        whole = collect_parts(samples, indices)[0]
+        return explain_unequal_samples(samples, indices, whole) or explain_changed_loss(
+            module, whole.convert(job.parameter_dtype), draws or Draws()
         )
 
 
-def unlike(samples: Samples, indices: list[int], loaded: Excerpt) -> str | None:
+def explain_unequal_samples(
+    samples: Samples, indices: list[int], first_loaded: BatchExcerpt
+) -> str | None:
     """Loaded again, are the samples others?"""
     both = [
-        [tensor.to_dense() for tensor in tensors_of(list(pair))]
-        for pair in ((loaded.inputs, loaded.target), parted(samples[0, indices]))
+        [tensor.to_dense() for tensor in list_batch_tensors(list(pair))]
+        for pair in (
+            (first_loaded.inputs, first_loaded.target),
+            separate_target(samples[0, indices]),
+        )
     ]
     return (
         None
-        if alike(*both)
+        if is_same_batch(*both)
         else (
             "train gives other values each time it is asked for the same samples: dataset or "
             "collate keeps a state or a random "
@@ -56,12 +68,12 @@ def unlike(samples: Samples, indices: list[int], loaded: Excerpt) -> str | None:
     )
 
 
-def made_once(job: Job) -> str | None:
+def explain_single_use_optimizer(job: Job) -> str | None:
     """Why a job's optimizer cannot be made anew over the same parameters, or None."""
-    parameters: list[Any] = list(job.built_model().parameters())
-    before = [_hooks(each) for each in parameters]
+    parameters: list[Any] = list(job.build_model().parameters())
+    before = [_count_hooks(each) for each in parameters]
     first = job.optimizer(parameters)
-    if [_hooks(each) for each in parameters] != before:
+    if [_count_hooks(each) for each in parameters] != before:
         return (
             "it registers hooks on parameters, which stay there: register them where the model "
             "is made"
@@ -74,7 +86,7 @@ def made_once(job: Job) -> str | None:
     )
 
 
-def _hooks(parameter: Any) -> int:
+def _count_hooks(parameter: Any) -> int:
     return sum(
         len(getattr(parameter, name) or ())
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks")

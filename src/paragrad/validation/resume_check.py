@@ -7,48 +7,50 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from paragrad.datasets.clients import Rounds
+from paragrad.datasets.clients import ClientRounds
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.runtime.rendezvous import launched_size
+from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.trainer.checkpoint import checkpoint
-from paragrad.trainer.checkpoint.checkpoint_files import Saved, newest
-from paragrad.trainer.identity import LOSS_BEFORE, refuse_another
-from paragrad.validation.inspect_job import Findings
+from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint, find_newest_checkpoint
+from paragrad.trainer.identity import INITIAL_LOSS_KEY, refuse_other_training
+from paragrad.validation.inspect_job import JobInspection
 
 
-def identity_of(job: Job, facts: Findings) -> dict[str, Any]:
+def build_job_identity(job: Job, inspection: JobInspection) -> dict[str, Any]:
     """What a job must have in common with the one that was saved."""
     return {
         "name": job.name,
         "seed": job.seed,
         "batch": job.batch,
-        "samples": facts.samples,
+        "samples": inspection.samples,
         "dtype": str(job.parameter_dtype).removeprefix("torch."),
-        **facts.training,
-        **checkpoint.shapes_of(facts.shapes),
-        LOSS_BEFORE: facts.first_loss,
+        **inspection.initial_training,
+        **checkpoint.describe_shapes(inspection.shapes),
+        INITIAL_LOSS_KEY: inspection.first_loss,
     }
 
 
-def found(parent: Path, job: Job, facts: Findings, rounds: Rounds | None = None) -> Saved:
+def find_checkpoint(
+    parent: Path, job: Job, inspection: JobInspection, rounds: ClientRounds | None = None
+) -> SavedCheckpoint:
     """The newest whole checkpoint of a run, if it is this job's. rounds: to be made. Raises
     Refused; a damaged one is warned of by name.
     """
-    saved = newest(parent)
-    ours = identity_of(job, facts)
-    refuse_another(saved.folder, saved.state["identity"], ours, f"job {job.name} has")
+    saved = find_newest_checkpoint(parent)
+    ours = build_job_identity(job, inspection)
+    refuse_other_training(saved.folder, saved.state["identity"], ours, f"job {job.name} has")
     made = saved.step
-    wanted = job.epochs * facts.order.steps
+    wanted = job.epochs * inspection.order.steps
     what = "steps"
     if rounds is not None:
-        own = rounds.own(saved.step, saved.state.get("rounds"))
+        own = rounds.match_checkpoint(saved.step, saved.state.get("rounds"))
         made, wanted, what = (
-            (made, rounds.passed(rounds.count), what)
+            (made, rounds.count_serial_steps(rounds.count), what)
             if own is None
             else (own, rounds.count, "rounds")
         )
-    more = "more --epochs" if rounds is None or rounds.asked is None else "more rounds="
+    more = "more --epochs" if rounds is None or rounds.requested_rounds is None else "more rounds="
     if made > wanted:
         raise Refused(
             f"{saved.folder} has {made} {what} behind it, and job {job.name} wants {wanted}; give "
@@ -62,14 +64,14 @@ def found(parent: Path, job: Job, facts: Findings, rounds: Rounds | None = None)
             stacklevel=2,
         )
     # launched ranks have their own models by then, and their memory
-    if launched_size() is None:
-        _try_to_load(saved, job)
+    if get_launched_size() is None:
+        _try_loading(saved, job)
     return saved
 
 
-def _try_to_load(saved: Saved, job: Job) -> None:
+def _try_loading(saved: SavedCheckpoint, job: Job) -> None:
     """Before any rank starts: on a model and an optimizer that are then let go."""
-    model = job.built_model()
+    model = job.build_model()
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     try:
@@ -78,4 +80,6 @@ def _try_to_load(saved: Saved, job: Job) -> None:
     # which cannot be copied: the ranks will tell
     except Exception:
         return
-    checkpoint.load(saved, checkpoint.Snapshot(0, "", model, optimizer, scheduler, {}, {}, {}))
+    checkpoint.load_checkpoint(
+        saved, checkpoint.Snapshot(0, "", model, optimizer, scheduler, {}, {}, {})
+    )

@@ -14,17 +14,17 @@ from paragrad.jobs.job import Job
 from paragrad.optim.rate_scaling import Scaled
 
 # whose rate never rises again, and which call nothing of the user's: a look may step them
-FALLING = (ExponentialLR, MultiStepLR, PolynomialLR, StepLR)
-FEW = 1000  # steps that are looked at
-GONE = 1e-6  # of the first rate
+DECAYING_SCHEDULERS = (ExponentialLR, MultiStepLR, PolynomialLR, StepLR)
+MAX_PROBED_STEPS = 1000  # steps that are looked at
+VANISHED_RATIO = 1e-6  # of the first rate
 
 
-def warn_of_epochs(job: Job, scheduler: Any, samples: int) -> None:
+def warn_epoch_scheduler(job: Job, scheduler: Any, samples: int) -> None:
     """Warn of a rate that is gone before half of the steps are made. Steps a scheduler that
     nobody needs any more.
     """
     own = scheduler.own if isinstance(scheduler, Scaled) else scheduler
-    if type(own) not in FALLING:
+    if type(own) not in DECAYING_SCHEDULERS:
         return
     each = math.ceil(samples / job.batch)
     total = job.epochs * each
@@ -34,8 +34,8 @@ def warn_of_epochs(job: Job, scheduler: Any, samples: int) -> None:
         gone = next(
             (
                 step
-                for step in range(1, min(total // 2, FEW) + 1)
-                if _next(scheduler) < GONE * first
+                for step in range(1, min(total // 2, MAX_PROBED_STEPS) + 1)
+                if _compute_next_rate(scheduler) < VANISHED_RATIO * first
             ),
             None,
         )
@@ -53,7 +53,7 @@ def warn_of_epochs(job: Job, scheduler: Any, samples: int) -> None:
     )
 
 
-def _next(scheduler: Any) -> float:
+def _compute_next_rate(scheduler: Any) -> float:
     """Its largest rate after one more step."""
     scheduler.step()
     return max(scheduler.get_last_lr())

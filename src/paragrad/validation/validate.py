@@ -14,70 +14,85 @@ from typing import Any
 
 import torch
 
-from paragrad.datasets.clients import Rounds
-from paragrad.datasets.loading import brought, parted
-from paragrad.engine.gradient_noise import unmeasured
-from paragrad.engine.layout import hollow
-from paragrad.engine.optimizer.update_probe import updates_by
-from paragrad.engine.optimizer.update_slices import FOREACH
-from paragrad.engine.state.preserve_state import untouched
+from paragrad.datasets.clients import ClientRounds
+from paragrad.datasets.loading import convert_batch, separate_target
+from paragrad.engine.gradient_noise import explain_no_measurement
+from paragrad.engine.layout import build_empty_model
+from paragrad.engine.optimizer.update_probe import find_update_granularity
+from paragrad.engine.optimizer.update_slices import FOREACH_OPTIMIZERS
+from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import Refused, StepFailed
-from paragrad.executors.proof import GOALS, check
-from paragrad.jobs.job import CPU, Job, opened
-from paragrad.jobs.loss import Summed
-from paragrad.launch import Ranks, job_files
-from paragrad.notation.choices import Integer, Integers
-from paragrad.parallel.registry import bringing, checks_of, cuts, ours
-from paragrad.parallel.server.join_endpoint import read_place, refuse_place
-from paragrad.runtime.generators import generators_kept
-from paragrad.runtime.launcher_env import cores
-from paragrad.runtime.mesh import grid
-from paragrad.runtime.rendezvous import check_interfaces, launched_size, ranks_here
-from paragrad.schedules.fault_injection import sabotaged
-from paragrad.shm.region import unavailable
-from paragrad.strategies.registry import resolve, strategy
-from paragrad.strategies.strategy import KINDS, Here, Promise, Strategy, factors_of
-from paragrad.trainer.checkpoint.checkpoint_files import Saved
-from paragrad.trainer.evaluation import refuse_gradients
-from paragrad.trainer.model_partition import refuse_optimizer
-from paragrad.trainer.parameter_access import refuse_reading, refuse_views
+from paragrad.executors.proof import GOALS, check_schedule
+from paragrad.jobs.job import CPU, Job, open_dataset
+from paragrad.jobs.loss import LossModule
+from paragrad.launch import Launcher, job_files
+from paragrad.notation.choices import Integer, IntegerList
+from paragrad.parallel.registry import (
+    has_model_shards,
+    is_builtin_technique,
+    list_model_checks,
+    select_factors,
+)
+from paragrad.parallel.server.join_endpoint import parse_host_port, refuse_host_port
+from paragrad.runtime.generators import keep_generators
+from paragrad.runtime.launcher_env import count_cores
+from paragrad.runtime.mesh import build_grid
+from paragrad.runtime.rendezvous import (
+    check_network_interfaces,
+    count_local_ranks,
+    get_launched_size,
+)
+from paragrad.schedules.fault_injection import inject_fault
+from paragrad.shm.region import explain_unavailable_shm
+from paragrad.strategies.registry import resolve_strategy, strategy
+from paragrad.strategies.strategy import (
+    UPDATE_GRANULARITIES,
+    Environment,
+    Guarantees,
+    Strategy,
+    list_factors,
+)
+from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint
+from paragrad.trainer.evaluation import refuse_gradient_loss
+from paragrad.trainer.model_partition import refuse_unfit_optimizer
+from paragrad.trainer.parameter_access import refuse_loss_reading_parameters, refuse_parameter_views
 from paragrad.trainer.settings import Settings
 from paragrad.validation import resume_check
-from paragrad.validation.inspect_job import Findings, examined
-from paragrad.validation.inspected_job import Asked
-from paragrad.validation.memory_check import refuse_crowded
+from paragrad.validation.inspect_job import JobInspection, inspect_job
+from paragrad.validation.inspected_job import InspectedJob
+from paragrad.validation.memory_check import refuse_insufficient_memory
 from paragrad.validation.round_planning import (
-    labels_wanted,
-    refuse_lone,
-    refuse_many,
-    refuse_schedule,
-    refuse_wrapped,
-    rounds_of,
+    plan_rounds,
+    read_client_labels,
+    refuse_many_rounds,
+    refuse_round_schedule,
+    refuse_single_sample_clients,
+    refuse_wrapped_tensors,
 )
 
 
 @dataclass(frozen=True)
-class Admitted:
+class ValidatedRun:
     """A job, a strategy and settings that passed the door together."""
 
     job: Job
-    asked: Strategy
+    requested: Strategy
     resolved: Strategy
     settings: Settings
-    facts: Findings
-    here: Here
+    inspection: JobInspection
+    environment: Environment
     backend: str  # what carries the ranks' messages
-    saved: Saved | None = None  # what to go on from
-    tried: str | None = None  # what a trial saw (`trial.py`)
+    resume_checkpoint: SavedCheckpoint | None = None  # what to go on from
+    trial_result: str | None = None  # what a trial saw (`trial.py`)
     # why the batch is as large as it is, where it was found (`fit.py`)
-    fitted: str | None = None
+    batch_reason: str | None = None
     # of every sample its class, where clients are divided by it
     labels: Any = None
 
     @functools.cached_property
-    def rounds(self) -> Rounds | None:
+    def rounds(self) -> ClientRounds | None:
         """Of a training in rounds."""
-        return rounds_of(self.resolved, self.facts.order, self.job.epochs, self.labels)
+        return plan_rounds(self.resolved, self.inspection.order, self.job.epochs, self.labels)
 
     @property
     def size(self) -> int:
@@ -85,22 +100,24 @@ class Admitted:
 
     @property
     def threads(self) -> int:
-        return threads_of(self.resolved)
+        return choose_thread_count(self.resolved)
 
     @property
-    def not_shm(self) -> str | None:
-        return not_shm(self.size)
+    def shm_obstacle(self) -> str | None:
+        return explain_no_shm(self.size)
 
-    def with_seed(self, seed: int) -> Admitted:
+    def replace_seed(self, seed: int) -> ValidatedRun:
         """The same training under another seed."""
         job = self.job.replace(seed=seed)
         return replace(
-            self, job=job, facts=replace(self.facts, order=job.order(self.facts.samples))
+            self,
+            job=job,
+            inspection=replace(self.inspection, order=job.make_order(self.inspection.samples)),
         )
 
-    def on(
+    def run_on_ranks(
         self,
-        ranks: Ranks,
+        launcher: Launcher,
         function: Callable[..., Any],
         *arguments: Any,
         on_report: Callable[[int, Any], None] | None = None,
@@ -108,7 +125,7 @@ class Admitted:
         """function(world, *arguments) on as many ranks as the strategy wants: the answers of
         all. Raises RankFailed.
         """
-        return ranks.run(
+        return launcher.run(
             function,
             *arguments,
             size=self.size,
@@ -120,199 +137,216 @@ class Admitted:
         )
 
 
-@generators_kept()
-def admitted(
-    job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Findings | None = None
-) -> Admitted:
+@keep_generators()
+def validate_run(
+    job: Job,
+    requested: str | Strategy,
+    settings: Settings | None = None,
+    inspection: JobInspection | None = None,
+) -> ValidatedRun:
     """Check job, strategy and settings at the door, which leaves the generators of this
     process, a user's, as they are. Raises Refused with the repair.
     """
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
-    if job_files.running:
+    if job_files.running_files:
         raise Refused(
-            f"{job_files.running[-1]} trains at its top level, which every rank runs too; "
+            f"{job_files.running_files[-1]} trains at its top level, which every rank runs too; "
             f"put the call under "
             'if __name__ == "__main__":'
         )
     settings = settings or Settings()
-    asked = strategy(asked)
-    settings.check(job)
-    here = here_for(settings)
-    resolved = ready(asked, here)
-    facts = facts or examined(job, settings.folder)
-    job = facts.ready(job)
-    about = Asked(job, facts, settings.folder, settings.limit)
-    with asking(asked):
-        resolved.refuse(about, asked, settings.unchecked)
-        resolved.refuse_updates(about, asked)
-    check_cut(job, asked, resolved, settings.folder, facts.probe.known)
-    refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
-    check_plans(asked, resolved, settings)
-    if resolved.hands_out and settings.loaders:
+    requested = strategy(requested)
+    settings.check_settings(job)
+    here = detect_environment(settings)
+    resolved = resolve_and_check_strategy(requested, here)
+    inspection = inspection or inspect_job(job, settings.folder)
+    job = inspection.prepare_job(job)
+    about = InspectedJob(job, inspection, settings.folder, settings.limit)
+    with convert_strategy_errors(requested):
+        resolved.refuse_job(about, requested, settings.skip_first_step_check)
+        resolved.refuse_optimizer(about, requested)
+    check_partitioning(job, requested, resolved, settings.folder, inspection.probe.weight_known)
+    refuse_insufficient_memory(
+        job, requested, resolved, inspection, settings.folder, settings.device
+    )
+    prove_strategy_schedules(requested, resolved, settings)
+    if resolved.uses_work_queue and settings.loaders:
         raise Refused(
-            f"{asked} hands out samples one share at a time, so nothing can be loaded ahead; leave "
+            f"{requested} hands out samples one share at a time, so nothing can be loaded ahead; "
+            f"leave "
             f"out --loaders"
         )
     if settings.listen is not None:
-        if not resolved.hands_out or here.ranks is not None:
+        if not resolved.uses_work_queue or here.ranks is not None:
             raise Refused(
                 "--listen: workers join where samples are handed out, under paragrad's own "
                 "launcher, and "
                 + (
-                    f"{asked} divides each batch among its own; give server(n, sync=asp), ssp or "
+                    f"{requested} divides each batch among its own; give server(n, sync=asp), ssp "
+                    f"or "
                     f"bsp(backup=1)"
                     if here.ranks is None
                     else "another one started this; start it without"
                 )
             )
-        refuse_place(read_place("--listen", settings.listen), 1 + resolved.servers)
-    if settings.noise_scale and (why := unmeasured(resolved)):
-        raise Refused(f"{asked}: the gradient noise scale {why}")
-    backend = backend_of(settings, resolved.size)
-    checked = Admitted(
+        refuse_host_port(parse_host_port("--listen", settings.listen), 1 + resolved.servers)
+    if settings.noise_scale and (why := explain_no_measurement(resolved)):
+        raise Refused(f"{requested}: the gradient noise scale {why}")
+    backend = choose_backend(settings, resolved.size)
+    checked = ValidatedRun(
         job,
-        asked,
+        requested,
         resolved,
         settings,
-        facts,
+        inspection,
         here,
         backend,
-        labels=labels_wanted(job, asked, resolved, settings.folder),
+        labels=read_client_labels(job, requested, resolved, settings.folder),
     )
-    refuse_many(checked.rounds, asked)
-    refuse_lone(checked.rounds, about, asked)
-    refuse_schedule(checked.rounds, facts, asked, job.name)
-    refuse_wrapped(checked.rounds, job, asked)
-    with asking(asked):
-        for notice in resolved.noticed(about, asked):
+    refuse_many_rounds(checked.rounds, requested)
+    refuse_single_sample_clients(checked.rounds, about, requested)
+    refuse_round_schedule(checked.rounds, inspection, requested, job.name)
+    refuse_wrapped_tensors(checked.rounds, job, requested)
+    with convert_strategy_errors(requested):
+        for notice in resolved.list_warnings(about, requested):
             warnings.warn(notice, stacklevel=2)
     if not settings.resume:
         return checked
     return replace(
-        checked, saved=resume_check.found(Path(settings.resume), job, facts, checked.rounds)
+        checked,
+        resume_checkpoint=resume_check.find_checkpoint(
+            Path(settings.resume), job, inspection, checked.rounds
+        ),
     )
 
 
-def here_for(settings: Settings, own_loop: bool = False) -> Here:
+def detect_environment(settings: Settings, has_own_loop: bool = False) -> Environment:
     """Where a training with these settings is to run. own_loop: the user's."""
-    ranks = launched_size()
-    return Here(
-        cores(),
-        ranks or 1 if own_loop else ranks,
-        ranks_here(),
-        not_sharing(settings),
-        backend_of(settings, ranks or (1 if own_loop else 2)),
-        own_loop,
+    ranks = get_launched_size()
+    return Environment(
+        count_cores(),
+        ranks or 1 if has_own_loop else ranks,
+        count_local_ranks(),
+        explain_no_shared_parameters(settings),
+        choose_backend(settings, ranks or (1 if has_own_loop else 2)),
+        has_own_loop,
     )
 
 
-def ready(asked: Strategy, here: Here) -> Strategy:
+def resolve_and_check_strategy(requested: Strategy, environment: Environment) -> Strategy:
     """A strategy resolved, its answers looked at: a user's own may leave some out, or
     contradict itself. Raises Refused.
     """
-    for factor in _own(asked):
+    for factor in _list_custom_factors(requested):
         for name, repair in (
             ("workers", "give it the field `workers: int = option(Integer())`"),
-            ("promise", "give it a property `promise`, such as Promise(exact=False)"),
+            ("guarantees", "give it a property `guarantees`, such as Guarantees(exact=False)"),
             (
-                "exchange",
-                "give it a method `exchange(self, replica, world, log, how)` that returns one, or "
-                "`share(self, model, example, axis)` where its axes divide the model",
+                "make_exchange",
+                "give it a method `make_exchange(self, replica, world, log, options)` that returns "
+                "one, or `shard_model(self, model, example, axis)` where its axes divide the model",
             ),
         ):
             if inspect.getattr_static(factor, name, None) is None and not (
-                name == "exchange" and cuts(factor)
+                name == "make_exchange" and has_model_shards(factor)
             ):
-                raise Refused(f"{_called(factor)} has no {name}; {repair}")
-    with asking(asked):
-        found = resolve(asked, here)
-        _check_answers(asked, found)
+                raise Refused(f"{_qualify_strategy_name(factor)} has no {name}; {repair}")
+    with convert_strategy_errors(requested):
+        found = resolve_strategy(requested, environment)
+        _check_resolved_strategy(requested, found)
     return found
 
 
 @contextlib.contextmanager
-def asking(asked: Strategy) -> Iterator[None]:
+def convert_strategy_errors(requested: Strategy) -> Iterator[None]:
     """Around questions to a strategy: a user's own may raise anything. Raises Refused."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, Refused) or not _own(asked):
+        if isinstance(error, Refused) or not _list_custom_factors(requested):
             raise
-        who = " * ".join(map(_called, _own(asked)))
+        who = " * ".join(map(_qualify_strategy_name, _list_custom_factors(requested)))
         raise Refused(
             f"{who}, asked about itself, raised {type(error).__name__}: {error}; mend it"
         ) from error
 
 
-def _own(asked: Strategy) -> list[Strategy]:
+def _list_custom_factors(requested: Strategy) -> list[Strategy]:
     """The factors that are a user's own."""
-    return [factor for factor in factors_of(asked) if not ours(factor)]
+    return [factor for factor in list_factors(requested) if not is_builtin_technique(factor)]
 
 
-def _called(own: Strategy) -> str:
-    return f"{type(own).__module__}.{type(own).__qualname__}"
+def _qualify_strategy_name(factor: Strategy) -> str:
+    return f"{type(factor).__module__}.{type(factor).__qualname__}"
 
 
-def _check_answers(asked: Strategy, found: Strategy) -> None:
+def _check_resolved_strategy(requested: Strategy, resolved: Strategy) -> None:
     """What a strategy says of itself fits together. Raises Refused."""
-    if not isinstance(found, type(asked)):
+    if not isinstance(resolved, type(requested)):
         raise Refused(
-            f"{asked}, resolved, is {found!r}; let resolved return one of its own kind, such as "
+            f"{requested}, resolved, is {resolved!r}; let resolve() return one of its own kind, "
+            f"such as "
             f"replace(self, ...)"
         )
-    if not isinstance(found.promise, Promise):
+    if not isinstance(resolved.guarantees, Guarantees):
         raise Refused(
-            f"{asked} promises {found.promise!r}; let it be a Promise, such as Promise(exact=False)"
+            f"{requested} promises {resolved.guarantees!r}; let it be Guarantees, such as "
+            f"Guarantees(exact=False)"
         )
-    if found.size - found.servers != found.workers:
+    if resolved.size - resolved.servers != resolved.workers:
         raise Refused(
-            f"{asked} has {found.workers} workers, and axes of {found.size - found.servers} ranks: "
-            + " x ".join(f"{axis.name} {axis.size}" for axis in found.axes)
+            f"{requested} has {resolved.workers} workers, and axes of "
+            f"{resolved.size - resolved.servers} ranks: "
+            + " x ".join(f"{axis.name} {axis.size}" for axis in resolved.axes)
             + "; their product is the number of workers"
         )
-    grid(found.axes, found.size - found.servers)
+    build_grid(resolved.axes, resolved.size - resolved.servers)
     along = (
         1
-        if found.in_rounds
-        else prod(axis.size for axis in found.axes if axis.divides == "samples")
+        if resolved.trains_clients
+        else prod(axis.size for axis in resolved.axes if axis.divides == "samples")
     )
-    if len(found.division.shares) != along:
+    if len(resolved.division.shares) != along:
         raise Refused(
-            f"{asked} divides a batch into {len(found.division.shares)} shares, and its axes have "
+            f"{requested} divides a batch into {len(resolved.division.shares)} shares, and its "
+            f"axes have "
             f"{along} replicas; "
             "give one share per replica"
         )
-    for axis in found.axes:
+    for axis in resolved.axes:
         if axis.divides not in ("samples", "domain", "model"):
             raise Refused(
-                f"{asked}: axis {axis.name} divides {axis.divides!r}; let it divide samples, "
+                f"{requested}: axis {axis.name} divides {axis.divides!r}; let it divide samples, "
                 f"domain or model"
             )
     for what, value in (
-        ("shares", found.division.shares),
-        ("micro", found.division.micro),
-        ("threads", found.threads or 1),
+        ("shares", resolved.division.shares),
+        ("micro", resolved.division.micro),
+        ("threads", resolved.threads or 1),
     ):
-        if value not in (Integers() if isinstance(value, tuple) else Integer()):
-            raise Refused(f"{asked} says {what} {value!r}; let it be of whole numbers from 1")
-    if found.batch_norm not in ("whole", "share"):
-        raise Refused(f"{asked} says batch_norm {found.batch_norm!r}; let it be whole or share")
-    _check_factors(found)
-    if strange := [plan.what for plan in found.plans() if plan.what not in GOALS]:
+        if value not in (IntegerList() if isinstance(value, tuple) else Integer()):
+            raise Refused(f"{requested} says {what} {value!r}; let it be of whole numbers from 1")
+    if resolved.batch_norm not in ("whole", "share"):
         raise Refused(
-            f"{asked} plans {strange[0]!r}, which nobody can prove; known: {', '.join(GOALS)}"
+            f"{requested} says batch_norm {resolved.batch_norm!r}; let it be whole or share"
+        )
+    _check_factor_conflicts(resolved)
+    if strange := [plan.goal for plan in resolved.plan_schedules() if plan.goal not in GOALS]:
+        raise Refused(
+            f"{requested} plans {strange[0]!r}, which nobody can prove; known: {', '.join(GOALS)}"
         )
 
 
-def _check_factors(found: Strategy) -> None:
+def _check_factor_conflicts(resolved: Strategy) -> None:
     """Of a product one factor at most divides samples, has an exchange, has passes. Raises
     Refused.
     """
-    factors = factors_of(found)
+    factors = list_factors(resolved)
     if len(factors) > 1 and (serving := [factor for factor in factors if factor.servers]):
         raise Refused(
-            f"{found}: {serving[0]} has servers, which know no other axes; leave the other factors "
+            f"{resolved}: {serving[0]} has servers, which know no other axes; leave the other "
+            f"factors "
             f"out"
         )
     dividing = [
@@ -320,32 +354,34 @@ def _check_factors(found: Strategy) -> None:
     ]
     if len(dividing) > 1:
         raise Refused(
-            f"{found}: {' and '.join(map(str, dividing))} both divide the samples of a batch; at "
+            f"{resolved}: {' and '.join(map(str, dividing))} both divide the samples of a batch; "
+            f"at "
             f"most one factor of "
             "a product can"
         )
-    for what in ("exchange", "passes"):
-        if len(both := bringing(found, what)) > 1:
+    for what, function in (("exchange", "make_exchange"), ("passes", "make_passes")):
+        if len(both := select_factors(resolved, function)) > 1:
             raise Refused(
-                f"{found}: {' and '.join(map(str, both))} both bring {what} of their own; at most "
+                f"{resolved}: {' and '.join(map(str, both))} both bring {what} of their own; at "
+                f"most "
                 f"one factor of a "
                 "product can"
             )
 
 
-def threads_of(resolved: Strategy) -> int:
+def choose_thread_count(resolved: Strategy) -> int:
     """Threads of each rank: the host's cores divided, unless the strategy says otherwise."""
     if isinstance(resolved.threads, int):
         return resolved.threads
-    return max(1, cores() // (ranks_here() or resolved.size))
+    return max(1, count_cores() // (count_local_ranks() or resolved.size))
 
 
-def backend_of(settings: Settings, size: int) -> str:
+def choose_backend(settings: Settings, size: int) -> str:
     """What carries the ranks' messages: shm where all are on this host and on the CPU, NCCL
     where each has a GPU of its own, otherwise gloo. Raises Refused where what is asked for
     cannot be.
     """
-    here = ranks_here() or size
+    here = count_local_ranks() or size
     gpus = torch.cuda.device_count()
     if settings.backend == "nccl" and here > gpus:
         raise Refused(
@@ -353,79 +389,93 @@ def backend_of(settings: Settings, size: int) -> str:
             f"--backend, and they "
             "exchange through the host"
         )
-    if settings.backend == "shm" and (why := not_shm(size)):
+    if settings.backend == "shm" and (why := explain_no_shm(size)):
         raise Refused(f"{why}; leave out --backend")
     found = settings.backend
     if found == "auto" and settings.device == "cuda":
         found = "nccl" if here <= gpus else "gloo"
     elif found == "auto":
-        found = "gloo" if not_shm(size) else "shm"
+        found = "gloo" if explain_no_shm(size) else "shm"
     if size > 1 and found != "shm":
-        check_interfaces()
+        check_network_interfaces()
     return found
 
 
-def not_shm(size: int) -> str | None:
+def explain_no_shm(size: int) -> str | None:
     """Why ranks on the CPU cannot talk through shared memory, or None."""
-    elsewhere = size - (ranks_here() or size)
-    return f"{elsewhere} of {size} ranks are on other hosts" if elsewhere else unavailable()
+    elsewhere = size - (count_local_ranks() or size)
+    return (
+        f"{elsewhere} of {size} ranks are on other hosts"
+        if elsewhere
+        else explain_unavailable_shm()
+    )
 
 
-def not_sharing(settings: Settings) -> str | None:
+def explain_no_shared_parameters(settings: Settings) -> str | None:
     """Why the ranks cannot keep parameters in one memory, or None."""
     if settings.device != "cpu":
         return f"parameters on {settings.device} are each rank's own"
-    return not_shm(launched_size() or 1)
+    return explain_no_shm(get_launched_size() or 1)
 
 
-def check_cut(
-    job: Job, asked: Strategy, resolved: Strategy, data: Path | None, known: bool
+def check_partitioning(
+    job: Job, requested: Strategy, resolved: Strategy, data: Path | None, loss_weight_known: bool
 ) -> None:
     """Refuse a model that cannot be cut as asked for, tried on two samples; and what would not
     follow parts or shards of it. known: the weight of its loss is read off the graph.
     """
-    if not cuts(resolved) and not resolved.sharded:
+    if not has_model_shards(resolved) and not resolved.shards_parameters:
         return
-    if resolved.sharded and not hasattr(torch.distributed, "reduce_scatter_single"):
+    if resolved.shards_parameters and not hasattr(torch.distributed, "reduce_scatter_single"):
         raise Refused(
-            f"{asked} wants torch 2.13 or later, and this is {torch.__version__}; leave out "
+            f"{requested} wants torch 2.13 or later, and this is {torch.__version__}; leave out "
             f"state=fully_sharded"
         )
-    samples = job.samples(opened(job.train, data))
+    samples = job.make_samples(open_dataset(job.train, data))
     places = list(range(min(len(samples), job.batch, 2)))
-    inputs, target = brought(parted(samples[0, places]), CPU, job.parameter_dtype)
+    inputs, target = convert_batch(separate_target(samples[0, places]), CPU, job.parameter_dtype)
     try:
-        module = Summed(job.built_model(), job.built_loss())
-        if togethers := [factor.together for factor in factors_of(resolved) if factor.inside]:
+        module = LossModule(job.build_model(), job.build_loss())
+        if togethers := [
+            factor.update_granularity for factor in list_factors(resolved) if factor.splits_layers
+        ]:
             optimizer = job.optimizer(module.model.parameters())
-            refuse_optimizer(
-                asked,
+            refuse_unfit_optimizer(
+                requested,
                 optimizer,
-                updates_by(optimizer, known=type(optimizer) in FOREACH),
-                min(togethers, key=KINDS.index),
+                find_update_granularity(
+                    optimizer, known_elementwise=type(optimizer) in FOREACH_OPTIMIZERS
+                ),
+                min(togethers, key=UPDATE_GRANULARITIES.index),
             )
-        refuse_views(module.model)
-        hollow(module.model)  # can it be copied?
-        refuse_reading(module, inputs, target)
-        if cuts(resolved) and job.test is not None and job.metric is None and not known:
-            refuse_gradients(module, inputs, target, len(places))
-        for cuttable in checks_of(resolved):
-            module = Summed(job.built_model(), job.built_loss())
-            with untouched(module):
+        refuse_parameter_views(module.model)
+        build_empty_model(module.model)  # can it be copied?
+        refuse_loss_reading_parameters(module, inputs, target)
+        if (
+            has_model_shards(resolved)
+            and job.test is not None
+            and job.metric is None
+            and not loss_weight_known
+        ):
+            refuse_gradient_loss(module, inputs, target, len(places))
+        for cuttable in list_model_checks(resolved):
+            module = LossModule(job.build_model(), job.build_loss())
+            with preserve_all_state(module):
                 cuttable(module.model, inputs, job.test is not None)
     except StepFailed as error:
-        raise Refused(f"job {job.name}, {asked}: {error}") from error
+        raise Refused(f"job {job.name}, {requested}: {error}") from error
 
 
-def check_plans(asked: Strategy, resolved: Strategy, settings: Settings) -> None:
+def prove_strategy_schedules(requested: Strategy, resolved: Strategy, settings: Settings) -> None:
     """Prove the schedules of a strategy at the size of this world, before any rank starts."""
-    plans = resolved.plans()
-    if settings.sabotage and not plans:
+    plans = resolved.plan_schedules()
+    if settings.inject_fault and not plans:
         raise Refused(
-            f"{asked} has no schedule to sabotage; name an algorithm, such as data(2, reduce=ring)"
+            f"{requested} has no schedule to plant a fault in; name an algorithm, such as data(2, "
+            f"reduce=ring)"
         )
-    for plan in () if settings.unproved else plans:
+    for plan in () if settings.skip_schedule_check else plans:
         try:
-            check(sabotaged(plan.schedule, settings.sabotage), plan.size, plan.what)
+            check_schedule(inject_fault(plan.schedule, settings.inject_fault), plan.size, plan.goal)
         except Refused as error:
-            raise Refused(f"{error} (--unproved runs it all the same)") from None
+            raise Refused(f"{error} (--skip-schedule-check runs it all the same)") from None

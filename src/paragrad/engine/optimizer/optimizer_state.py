@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.engine.state.values import same
+from paragrad.engine.state.values import is_same_value
 
 
-def beside_parameters(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+def select_global_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """What it keeps in its state under names of its own, as a count of steps for all
     parameters.
     """
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
-def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def copy_optimizer_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Numbers and tensors that it keeps as attributes of its own, as they are now. What begins
     with _ is torch's, or a wrapper's; flags say what is there already.
     """
@@ -31,18 +31,26 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def without_place(optimizer: torch.optim.Optimizer, began: Mapping[str, Any]) -> list[str]:
+def list_unsaved_state(
+    optimizer: torch.optim.Optimizer, initial_attributes: Mapping[str, Any]
+) -> list[str]:
     """What of an optimizer is in no state of a parameter and in no group, by name; of its
     attributes those that are not as they began.
     """
-    now = attributes(optimizer)
+    now = copy_optimizer_attributes(optimizer)
     return [
-        *map(str, beside_parameters(optimizer)),
-        *(name for name, value in now.items() if not same(value, began.get(name))),
+        *map(str, select_global_state(optimizer)),
+        *(
+            name
+            for name, value in now.items()
+            if not is_same_value(value, initial_attributes.get(name))
+        ),
     ]
 
 
-def taken(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> None:
+def load_parameter_state(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]
+) -> None:
     """An optimizer goes on from a parameter's state, of which the tensors may be elsewhere:
     each goes to where the one is that it replaces; a first one to the parameter, but for
     counts, which steps want there only if they are fused or captured.

@@ -25,13 +25,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.engine.rng.hashing import Distribution, filled, rows, without
-from paragrad.engine.rng.random_kernels import Drawing, box, drawing, drawn
+from paragrad.engine.rng.hashing import Distribution, drop_dim, fill_from_hashes, hash_rows
+from paragrad.engine.rng.random_kernels import (
+    DrawSource,
+    draw_torch_number,
+    get_draw_box,
+    use_draw_source,
+)
 from paragrad.errors import StepFailed
-from paragrad.runtime.generators import generator_states, generators_seeded, seed_generators
+from paragrad.runtime.generators import (
+    fingerprint_generators,
+    seed_generators,
+    use_seeded_generators,
+)
 
-GENERATORS = ("torch", "numpy", "random")
-TEST = -1  # in place of a step
+GENERATOR_NAMES = ("torch", "numpy", "random")
+TEST_STEP = -1  # in place of a step
 
 
 @dataclass(frozen=True)
@@ -41,9 +50,9 @@ class Draw:
     """
 
     name: str
-    dims: int
+    dim_count: int
     dim: int | None
-    rest: tuple[int, ...]  # the other dimensions, as they were seen
+    other_sizes: tuple[int, ...]  # the other dimensions, as they were seen
 
 
 @dataclass(frozen=True)
@@ -57,16 +66,16 @@ class Draws:
     """
 
     calls: tuple[Draw, ...] = ()
-    by_layout: str | None = None
-    others: tuple[str, ...] = ()
-    serial: tuple[int, ...] | None = None
+    layout_dependence: str | None = None
+    other_generators: tuple[str, ...] = ()
+    serial_calls: tuple[int, ...] | None = None
     # found in steps
-    places: dict[Any, tuple[int | None, int]] = field(
+    sample_dims: dict[Any, tuple[int | None, int]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
     def __bool__(self) -> bool:
-        return bool(self.calls or self.others or self.by_layout)
+        return bool(self.calls or self.other_generators or self.layout_dependence)
 
     def __or__(self, other: Draws) -> Draws:
         """What two parts of a batch draw: equal calls of one part stay, for a call is also
@@ -75,32 +84,34 @@ class Draws:
         lacking = (call for call in other.calls if call not in self.calls)
         return Draws(
             (*self.calls, *dict.fromkeys(lacking)),
-            self.by_layout or other.by_layout,
-            tuple(dict.fromkeys(self.others + other.others)),
+            self.layout_dependence or other.layout_dependence,
+            tuple(dict.fromkeys(self.other_generators + other.other_generators)),
         )
 
 
-class Recording(Drawing):
+class DrawRecorder(DrawSource):
     """Notes every call, and gives every sample the same numbers."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, ...]]] = []
-        self.owners: set[str] = set()
+        self.own_generators: set[str] = set()
 
-    def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+    def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         self.calls.append((name, tuple(tensor.shape)))
-        filled(tensor, None, rows(len(self.calls), (0,), 1, tensor.device), distribution)
+        fill_from_hashes(
+            tensor, None, hash_rows(len(self.calls), (0,), 1, tensor.device), distribution
+        )
         return tensor
 
-    def own(self, name: str) -> None:
-        self.owners.add(name)
+    def record_own_generator(self, name: str) -> None:
+        self.own_generators.add(name)
 
 
 # of each number that torch's generator gave, which random call of a forward it is
-Calls = dict[int, int]
+CallNumbers = dict[int, int]
 
 
-class Keyed(Drawing):
+class KeyedDraws(DrawSource):
     """Keys every draw by the places in the global batch of the samples in this forward
     (`positions`).
 
@@ -113,7 +124,7 @@ class Keyed(Drawing):
     """
 
     # calls that no forward of a part was seen to make are numbered from here
-    AFTER = 2**20
+    UNSEEN_CALL_OFFSET = 2**20
 
     def __init__(
         self,
@@ -122,26 +133,28 @@ class Keyed(Drawing):
         step: int,
         positions: list[int],
         strict: bool = True,
-        first: int = 0,
-        calls: Calls | None = None,
+        first_call: int = 0,
+        call_numbers: CallNumbers | None = None,
     ) -> None:
         self.draws = draws
         self.seed = seed
         self.step = step
         self.positions = tuple(positions) or (0,)
         self.strict = strict
-        self.first = first
-        self.calls: Calls = {} if calls is None else calls
+        self.first_call = first_call
+        self.call_numbers: CallNumbers = {} if call_numbers is None else call_numbers
 
-    def skipped(self) -> None:
-        self._counted()
+    def skip_call(self) -> None:
+        self._number_call()
 
-    def _counted(self) -> int:
+    def _number_call(self) -> int:
         """Which call of this rank's it is."""
-        return self.calls.setdefault(drawn(), self.first + len(self.calls))
+        return self.call_numbers.setdefault(
+            draw_torch_number(), self.first_call + len(self.call_numbers)
+        )
 
-    def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
-        call = self._serial(self._counted(), name)
+    def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        call = self._find_serial_call(self._number_call(), name)
         if not tensor.numel():
             return tensor
         key = (
@@ -152,35 +165,39 @@ class Keyed(Drawing):
         )
         here = {
             at: each
-            for at, each in box().items()
+            for at, each in get_draw_box().items()
             if at < tensor.dim() and tensor.shape[at] == sum(map(len, each[1]))
         }
         shape = tuple(here[at][0] if at in here else size for at, size in enumerate(tensor.shape))
         known = name, shape, len(self.positions), call
-        if known not in self.draws.places:
-            self.draws.places[known] = self._place(name, shape, call)
-        dim, blocks = self.draws.places[known]
-        row = rows(key, (0,) if dim is None else self.positions, blocks, tensor.device)
+        if known not in self.draws.sample_dims:
+            self.draws.sample_dims[known] = self._find_sample_dim(name, shape, call)
+        dim, blocks = self.draws.sample_dims[known]
+        row = hash_rows(key, (0,) if dim is None else self.positions, blocks, tensor.device)
         if dim in here:
             row = torch.cat([row[each.start : each.stop] for each in here[dim][1]])
-        filled(tensor, dim, row, distribution, {at: places for at, (_, places) in here.items()})
+        fill_from_hashes(
+            tensor, dim, row, distribution, {at: places for at, (_, places) in here.items()}
+        )
         return tensor
 
-    def _serial(self, call: int, name: str) -> int:
+    def _find_serial_call(self, call: int, name: str) -> int:
         """The number that a call has in the whole model."""
-        if self.draws.serial is None:
+        if self.draws.serial_calls is None:
             return call
-        if call < len(self.draws.serial):
-            return self.draws.serial[call]
+        if call < len(self.draws.serial_calls):
+            return self.draws.serial_calls[call]
         if self.strict:
             raise StepFailed(
                 f"{name} draws once more than this part of the model is said to: which call of the "
                 f"whole model "
                 "that is, is not known; name all of them, in their order, in Share(draws=)"
             )
-        return self.AFTER + call
+        return self.UNSEEN_CALL_OFFSET + call
 
-    def _place(self, name: str, shape: tuple[int, ...], call: int) -> tuple[int | None, int]:
+    def _find_sample_dim(
+        self, name: str, shape: tuple[int, ...], call: int
+    ) -> tuple[int | None, int]:
         """(sample dimension, blocks) of this call: of all that were seen the one that fits, by
         its order where several do.
         """
@@ -189,8 +206,8 @@ class Keyed(Drawing):
             draw
             for draw in self.draws.calls
             if draw.name == name
-            and draw.dims == len(shape)
-            and (draw.rest == shape if draw.dim is None else shape[draw.dim] % samples == 0)
+            and draw.dim_count == len(shape)
+            and (draw.other_sizes == shape if draw.dim is None else shape[draw.dim] % samples == 0)
         ]
         dims = {draw.dim for draw in fits}
         if len(dims) > 1:
@@ -198,7 +215,7 @@ class Keyed(Drawing):
             alike = {
                 draw.dim
                 for draw in fits
-                if draw.dim is None or draw.rest == without(shape, draw.dim)
+                if draw.dim is None or draw.other_sizes == drop_dim(shape, draw.dim)
             }
             dims = {here.dim} if here in fits else alike if len(alike) == 1 else dims
         if len(dims) == 1:
@@ -214,15 +231,15 @@ class Keyed(Drawing):
 
 
 @contextlib.contextmanager
-def keyed(
+def key_draws(
     draws: Draws,
     seed: int,
     step: int,
     positions: list[int],
     always: bool = False,
     strict: bool = True,
-    first: int = 0,
-    calls: Calls | None = None,
+    first_call: int = 0,
+    call_numbers: CallNumbers | None = None,
 ) -> Iterator[None]:
     """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they
     draw, or always; then strictly, unless all ranks see the same samples. Draws from other
@@ -232,35 +249,41 @@ def keyed(
     if not draws and not always:
         yield
         return
-    if draws.others:
+    if draws.other_generators:
         seed_generators(f"forward {seed} {step}")
-    with drawing(Keyed(draws, seed, step, positions, always and strict, first, calls)):
+    with use_draw_source(
+        KeyedDraws(draws, seed, step, positions, always and strict, first_call, call_numbers)
+    ):
         yield
 
 
 @contextlib.contextmanager
-def in_test(draws: Draws, seed: int, places: list[int], first: int = 0) -> Iterator[None]:
+def key_test_draws(
+    draws: Draws, seed: int, places: list[int], first_call: int = 0
+) -> Iterator[None]:
     """Around a forward in a test: what it draws (dropout that stays on, noise) is keyed by the
     samples' places in the dataset. So every rank draws its part of the same numbers, and every
     test of a training the same. What comes from numpy and random is the same on all ranks that
     test these samples together. first: as Keyed has it.
     """
     with (
-        generators_seeded(f"test {seed} {places[0]}"),
-        drawing(Keyed(draws, seed, TEST, places, strict=False, first=first)),
+        use_seeded_generators(f"test {seed} {places[0]}"),
+        use_draw_source(
+            KeyedDraws(draws, seed, TEST_STEP, places, strict=False, first_call=first_call)
+        ),
     ):
         yield
 
 
 @contextlib.contextmanager
-def as_seen(draws: Draws, looked: bool) -> Iterator[None]:
+def check_seen_draws(draws: Draws, is_inspected: bool) -> Iterator[None]:
     """Around passes, where they are looked at: numpy's and Python's generators move if they
     were seen to, and are seeded in every forward then. Raises StepFailed where they do so all
     the same.
     """
-    before = generator_states() if looked and not draws.others else {}
+    before = fingerprint_generators() if is_inspected and not draws.other_generators else {}
     yield
-    now = generator_states() if before else {}
+    now = fingerprint_generators() if before else {}
     if moved := [name for name in before if name != "torch" and now[name] != before[name]]:
         raise StepFailed(
             f"the model or its loss draws from {moved[0]}, and did not when it was looked at: "
@@ -272,26 +295,30 @@ def as_seen(draws: Draws, looked: bool) -> Iterator[None]:
 
 
 # ---- what a forward draws --------------------------------------------------------------------
-def seen(forward: Callable[[int], object]) -> Draws:
+def inspect_draws(forward: Callable[[int], object]) -> Draws:
     """What forward(samples) draws, run on two samples and on three."""
     recordings = []
     moved = []
     for samples in (2, 3):
         seed_generators("what a model draws")
-        before = generator_states()
-        with drawing(Recording()) as recording:
+        before = fingerprint_generators()
+        with use_draw_source(DrawRecorder()) as recording:
             forward(samples)
         recordings.append(recording)
         moved.append(
-            {name: state for name, state in generator_states().items() if state != before[name]}
+            {
+                name: state
+                for name, state in fingerprint_generators().items()
+                if state != before[name]
+            }
         )
     two, three = (recording.calls for recording in recordings)
-    if not (two or three or moved[0] or moved[1] or recordings[0].owners):
+    if not (two or three or moved[0] or moved[1] or recordings[0].own_generators):
         return Draws()
-    wrong = [f"{name} by a generator of its own" for name in sorted(recordings[0].owners)]
+    wrong = [f"{name} by a generator of its own" for name in sorted(recordings[0].own_generators)]
     wrong += [
         f"draws from {name}, which differ with the number of samples"
-        for name in GENERATORS
+        for name in GENERATOR_NAMES
         if moved[0].get(name) != moved[1].get(name)
     ]
     if [name for name, _ in two] != [name for name, _ in three]:
@@ -299,7 +326,7 @@ def seen(forward: Callable[[int], object]) -> Draws:
         return Draws((), "; ".join(wrong))
     calls = []
     for (name, shape), (_, larger) in zip(two, three, strict=True):
-        call = _call(name, shape, larger)
+        call = _infer_draw(name, shape, larger)
         if isinstance(call, str):
             wrong.append(call)
         else:
@@ -307,11 +334,11 @@ def seen(forward: Callable[[int], object]) -> Draws:
     return Draws(
         tuple(calls),
         "; ".join(dict.fromkeys(wrong)) or None,
-        tuple(name for name in GENERATORS if name in moved[0]),
+        tuple(name for name in GENERATOR_NAMES if name in moved[0]),
     )
 
 
-def _call(name: str, two: tuple[int, ...], three: tuple[int, ...]) -> Draw | str:
+def _infer_draw(name: str, two: tuple[int, ...], three: tuple[int, ...]) -> Draw | str:
     grown = [dim for dim, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
     if len(two) != len(three) or len(grown) > 1:
         return (
@@ -324,4 +351,4 @@ def _call(name: str, two: tuple[int, ...], three: tuple[int, ...]) -> Draw | str
     blocks, rest = divmod(two[dim], 2)
     if name == "randperm" or rest or three[dim] != 3 * blocks:
         return f"{name} of shape {two} for two samples and {three} for three, which mixes samples"
-    return Draw(name, len(two), dim, without(two, dim))
+    return Draw(name, len(two), dim, drop_dim(two, dim))

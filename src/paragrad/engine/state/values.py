@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from paragrad.engine.state.empty_parameter import Vacant
+from paragrad.engine.state.empty_parameter import EmptyTensor
 
-UNCHANGING = (
+IMMUTABLE_TYPES = (
     type(None),
     bool,
     int,
@@ -33,52 +33,56 @@ UNCHANGING = (
     torch.dtype,
     torch.device,
 )
-GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+GENERATOR_TYPES = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 # values: of a part that another rank holds; of a model given away
-WITHOUT = FakeTensor, Vacant
+VALUELESS_TYPES = FakeTensor, EmptyTensor
 # another's own may not let itself be changed
-CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+CONTAINER_TYPES = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
 @dataclass(frozen=True)
-class Drawing:
+class GeneratorState:
     """A random generator's state."""
 
     state: Any
 
 
-def plain(value: Any) -> bool:
+def is_plain_value(value: Any) -> bool:
     # of what may have gone: isinstance asks it
     if type(value) in weakref.ProxyTypes:
         return False
     if isinstance(value, dict):
         return (
-            type(value) in CONTAINERS
-            and all(map(_unchanging, value))
-            and all(map(plain, value.values()))
+            type(value) in CONTAINER_TYPES
+            and all(map(_is_immutable_key, value))
+            and all(map(is_plain_value, value.values()))
         )
     if isinstance(value, list | tuple | set | deque):
-        return (type(value) in CONTAINERS or isinstance(value, tuple)) and all(map(plain, value))
-    return isinstance(value, (*UNCHANGING, *GENERATORS, numpy.ndarray)) or (
+        return (type(value) in CONTAINER_TYPES or isinstance(value, tuple)) and all(
+            map(is_plain_value, value)
+        )
+    return isinstance(value, (*IMMUTABLE_TYPES, *GENERATOR_TYPES, numpy.ndarray)) or (
         isinstance(value, Tensor) and not value.requires_grad
     )
 
 
-def _unchanging(key: Any) -> bool:
-    return isinstance(key, UNCHANGING) or (isinstance(key, tuple) and all(map(_unchanging, key)))
-
-
-def copied(value: Any) -> Any:
-    if isinstance(value, (*UNCHANGING, *WITHOUT)):
-        return value
-    if isinstance(value, GENERATORS):
-        return Drawing(_generator_state(value))
-    return copy.deepcopy(
-        value, {id(each): each for each in tree_leaves(value) if isinstance(each, WITHOUT)}
+def _is_immutable_key(key: Any) -> bool:
+    return isinstance(key, IMMUTABLE_TYPES) or (
+        isinstance(key, tuple) and all(map(_is_immutable_key, key))
     )
 
 
-def _generator_state(generator: Any) -> Any:
+def copy_value(value: Any) -> Any:
+    if isinstance(value, (*IMMUTABLE_TYPES, *VALUELESS_TYPES)):
+        return value
+    if isinstance(value, GENERATOR_TYPES):
+        return GeneratorState(_get_generator_state(value))
+    return copy.deepcopy(
+        value, {id(each): each for each in tree_leaves(value) if isinstance(each, VALUELESS_TYPES)}
+    )
+
+
+def _get_generator_state(generator: Any) -> Any:
     if isinstance(generator, numpy.random.Generator):
         return copy.deepcopy(generator.bit_generator.state)
     if isinstance(generator, numpy.random.RandomState):
@@ -86,11 +90,11 @@ def _generator_state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def keeping(value: Any) -> Callable[[], Any]:
+def make_restorer(value: Any) -> Callable[[], Any]:
     """Gives the same object back, with what it holds now."""
-    if isinstance(value, (*UNCHANGING, *WITHOUT)):
+    if isinstance(value, (*IMMUTABLE_TYPES, *VALUELESS_TYPES)):
         return lambda: value
-    put_back = _contents(value)
+    put_back = _make_content_restorer(value)
 
     def again() -> Any:
         put_back()
@@ -99,15 +103,15 @@ def keeping(value: Any) -> Callable[[], Any]:
     return again
 
 
-def _contents(value: Any) -> Callable[[], Any]:
-    if isinstance(value, GENERATORS):
-        return functools.partial(_set_generator, value, _generator_state(value))
+def _make_content_restorer(value: Any) -> Callable[[], Any]:
+    if isinstance(value, GENERATOR_TYPES):
+        return functools.partial(_set_generator_state, value, _get_generator_state(value))
     if isinstance(value, Tensor):
-        return functools.partial(set_values, value, value.detach().clone())
+        return functools.partial(set_tensor_values, value, value.detach().clone())
     if isinstance(value, numpy.ndarray):
-        return functools.partial(_set_array, value, value.copy())
+        return functools.partial(_restore_array, value, value.copy())
     held = {
-        key: keeping(each)
+        key: make_restorer(each)
         for key, each in (value.items() if isinstance(value, dict) else enumerate(value))
     }
 
@@ -126,12 +130,12 @@ def _contents(value: Any) -> Callable[[], Any]:
     return put_back
 
 
-def _set_array(array: numpy.ndarray[Any, Any], values: numpy.ndarray[Any, Any]) -> None:
+def _restore_array(array: numpy.ndarray[Any, Any], values: numpy.ndarray[Any, Any]) -> None:
     if not numpy.array_equal(array, values):  # it may be for reading alone
         numpy.copyto(array, values)
 
 
-def _set_generator(generator: Any, state: Any) -> None:
+def _set_generator_state(generator: Any, state: Any) -> None:
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -140,17 +144,17 @@ def _set_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(b, Drawing):
-        return same(
+def is_same_value(a: Any, b: Any) -> bool:
+    if isinstance(b, GeneratorState):
+        return is_same_value(
             a.state
-            if isinstance(a, Drawing)
-            else _generator_state(a)
-            if isinstance(a, GENERATORS)
+            if isinstance(a, GeneratorState)
+            else _get_generator_state(a)
+            if isinstance(a, GENERATOR_TYPES)
             else None,
             b.state,
         )
-    if isinstance(a, WITHOUT) or isinstance(b, WITHOUT):
+    if isinstance(a, VALUELESS_TYPES) or isinstance(b, VALUELESS_TYPES):
         return type(a) is type(b) and a.shape == b.shape
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return (
@@ -158,7 +162,7 @@ def same(a: Any, b: Any) -> bool:
             and isinstance(b, Tensor)
             and a.dtype == b.dtype
             and (
-                _equal(a, b)
+                _is_equal_tensor(a, b)
                 or (
                     a.is_floating_point()
                     and a.shape == b.shape
@@ -171,33 +175,33 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(is_same_value(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(is_same_value, a, b))
     return bool(a == b) or (a != a and b != b)
 
 
-def differentiable(tensor: Tensor) -> bool:
+def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def set_values(buffer: Tensor, values: Tensor) -> None:
+def set_tensor_values(buffer: Tensor, values: Tensor) -> None:
     """In place where the shape is the same."""
-    if isinstance(buffer, WITHOUT):
+    if isinstance(buffer, VALUELESS_TYPES):
         return
     if buffer.shape != values.shape:
         buffer.data = values.clone()
-    elif not _equal(buffer, values):
+    elif not _is_equal_tensor(buffer, values):
         buffer.data.copy_(values)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _is_equal_tensor(a: Tensor, b: Tensor) -> bool:
     if a.layout == b.layout == torch.strided:
         return torch.equal(a, b)
     return a.layout == b.layout and a.shape == b.shape and torch.equal(a.to_dense(), b.to_dense())
 
 
-def saved_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+def list_saved_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Buffers that its state_dict holds, each once, as they are now: a forward may make them
     anew.
     """
@@ -205,7 +209,7 @@ def saved_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     return {name: each for name, each in module.named_buffers(prefix) if id(each) in kept}
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which numbers of a type are summed."""
     return (
         torch.promote_types(dtype, torch.float32)

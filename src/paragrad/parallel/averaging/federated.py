@@ -17,62 +17,71 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paragrad.engine.exchange import Exchange, How, Replica
-from paragrad.engine.optimizer.modes import set_mode
-from paragrad.engine.state.preserve_state import Before, replaced
-from paragrad.engine.state.values import same, wide
+from paragrad.engine.exchange import Exchange, ExchangeOptions, Replica
+from paragrad.engine.optimizer.modes import set_optimizer_mode
+from paragrad.engine.state.preserve_state import ModuleSnapshot, list_replaced_parameters
+from paragrad.engine.state.values import get_accumulation_dtype, is_same_value
 from paragrad.errors import StepFailed
 from paragrad.parallel.averaging.averageable_state import (
-    ONE_SHAPE,
-    REPLACED,
-    Said,
-    nearest,
-    values_of,
+    ONE_SHAPE_HINT,
+    REPLACED_MESSAGE,
+    AveragingNotes,
+    collect_averageable,
+    round_to_type,
 )
-from paragrad.parallel.data.bucketing import Sending
-from paragrad.record.step_log import Log
+from paragrad.parallel.data.bucketing import VectorSumExchange
+from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.federated import Federated
 
 # of what is sent when a round is over
-COUNTS = "counts"
+SAMPLE_COUNTS = "counts"
 WEIGHTS = "weights"
 LOST = -1.0  # in place of a client's samples
-UNLIKE = "a forward changed its shape from {} to {}, and clients' values are averaged; " + ONE_SHAPE
+OTHER_SHAPE_MESSAGE = (
+    "a forward changed its shape from {} to {}, and clients' values are averaged; " + ONE_SHAPE_HINT
+)
 
 
-def exchange(strategy: Federated, replica: Replica, world: World, log: Log, how: How) -> Exchange:
+def make_exchange(
+    strategy: Federated, replica: Replica, world: World, log: StepLog, options: ExchangeOptions
+) -> Exchange:
     """The exchange of `federated`. Collective."""
-    return Federating(strategy, replica, world, log, how)
+    return FederatedExchange(strategy, replica, world, log, options)
 
 
-class Federating(Sending):
+class FederatedExchange(VectorSumExchange):
     """Between `begin_round` and `meet` this worker's clients are `begun` and `ended`, or
     `lost`, one after the other.
     """
 
-    apart = True
+    steps_alone = True
 
     def __init__(
-        self, strategy: Federated, replica: Replica, world: World, log: Log, how: How
+        self,
+        strategy: Federated,
+        replica: Replica,
+        world: World,
+        log: StepLog,
+        options: ExchangeOptions,
     ) -> None:
-        super().__init__(replica, world, log, how, strategy.reduce)
-        self.twice = world.size if how.sabotage == "mean_twice" else 1  # planted
+        super().__init__(replica, world, log, options, strategy.reduce)
+        self.fault_factor = world.size if options.inject_fault == "mean_twice" else 1  # planted
         # whose rates hold for all clients, and which never steps
-        self.central = self.optimizer
+        self.central_optimizer = self.optimizer
         self.trained = [
-            name for name, each in self.summed.model.named_parameters() if each.requires_grad
+            name for name, each in self.loss_module.model.named_parameters() if each.requires_grad
         ]
-        self.said = Said(log)
+        self.notes = AveragingNotes(log)
 
     # ---- in a client's step ------------------------------------------------------------------
     def finish(self, weight: float, loss: float) -> None:
-        self.told = [weight, loss, 0.0, self.doubt]
+        self.totals = [weight, loss, 0.0, self.doubtful_weight]
 
-    def counted(self) -> list[float]:
-        return self.told
+    def reduce_totals(self) -> list[float]:
+        return self.totals
 
-    def uncounted(self) -> None:
+    def refuse_zero_weight(self) -> None:
         """Of a batch of which nothing counts nothing is updated."""
 
     def update(self) -> None:
@@ -82,52 +91,63 @@ class Federating(Sending):
     # ---- in a round --------------------------------------------------------------------------
     def begin_round(self, clients: int) -> None:
         """All workers have the same model; so many clients take part."""
-        values = self._values()
-        self.before = Before(
-            self.summed, list(dict(self.summed.model.named_parameters())), buffers=True
+        values = self._collect_values()
+        self.round_start = ModuleSnapshot(
+            self.loss_module,
+            list(dict(self.loss_module.model.named_parameters())),
+            include_buffers=True,
         )
-        self.others = {
+        self.untrained_values = {
             name: each.detach().clone() for name, each in values.items() if name not in self.trained
         }
         # which of these some client of this worker changed
-        self.moved = set[str]()
+        self.changed_names = set[str]()
         # of the samples of this worker's clients that came back, by place among all
-        self.counts = [0.0] * clients
-        self.sums = {
-            name: torch.zeros_like(each, dtype=wide(each.dtype)) for name, each in values.items()
+        self.client_samples = [0.0] * clients
+        self.value_sums = {
+            name: torch.zeros_like(each, dtype=get_accumulation_dtype(each.dtype))
+            for name, each in values.items()
         }
-        self.beside = 2 * sum(each.nbytes for each in (*self.sums.values(), *self.others.values()))
+        self.retained_bytes = 2 * sum(
+            each.nbytes for each in (*self.value_sums.values(), *self.untrained_values.values())
+        )
 
-    def begun(self) -> None:
+    def begin_client(self) -> None:
         """A client begins; its optimizer is made, and given to `optimizer`, after this."""
-        self._put_back()
+        self._restore_round_start()
 
-    def ended(self, place: int, samples: int) -> None:
+    def end_client(self, place: int, samples: int) -> None:
         """A client has trained over so many samples. Raises StepFailed, and then nothing of it
         is added, where its weights are not finite, or not those that others have.
         """
-        set_mode(self.optimizer, "eval")  # which has the weights that it stands for
-        if names := replaced(self.summed.model, self.before.parameters):
-            raise StepFailed(REPLACED, tensor=", ".join(names))
-        values = self._values()
-        self._refuse_unlike(values)
-        self.said.python(self.before.state, "as at the beginning, for every client of every round")
-        moved = {name for name, each in self.others.items() if not same(values[name], each)}
+        set_optimizer_mode(self.optimizer, "eval")  # which has the weights that it stands for
+        if names := list_replaced_parameters(self.loss_module.model, self.round_start.parameters):
+            raise StepFailed(REPLACED_MESSAGE, tensor=", ".join(names))
+        values = self._collect_values()
+        self._refuse_other_shapes(values)
+        self.notes.note_python_state(
+            self.round_start.python_state, "as at the beginning, for every client of every round"
+        )
+        moved = {
+            name
+            for name, each in self.untrained_values.items()
+            if not is_same_value(values[name], each)
+        }
         for name in (
             *self.trained,
-            *(name for name in moved if self.others[name].isfinite().all()),
+            *(name for name in moved if self.untrained_values[name].isfinite().all()),
         ):
             if not values[name].isfinite().all():
                 raise StepFailed("its weights are not finite any more", tensor=name)
         # for which there may be no room
-        addends = [(total, values[name].to(total)) for name, total in self.sums.items()]
+        addends = [(total, values[name].to(total)) for name, total in self.value_sums.items()]
         for total, addend in addends:
             total.add_(addend, alpha=samples)
-        self.moved |= moved
-        self.counts[place] = float(samples)
+        self.changed_names |= moved
+        self.client_samples[place] = float(samples)
 
-    def _refuse_unlike(self, values: Mapping[str, Tensor]) -> None:
-        for name, total in self.sums.items():
+    def _refuse_other_shapes(self, values: Mapping[str, Tensor]) -> None:
+        for name, total in self.value_sums.items():
             if name not in values:
                 raise StepFailed(
                     "a forward took it away, and clients' values are averaged; let the model keep "
@@ -136,51 +156,54 @@ class Federating(Sending):
                 )
             if values[name].shape != total.shape:
                 raise StepFailed(
-                    UNLIKE.format(tuple(total.shape), tuple(values[name].shape)), tensor=name
+                    OTHER_SHAPE_MESSAGE.format(tuple(total.shape), tuple(values[name].shape)),
+                    tensor=name,
                 )
 
-    def lost(self, place: int) -> None:
+    def drop_client(self, place: int) -> None:
         """A client will not come back in this round."""
-        self.counts[place] = LOST
+        self.client_samples[place] = LOST
 
-    def meet(self) -> list[float]:
+    def average_clients(self) -> list[float]:
         """The round is over: the model becomes the mean of those that came back. Of each client
         its samples, or LOST. Collective.
         """
-        self._put_back()
-        self.optimizer = self.central
-        self.sent = {}
-        self.kind = COUNTS
-        flags = [float(name in self.moved) for name in self.others]
-        own = next(iter(self.sums.values())).real.new_tensor(
-            [self.stop, *self.counts, *flags], dtype=torch.float64
+        self._restore_round_start()
+        self.optimizer = self.central_optimizer
+        self.sent_bytes = {}
+        self.kind = SAMPLE_COUNTS
+        flags = [float(name in self.changed_names) for name in self.untrained_values]
+        own = next(iter(self.value_sums.values())).real.new_tensor(
+            [self.stop_requested, *self.client_samples, *flags], dtype=torch.float64
         )
-        self.asked, *told = self._summed({COUNTS: own})[COUNTS].tolist()
-        counts = told[: len(self.counts)]
+        self.stop_requests, *told = self._sum_tensors({SAMPLE_COUNTS: own})[SAMPLE_COUNTS].tolist()
+        counts = told[: len(self.client_samples)]
         if total := sum(count for count in counts if count > 0):
             self.kind = WEIGHTS
             moved = [
-                name for name, flag in zip(self.others, told[len(counts) :], strict=True) if flag
+                name
+                for name, flag in zip(self.untrained_values, told[len(counts) :], strict=True)
+                if flag
             ]
-            self.said.means(moved)
-            means = self._summed(
-                {name: self.sums[name] for name in (*self.trained, *moved)},
-                total=total * self.twice,
+            self.notes.note_averages(moved)
+            means = self._sum_tensors(
+                {name: self.value_sums[name] for name in (*self.trained, *moved)},
+                total=total * self.fault_factor,
             )
-            self._become(means)
-        del self.sums, self.before
+            self._set_values(means)
+        del self.value_sums, self.round_start
         return counts  # type: ignore[no-any-return]
 
-    def _become(self, means: Mapping[str, Tensor]) -> None:
-        values = self._values()
+    def _set_values(self, means: Mapping[str, Tensor]) -> None:
+        values = self._collect_values()
         for name, mean in means.items():
-            values[name].copy_(nearest(mean, values[name].dtype))
+            values[name].copy_(round_to_type(mean, values[name].dtype))
 
-    def _put_back(self) -> None:
-        self.before.put_back()
-        for name, parameter in self.summed.model.named_parameters():
+    def _restore_round_start(self) -> None:
+        self.round_start.restore_module()
+        for name, parameter in self.loss_module.model.named_parameters():
             # a client may have frozen some
             parameter.requires_grad_(name in self.trained)
 
-    def _values(self) -> dict[str, Tensor]:
-        return {name: each.detach() for name, each in values_of(self.summed).items()}
+    def _collect_values(self) -> dict[str, Tensor]:
+        return {name: each.detach() for name, each in collect_averageable(self.loss_module).items()}

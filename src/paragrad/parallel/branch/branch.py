@@ -14,28 +14,28 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from paragrad.datasets.loading import called, copied
-from paragrad.engine.layout import Held
-from paragrad.engine.model_shard import Share
-from paragrad.engine.state.preserve_state import untouched
+from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.engine.layout import ShardSpec
+from paragrad.engine.model_shard import ModelShard
+from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import Summed
-from paragrad.parallel.branch.branch_detection import Branch, placed, timed
-from paragrad.parallel.sharding.autograd_collectives import Line, Manner, Nobody
+from paragrad.jobs.loss import LossModule
+from paragrad.parallel.branch.branch_detection import ModelBranch, assign_branches, time_forks
+from paragrad.parallel.sharding.autograd_collectives import AxisGroup, FakeGroup, SplitOptions
 from paragrad.parallel.tensor.function_patches import (
-    anew,
-    as_tested,
-    asked,
-    refuse_compiled,
-    standing,
-    telling,
+    explain_model_errors,
+    find_assigned_buffers,
+    patch_torch_functions,
+    refuse_compiled_model,
+    substitute_tensors,
+    use_test_mode,
 )
-from paragrad.parallel.tensor.shard_module import Split
-from paragrad.parallel.tensor.sharding_plan import Note
-from paragrad.parallel.tensor.single_rank_tensor import Lone, of_shapes, shown
-from paragrad.parallel.tensor.summary import table
-from paragrad.parallel.tracing.cut_points import NO_LOSS
-from paragrad.parallel.tracing.tracer import whereabouts
+from paragrad.parallel.tensor.shard_module import SplitContext
+from paragrad.parallel.tensor.sharding_plan import TransferNote
+from paragrad.parallel.tensor.single_rank_tensor import SingleRankTensor, run_on_meta, share_value
+from paragrad.parallel.tensor.summary import align_columns
+from paragrad.parallel.tracing.cut_points import PLACEHOLDER_LOSS
+from paragrad.parallel.tracing.tracer import track_modules
 from paragrad.runtime.world import World
 from paragrad.strategies.branch import Branch as Strategy
 
@@ -43,30 +43,35 @@ ROUNDS = 8  # until no other function is found that wants values
 
 
 @dataclass(frozen=True)
-class Plan:
+class BranchPlan:
     """forks: their branches, in the order of a forward;  owners: by parameter or buffer, whose
     it is;  whole: functions that want values on all ranks;  notes: what travels;  numbers: of
     each parameter and buffer, how many.
     """
 
-    forks: list[list[Branch]]
+    forks: list[list[ModelBranch]]
     owners: dict[str, int]
-    whole: frozenset[str]
-    notes: tuple[Note, ...]
-    numbers: dict[str, int]
+    value_functions: frozenset[str]
+    transfers: tuple[TransferNote, ...]
+    element_counts: dict[str, int]
 
 
-def check(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
+def check_model(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
     """Has the model branches? Raises StepFailed with the repair."""
-    look(strategy, model, example, tested)
+    inspect_model(strategy, model, example, tested)
 
 
-def look(strategy: Strategy, model: nn.Module, example: Any, tested: bool = False) -> Plan:
+def inspect_model(
+    strategy: Strategy, model: nn.Module, example: Any, tested: bool = False
+) -> BranchPlan:
     """Which branches there are, and whose each is. tested: a test has to be possible too."""
     ranks = strategy.size
-    refuse_compiled(model)
-    with untouched(Summed(model, NO_LOSS)), telling("without gradients"):
-        found = timed(model, example, ranks)
+    refuse_compiled_model(model)
+    with (
+        preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)),
+        explain_model_errors("without gradients"),
+    ):
+        found = time_forks(model, example, ranks)
     most = max(map(len, found), default=1)
     if most < 2:
         raise StepFailed(
@@ -81,72 +86,84 @@ def look(strategy: Strategy, model: nn.Module, example: Any, tested: bool = Fals
             f"branch({most})"
         )
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    owners = placed(found, ranks)
+    owners = assign_branches(found, ranks)
     whole = frozenset[str]()
     for _ in range(ROUNDS):
-        looking, testing = (Looking(model, owners, ranks, whole) for _ in range(2))
-        with untouched(Summed(model, NO_LOSS)):
-            looking.run(example)
+        looking, testing = (BranchTrial(model, owners, ranks, whole) for _ in range(2))
+        with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
+            looking.run_forward(example)
         with (
-            untouched(Summed(model, NO_LOSS)),
+            preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)),
             contextlib.nullcontext() if tested else contextlib.suppress(StepFailed),
         ):
-            testing.run(example, tested=True)
+            testing.run_forward(example, tested=True)
         before = whole
-        whole = frozenset(looking.whole | testing.whole)
+        whole = frozenset(looking.value_functions | testing.value_functions)
         if whole == before:
             break
-    return Plan(
-        found, owners, whole, tuple(looking.notes), {name: each.numel() for name, each in tensors}
+    return BranchPlan(
+        found,
+        owners,
+        whole,
+        tuple(looking.transfers),
+        {name: each.numel() for name, each in tensors},
     )
 
 
-class Looking:
+class BranchTrial:
     """A run of the model in which one rank has all branches, and notes what they would show
     each other.
     """
 
     def __init__(
-        self, model: nn.Module, owners: dict[str, int], ranks: int, whole: frozenset[str]
+        self, model: nn.Module, owners: dict[str, int], ranks: int, value_functions: frozenset[str]
     ) -> None:
         self.model = model
         self.owners = owners
-        self.whole = set(whole)
-        self.line = Line(Nobody(ranks), Manner(shows=whole), self)  # type: ignore[arg-type]
-        self.notes: list[Note] = []
+        self.value_functions = set(value_functions)
+        self.group = AxisGroup(
+            FakeGroup(ranks),  # type: ignore[arg-type]
+            SplitOptions(value_functions=value_functions),
+            self,  # type: ignore[arg-type]
+        )
+        self.transfers: list[TransferNote] = []
 
-    def noted(self, what: str, sent: int, detail: str) -> None:
-        self.notes.append(Note(self.at[-1], what, sent, detail))
+    def note_transfer(self, what: str, sent: int, detail: str) -> None:
+        self.transfers.append(TransferNote(self.module_stack[-1], what, sent, detail))
 
-    def tried(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> None:
+    def check_meta_call(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> None:
         """Can it be told without values? draws: it draws inside of what it does, so that all
         ranks have to call it.
         """
         if draws:
-            self.whole.add(name)
+            self.value_functions.add(name)
         try:
             with torch.no_grad():
-                of_shapes(func, name, args, kwargs)
+                run_on_meta(func, name, args, kwargs)
         # whatever it says: then it is called with values, everywhere
         except Exception:
-            self.whole.add(name)
+            self.value_functions.add(name)
 
-    def run(self, inputs: Any, tested: bool = False) -> None:
+    def run_forward(self, inputs: Any, tested: bool = False) -> None:
         held = {
-            id(tensor): Lone(tensor, owner, self.line, standing=True)
-            for _, _, tensor, owner in _owned(self.model, self.owners)
+            id(tensor): SingleRankTensor(tensor, owner, self.group, standing=True)
+            for _, _, tensor, owner in _iterate_owned_tensors(self.model, self.owners)
         }
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with (
-            standing(self.model, held),
-            asked(),
-            no_checkpoints(),
-            whereabouts(self.model) as self.at,
-            telling("some of whose values one rank alone has"),
-            as_tested(self.model, tested),
+            substitute_tensors(self.model, held),
+            patch_torch_functions(),
+            refuse_checkpoints(),
+            track_modules(self.model) as self.module_stack,
+            explain_model_errors("some of whose values one rank alone has"),
+            use_test_mode(self.model, tested),
         ):
-            tree_map_only(Lone, shown, called(self.model, copied(inputs)))
-        if own := [name for name in anew(self.model, buffers, held) if name in self.owners]:
+            tree_map_only(
+                SingleRankTensor, share_value, call_model(self.model, clone_batch(inputs))
+            )
+        if own := [
+            name for name in find_assigned_buffers(self.model, buffers, held) if name in self.owners
+        ]:
             raise StepFailed(
                 f"a forward makes the buffer {own[0]} anew, which is in a branch; change it in "
                 f"place "
@@ -156,7 +173,7 @@ class Looking:
 
 
 @contextlib.contextmanager
-def no_checkpoints() -> Iterator[None]:
+def refuse_checkpoints() -> Iterator[None]:
     """A forward that is made again in backward would be made by some ranks alone."""
     plain = checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator
 
@@ -175,7 +192,7 @@ def no_checkpoints() -> Iterator[None]:
         checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator = plain
 
 
-def _owned(
+def _iterate_owned_tensors(
     model: nn.Module, owners: dict[str, int]
 ) -> Iterator[tuple[nn.Module, str, Tensor, int]]:
     of = {
@@ -190,9 +207,9 @@ def _owned(
                     yield module, own, tensor, of[id(tensor)]
 
 
-def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
+def describe_layers(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
     """The forks, branch by branch. inputs: of so many samples."""
-    plan = look(strategy, model, inputs)
+    plan = inspect_model(strategy, model, inputs)
     rows = [
         ("fork", "branch", "rank", "numbers", "forward [ms]"),
         *(
@@ -200,7 +217,7 @@ def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> lis
                 str(number),
                 ", ".join(branch.modules),
                 str(plan.owners[next(iter(branch.parameters))]),
-                f"{sum(plan.numbers[name] for name in branch.parameters):,}",
+                f"{sum(plan.element_counts[name] for name in branch.parameters):,}",
                 f"{1e3 * branch.seconds:.3g}",
             )
             for number, branches in enumerate(plan.forks, 1)
@@ -208,12 +225,13 @@ def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> lis
         ),
     ]
     sums = [
-        sum(note.bytes for note in plan.notes if note.what == what) for what in ("shown", "copied")
+        sum(note.bytes for note in plan.transfers if note.kind == what)
+        for what in ("shown", "copied")
     ]
-    own = sum(plan.numbers[name] for name in plan.owners)
-    every = sum(plan.numbers.values())
+    own = sum(plan.element_counts[name] for name in plan.owners)
+    every = sum(plan.element_counts.values())
     return [
-        *table(rows),
+        *align_columns(rows),
         f"{own / max(every, 1):.1%} of {every:,} numbers are one rank's; shown at merges: "
         f"{sums[0]:,} bytes "
         f"in a forward, gradients summed before forks: {sums[1]:,} in a backward, for {samples} "
@@ -221,24 +239,28 @@ def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> lis
     ]
 
 
-def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: Plan) -> Share:
+def shard_model(
+    strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: BranchPlan
+) -> ModelShard:
     """The trunk, and this rank's branches. Collective over the axis."""
-    line = Line(axis, Manner(shows=plan.whole))
+    line = AxisGroup(axis, SplitOptions(value_functions=plan.value_functions))
     of_others = {
-        id(tensor) for _, _, tensor, owner in _owned(model, plan.owners) if owner != axis.rank
+        id(tensor)
+        for _, _, tensor, owner in _iterate_owned_tensors(model, plan.owners)
+        if owner != axis.rank
     }
     held = {
-        name: Held(name, tuple(tensor.shape), counts=name in plan.owners or axis.rank == 0)
+        name: ShardSpec(name, tuple(tensor.shape), is_primary=name in plan.owners or axis.rank == 0)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         if id(tensor) not in of_others
     }
-    known: dict[int, Lone] = {}
+    known: dict[int, SingleRankTensor] = {}
     absent: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-    for module, own, tensor, owner in list(_owned(model, plan.owners)):
+    for module, own, tensor, owner in list(_iterate_owned_tensors(model, plan.owners)):
         kept = id(tensor) not in of_others
         if id(tensor) not in known:
-            known[id(tensor)] = Lone(
-                tensor if kept else _without_values(tensor), owner, line, standing=True
+            known[id(tensor)] = SingleRankTensor(
+                tensor if kept else _make_valueless(tensor), owner, line, standing=True
             )
         module.__dict__[own] = known[id(tensor)]
         if not kept:
@@ -247,15 +269,17 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
             )
             tensors[own] = None
             absent.append((tensors, own, known[id(tensor)].local))
-    model.register_forward_hook(lambda _, args, out: tree_map_only(Lone, shown, out))
+    model.register_forward_hook(
+        lambda _, args, out: tree_map_only(SingleRankTensor, share_value, out)
+    )
     counts = [
         sum(1 for name, owner in plan.owners.items() if owner == rank) for rank in range(axis.size)
     ]
     pieces = {id(each.local): each for each in known.values()}
-    return Share(
+    return ModelShard(
         model,
         held,
-        chose=(
+        choices=(
             (
                 "branches",
                 " + ".join(map(str, counts)) + " tensors",
@@ -263,11 +287,11 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
                 "forks, by the time of their forwards",
             ),
         ),
-        around=(Split("branch", model, [line], pieces, absent),),
+        contexts=(SplitContext("branch", model, [line], pieces, absent),),
     )
 
 
-def _without_values(tensor: Tensor) -> Tensor:
+def _make_valueless(tensor: Tensor) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return (
         nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -29,7 +29,7 @@ from paragrad.strategies.compressors import Compressor
 Payload = tuple[Tensor, ...]
 
 # modules with a function codec(compressor, shape, key)
-CODECS = {
+CODEC_MODULES = {
     name: f"paragrad.parallel.compression.{module}"
     for name, module in {
         "threshold": "threshold",
@@ -50,42 +50,44 @@ class Codec(ABC):
     next step, the same on all ranks; a checkpoint holds it.
     """
 
-    varies: ClassVar[bool] = False
+    has_variable_length: ClassVar[bool] = False
     memory: Tensor | None = None
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
         self.elements = torch.Size(shape).numel()
 
-    def asks(self, vector: Tensor) -> Tensor | None:
+    def propose_agreement(self, vector: Tensor) -> Tensor | None:
         """What has to be summed over all ranks before anybody compresses; None for most."""
         return None
 
-    def settled(self, summed: Tensor) -> Tensor:
+    def conclude_agreement(self, summed: Tensor) -> Tensor:
         """What all ranks agree on, by the sum of what they asked."""
         return summed
 
     @abstractmethod
-    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
+    def compress(self, vector: Tensor, agreement: Tensor | None = None, seed: int = 0) -> Payload:
         """What stands for a vector, which stays as it is. draw: seeds what is drawn, if
         something is. Raises StepFailed where the vector is not finite.
         """
 
     @abstractmethod
-    def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
+    def extract(self, payload: Payload, agreement: Tensor | None = None) -> Tensor:
         """The vector that a payload stands for, or the sum of payloads where these add up."""
 
-    def add(self, payload: Payload, into: Tensor, agreed: Tensor | None = None) -> None:
-        into.add_(self.extract(payload, agreed))
+    def add(self, payload: Payload, into: Tensor, agreement: Tensor | None = None) -> None:
+        into.add_(self.extract(payload, agreement))
 
-    def take(self, payload: Payload, vector: Tensor, agreed: Tensor | None = None) -> None:
+    def remove_sent(
+        self, payload: Payload, vector: Tensor, agreement: Tensor | None = None
+    ) -> None:
         """Leave of a vector what was not sent."""
-        vector.sub_(self.extract(payload, agreed))
+        vector.sub_(self.extract(payload, agreement))
 
-    def summed(self, payload: Payload) -> None:  # noqa: B027        # most keep nothing
+    def adopt_sum(self, payload: Payload) -> None:  # noqa: B027        # most keep nothing
         """The sum of all ranks' payloads is known."""
 
-    def like(
+    def describe_payload(
         self, payload: Payload, entries: int | None
     ) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Types and shapes of the payload of another rank; entries: how many it has, where that
@@ -94,40 +96,40 @@ class Codec(ABC):
         return [(each.dtype, tuple(each.shape)) for each in payload]
 
 
-def codec_of(compressor: Compressor, shape: Sequence[int], key: int = 0) -> Codec:
+def build_codec(compressor: Compressor, shape: Sequence[int], key: int = 0) -> Codec:
     """The one of a compressor for tensors of a shape. key: seeds what all ranks draw alike. One
     of a user's own has a method codec(shape, key).
     """
-    if compressor.name not in CODECS:
+    if compressor.name not in CODEC_MODULES:
         found = compressor.codec(shape, key)
         if not isinstance(found, Codec):
             raise StepFailed(
                 f"the codec of {compressor} is a {type(found).__name__}; return a paragrad.Codec"
             )
         return found
-    made: Any = importlib.import_module(CODECS[compressor.name]).codec
+    made: Any = importlib.import_module(CODEC_MODULES[compressor.name]).make_codec
     return made(compressor, shape, key)  # type: ignore[no-any-return]
 
 
-NOT_FINITE = (
+NONFINITE_MESSAGE = (
     "its gradient is not finite (nan or inf), and nothing can be compressed then; lower "
     "the rate, or clip"
 )
 
 
-def finite(values: Tensor) -> None:
+def refuse_nonfinite(values: Tensor) -> None:
     """Raises StepFailed where some of these numbers are not finite."""
     # in one pass; nan is both
     if values.numel() and not all(math.isfinite(float(each)) for each in values.aminmax()):
-        raise StepFailed(NOT_FINITE)
+        raise StepFailed(NONFINITE_MESSAGE)
 
 
-def seeded(*place: object) -> int:
+def derive_seed(*place: object) -> int:
     """The seed of what is drawn at a place: the same whenever it is drawn again."""
     return zlib.crc32("/".join(map(str, place)).encode())
 
 
-def chunked(vector: Tensor, chunk: int) -> Tensor:
+def split_into_chunks(vector: Tensor, chunk: int) -> Tensor:
     """(chunks, chunk): a vector in rows, the last one filled up with zeros; a view where
     nothing is to be filled up.
     """

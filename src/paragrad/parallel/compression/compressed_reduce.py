@@ -15,24 +15,29 @@ import torch
 from torch import Tensor
 
 from paragrad.errors import StepFailed
-from paragrad.parallel.compression.codec import Codec, Payload, codec_of, seeded
-from paragrad.parallel.compression.feedback import Feedback, Nothing
-from paragrad.parallel.compression.packing import Kinds, length_of, packed, unpacked
-from paragrad.planner.cost_formulas import computed_bytes
-from paragrad.record.step_log import Log
+from paragrad.parallel.compression.codec import Codec, Payload, build_codec, derive_seed
+from paragrad.parallel.compression.feedback import ErrorFeedback, NoFeedback
+from paragrad.parallel.compression.packing import (
+    PayloadLayout,
+    count_message_bytes,
+    pack_payloads,
+    unpack_payloads,
+)
+from paragrad.planner.cost_formulas import count_collective_bytes
+from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.compressors import Compressor
 
 # bytes, by kind
-COMPRESSED = "compressed"
-DENSE = "dense"
-ENTRIES = "entries"
+COMPRESSED_BYTES = "compressed"
+DENSE_BYTES = "dense"
+ENTRY_BYTES = "entries"
 # begins to sum a vector over ranks, as bytes of a kind; waits for it
-Summed = Callable[[Tensor, str], Callable[[], Tensor]]
+ReduceFunction = Callable[[Tensor, str], Callable[[], Tensor]]
 
 
 @dataclass
-class Part:
+class CompressedTensor:
     """A tensor in a step. vector: flat, with what was fed back;  agreed: what all ranks agreed
     on before.
     """
@@ -40,24 +45,24 @@ class Part:
     name: str
     codec: Codec
     vector: Tensor
-    agreed: Tensor | None = None
+    agreement: Tensor | None = None
     payload: Payload = ()
 
 
 @dataclass
-class InFlight:
+class PendingReduce:
     """Tensors whose payloads are on their way. wait: until they came, which gives one vector,
     the sum of all ranks', or the messages of all;  kinds: what is in the message of each rank;
     dense: the vector is of what the payloads stand for.
     """
 
-    parts: list[Part]
+    tensors: list[CompressedTensor]
     wait: Callable[[], list[Tensor]]
-    kinds: list[list[Kinds]] = field(default_factory=list)
-    dense: bool = False
+    layouts: list[list[PayloadLayout]] = field(default_factory=list)
+    is_dense: bool = False
 
 
-class Compression:
+class CompressedReduce:
     """Of a resolved compressor, over the ranks of a world. Collective: all begin and finish the
     same tensors in the same order.
 
@@ -70,28 +75,28 @@ class Compression:
         self,
         compressor: Compressor,
         world: World,
-        summed: Summed,
+        reduce_vector: ReduceFunction,
         *,
-        feedback: Nothing | None = None,
+        feedback: NoFeedback | None = None,
         seed: int = 0,
-        log: Log | None = None,
-        count: Callable[[str, int], None] = lambda kind, number: None,
-        known: Callable[[str], str] = str,
+        log: StepLog | None = None,
+        count_bytes: Callable[[str, int], None] = lambda kind, number: None,
+        get_serial_name: Callable[[str], str] = str,
     ) -> None:
         self.compressor = compressor
         self.world = world
-        self.summed = summed
-        self.count = count
-        self.known = known
-        self.feedback = feedback or (Feedback() if compressor.feedback else Nothing())
+        self.reduce_vector = reduce_vector
+        self.count_bytes = count_bytes
+        self.get_serial_name = get_serial_name
+        self.feedback = feedback or (ErrorFeedback() if compressor.feedback else NoFeedback())
         self.seed = seed
-        self.log = log or Log(None)
+        self.log = log or StepLog(None)
         self.codecs: dict[str, Codec] = {}
         self.memories: dict[str, Tensor] = {}  # of codecs that are made later
         # of tensors that begin a message: was it dense?
-        self.told: dict[str, bool] = {}
+        self.logged_dense: dict[str, bool] = {}
 
-    def become(self, compressor: Compressor) -> None:
+    def replace_compressor(self, compressor: Compressor) -> None:
         """Another one of its kind from here on, which goes on from what this one's codecs
         did.
         """
@@ -102,163 +107,186 @@ class Compression:
             self.compressor = compressor
             self.codecs = {}
 
-    def begin(self, gradients: Mapping[str, Tensor], scale: float, step: int) -> InFlight:
+    def begin(self, gradients: Mapping[str, Tensor], scale: float, step: int) -> PendingReduce:
         """scale: of a rank's part of the mean, by its gradient. Raises StepFailed with the
         tensor's name.
         """
-        with self.log.span("compress", "compute"):
+        with self.log.record_span("compress", "compute"):
             parts = [
-                Part(name, self._codec(name, each), self.feedback.compensated(name, each, scale))
+                CompressedTensor(
+                    name,
+                    self._get_codec(name, each),
+                    self.feedback.compensate_gradient(name, each, scale),
+                )
                 for name, each in gradients.items()
             ]
-        self._agree(parts)
-        with self.log.span("compress", "compute"):
+        self._reach_agreement(parts)
+        with self.log.record_span("compress", "compute"):
             for part in parts:
-                with naming(part.name):
+                with name_failing_tensor(part.name):
                     part.payload = part.codec.compress(
-                        part.vector, part.agreed, self._draw(step, self.world.rank, part.name)
+                        part.vector,
+                        part.agreement,
+                        self._derive_draw_seed(step, self.world.rank, part.name),
                     )
-                self.feedback.sent(part.name, part.codec, part.payload, part.agreed)
-            return self._sent(parts)
+                self.feedback.note_sent(part.name, part.codec, part.payload, part.agreement)
+            return self._send_payloads(parts)
 
-    def finish(self, sending: InFlight) -> dict[str, Tensor]:
+    def finish(self, pending: PendingReduce) -> dict[str, Tensor]:
         """The sums over ranks of what was sent, flat."""
-        with self.log.span("exchange", "wait"):
-            came = sending.wait()
-        with self.log.span("extract", "compute"):
-            if sending.dense:
-                return _split(came[0], sending.parts)
+        with self.log.record_span("exchange", "wait"):
+            came = pending.wait()
+        with self.log.record_span("extract", "compute"):
+            if pending.is_dense:
+                return _split_vector(came[0], pending.tensors)
             if self.compressor.sums:
-                return self._of_sum(came[0], sending.parts)
-            return self._of_all(came, sending)
+                return self._extract_sum(came[0], pending.tensors)
+            return self._add_messages(came, pending)
 
     # ---- before it is sent -------------------------------------------------------------------
-    def _codec(self, name: str, gradient: Tensor) -> Codec:
+    def _get_codec(self, name: str, gradient: Tensor) -> Codec:
         if name not in self.codecs:
             shape = torch.view_as_real(gradient).shape if gradient.is_complex() else gradient.shape
-            self.codecs[name] = codec_of(self.compressor, shape, self._draw(0, 0, name))
+            self.codecs[name] = build_codec(
+                self.compressor, shape, self._derive_draw_seed(0, 0, name)
+            )
             self.codecs[name].memory = self.memories.pop(name, None)
         return self.codecs[name]
 
-    def _draw(self, step: int, rank: int, name: str) -> int:
-        return seeded(self.seed, step, rank, self.known(name))
+    def _derive_draw_seed(self, step: int, rank: int, name: str) -> int:
+        return derive_seed(self.seed, step, rank, self.get_serial_name(name))
 
-    def _agree(self, parts: list[Part]) -> None:
+    def _reach_agreement(self, tensors: list[CompressedTensor]) -> None:
         """What codecs must know of all ranks before they compress, in one message."""
         asking = []
-        for part in parts:
-            with naming(part.name):
-                asked = part.codec.asks(part.vector)
+        for part in tensors:
+            with name_failing_tensor(part.name):
+                asked = part.codec.propose_agreement(part.vector)
             if asked is not None:
                 asking.append((part, asked))
         if asking:
-            wait = self.summed(torch.cat([asked.reshape(-1) for _, asked in asking]), COMPRESSED)
-            with self.log.span("exchange", "wait"):
+            wait = self.reduce_vector(
+                torch.cat([asked.reshape(-1) for _, asked in asking]), COMPRESSED_BYTES
+            )
+            with self.log.record_span("exchange", "wait"):
                 vector = wait()
             for (part, asked), found in zip(
                 asking, vector.split([asked.numel() for _, asked in asking]), strict=True
             ):
-                part.agreed = part.codec.settled(found.view_as(asked))
+                part.agreement = part.codec.conclude_agreement(found.view_as(asked))
 
-    def _sent(self, parts: list[Part]) -> InFlight:
-        if not parts:
-            return InFlight(parts, lambda: [torch.empty(0)], dense=True)
+    def _send_payloads(self, tensors: list[CompressedTensor]) -> PendingReduce:
+        if not tensors:
+            return PendingReduce(tensors, lambda: [torch.empty(0)], is_dense=True)
         if self.compressor.sums:
-            wait = self.summed(
-                torch.cat([part.payload[0].reshape(-1) for part in parts]), COMPRESSED
+            wait = self.reduce_vector(
+                torch.cat([part.payload[0].reshape(-1) for part in tensors]), COMPRESSED_BYTES
             )
-            return InFlight(parts, lambda: [wait()])
-        kinds: list[list[Kinds]] = [
-            [part.codec.like(part.payload, each) for part, each in zip(parts, entries, strict=True)]
-            for entries in self._entries(parts)
+            return PendingReduce(tensors, lambda: [wait()])
+        kinds: list[list[PayloadLayout]] = [
+            [
+                part.codec.describe_payload(part.payload, each)
+                for part, each in zip(tensors, entries, strict=True)
+            ]
+            for entries in self._gather_entry_counts(tensors)
         ]
-        lengths = [length_of(each) for each in kinds]
+        lengths = [count_message_bytes(each) for each in kinds]
         size = self.world.size
-        plain = sum(part.vector.nbytes for part in parts)
-        dense = sum(lengths) * (size - 1) // size >= computed_bytes("all_reduce", plain, size) > 0
-        self._tell(parts, dense, sum(lengths) // size, plain)
+        plain = sum(part.vector.nbytes for part in tensors)
+        dense = (
+            sum(lengths) * (size - 1) // size
+            >= count_collective_bytes("all_reduce", plain, size)
+            > 0
+        )
+        self._log_choice(tensors, dense, sum(lengths) // size, plain)
         if dense:
             found = torch.cat(
                 [
-                    part.codec.extract(part.payload, part.agreed).to(part.vector.dtype)
-                    for part in parts
+                    part.codec.extract(part.payload, part.agreement).to(part.vector.dtype)
+                    for part in tensors
                 ]
             )
-            wait = self.summed(found, DENSE)
-            return InFlight(parts, lambda: [wait()], dense=True)
-        return InFlight(
-            parts,
-            self._passing(
-                packed((part.payload for part in parts), parts[0].vector.device), lengths
+            wait = self.reduce_vector(found, DENSE_BYTES)
+            return PendingReduce(tensors, lambda: [wait()], is_dense=True)
+        return PendingReduce(
+            tensors,
+            self._pass_messages(
+                pack_payloads((part.payload for part in tensors), tensors[0].vector.device), lengths
             ),
             kinds,
         )
 
-    def _entries(self, parts: list[Part]) -> Sequence[Sequence[int | None]]:
+    def _gather_entry_counts(
+        self, tensors: list[CompressedTensor]
+    ) -> Sequence[Sequence[int | None]]:
         """Of each rank, how many entries each tensor's payload has; where none varies, nobody
         asks.
         """
-        if not any(part.codec.varies for part in parts):
-            return [[None] * len(parts)] * self.world.size
-        own = torch.tensor([len(part.payload[0]) for part in parts])
-        self.count(ENTRIES, computed_bytes("all_gather", own.nbytes, self.world.size))
-        with self.log.span("exchange", "wait"):
-            return [each.tolist() for each in self.world.gathered(own)]
+        if not any(part.codec.has_variable_length for part in tensors):
+            return [[None] * len(tensors)] * self.world.size
+        own = torch.tensor([len(part.payload[0]) for part in tensors])
+        self.count_bytes(
+            ENTRY_BYTES, count_collective_bytes("all_gather", own.nbytes, self.world.size)
+        )
+        with self.log.record_span("exchange", "wait"):
+            return [each.tolist() for each in self.world.all_gather(own)]
 
-    def _passing(self, own: Tensor, lengths: list[int]) -> Callable[[], list[Tensor]]:
+    def _pass_messages(self, message: Tensor, lengths: list[int]) -> Callable[[], list[Tensor]]:
         """Every rank's message to all others, of any lengths."""
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         came = {
-            rank: torch.empty(lengths[rank], dtype=torch.uint8, device=own.device)
+            rank: torch.empty(lengths[rank], dtype=torch.uint8, device=message.device)
             for rank in others
         }
-        over = self.world.passing(dict.fromkeys(others, own), came)
-        self.count(COMPRESSED, len(own) * len(others))
+        over = self.world.start_transfers(dict.fromkeys(others, message), came)
+        self.count_bytes(COMPRESSED_BYTES, len(message) * len(others))
 
         def wait() -> list[Tensor]:
             over()
-            return [came.get(rank, own) for rank in range(self.world.size)]
+            return [came.get(rank, message) for rank in range(self.world.size)]
 
         return wait
 
-    def _tell(self, parts: list[Part], dense: bool, message: int, plain: int) -> None:
-        if self.told.get(parts[0].name) != dense:
-            self.told[parts[0].name] = dense
-            self.log.choice(
+    def _log_choice(
+        self, tensors: list[CompressedTensor], is_dense: bool, message_bytes: int, plain_bytes: int
+    ) -> None:
+        if self.logged_dense.get(tensors[0].name) != is_dense:
+            self.logged_dense[tensors[0].name] = is_dense
+            self.log.write_choice(
                 "message",
-                "dense" if dense else str(self.compressor),
-                f"{message:,} bytes to each of "
-                f"{self.world.size - 1} others, of {plain:,} that an all-reduce sums",
-                message,
+                "dense" if is_dense else str(self.compressor),
+                f"{message_bytes:,} bytes to each of "
+                f"{self.world.size - 1} others, of {plain_bytes:,} that an all-reduce sums",
+                message_bytes,
             )
 
     # ---- when it came ------------------------------------------------------------------------
-    def _of_sum(self, vector: Tensor, parts: list[Part]) -> dict[str, Tensor]:
+    def _extract_sum(self, vector: Tensor, tensors: list[CompressedTensor]) -> dict[str, Tensor]:
         found = {}
         for part, piece in zip(
-            parts, vector.split([part.payload[0].numel() for part in parts]), strict=True
+            tensors, vector.split([part.payload[0].numel() for part in tensors]), strict=True
         ):
             payload = (piece.view_as(part.payload[0]),)
-            part.codec.summed(payload)
-            found[part.name] = part.codec.extract(payload, part.agreed)
+            part.codec.adopt_sum(payload)
+            found[part.name] = part.codec.extract(payload, part.agreement)
         return found
 
-    def _of_all(self, messages: list[Tensor], sending: InFlight) -> dict[str, Tensor]:
+    def _add_messages(self, messages: list[Tensor], pending: PendingReduce) -> dict[str, Tensor]:
         """Added up in the order of ranks, on all of them."""
-        found = {part.name: torch.zeros_like(part.vector) for part in sending.parts}
-        for message, kinds in zip(messages, sending.kinds, strict=True):
-            for part, payload in zip(sending.parts, unpacked(message, kinds), strict=True):
-                part.codec.add(payload, found[part.name], part.agreed)
+        found = {part.name: torch.zeros_like(part.vector) for part in pending.tensors}
+        for message, kinds in zip(messages, pending.layouts, strict=True):
+            for part, payload in zip(pending.tensors, unpack_payloads(message, kinds), strict=True):
+                part.codec.add(payload, found[part.name], part.agreement)
         return found
 
 
-def _split(vector: Tensor, parts: list[Part]) -> dict[str, Tensor]:
-    pieces = vector.split([part.codec.elements for part in parts])
-    return {part.name: piece for part, piece in zip(parts, pieces, strict=True)}
+def _split_vector(vector: Tensor, tensors: list[CompressedTensor]) -> dict[str, Tensor]:
+    pieces = vector.split([part.codec.elements for part in tensors])
+    return {part.name: piece for part, piece in zip(tensors, pieces, strict=True)}
 
 
 @contextlib.contextmanager
-def naming(tensor: str) -> Iterator[None]:
+def name_failing_tensor(tensor: str) -> Iterator[None]:
     try:
         yield
     except StepFailed as error:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.parallel.compression.codec import codec_of
-from paragrad.parallel.compression.feedback import Corrected, Feedback, Nothing
+from paragrad.parallel.compression.codec import build_codec
+from paragrad.parallel.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
 from paragrad.strategies.compressors import Compressor, Dgc
 
-FEW = 4  # gradients that are compressed in turn
+TRIAL_GRADIENTS = 4  # gradients that are compressed in turn
 
 
-def steps_of(
+def make_codec_steps(
     compressor: Compressor, shape: Sequence[int]
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
     """(a gradient is added to what waits, compressed, and what was sent taken out; what the
@@ -27,22 +27,24 @@ def steps_of(
     once.
     """
     generator = torch.Generator().manual_seed(0)
-    gradients = itertools.cycle([torch.randn(*shape, generator=generator) for _ in range(FEW)])
-    codec = codec_of(compressor, shape)
+    gradients = itertools.cycle(
+        [torch.randn(*shape, generator=generator) for _ in range(TRIAL_GRADIENTS)]
+    )
+    codec = build_codec(compressor, shape)
     feedback = (
-        Corrected(lambda name: (0.9, False), compressor.masking)
+        MomentumCorrection(lambda name: (0.9, False), compressor.masking)
         if isinstance(compressor, Dgc)
-        else (Feedback() if compressor.feedback else Nothing())
+        else (ErrorFeedback() if compressor.feedback else NoFeedback())
     )
     total = torch.zeros(codec.elements)
     last = list[Any]()
 
     def compress() -> None:
-        vector = feedback.compensated("w", next(gradients), 0.5)
-        asked = codec.asks(vector)
-        agreed = None if asked is None else codec.settled(asked)
+        vector = feedback.compensate_gradient("w", next(gradients), 0.5)
+        asked = codec.propose_agreement(vector)
+        agreed = None if asked is None else codec.conclude_agreement(asked)
         last[:] = codec.compress(vector, agreed), agreed
-        feedback.sent("w", codec, last[0], agreed)
+        feedback.note_sent("w", codec, last[0], agreed)
 
     def extract(into: Tensor = total) -> None:
         codec.add(last[0], into, last[1])
@@ -50,19 +52,21 @@ def steps_of(
     return compress, extract
 
 
-def cost_of(compressor: Compressor, shape: Sequence[int], times: int = 9) -> tuple[float, float]:
+def measure_codec_cost(
+    compressor: Compressor, shape: Sequence[int], times: int = 9
+) -> tuple[float, float]:
     """Seconds of the two, on one thread: medians of some."""
     before = torch.get_num_threads()
-    steps = steps_of(compressor, shape)
+    steps = make_codec_steps(compressor, shape)
     torch.set_num_threads(1)
     try:
-        compress, extract = (median(_timed(step) for _ in range(times)) for step in steps)
+        compress, extract = (median(_time_step(step) for _ in range(times)) for step in steps)
         return compress, extract
     finally:
         torch.set_num_threads(before)
 
 
-def _timed(step: Callable[[], Any]) -> float:
+def _time_step(step: Callable[[], Any]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

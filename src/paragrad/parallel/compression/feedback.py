@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from paragrad.engine.layout import State
-from paragrad.engine.state.values import wide
+from paragrad.engine.layout import OptimizerState
+from paragrad.engine.state.values import get_accumulation_dtype
 from paragrad.parallel.compression.codec import Codec, Payload
-from paragrad.parallel.compression.sparse import Sparse
+from paragrad.parallel.compression.sparse import SparseCodec
 
 # by which names a checkpoint has them, of each rank. What waits of gradients the momentum is
 # still to come to; what waits of velocities has it: neither goes on as the other
@@ -33,96 +33,106 @@ UNSENT = "unsent"
 VELOCITY = "velocity"
 
 
-class Nothing:
+class NoFeedback:
     """Nothing is kept: a vector is the gradient itself."""
 
-    names: tuple[str, ...] = ()
+    saved_names: tuple[str, ...] = ()
 
-    def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
+    def compensate_gradient(self, name: str, gradient: Tensor, scale: float) -> Tensor:
         """The vector to be compressed, of this rank's part of the mean gradient: `scale` times
         its sum.
         """
-        flat = real(gradient)
-        return flat.to(wide(flat.dtype)) * scale
+        flat = flatten_real(gradient)
+        return flat.to(get_accumulation_dtype(flat.dtype)) * scale
 
-    def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
+    def note_sent(
+        self, name: str, codec: Codec, payload: Payload, agreement: Tensor | None
+    ) -> None:
         """Of the vector that was given last this was sent."""
 
-    def kept(self) -> dict[str, dict[str, Tensor]]:
+    def collect_residuals(self) -> dict[str, dict[str, Tensor]]:
         """By what it is, and of which parameter."""
         return {}
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for values in self.kept().values() for each in values.values())
+        return sum(
+            each.nbytes for values in self.collect_residuals().values() for each in values.values()
+        )
 
 
-class Feedback(Nothing):
+class ErrorFeedback(NoFeedback):
     """What was not sent is added to the next gradient (Seide et al. 2014; Karimireddy et al.
     2019, arXiv 1901.09847).
     """
 
-    names: tuple[str, ...] = (RESIDUAL,)
+    saved_names: tuple[str, ...] = (RESIDUAL,)
 
     def __init__(self) -> None:
         self.residual: dict[str, Tensor] = {}
 
-    def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
-        flat = real(gradient)
-        return zeros_at_first(self.residual, name, flat).add_(flat, alpha=scale)
+    def compensate_gradient(self, name: str, gradient: Tensor, scale: float) -> Tensor:
+        flat = flatten_real(gradient)
+        return ensure_buffer(self.residual, name, flat).add_(flat, alpha=scale)
 
-    def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
-        codec.take(payload, self.residual[name], agreed)
+    def note_sent(
+        self, name: str, codec: Codec, payload: Payload, agreement: Tensor | None
+    ) -> None:
+        codec.remove_sent(payload, self.residual[name], agreement)
 
-    def kept(self) -> dict[str, dict[str, Tensor]]:
+    def collect_residuals(self) -> dict[str, dict[str, Tensor]]:
         return {RESIDUAL: self.residual}
 
 
-class Corrected(Feedback):
+class MomentumCorrection(ErrorFeedback):
     """Momentum correction and factor masking: u <- m u + g, v <- v + u (Nesterov's: v + m u +
     g); of v the largest are sent, and there v and u are 0. momentum: (m, is it Nesterov's?) of
     a parameter;  masking: without it u stays.
     """
 
-    names: tuple[str, ...] = (UNSENT, VELOCITY)
+    saved_names: tuple[str, ...] = (UNSENT, VELOCITY)
 
-    def __init__(self, momentum: Callable[[str], tuple[float, bool]], masking: bool = True) -> None:
+    def __init__(
+        self, get_momentum: Callable[[str], tuple[float, bool]], masking: bool = True
+    ) -> None:
         super().__init__()
-        self.momentum = momentum
+        self.get_momentum = get_momentum
         self.masking = masking
         self.velocity = dict[str, Tensor]()
 
-    def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
-        momentum, nesterov = self.momentum(name)
-        flat = real(gradient)
+    def compensate_gradient(self, name: str, gradient: Tensor, scale: float) -> Tensor:
+        momentum, nesterov = self.get_momentum(name)
+        flat = flatten_real(gradient)
         residual = self.residual
         if not momentum:  # SGD leaves its buffer as it is, too
-            return super().compensated(name, gradient, scale)
-        velocity = zeros_at_first(self.velocity, name, flat).mul_(momentum).add_(flat, alpha=scale)
+            return super().compensate_gradient(name, gradient, scale)
+        velocity = ensure_buffer(self.velocity, name, flat).mul_(momentum).add_(flat, alpha=scale)
         if not nesterov:
-            return zeros_at_first(residual, name, flat).add_(velocity)
+            return ensure_buffer(residual, name, flat).add_(velocity)
         return (
-            zeros_at_first(residual, name, flat)
+            ensure_buffer(residual, name, flat)
             .add_(velocity, alpha=momentum)
             .add_(flat, alpha=scale)
         )
 
-    def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
-        super().sent(name, codec, payload, agreed)
-        assert isinstance(codec, Sparse)
+    def note_sent(
+        self, name: str, codec: Codec, payload: Payload, agreement: Tensor | None
+    ) -> None:
+        super().note_sent(name, codec, payload, agreement)
+        assert isinstance(codec, SparseCodec)
         if self.masking and name in self.velocity:
-            codec.take(payload, self.velocity[name])
+            codec.remove_sent(payload, self.velocity[name])
 
-    def kept(self) -> dict[str, dict[str, Tensor]]:
+    def collect_residuals(self) -> dict[str, dict[str, Tensor]]:
         return {UNSENT: self.residual, VELOCITY: self.velocity}
 
 
-def real(tensor: Tensor) -> Tensor:
+def flatten_real(tensor: Tensor) -> Tensor:
     """In a row; complex numbers as pairs."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
-def in_place(flat: Tensor, like: Tensor) -> Tensor:
+def reshape_like(flat: Tensor, like: Tensor) -> Tensor:
     """The inverse: a view of it in the shape of another tensor."""
     return (
         torch.view_as_complex(flat.view(*like.shape, 2))
@@ -131,31 +141,35 @@ def in_place(flat: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def shaped(flat: Tensor, like: Tensor) -> Tensor:
+def reshape_and_cast_like(flat: Tensor, like: Tensor) -> Tensor:
     """The same in the type of another tensor, too."""
-    return in_place(flat, like).to(like.dtype)
+    return reshape_like(flat, like).to(like.dtype)
 
 
-def zeros_at_first(kept: dict[str, Tensor], name: str, flat: Tensor) -> Tensor:
+def ensure_buffer(buffers: dict[str, Tensor], name: str, flat: Tensor) -> Tensor:
     """What is kept of a parameter; nothing, at first."""
-    if name not in kept:
-        kept[name] = torch.zeros(flat.numel(), dtype=wide(flat.dtype), device=flat.device)
-    return kept[name]
+    if name not in buffers:
+        buffers[name] = torch.zeros(
+            flat.numel(), dtype=get_accumulation_dtype(flat.dtype), device=flat.device
+        )
+    return buffers[name]
 
 
-def key_of(what: str, rank: int) -> str:
+def make_residual_key(kind: str, rank: int) -> str:
     """By which name a checkpoint holds it of a rank."""
-    return f"{what} of {rank}"
+    return f"{kind} of {rank}"
 
 
-def shared_out(restored: State, name: str, what: str, rank: int, ranks: int) -> Tensor | None:
+def load_residual(
+    restored: OptimizerState, name: str, kind: str, rank: int, ranks: int
+) -> Tensor | None:
     """What that rank goes on with, of what a checkpoint holds of a parameter of any number of
     ranks: its own where these are as many, otherwise an equal part of the sum. None where there
     is nothing.
     """
     found: list[Tensor] = []
     values: Mapping[str, Tensor] = restored.get(name, {})
-    while (key := key_of(what, len(found))) in values:
+    while (key := make_residual_key(kind, len(found))) in values:
         found.append(values[key])
     if not found:
         return None

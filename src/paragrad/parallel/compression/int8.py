@@ -9,39 +9,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paragrad.parallel.compression.codec import Codec, Payload, chunked, finite
-from paragrad.strategies.compressors import CHUNK, Int8
+from paragrad.parallel.compression.codec import Codec, Payload, refuse_nonfinite, split_into_chunks
+from paragrad.strategies.compressors import CHUNK_ELEMENTS, Int8
 
-MOST = 127
+MAX_LEVEL = 127
 
 
-class Quantized(Codec):
+class Int8Codec(Codec):
     """A payload is (numbers; the scale of each chunk, in float32). A number is rounded up with
     the probability of what is above the one below, so its expectation is what it stands for.
     """
 
-    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
-        rows = chunked(vector, CHUNK)
-        scales = rows.abs().amax(1, keepdim=True).div_(MOST).float()
-        finite(scales)
+    def compress(self, vector: Tensor, agreement: Tensor | None = None, seed: int = 0) -> Payload:
+        rows = split_into_chunks(vector, CHUNK_ELEMENTS)
+        scales = rows.abs().amax(1, keepdim=True).div_(MAX_LEVEL).float()
+        refuse_nonfinite(scales)
         numbers = (
             (rows / scales.where(scales > 0, 1.0))
-            .add_(drawn(rows, draw))
+            .add_(draw_rounding_offsets(rows, seed))
             .floor_()
-            .clamp_(-MOST, MOST)
+            .clamp_(-MAX_LEVEL, MAX_LEVEL)
         )
         return numbers.to(torch.int8).view(-1)[: self.elements], scales
 
-    def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
+    def extract(self, payload: Payload, agreement: Tensor | None = None) -> Tensor:
         numbers, scales = payload
-        return (chunked(numbers, CHUNK) * scales).view(-1)[: self.elements]
+        return (split_into_chunks(numbers, CHUNK_ELEMENTS) * scales).view(-1)[: self.elements]
 
 
-def drawn(rows: Tensor, draw: int) -> Tensor:
+def draw_rounding_offsets(rows: Tensor, seed: int) -> Tensor:
     """Numbers in (0, 1), odd multiples of 2^-17: near 127 float32 knows no finer ones. Four of
     a draw, for draws take time.
     """
-    generator = torch.Generator(rows.device).manual_seed(draw)
+    generator = torch.Generator(rows.device).manual_seed(seed)
     draws = torch.empty(-(-rows.numel() // 4), dtype=torch.int64, device=rows.device).random_(
         -(2**63), None, generator=generator
     )
@@ -54,5 +54,5 @@ def drawn(rows: Tensor, draw: int) -> Tensor:
     )
 
 
-def codec(compressor: Int8, shape: Sequence[int], key: int) -> Quantized:
-    return Quantized(shape)
+def make_codec(compressor: Int8, shape: Sequence[int], key: int) -> Int8Codec:
+    return Int8Codec(shape)

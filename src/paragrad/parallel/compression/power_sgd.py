@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paragrad.parallel.compression.codec import Codec, Payload, finite
-from paragrad.strategies.compressors import PowerSgd, matrix_of
+from paragrad.parallel.compression.codec import Codec, Payload, refuse_nonfinite
+from paragrad.strategies.compressors import PowerSgd, compute_matrix_shape
 
 
-class Factors(Codec):
+class PowerSgdCodec(Codec):
     """All ranks agree on P: the sum of M Q over ranks, by the Q of the last step, which is its
     memory, its columns made orthonormal. A payload is M' P, of which the sum is the next Q; P
     Q' is what it stands for.
@@ -21,53 +21,55 @@ class Factors(Codec):
 
     def __init__(self, shape: Sequence[int], columns: int, key: int) -> None:
         super().__init__(shape)
-        self.rows, self.others = matrix_of(shape)
-        self.columns = min(columns, self.rows, self.others)
+        self.rows, self.row_length = compute_matrix_shape(shape)
+        self.columns = min(columns, self.rows, self.row_length)
         self.key = key
 
-    def asks(self, vector: Tensor) -> Tensor:
+    def propose_agreement(self, vector: Tensor) -> Tensor:
         # of other columns, or another cut
-        if self.memory is None or self.memory.shape != (self.others, self.columns):
-            self.memory = self._anew()
+        if self.memory is None or self.memory.shape != (self.row_length, self.columns):
+            self.memory = self._make_initial_factor()
         self.memory = self.memory.to(vector)
         # a column of zeros, once of a gradient of zeros, would stay so
         if not (there := self.memory.any(0)).all():
-            self.memory = self.memory.where(there, self._anew().to(vector))
-        product = self._matrix(vector) @ self.memory
-        finite(product)
+            self.memory = self.memory.where(there, self._make_initial_factor().to(vector))
+        product = self._view_as_matrix(vector) @ self.memory
+        refuse_nonfinite(product)
         return product
 
-    def settled(self, summed: Tensor) -> Tensor:
+    def conclude_agreement(self, summed: Tensor) -> Tensor:
         return torch.linalg.qr(summed).Q
 
-    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
-        assert agreed is not None
-        return (self._matrix(vector).T @ agreed,)
+    def compress(self, vector: Tensor, agreement: Tensor | None = None, seed: int = 0) -> Payload:
+        assert agreement is not None
+        return (self._view_as_matrix(vector).T @ agreement,)
 
-    def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
-        assert agreed is not None
-        return (agreed @ payload[0].T).view(-1)
+    def extract(self, payload: Payload, agreement: Tensor | None = None) -> Tensor:
+        assert agreement is not None
+        return (agreement @ payload[0].T).view(-1)
 
     def add(
-        self, payload: Payload, into: Tensor, agreed: Tensor | None = None, times: int = 1
+        self, payload: Payload, into: Tensor, agreement: Tensor | None = None, scale: int = 1
     ) -> None:
-        assert agreed is not None
+        assert agreement is not None
         # without the product, which is as large
-        self._matrix(into).addmm_(agreed, payload[0].T, alpha=times)
+        self._view_as_matrix(into).addmm_(agreement, payload[0].T, alpha=scale)
 
-    def take(self, payload: Payload, vector: Tensor, agreed: Tensor | None = None) -> None:
-        self.add(payload, vector, agreed, times=-1)
+    def remove_sent(
+        self, payload: Payload, vector: Tensor, agreement: Tensor | None = None
+    ) -> None:
+        self.add(payload, vector, agreement, scale=-1)
 
-    def summed(self, payload: Payload) -> None:
+    def adopt_sum(self, payload: Payload) -> None:
         self.memory = payload[0]
 
-    def _anew(self) -> Tensor:
+    def _make_initial_factor(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.key)
-        return torch.randn(self.others, self.columns, generator=generator, dtype=torch.float64)
+        return torch.randn(self.row_length, self.columns, generator=generator, dtype=torch.float64)
 
-    def _matrix(self, vector: Tensor) -> Tensor:
-        return vector.view(self.rows, self.others)
+    def _view_as_matrix(self, vector: Tensor) -> Tensor:
+        return vector.view(self.rows, self.row_length)
 
 
-def codec(compressor: PowerSgd, shape: Sequence[int], key: int) -> Factors:
-    return Factors(shape, compressor.columns, key)
+def make_codec(compressor: PowerSgd, shape: Sequence[int], key: int) -> PowerSgdCodec:
+    return PowerSgdCodec(shape, compressor.columns, key)

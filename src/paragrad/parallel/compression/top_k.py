@@ -8,20 +8,22 @@ from typing import Any
 from torch import Tensor
 
 from paragrad.parallel.compression.codec import Payload
-from paragrad.parallel.compression.sparse import Sparse, largest
-from paragrad.strategies.compressors import count_of
+from paragrad.parallel.compression.sparse import SparseCodec, find_largest
+from paragrad.strategies.compressors import count_top_entries
 
 
-class Largest(Sparse):
+class TopKCodec(SparseCodec):
     """ratio: of a tensor's elements."""
 
     def __init__(self, shape: Sequence[int], ratio: float) -> None:
         super().__init__(shape)
         self.ratio = ratio
 
-    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
-        return self.payload(vector, largest(vector, count_of(self.ratio, self.elements)))
+    def compress(self, vector: Tensor, agreement: Tensor | None = None, seed: int = 0) -> Payload:
+        return self.make_payload(
+            vector, find_largest(vector, count_top_entries(self.ratio, self.elements))
+        )
 
 
-def codec(compressor: Any, shape: Sequence[int], key: int) -> Largest:
-    return Largest(shape, compressor.ratio)
+def make_codec(compressor: Any, shape: Sequence[int], key: int) -> TopKCodec:
+    return TopKCodec(shape, compressor.ratio)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.executors.machine import Machine
-from paragrad.executors.transport import Traffic, all_reduce
+from paragrad.executors.transport import Traffic, run_all_reduce
 from paragrad.parallel.data.reproducible_sum import reproducible_all_reduce
-from paragrad.planner.algorithm_choice import Chooser, Pick
-from paragrad.planner.cost_formulas import computed_bytes
+from paragrad.planner.algorithm_choice import AlgorithmChoice, AlgorithmChooser
+from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.runtime.world import World
-from paragrad.schedules.fault_injection import planted
+from paragrad.schedules.fault_injection import make_fault_compute
 from paragrad.strategies.data import Native
 
 
@@ -35,7 +35,7 @@ class Bucket:
     vector: Tensor
     future: torch.futures.Future[Tensor]
     # on a GPU: when the gradients are really there
-    computed: torch.cuda.Event | None = None
+    computed_event: torch.cuda.Event | None = None
     pairs: Sequence[tuple[Tensor, Tensor]] = ()
     step: int = 0
 
@@ -53,43 +53,43 @@ class BucketQueue:
         algorithm: Any,
         world: World,
         clock: Callable[[], float] = lambda: 0.0,
-        played: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None,
-        picked: Callable[[int, Pick], None] = lambda bytes_, pick: None,
+        on_reduced: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None,
+        on_pick: Callable[[int, AlgorithmChoice], None] = lambda bytes_, pick: None,
         machine: Machine | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.clock = clock
-        self.played = played
-        self.sum = (
-            reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
+        self.on_reduced = on_reduced
+        self.all_reduce_function = (
+            reproducible_all_reduce if getattr(algorithm, "reproducible", False) else run_all_reduce
         )
-        self.compute = planted(algorithm, world.size)
-        self.world = world.twin(through_host=not isinstance(algorithm, Native))
+        self.compute_function = make_fault_compute(algorithm, world.size)
+        self.world = world.duplicate(through_host=not isinstance(algorithm, Native))
         self.chooser = (
-            Chooser(self.world, Native(), self._sum, machine, told=picked)
+            AlgorithmChooser(self.world, Native(), self._run_all_reduce, machine, on_choice=on_pick)
             if algorithm == "auto"
             else None
         )
         # of the first bucket that could not be summed
         self.failure: Exception | None = None
-        self.queue: Waiting = queue.SimpleQueue()
+        self.queue: QueuedBuckets = queue.SimpleQueue()
         thread = threading.Thread(
-            target=_run, args=[self.queue], name="paragrad-buckets", daemon=True
+            target=_process_buckets, args=[self.queue], name="paragrad-buckets", daemon=True
         )
         # by `close`, or when nobody has it, or at exit
-        self.end = weakref.finalize(self, _ended, self.queue, thread)
+        self.finalizer = weakref.finalize(self, _stop_thread, self.queue, thread)
         thread.start()
 
-    def put(self, bucket: Bucket) -> None:
+    def put_bucket(self, bucket: Bucket) -> None:
         """Its future completes when it is summed. Raises StepFailed after `close`."""
-        if not self.end.alive:
+        if not self.finalizer.alive:
             raise StepFailed(
                 "its thread was ended by close(), and nobody would sum this gradient; make a new "
                 "hook"
             )
         self.queue.put((self, bucket))
 
-    def serve(self, bucket: Bucket) -> None:
+    def process_bucket(self, bucket: Bucket) -> None:
         """Sum a bucket, or say why not; in the queue's thread."""
         start = self.clock()
         # nor could this one be, and each would take its time to say so
@@ -97,68 +97,72 @@ class BucketQueue:
             bucket.future.set_exception(self.failure)
             return
         try:
-            if bucket.computed is not None:
+            if bucket.computed_event is not None:
                 torch.cuda.set_device(bucket.vector.device)  # of this thread
-                bucket.computed.synchronize()
-            traffic = self._exchange(bucket)
-            if bucket.computed is not None:
+                bucket.computed_event.synchronize()
+            traffic = self._exchange_bucket(bucket)
+            if bucket.computed_event is not None:
                 torch.cuda.current_stream().synchronize()
-            self.played(bucket, start, traffic)
+            self.on_reduced(bucket, start, traffic)
             bucket.future.set_result(bucket.vector)
         except Exception as error:
             self.failure = self.failure or error
             bucket.future.set_exception(error)
 
-    def _exchange(self, bucket: Bucket) -> Traffic:
-        return self._play(bucket.vector)
+    def _exchange_bucket(self, bucket: Bucket) -> Traffic:
+        return self._reduce_vector(bucket.vector)
 
-    def _play(self, vector: Tensor) -> Traffic:
+    def _reduce_vector(self, vector: Tensor) -> Traffic:
         """Sum a bucket in place; complex numbers as pairs of real ones."""
         if vector.is_complex():
             vector = torch.view_as_real(vector).view(-1)
         if isinstance(self.algorithm, Native):
-            return self._sum(self.algorithm, vector)
+            return self._run_all_reduce(self.algorithm, vector)
         on_host = vector.cpu()
-        traffic = self._sum(self.chooser.pick(on_host) if self.chooser else self.algorithm, on_host)
+        traffic = self._run_all_reduce(
+            self.chooser.choose_algorithm(on_host) if self.chooser else self.algorithm, on_host
+        )
         if on_host is not vector:
             vector.copy_(on_host)
         return traffic
 
-    def _sum(self, algorithm: Any, vector: Tensor) -> Traffic:
+    def _run_all_reduce(self, algorithm: Any, vector: Tensor) -> Traffic:
         """Sum a vector in place by one algorithm. A backend's own all-reduce tells neither
         times nor bytes.
         """
         if not isinstance(algorithm, Native):
-            return self.sum(algorithm, vector, self.world, self.compute)
-        vector.copy_(self.world.all_reduced(vector))
-        return Traffic(computed_bytes("all_reduce", vector.nbytes, self.world.size), computed=True)
+            return self.all_reduce_function(algorithm, vector, self.world, self.compute_function)
+        vector.copy_(self.world.all_reduce(vector))
+        return Traffic(
+            count_collective_bytes("all_reduce", vector.nbytes, self.world.size), computed=True
+        )
 
     def close(self) -> None:
         """End its thread; its process group stays until all are destroyed."""
-        self.end()
+        self.finalizer()
 
 
-Waiting = queue.SimpleQueue[tuple[BucketQueue, Bucket] | None]
+QueuedBuckets = queue.SimpleQueue[tuple[BucketQueue, Bucket] | None]
 
 
-def _run(waiting: Waiting) -> None:
+def _process_buckets(buckets: QueuedBuckets) -> None:
     """The thread. Between buckets it holds no queue, so that one which nobody has is freed, and
     ends it.
     """
-    while (item := waiting.get()) is not None:
+    while (item := buckets.get()) is not None:
         owner, bucket = item
-        owner.serve(bucket)
+        owner.process_bucket(bucket)
         del item, owner, bucket
 
 
-def _ended(waiting: Waiting, thread: threading.Thread) -> None:
-    waiting.put(None)
+def _stop_thread(buckets: QueuedBuckets, thread: threading.Thread) -> None:
+    buckets.put(None)
     if thread is not threading.current_thread():
         # it may wait for a rank that failed; the launcher ends both
         thread.join(timeout=1)
 
 
-def waiting_bucket(number: int, vector: Tensor) -> Bucket:
+def make_pending_bucket(number: int, vector: Tensor) -> Bucket:
     """A bucket with its future; on a GPU, with what this stream has still to compute of it."""
     computed = None
     if vector.is_cuda:

@@ -20,34 +20,34 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paragrad.engine.exchange import CHECKPOINTS, How, Replica
-from paragrad.engine.layout import State, on_host
-from paragrad.engine.replica_check import Copies
-from paragrad.engine.state.values import wide
+from paragrad.engine.exchange import CHECKPOINT_TRAFFIC, ExchangeOptions, Replica
+from paragrad.engine.layout import OptimizerState, copy_to_host
+from paragrad.engine.replica_check import DuplicateTensors
+from paragrad.engine.state.values import get_accumulation_dtype
 from paragrad.executors.transport import Traffic
-from paragrad.parallel.compression.compressed_reduce import DENSE, Compression
+from paragrad.parallel.compression.compressed_reduce import DENSE_BYTES, CompressedReduce
 from paragrad.parallel.compression.feedback import (
     RESIDUAL,
-    Nothing,
-    in_place,
-    key_of,
-    real,
-    shaped,
-    shared_out,
+    NoFeedback,
+    flatten_real,
+    load_residual,
+    make_residual_key,
+    reshape_and_cast_like,
+    reshape_like,
 )
 from paragrad.parallel.data.bucket_queue import Bucket
-from paragrad.parallel.data.bucketing import Sending, buckets_of
-from paragrad.record.step_log import Log
+from paragrad.parallel.data.bucketing import VectorSumExchange, split_into_buckets
+from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
 
-MEMORY = "memory"  # by which name a checkpoint has what codecs go on from
+CODEC_MEMORY = "memory"  # by which name a checkpoint has what codecs go on from
 # bytes of weight, loss, the wish to stop, and which parameters have a gradient
-TOLD = "told"
+TOTALS = "told"
 
 
-class Compressed(Sending):
+class CompressedExchange(VectorSumExchange):
     """Every rank has all mean gradients after `average`, as far as they were sent."""
 
     def __init__(
@@ -55,125 +55,131 @@ class Compressed(Sending):
         strategy: Data,
         replica: Replica,
         world: World,
-        log: Log,
-        how: How,
-        feedback: Nothing | None = None,
+        log: StepLog,
+        options: ExchangeOptions,
+        feedback: NoFeedback | None = None,
     ) -> None:
-        super().__init__(replica, world, log, how, strategy.reduce)
+        super().__init__(replica, world, log, options, strategy.reduce)
         assert isinstance(strategy.compress, Compressor)
         self.compressor = strategy.compress
-        log.choice(
+        log.write_choice(
             "overlap",
             "off",
             "gradients are compressed after backward, when the weight of all samples is known",
         )
-        self.step = replica.steps
-        self.twice = world.size if how.sabotage == "mean_twice" else 1  # planted
+        self.step = replica.completed_steps
+        self.fault_factor = world.size if options.inject_fault == "mean_twice" else 1  # planted
         self.trained = {
-            name: each for name, each in self.summed.model.named_parameters() if each.requires_grad
+            name: each
+            for name, each in self.loss_module.model.named_parameters()
+            if each.requires_grad
         }
-        known = {name: str((held.name, held.where)) for name, held in self.layout.held.items()}
-        self.compression = Compression(
+        known = {name: str((held.name, held.where)) for name, held in self.layout.specs.items()}
+        self.compression = CompressedReduce(
             strategy.compress,
             world,
-            self._sum,
+            self._start_counted_sum,
             feedback=feedback,
             seed=replica.seed,
             log=log,
-            count=lambda kind, sent: self.count(kind, sent, computed=True),
-            known=lambda name: known.get(name, name),
+            count_bytes=lambda kind, sent: self.count_bytes(kind, sent, computed=True),
+            get_serial_name=lambda name: known.get(name, name),
         )
         large = [
             name for name, each in self.trained.items() if strategy.compress.compresses(each.shape)
         ][::-1]
-        self.small = set(self.trained) - set(large)
+        self.small_names = set(self.trained) - set(large)
         names = {each: name for name, each in self.trained.items()}
-        self.copies = Copies(self.layout, self.summed.model)
+        self.copies = DuplicateTensors(self.layout, self.loss_module.model)
         self.buckets = [
             [names[each] for each in bucket]
-            for bucket in buckets_of(self.trained[name] for name in large)
+            for bucket in split_into_buckets(self.trained[name] for name in large)
         ]
-        self._restore(replica.restored)
+        self._restore_feedback(replica.restored_tensors)
 
     # ---- in a step ---------------------------------------------------------------------------
     def begin(self) -> None:
         super().begin()
         self.refuse_refrozen()
         # of what is summed in this step, in the order of buckets
-        self.sending = []
-        self.kinds = list[str]()
+        self.sent_buckets = []
+        self.byte_kinds = list[str]()
 
     def finish(self, weight: float, loss: float) -> None:
-        sums = self._know_used([weight, loss, float(self.stop), self.doubt])
-        self.told = [self.twice * sums[0], self.twice * sums[1], *sums[2:]]
+        sums = self._share_used_names(
+            [weight, loss, float(self.stop_requested), self.doubtful_weight]
+        )
+        self.totals = [self.fault_factor * sums[0], self.fault_factor * sums[1], *sums[2:]]
 
-    def _know_used(self, numbers: Sequence[float] = ()) -> list[float]:
+    def _share_used_names(self, numbers: Sequence[float] = ()) -> list[float]:
         """Which parameters have a gradient on any rank; the sums of other numbers of theirs in
         the same message.
         """
         there = [float(each.grad is not None) for each in self.trained.values()]
         device = next(iter(self.trained.values())).device if self.trained else None
-        with self.log.detail("told", "wait"):
-            sums = self._sum(
-                torch.tensor([*numbers, *there], dtype=torch.float64, device=device), TOLD
+        with self.log.record_detail("told", "wait"):
+            sums = self._start_counted_sum(
+                torch.tensor([*numbers, *there], dtype=torch.float64, device=device), TOTALS
             )().tolist()
-        self.used = {
+        self.used_names = {
             name for name, number in zip(self.trained, sums[len(numbers) :], strict=True) if number
         }
         return sums[: len(numbers)]  # type: ignore[no-any-return]
 
-    def counted(self) -> list[float]:
-        return self.told
+    def reduce_totals(self) -> list[float]:
+        return self.totals
 
     def average(self, weight: float) -> None:
         """By every rank's part of it, compressed."""
-        self.compression.become(self.compressor.in_epoch(self.epoch))
-        scale = self._scaled(1.0 / weight)
-        if self.layout.cut:  # owners have added up theirs since
-            self._know_used()
-        shared = self.copies.names()
+        self.compression.replace_compressor(self.compressor.adapt_to_epoch(self.epoch))
+        scale = self._compute_scale(1.0 / weight)
+        if self.layout.is_partitioned:  # owners have added up theirs since
+            self._share_used_names()
+        shared = self.copies.list_duplicate_names()
         copies = dict[str, Tensor]()
-        for means in self._means(scale):
+        for means in self._compute_means(scale):
             copies |= {name: means.pop(name) for name in means.keys() & shared}
-            self._take(means)
-        self.copies.alike(
-            {name: in_place(each, self.trained[name]) for name, each in copies.items()}
+            self._set_gradients(means)
+        self.copies.synchronize_copies(
+            {name: reshape_like(each, self.trained[name]) for name, each in copies.items()}
         )
-        self._take(copies)
-        self.largest = max(self.largest, self.compression.feedback.nbytes)
+        self._set_gradients(copies)
+        self.peak_bytes = max(self.peak_bytes, self.compression.feedback.nbytes)
         self.step += 1
 
-    def _means(self, scale: float) -> Iterator[dict[str, Tensor]]:
+    def _compute_means(self, scale: float) -> Iterator[dict[str, Tensor]]:
         """Of all ranks, flat, as they come."""
-        small = self._begun(scale)
+        small = self._start_small_sums(scale)
         for bucket in [
-            self.compression.begin(self._gradients(bucket), scale, self.step)
+            self.compression.begin(self._select_gradients(bucket), scale, self.step)
             for bucket in self.buckets
         ]:
             yield self.compression.finish(bucket)
         yield small()
 
-    def _scaled(self, scale: float) -> float:
+    def _compute_scale(self, scale: float) -> float:
         """By what this rank's sums count, in the mean."""
         return scale
 
-    def _gradients(self, names: list[str]) -> dict[str, Tensor]:
+    def _select_gradients(self, names: list[str]) -> dict[str, Tensor]:
         """Of those of which some rank has one."""
         return {
             name: torch.zeros_like(each) if each.grad is None else each.grad
             for name in names
-            if name in self.used
+            if name in self.used_names
             for each in [self.trained[name]]
         }
 
-    def _begun(self, scale: float) -> Callable[[], dict[str, Tensor]]:
+    def _start_small_sums(self, scale: float) -> Callable[[], dict[str, Tensor]]:
         """The sums of what is sent as it is, begun; waits for them."""
-        gradients = self._gradients([name for name in reversed(self.trained) if name in self.small])
-        parts = {name: real(each) * scale for name, each in gradients.items()}
-        for name in [*parts.keys() & self.owed.keys()]:
-            parts[name] += self.owed.pop(name)
-        buckets = buckets_of(parts.values())
-        waits = [self._sum(torch.cat(bucket), DENSE) for bucket in buckets]
+        gradients = self._select_gradients(
+            [name for name in reversed(self.trained) if name in self.small_names]
+        )
+        parts = {name: flatten_real(each) * scale for name, each in gradients.items()}
+        for name in [*parts.keys() & self.small_residuals.keys()]:
+            parts[name] += self.small_residuals.pop(name)
+        buckets = split_into_buckets(parts.values())
+        waits = [self._start_counted_sum(torch.cat(bucket), DENSE_BYTES) for bucket in buckets]
 
         def waited() -> dict[str, Tensor]:
             found = [
@@ -185,21 +191,21 @@ class Compressed(Sending):
 
         return waited
 
-    def _take(self, means: dict[str, Tensor]) -> None:
+    def _set_gradients(self, means: dict[str, Tensor]) -> None:
         for name, mean in means.items():
-            self.trained[name].grad = shaped(mean, self.trained[name])
+            self.trained[name].grad = reshape_and_cast_like(mean, self.trained[name])
 
-    def _sum(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
+    def _start_counted_sum(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
         """The same as bytes of a kind."""
-        self.kinds.append(kind)
-        return self._send(vector)
+        self.byte_kinds.append(kind)
+        return self._start_sum(vector)
 
-    def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
-        self.kind = self.kinds[bucket.number]
-        super()._played(bucket, start, traffic)
+    def _record_bucket(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
+        self.kind = self.byte_kinds[bucket.number]
+        super()._record_bucket(bucket, start, traffic)
 
     # ---- what is kept ------------------------------------------------------------------------
-    def _restore(self, restored: State) -> None:
+    def _restore_feedback(self, restored: OptimizerState) -> None:
         """What was not sent, of any number of ranks."""
         feedback = self.compression.feedback
         rank = self.world.rank
@@ -208,62 +214,75 @@ class Compressed(Sending):
             key
             for values in restored.values()
             for key in values
-            if key.rpartition(" of ")[0] in feedback.names
+            if key.rpartition(" of ")[0] in feedback.saved_names
         }
-        self.keeps = (
-            MEMORY,
-            *{key_of(what, each) for what in feedback.names for each in range(size)} | ours,
+        self.saved_names = (
+            CODEC_MEMORY,
+            *{
+                make_residual_key(what, each)
+                for what in feedback.saved_names
+                for each in range(size)
+            }
+            | ours,
         )
         self.compression.memories = {
-            name: values[MEMORY] for name, values in restored.items() if MEMORY in values
+            name: values[CODEC_MEMORY]
+            for name, values in restored.items()
+            if CODEC_MEMORY in values
         }
         # of small tensors, which were not small where it was kept
-        self.owed: dict[str, Tensor] = {}
-        for what, values in feedback.kept().items():
+        self.small_residuals: dict[str, Tensor] = {}
+        for what, values in feedback.collect_residuals().items():
             for name, each in self.trained.items():
-                if (found := shared_out(restored, name, what, rank, size)) is not None:
-                    if name not in self.small:
-                        values[name] = real(found).to(each.device, wide(real(each.detach()).dtype))
+                if (found := load_residual(restored, name, what, rank, size)) is not None:
+                    if name not in self.small_names:
+                        values[name] = flatten_real(found).to(
+                            each.device, get_accumulation_dtype(flatten_real(each.detach()).dtype)
+                        )
                     elif what == RESIDUAL:
-                        self.owed[name] = real(found).to(real(each.detach()))
+                        self.small_residuals[name] = flatten_real(found).to(
+                            flatten_real(each.detach())
+                        )
 
-    def kept(self) -> State:
+    def collect_saved_tensors(self) -> OptimizerState:
         """Of every rank."""
         own = {
-            what: {name: on_host(each) for name, each in values.items()}
-            for what, values in self._own().items()
+            what: {name: copy_to_host(each) for name, each in values.items()}
+            for what, values in self._collect_own_state().items()
         }
         if self.world.rank:
-            self.count(
-                CHECKPOINTS,
+            self.count_bytes(
+                CHECKPOINT_TRAFFIC,
                 sum(each.nbytes for values in own.values() for each in values.values()),
                 computed=True,
             )
-        found: State = {}
-        for rank, theirs in enumerate(self.world.collected(own)):
+        found: OptimizerState = {}
+        for rank, theirs in enumerate(self.world.gather_objects(own)):
             for what, values in theirs.items():
                 for name, each in values.items():
-                    found.setdefault(name, {})[key_of(what, rank)] = each.view(self._shape(name))
+                    found.setdefault(name, {})[make_residual_key(what, rank)] = each.view(
+                        self._get_real_shape(name)
+                    )
         made = {
             name: codec.memory
             for name, codec in self.compression.codecs.items()
             if codec.memory is not None
         }
         for name, memory in {**self.compression.memories, **made}.items():
-            if not self._divided(name):
-                found.setdefault(name, {})[MEMORY] = memory
+            if not self._is_tensor_shard(name):
+                found.setdefault(name, {})[CODEC_MEMORY] = memory
         return found
 
-    def _own(self) -> dict[str, dict[str, Tensor]]:
+    def _collect_own_state(self) -> dict[str, dict[str, Tensor]]:
         """Of this rank, also what no gradient has come to since it was restored."""
-        found = self.compression.feedback.kept()
-        return {**found, RESIDUAL: {**found.get(RESIDUAL, {}), **self.owed}}
+        found = self.compression.feedback.collect_residuals()
+        return {**found, RESIDUAL: {**found.get(RESIDUAL, {}), **self.small_residuals}}
 
-    def _divided(self, name: str) -> bool:
+    def _is_tensor_shard(self, name: str) -> bool:
         """Is it a piece of a tensor, of which a checkpoint has the whole?"""
-        return name in self.layout.held and self.layout.held[name].where is not None
+        return name in self.layout.specs and self.layout.specs[name].where is not None
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _get_real_shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter in real numbers."""
         parameter = self.trained[name]
         return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)

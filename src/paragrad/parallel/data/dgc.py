@@ -20,14 +20,14 @@ import math
 
 from torch import Tensor, nn
 
-from paragrad.engine.exchange import How, Replica
-from paragrad.engine.layout import State
-from paragrad.engine.optimizer.optimizer_state import taken
+from paragrad.engine.exchange import ExchangeOptions, Replica
+from paragrad.engine.layout import OptimizerState
+from paragrad.engine.optimizer.optimizer_state import load_parameter_state
 from paragrad.errors import StepFailed
-from paragrad.parallel.compression.feedback import UNSENT, shaped, shared_out
-from paragrad.parallel.compression.momentum import buffers, momentum_of
-from paragrad.parallel.data.compressed_exchange import Compressed
-from paragrad.record.step_log import Log
+from paragrad.parallel.compression.feedback import UNSENT, load_residual, reshape_and_cast_like
+from paragrad.parallel.compression.momentum import make_momentum_state, take_over_momentum
+from paragrad.parallel.data.compressed_exchange import CompressedExchange
+from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.compressors import Dgc
 from paragrad.strategies.data import Data
@@ -36,12 +36,14 @@ from paragrad.strategies.data import Data
 DECAYED = "decayed"
 
 
-class Deep(Compressed):
+class DgcExchange(CompressedExchange):
     """`average` leaves what the optimizer steps by: of small tensors all of it, of others what
     was sent of it, and decay.
     """
 
-    def __init__(self, strategy: Data, replica: Replica, world: World, log: Log, how: How) -> None:
+    def __init__(
+        self, strategy: Data, replica: Replica, world: World, log: StepLog, options: ExchangeOptions
+    ) -> None:
         assert isinstance(strategy.compress, Dgc)
         self.dgc = strategy.compress
         named = {
@@ -49,47 +51,48 @@ class Deep(Compressed):
             for name, each in replica.module.model.named_parameters()
             if each.requires_grad
         }
-        momentum = momentum_of(self.dgc, replica.optimizer, named)
+        momentum = take_over_momentum(self.dgc, replica.optimizer, named)
         assert momentum is not None
         self.momentum = momentum
-        self.velocities = momentum.corrected()
-        super().__init__(strategy, replica, world, log, how, self.velocities)
+        self.velocities = momentum.build_feedback()
+        super().__init__(strategy, replica, world, log, options, self.velocities)
         self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
         told = ", ".join(
-            f"{momentum:g}" for momentum in sorted({self.momentum.of(name)[0] for name in named})
+            f"{momentum:g}"
+            for momentum in sorted({self.momentum.get_momentum(name)[0] for name in named})
         )
-        log.choice(
+        log.write_choice(
             "momentum",
             told,
             "taken over from the optimizer, whose own is 0 within its steps, with its weight decay"
-            if self.momentum.own is None
+            if self.momentum.fixed_momentum is None
             else "as asked",
         )
         if self.clip is not None:
-            log.choice(
+            log.write_choice(
                 "clip",
                 f"{self.clip:g}",
                 "of each rank's part: times the root of its share of the batch",
             )
-        self.over = False
+        self.is_settled = False
 
     # ---- in a step ---------------------------------------------------------------------------
     def average(self, weight: float) -> None:
-        now = self.dgc.in_epoch(self.epoch)
+        now = self.dgc.adapt_to_epoch(self.epoch)
         if now != self.compression.compressor and self.dgc.warmup:
-            self.log.choice(
+            self.log.write_choice(
                 "ratio",
                 f"{now.ratio:.3g}",
                 f"from epoch {self.epoch} on, of {self.dgc.warmup} that warm up",
             )
         super().average(weight)
 
-    def _scaled(self, scale: float) -> float:
+    def _compute_scale(self, scale: float) -> float:
         if self.clip is None:
             return scale
         gradients = {name: each.grad for name, each in self.trained.items()}
-        if self.layout.cut:
-            norm = math.sqrt(sum(each**2 for each in self.layout.norms(gradients).values()))
+        if self.layout.is_partitioned:
+            norm = math.sqrt(sum(each**2 for each in self.layout.compute_norms(gradients).values()))
         else:
             norm = float(
                 nn.utils.get_total_norm([each for each in gradients.values() if each is not None])
@@ -99,62 +102,71 @@ class Deep(Compressed):
                 "the norm of this rank's gradient, by which it is clipped, is not finite; lower "
                 "the rate"
             )
-        return scale * min(1.0, self.clip * math.sqrt(self.share) / (norm * scale + 1e-6))
+        return scale * min(1.0, self.clip * math.sqrt(self.weight_share) / (norm * scale + 1e-6))
 
-    def _take(self, means: dict[str, Tensor]) -> None:
-        super()._take(means)
+    def _set_gradients(self, means: dict[str, Tensor]) -> None:
+        super()._set_gradients(means)
         for name in means:
             parameter = self.trained[name]
             assert parameter.grad is not None
-            self.momentum.given[parameter] = self.momentum.steps
-            parameter.grad = self.momentum.moved(name, parameter.grad, small=name in self.small)
-            if name in self.unsent:
-                parameter.grad += shaped(self.unsent.pop(name), parameter).to(parameter.device)
+            self.momentum.last_given_steps[parameter] = self.momentum.started_steps
+            parameter.grad = self.momentum.compute_update(
+                name, parameter.grad, is_small=name in self.small_names
+            )
+            if name in self.unsent_values:
+                parameter.grad += reshape_and_cast_like(self.unsent_values.pop(name), parameter).to(
+                    parameter.device
+                )
 
     # ---- what is kept ------------------------------------------------------------------------
-    def _restore(self, restored: State) -> None:
+    def _restore_feedback(self, restored: OptimizerState) -> None:
         """What a checkpoint of another strategy has of momentum, is of all ranks."""
-        super()._restore(restored)
-        self.keeps = (*self.keeps, DECAYED)
+        super()._restore_feedback(restored)
+        self.saved_names = (*self.saved_names, DECAYED)
         # which were not small there: of all
-        found = {name: shared_out(restored, name, UNSENT, 0, 1) for name in self.small}
-        self.unsent = {name: each for name, each in found.items() if each is not None}
+        found = {name: load_residual(restored, name, UNSENT, 0, 1) for name in self.small_names}
+        self.unsent_values = {name: each for name, each in found.items() if each is not None}
         decayed = {name: values[DECAYED] for name, values in restored.items() if DECAYED in values}
-        self.momentum.goes_on(self.velocities, self.small, self.world.size, decayed)
+        self.momentum.adopt_buffers(self.velocities, self.small_names, self.world.size, decayed)
 
-    def state(self) -> State:
+    def gather_optimizer_state(self) -> OptimizerState:
         """The optimizer's, with the momentum that it would have."""
-        if self.over:
-            return super().state()
-        found = super().state()
-        total = dict(self.momentum.dense)
+        if self.is_settled:
+            return super().gather_optimizer_state()
+        found = super().gather_optimizer_state()
+        total = dict(self.momentum.dense_buffers)
         for name, velocity in self.velocities.velocity.items():
-            summed = shaped(self.world.all_reduced(velocity), self.trained[name])
+            summed = reshape_and_cast_like(self.world.all_reduce(velocity), self.trained[name])
             total[name] = summed + total[name] if name in total else summed
         return {
             **found,
-            **{name: {**found.get(name, {}), **values} for name, values in buffers(total).items()},
+            **{
+                name: {**found.get(name, {}), **values}
+                for name, values in make_momentum_state(total).items()
+            },
         }
 
-    def _own(self) -> dict[str, dict[str, Tensor]]:
-        found = super()._own()
+    def _collect_own_state(self) -> dict[str, dict[str, Tensor]]:
+        found = super()._collect_own_state()
         # which is of all
-        return found if self.world.rank else {**found, UNSENT: {**found[UNSENT], **self.unsent}}
+        return (
+            found if self.world.rank else {**found, UNSENT: {**found[UNSENT], **self.unsent_values}}
+        )
 
-    def kept(self) -> State:
-        found = super().kept()
-        for name, each in self.momentum.dense.items():
-            if name not in self.small and self.world.rank == 0:
+    def collect_saved_tensors(self) -> OptimizerState:
+        found = super().collect_saved_tensors()
+        for name, each in self.momentum.dense_buffers.items():
+            if name not in self.small_names and self.world.rank == 0:
                 found.setdefault(name, {})[DECAYED] = each
         return found
 
-    def settle(self) -> None:
-        for name, state in self.state().items():
+    def adopt_effective_weights(self) -> None:
+        for name, state in self.gather_optimizer_state().items():
             if name in self.trained:
-                taken(self.optimizer, self.trained[name], state)
-        self.momentum.give_back()
-        self.over = True
+                load_parameter_state(self.optimizer, self.trained[name], state)
+        self.momentum.release_optimizer()
+        self.is_settled = True
 
     def close(self) -> None:
-        self.momentum.give_back()
+        self.momentum.release_optimizer()
         super().close()

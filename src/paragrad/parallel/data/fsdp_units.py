@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # a module with at most an eighth of all parameters is one group; a larger one is looked into
-SHARE = 8
+MAX_UNIT_DIVISOR = 8
 # of one with less than a 64th messages cost more than its memory: it is in the rest, up to an
 # eighth
-LEAST = 64
-PLAIN = (Tensor, int, float, bool, str, type(None))
+MIN_UNIT_DIVISOR = 64
+PLAIN_TYPES = (Tensor, int, float, bool, str, type(None))
 
 
-class Uses(TorchDispatchMode):
+class ParameterUseMode(TorchDispatchMode):
     """A forward that notes inside of which calls each parameter is used.
 
     calls: the modules that are called, in order;  unfit: a parameter of it was used while it
@@ -35,35 +35,35 @@ class Uses(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.stack: list[nn.Module] = []
+        self.open_calls: list[nn.Module] = []
         self.calls: list[nn.Module] = []
-        self.unfit: set[nn.Module] = set()
+        self.unfit_modules: set[nn.Module] = set()
         self.owners: dict[int, list[nn.Module]] = {}  # by storage
         for module in model.modules():
             for parameter in module.parameters():
-                self.owners.setdefault(_storage(parameter), []).append(module)
+                self.owners.setdefault(_get_storage_id(parameter), []).append(module)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
             # autograd keeps numbers as tensors, and a mode is given the number
             return args[0]
         # else somebody keeps values beside
-        for tensor in tree_leaves((args, kwargs or {})) if self.stack else ():
+        for tensor in tree_leaves((args, kwargs or {})) if self.open_calls else ():
             if isinstance(tensor, Tensor):
-                self.unfit.update(
+                self.unfit_modules.update(
                     owner
-                    for owner in self.owners.get(_storage(tensor), ())
-                    if owner not in self.stack
+                    for owner in self.owners.get(_get_storage_id(tensor), ())
+                    if owner not in self.open_calls
                 )
         return func(*args, **(kwargs or {}))
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def record_calls(self) -> Iterator[None]:
         plain: Callable[..., Any] = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self.calls.append(module)
-            self.stack.append(module)
+            self.open_calls.append(module)
             given = [
                 (each, each._version)
                 for each in tree_leaves((args, kwargs))
@@ -72,12 +72,12 @@ class Uses(TorchDispatchMode):
             try:
                 found = plain(module, *args, **kwargs)
             finally:
-                self.stack.pop()
+                self.open_calls.pop()
             trained = any(parameter.requires_grad for parameter in module.parameters())
             if any(each._version != version for each, version in given) or (
-                trained and not _fits(tree_leaves(found))
+                trained and not _can_hook_output(tree_leaves(found))
             ):
-                self.unfit.add(module)
+                self.unfit_modules.add(module)
             return found
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -88,27 +88,27 @@ class Uses(TorchDispatchMode):
             nn.Module.__call__ = plain  # type: ignore[method-assign]
 
 
-def _fits(output: list[Any]) -> bool:
+def _can_hook_output(output: list[Any]) -> bool:
     tensors = [each for each in output if isinstance(each, Tensor)]
     return (
-        all(isinstance(each, PLAIN) for each in output)
+        all(isinstance(each, PLAIN_TYPES) for each in output)
         and any(each.requires_grad for each in tensors)
         and not any(each._base is not None for each in tensors)
     )
 
 
-def groups(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
+def find_fsdp_units(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
     """The names of modules that can be groups, in the order in which one forward calls them;
     none holds another.
 
-    forward(rehearsed=True): as the first step is rehearsed, without autocast, which uses a
+    forward(without_autocast=True): as the first step is rehearsed, without autocast, which uses a
     parameter in a copy.
     """
-    uses = Uses(model)
-    with uses.watched():
+    uses = ParameterUseMode(model)
+    with uses.record_calls():
         forward()
         calls = list(uses.calls)
-        forward(rehearsed=True)
+        forward(without_autocast=True)
     times = Counter(calls)
     total = sum(each.numel() for each in model.parameters())
     found: dict[nn.Module, str] = {}
@@ -124,8 +124,8 @@ def groups(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
             count
             and name
             and times[module] == 1
-            and module not in uses.unfit
-            and (count * SHARE <= total or not children)
+            and module not in uses.unfit_modules
+            and (count * MAX_UNIT_DIVISOR <= total or not children)
         ):
             found.setdefault(module, name)
             return
@@ -136,21 +136,25 @@ def groups(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
     sizes = {module: sum(each.numel() for each in module.parameters()) for module in found}
     rest = total - sum(sizes.values())
     for module, size in sorted(sizes.items(), key=lambda item: item[1]):
-        if size * LEAST < total and (rest + size) * SHARE <= total:
+        if size * MIN_UNIT_DIVISOR < total and (rest + size) * MAX_UNIT_DIVISOR <= total:
             rest += size
             del found[module]
     return [found[module] for module in calls if module in found]
 
 
-def common(told: list[list[str]]) -> list[str]:
+def select_common_units(unit_lists: list[list[str]]) -> list[str]:
     """Of what each rank found, the groups of all; none where they are called in another order
     on some rank.
     """
-    names = [name for name in told[0] if all(name in each for each in told)]
-    return names if all([name for name in each if name in names] == names for each in told) else []
+    names = [name for name in unit_lists[0] if all(name in each for each in unit_lists)]
+    return (
+        names
+        if all([name for name in each if name in names] == names for each in unit_lists)
+        else []
+    )
 
 
-def shardable(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+def can_shard_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     """Can it be divided? FSDP2 divides no scalars, and its groups are of one real type; what it
     gathers lies in rows.
     """
@@ -164,7 +168,7 @@ def shardable(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
     )
 
 
-def _storage(tensor: Tensor) -> int:
+def _get_storage_id(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
     # torch's, of sparse tensors and those of torch.func: there is none

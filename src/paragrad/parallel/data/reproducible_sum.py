@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from paragrad.errors import StepFailed
-from paragrad.executors.transport import Traffic, all_reduce
-from paragrad.planner.cost_formulas import computed_bytes
+from paragrad.executors.transport import Traffic, run_all_reduce
+from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.runtime.world import World
 from paragrad.schedules.actions import Collective, Compute
 
-BITS = 62
-BLOCK = 1 << 15  # numbers converted at a time: they stay in the cache
+INTEGER_BITS = 62
+BLOCK_ELEMENTS = 1 << 15  # numbers converted at a time: they stay in the cache
 # exponent below which numbers count as 0: u and 1/u stay normal float64
-SMALLEST = -900
-NOT_FINITE = 1 << 20  # an exponent no number has
+SMALLEST_EXPONENT = -900
+NOT_FINITE_EXPONENT = 1 << 20  # an exponent no number has
 
 
 def reproducible_all_reduce(
@@ -49,53 +49,53 @@ def reproducible_all_reduce(
     Raises StepFailed, on every rank, where a number is not finite.
     """
     start = time.monotonic()
-    mine = exponent(vector)
+    mine = compute_exponent(vector)
     asked = time.monotonic()
-    largest = int(world.all_reduced(torch.tensor([mine]), "MAX"))
+    largest = int(world.all_reduce(torch.tensor([mine]), "MAX"))
     waiting = time.monotonic() - asked
-    if largest == NOT_FINITE:
-        where = "here" if mine == NOT_FINITE else "on another rank"
+    if largest == NOT_FINITE_EXPONENT:
+        where = "here" if mine == NOT_FINITE_EXPONENT else "on another rank"
         raise StepFailed(
             f"a gradient is not finite {where}: a reproducible sum needs finite numbers"
         )
-    shift = BITS - largest - (world.size - 1).bit_length()
-    whole = to_whole(vector, shift)
-    traffic = all_reduce(schedule, whole, world, compute)
-    from_whole(whole, shift, vector)
+    shift = INTEGER_BITS - largest - (world.size - 1).bit_length()
+    whole = convert_to_integers(vector, shift)
+    traffic = run_all_reduce(schedule, whole, world, compute)
+    convert_to_floats(whole, shift, vector)
     waiting += traffic.waiting
     return Traffic(
-        traffic.bytes + computed_bytes("all_reduce", 8, world.size),
+        traffic.bytes + count_collective_bytes("all_reduce", 8, world.size),
         waiting,
         traffic.transfer,
         time.monotonic() - start - waiting - traffic.transfer,
     )
 
 
-def exponent(vector: Tensor) -> int:
+def compute_exponent(vector: Tensor) -> int:
     """The least E (from SMALLEST on) with all |x| < 2^E; NOT_FINITE where there is a number
     that is not.
     """
     lowest, highest = map(float, vector.aminmax()) if vector.numel() else (0.0, 0.0)
     largest = max(-lowest, highest)  # not a number, both are
     if not math.isfinite(largest):
-        return NOT_FINITE
-    return max(math.frexp(largest)[1], SMALLEST) if largest else SMALLEST
+        return NOT_FINITE_EXPONENT
+    return max(math.frexp(largest)[1], SMALLEST_EXPONENT) if largest else SMALLEST_EXPONENT
 
 
-def to_whole(vector: Tensor, shift: int) -> Tensor:
+def convert_to_integers(vector: Tensor, shift: int) -> Tensor:
     """round(x 2^shift) as int64. Exact but for the rounding, because the factor is normal
     float64 (|shift| < 1000).
     """
     whole = torch.empty_like(vector, dtype=torch.int64)
-    for piece, out in zip(vector.split(BLOCK), whole.split(BLOCK), strict=True):
+    for piece, out in zip(vector.split(BLOCK_ELEMENTS), whole.split(BLOCK_ELEMENTS), strict=True):
         out.copy_(piece.to(torch.float64, copy=True).mul_(2.0**shift).round_())
     return whole
 
 
-def from_whole(whole: Tensor, shift: int, out: Tensor) -> None:
+def convert_to_floats(integers: Tensor, shift: int, out: Tensor) -> None:
     """The integers times 2^-shift, rounded to out's type: once, before the factor, which
     changes the exponent alone (types of 16 bits: by way of float64).
     """
-    for piece, into in zip(whole.split(BLOCK), out.split(BLOCK), strict=True):
+    for piece, into in zip(integers.split(BLOCK_ELEMENTS), out.split(BLOCK_ELEMENTS), strict=True):
         rounded = piece.to(torch.float32).double() if out.dtype == torch.float32 else piece.double()
         into.copy_(rounded.mul_(2.0**-shift))

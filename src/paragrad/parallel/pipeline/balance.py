@@ -15,34 +15,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from paragrad.datasets.loading import copied
-from paragrad.engine.rng.draws import Recording
-from paragrad.engine.rng.random_kernels import drawing
-from paragrad.engine.state.preserve_state import untouched
+from paragrad.datasets.loading import clone_batch
+from paragrad.engine.rng.draws import DrawRecorder
+from paragrad.engine.rng.random_kernels import use_draw_source
+from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import Summed
+from paragrad.jobs.loss import LossModule
 from paragrad.parallel.tracing.cut_points import (
-    NO_LOSS,
-    Units,
-    joined,
-    listed,
-    named,
-    opened,
-    units_of,
+    PLACEHOLDER_LOSS,
+    CutPoints,
+    count_opened_modules,
+    find_cut_points,
+    format_units,
+    join_units,
+    resolve_module_name,
 )
-from paragrad.parallel.tracing.plan_builder import Standing
-from paragrad.parallel.tracing.receive_boundary import entered
-from paragrad.parallel.tracing.stage_forward import Flow
-from paragrad.parallel.tracing.tracer import InUnits, Running, Unit, tensors_in
-from paragrad.strategies.pipeline import Asked
+from paragrad.parallel.tracing.plan_builder import FixedOutputs
+from paragrad.parallel.tracing.receive_boundary import attach_received
+from paragrad.parallel.tracing.stage_forward import StageForward
+from paragrad.parallel.tracing.tracer import StagedModel, TracedForward, Unit, find_tensors
+from paragrad.strategies.pipeline import RequestedCut
 
 ROUNDS = 3  # of which the quickest counts
 # a part, where that leaves modules whole: inside of one that is cut every operation is watched
-LONGER = 1.1
+MAX_SLOWDOWN = 1.1
 
 
 @dataclass(frozen=True)
-class Cut:
+class StagePartition:
     """Where a model is cut. parts: the units of each, modules that are called as a whole;
     seconds: of each part, forward and backward, as it was measured;  work: of each, operations
     in the matrix products of a forward;  uses: of each parameter and buffer that was used, in
@@ -51,192 +51,209 @@ class Cut:
     larger calls.
     """
 
-    parts: tuple[tuple[Unit, ...], ...]
+    stages: tuple[tuple[Unit, ...], ...]
     seconds: tuple[float, ...]
     work: tuple[int, ...]
-    uses: Mapping[str, tuple[int, ...]]
-    draws: tuple[tuple[int, ...], ...]
-    standing: Standing
-    watched: Sequence[Sequence[Unit]]
+    tensor_uses: Mapping[str, tuple[int, ...]]
+    draw_calls: tuple[tuple[int, ...], ...]
+    fixed_outputs: FixedOutputs
+    watched_stages: Sequence[Sequence[Unit]]
 
     @property
-    def told(self) -> list[str]:
+    def stage_names(self) -> list[str]:
         """Each part in words."""
         return [
-            units[0][0] + (f" to {units[-1][0]}" if len(units) > 1 else "") for units in self.parts
+            units[0][0] + (f" to {units[-1][0]}" if len(units) > 1 else "") for units in self.stages
         ]
 
     def __str__(self) -> str:
-        return " | ".join(self.told)
+        return " | ".join(self.stage_names)
 
 
-def cut(model: nn.Module, example: Any, parts: int, asked: Asked | None = None) -> Cut:
+def partition_into_stages(
+    model: nn.Module, example: Any, stage_count: int, requested: RequestedCut | None = None
+) -> StagePartition:
     """Into parts that take equally long, or as asked for. Raises StepFailed where there are not
     as many.
     """
-    units = units_of(model, example, parts, asked)
+    units = find_cut_points(model, example, stage_count, requested)
     names = list(units.work)
-    with untouched(Summed(model, NO_LOSS)):
-        timed = _timed(model, names, example)
+    with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
+        timed = _time_units(model, names, example)
     cuts = (
-        divided(model, names, parts, asked)
-        if asked
-        else balanced(timed, parts, None if units.straight else opened(units))
+        partition_as_requested(model, names, stage_count, requested)
+        if requested
+        else balance_stages(
+            timed, stage_count, None if units.is_sequential else count_opened_modules(units)
+        )
     )
     found = tuple(tuple(names[at] for at in part) for part in cuts)
     # of which the operations between them are another part's
-    watched = _watched(model, example, units, found)
-    return Cut(
+    watched = _enlarge_units(model, example, units, found)
+    return StagePartition(
         found,
         tuple(sum(timed[at] for at in part) for part in cuts),
         tuple(sum(units.work[unit] for unit in part) for part in found),
-        *parts_of(InUnits(model, watched), example),
-        units.standing,
+        *find_uses_and_draws(StagedModel(model, watched), example),
+        units.fixed_outputs,
         watched,
     )
 
 
-def _watched(
-    model: nn.Module, example: Any, units: Units, parts: Sequence[Sequence[Unit]]
+def _enlarge_units(
+    model: nn.Module, example: Any, units: CutPoints, stages: Sequence[Sequence[Unit]]
 ) -> Sequence[Sequence[Unit]]:
     """The parts as ranks run them: in calls as large as can be, unless a tensor goes from one
     part to another by a way that is seen inside of them alone.
     """
-    if units.straight:
-        return parts
-    found = joined(units, parts)
+    if units.is_sequential:
+        return stages
+    found = join_units(units, stages)
     try:
-        with untouched(Summed(model, NO_LOSS)):
-            Flow(model, found, units.standing).tried(example)
+        with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
+            StageForward(model, found, units.fixed_outputs).try_all_stages(example)
     except StepFailed:
-        return parts
+        return stages
     return found
 
 
-def divided(model: nn.Module, units: Sequence[Unit], parts: int, asked: Asked) -> list[range]:
+def partition_as_requested(
+    model: nn.Module, units: Sequence[Unit], stage_count: int, requested: RequestedCut
+) -> list[range]:
     """The parts that are asked for. Raises StepFailed where they are not as many, or one would
     be empty.
     """
-    said = f"cut=[{', '.join(map(str, asked))}]"
-    sizes = [each for each in asked if isinstance(each, int)]
-    if sizes and (len(sizes) != parts or sum(sizes) != len(units)):
+    said = f"cut=[{', '.join(map(str, requested))}]"
+    sizes = [each for each in requested if isinstance(each, int)]
+    if sizes and (len(sizes) != stage_count or sum(sizes) != len(units)):
         raise StepFailed(
             f"{said} is {len(sizes)} part(s) of {sum(sizes)} modules together, and there are "
-            f"{parts} of "
-            f"{len(units)}: {listed(units)}; give {parts} numbers that add up to {len(units)}"
+            f"{stage_count} of "
+            f"{len(units)}: {format_units(units)}; give {stage_count} numbers that add up to "
+            f"{len(units)}"
         )
     if sizes:
         ends = list(itertools.accumulate(sizes, initial=0))
         return [range(*two) for two in itertools.pairwise(ends)]
     starts = [0]
-    for name in (named(model, str(each)) for each in asked):
+    for name in (resolve_module_name(model, str(each)) for each in requested):
         inside = [at for at, (unit, _) in enumerate(units) if f"{unit}.".startswith(f"{name}.")]
         if not inside:
             raise StepFailed(
-                f"{said}: {name} is not called in a forward; cut at one of {listed(units[1:])}"
+                f"{said}: {name} is not called in a forward; cut at one of "
+                f"{format_units(units[1:])}"
             )
         starts.append(inside[0])
     starts.append(len(units))
-    if len(asked) != parts - 1 or any(start >= stop for start, stop in itertools.pairwise(starts)):
+    if len(requested) != stage_count - 1 or any(
+        start >= stop for start, stop in itertools.pairwise(starts)
+    ):
         raise StepFailed(
-            f"{said} names the modules with which all parts but the first begin, and {parts} parts "
+            f"{said} names the modules with which all parts but the first begin, and {stage_count} "
+            f"parts "
             f"that are not "
-            f"empty need {parts - 1} in the order in which they are called: of {listed(units[1:])}"
+            f"empty need {stage_count - 1} in the order in which they are called: of "
+            f"{format_units(units[1:])}"
         )
     return [range(*two) for two in itertools.pairwise(starts)]
 
 
-class Timing(Running):
+class UnitTimer(TracedForward):
     """A forward in which every unit's backward follows at once, alone."""
 
-    def __init__(self, flow: InUnits) -> None:
-        super().__init__(flow)
-        self.found: list[float] = []
+    def __init__(self, staged_model: StagedModel) -> None:
+        super().__init__(staged_model)
+        self.seconds: list[float] = []
 
-    def operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+    def run_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         return func(*args, **kwargs)
 
-    def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        self.begins(name)
-        with self.unwatched():
+    def run_unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        self.begin_unit(name)
+        with self.pause_tracing():
             start = time.monotonic()
-            args, kwargs = self.entered((args, kwargs))
+            args, kwargs = self.attach_made_tensors((args, kwargs))
             out = call(*args, **kwargs)
-            ends = [each for each in tensors_in(out) if each.requires_grad]
+            ends = [each for each in find_tensors(out) if each.requires_grad]
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
-            self.found.append(time.monotonic() - start)
-        given = tensors_in(out)
-        place = next(self.places)
+            self.seconds.append(time.monotonic() - start)
+        given = find_tensors(out)
+        place = next(self.operation_ids)
         fresh = dict(
             zip(
                 map(id, given),
-                entered(given, [each.requires_grad for each in given])[0],
+                attach_received(given, [each.requires_grad for each in given])[0],
                 strict=True,
             )
         )
         out = tree_map_only(Tensor, lambda each: fresh[id(each)], out)
-        for number, tensor in enumerate(tensors_in(out)):
-            self.make(tensor, (place, number))
+        for number, tensor in enumerate(find_tensors(out)):
+            self.mark_made(tensor, (place, number))
         return out
 
-    def entered(self, tree: Any) -> Any:
+    def attach_made_tensors(self, tree: Any) -> Any:
         """What units before have made, as if it had been made here; the model's inputs stay
         what they are.
         """
-        made = {id(each): each for each in tensors_in(tree) if each in self.made}
+        made = {id(each): each for each in find_tensors(tree) if each in self.origins}
         fresh = dict(
             zip(
                 made,
-                entered(list(made.values()), [each.requires_grad for each in made.values()])[0],
+                attach_received(
+                    list(made.values()), [each.requires_grad for each in made.values()]
+                )[0],
                 strict=True,
             )
         )
         return tree_map_only(Tensor, lambda each: fresh.get(id(each), each), tree)
 
 
-def _timed(model: nn.Module, units: Sequence[Unit], example: Any) -> list[float]:
+def _time_units(model: nn.Module, units: Sequence[Unit], example: Any) -> list[float]:
     """Seconds of each unit, forward and backward."""
     rounds = []
     for _ in range(ROUNDS):
-        timing = Timing(InUnits(model, [units]))
-        timing.run(copied(example))
-        rounds.append(timing.found)
+        timing = UnitTimer(StagedModel(model, [units]))
+        timing.run_forward(clone_batch(example))
+        rounds.append(timing.seconds)
         model.zero_grad()
     return [min(each) for each in zip(*rounds, strict=True)]
 
 
-def balanced(
-    seconds: Sequence[float], parts: int, opened: Sequence[int] | None = None
+def balance_stages(
+    seconds: Sequence[float], stage_count: int, opened_modules: Sequence[int] | None = None
 ) -> list[range]:
     """Consecutive parts, none empty, of which the longest is as short as can be. opened: how
     many modules a cut before each goes through: the fewest in all, as far as the longest part
     is at most LONGER times as long for it.
     """
     count = len(seconds)
-    even = _divided(seconds, parts, [0] * count, math.inf)
-    if opened is None:
+    even = _find_partition(seconds, stage_count, [0] * count, math.inf)
+    if opened_modules is None:
         return even
-    return _divided(
-        seconds, parts, opened, LONGER * max(sum(seconds[at] for at in part) for part in even)
+    return _find_partition(
+        seconds,
+        stage_count,
+        opened_modules,
+        MAX_SLOWDOWN * max(sum(seconds[at] for at in part) for part in even),
     )
 
 
-def _divided(
-    seconds: Sequence[float], parts: int, opened: Sequence[int], limit: float
+def _find_partition(
+    seconds: Sequence[float], stage_count: int, opened_modules: Sequence[int], limit: float
 ) -> list[range]:
     """The fewest opened, then the shortest longest part; no part is longer than the limit."""
     ends = list(itertools.accumulate(seconds, initial=0.0))
     count = len(seconds)
-    best = [[(math.inf, math.inf)] * (count + 1) for _ in range(parts + 1)]
-    last = [[0] * (count + 1) for _ in range(parts + 1)]
+    best = [[(math.inf, math.inf)] * (count + 1) for _ in range(stage_count + 1)]
+    last = [[0] * (count + 1) for _ in range(stage_count + 1)]
     best[0][0] = 0, 0.0
-    for part in range(1, parts + 1):
+    for part in range(1, stage_count + 1):
         for stop in range(part, count + 1):
             for start in range(part - 1, stop):
                 cut, longest = best[part - 1][start]
                 found = (
-                    cut + (opened[start] if start else 0),
+                    cut + (opened_modules[start] if start else 0),
                     max(longest, ends[stop] - ends[start]),
                 )
                 if ends[stop] - ends[start] <= limit and found < best[part][stop]:
@@ -244,82 +261,97 @@ def _divided(
                     last[part][stop] = start
     found_parts = []
     stop = count
-    for part in range(parts, 0, -1):
+    for part in range(stage_count, 0, -1):
         found_parts.append(range(last[part][stop], stop))
         stop = last[part][stop]
     return found_parts[::-1]
 
 
 # ---- who uses what ---------------------------------------------------------------------------
-class Looking(Running):
+class UseRecorder(TracedForward):
     """A forward that notes which part uses which tensors, and what it draws."""
 
-    def __init__(self, flow: InUnits, recording: Recording) -> None:
-        super().__init__(flow)
+    def __init__(self, staged_model: StagedModel, recording: DrawRecorder) -> None:
+        super().__init__(staged_model)
         # draws before each part
         self.recording = recording
-        self.drawn = [0]
+        self.draw_starts = [0]
         # draws by operations on the inputs alone
-        self.alone: list[int] = []
-        self.noted = 0  # draws of which that is known
-        self.uses: dict[int, set[int]] = {}  # tensor -> parts
-        self.under = {
+        self.input_draws: list[int] = []
+        self.noted_draws = 0  # draws of which that is known
+        self.tensor_uses: dict[int, set[int]] = {}  # tensor -> parts
+        self.unit_tensors = {
             name: [id(each) for each in itertools.chain(module.parameters(), module.buffers())]
-            for module, name in flow.units.items()
+            for module, name in staged_model.units.items()
         }
 
-    def begins(self, name: str) -> None:
-        before = self.part
-        super().begins(name)
-        self.drawn += [len(self.recording.calls)] * (self.part - before)
+    def begin_unit(self, name: str) -> None:
+        before = self.stage
+        super().begin_unit(name)
+        self.draw_starts += [len(self.recording.calls)] * (self.stage - before)
 
-    def used(self, tensors: Sequence[int]) -> None:
+    def note_uses(self, tensors: Sequence[int]) -> None:
         for tensor in tensors:
-            self.uses.setdefault(tensor, set()).add(self.part)
+            self.tensor_uses.setdefault(tensor, set()).add(self.stage)
 
-    def operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
-        self.used([id(each) for each in tensors_in((args, kwargs)) if id(each) in self.held])
+    def run_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+        self.note_uses(
+            [id(each) for each in find_tensors((args, kwargs)) if id(each) in self.model_tensors]
+        )
         out = func(*args, **kwargs)
-        self.noted = len(self.recording.calls)
+        self.noted_draws = len(self.recording.calls)
         return out
 
-    def of_inputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.alone += range(self.noted, len(self.recording.calls))
-        self.noted = len(self.recording.calls)
+    def note_input_operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.input_draws += range(self.noted_draws, len(self.recording.calls))
+        self.noted_draws = len(self.recording.calls)
 
-    def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        self.begins(name)
-        self.used(
+    def run_unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        self.begin_unit(name)
+        self.note_uses(
             [
-                *self.under[name],
-                *(id(each) for each in tensors_in((args, kwargs)) if id(each) in self.held),
+                *self.unit_tensors[name],
+                *(
+                    id(each)
+                    for each in find_tensors((args, kwargs))
+                    if id(each) in self.model_tensors
+                ),
             ]
         )
-        with self.unwatched():
+        with self.pause_tracing():
             out = call(*args, **kwargs)
-        self.noted = len(self.recording.calls)
-        place = next(self.places)
-        for number, tensor in enumerate(tensors_in(out)):
-            self.make(tensor, (place, number))
+        self.noted_draws = len(self.recording.calls)
+        place = next(self.operation_ids)
+        for number, tensor in enumerate(find_tensors(out)):
+            self.mark_made(tensor, (place, number))
         return out
 
 
-def parts_of(
-    flow: InUnits, example: Any
+def find_uses_and_draws(
+    staged_model: StagedModel, example: Any
 ) -> tuple[dict[str, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
     """({tensor, by its first name: the parts that use it}, the random calls that are made where
     each part is run: its own, and those that parts before it make of the inputs alone).
     """
-    with untouched(Summed(flow.model, NO_LOSS)), torch.no_grad(), drawing(Recording()) as recording:
-        looking = Looking(flow, recording)
-        looking.run(copied(example))
+    with (
+        preserve_all_state(LossModule(staged_model.model, PLACEHOLDER_LOSS)),
+        torch.no_grad(),
+        use_draw_source(DrawRecorder()) as recording,
+    ):
+        looking = UseRecorder(staged_model, recording)
+        looking.run_forward(clone_batch(example))
     uses = {
-        name: tuple(sorted(looking.uses[id(tensor)]))
-        for name, tensor in (*flow.model.named_parameters(), *flow.model.named_buffers())
-        if id(tensor) in looking.uses
+        name: tuple(sorted(looking.tensor_uses[id(tensor)]))
+        for name, tensor in (
+            *staged_model.model.named_parameters(),
+            *staged_model.model.named_buffers(),
+        )
+        if id(tensor) in looking.tensor_uses
     }
-    drawn = looking.drawn + [len(recording.calls)] * (flow.last + 2 - len(looking.drawn))
+    drawn = looking.draw_starts + [len(recording.calls)] * (
+        staged_model.last_stage + 2 - len(looking.draw_starts)
+    )
     return uses, tuple(
-        (*(call for call in looking.alone if call < start), *range(start, stop))
+        (*(call for call in looking.input_draws if call < start), *range(start, stop))
         for start, stop in itertools.pairwise(drawn)
     )

@@ -11,139 +11,165 @@ from typing import Any
 
 import torch
 
-from paragrad.datasets.loading import copied, tensors_of
-from paragrad.engine.activation_meter import Alive, storage
+from paragrad.datasets.loading import clone_batch, list_batch_tensors
+from paragrad.engine.activation_meter import ActivationMeter, find_storage
 from paragrad.engine.batch_norm import BatchNorm
-from paragrad.engine.exchange import Alone, Replica
+from paragrad.engine.exchange import NoExchange, Replica
 from paragrad.engine.gradient_noise import GradientNorms
-from paragrad.engine.rng.draws import Calls, Draws, keyed
-from paragrad.executors.pipeline_memory import Weight
-from paragrad.jobs.loss import Summed
-from paragrad.parallel.pipeline.balance import Cut
-from paragrad.parallel.pipeline.pipeline import InStages, Step
-from paragrad.parallel.pipeline.stage import share_of
-from paragrad.parallel.pipeline.stage_messages import Messages
-from paragrad.parallel.tracing.tracer import calls_watched
-from paragrad.record.step_log import Log
+from paragrad.engine.rng.draws import CallNumbers, Draws, key_draws
+from paragrad.executors.pipeline_memory import StageBytes
+from paragrad.jobs.loss import LossModule
+from paragrad.parallel.pipeline.balance import StagePartition
+from paragrad.parallel.pipeline.pipeline import PipelinePasses, PipelineStep
+from paragrad.parallel.pipeline.stage import shard_stages
+from paragrad.parallel.pipeline.stage_messages import StageMessages
+from paragrad.parallel.tracing.tracer import hook_module_calls
+from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
-from paragrad.schedules.pipeline import Pipelined
-from paragrad.strategies.pipeline import InParts
-from paragrad.strategies.shares import Micro
+from paragrad.schedules.pipeline import MicroBatchSchedule
+from paragrad.strategies.pipeline import PartitionedStrategy
+from paragrad.strategies.shares import MicroBatch
 
-Given = tuple[Micro, Any, Any]  # a micro-batch, its inputs and its target
+MicroBatchInputs = tuple[MicroBatch, Any, Any]  # a micro-batch, its inputs and its target
 
 
 @dataclass
-class AllHere:
+class LocalPassesHost:
     """What passes are offered by a trainer, of one worker that has all parts."""
 
     world: World
-    module: Summed
+    module: LossModule
     batch_norm: BatchNorm
     draws: Draws
     autocast: torch.dtype | None
     seed: int = 0
-    log: Log = field(default_factory=lambda: Log(None))
+    log: StepLog = field(default_factory=lambda: StepLog(None))
     noise: GradientNorms = field(default_factory=lambda: GradientNorms((), 0))
     rehearsing: bool = False
 
-    def casting(self) -> contextlib.AbstractContextManager[Any]:
+    def use_autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
 
-    def keyed(
-        self, micro: Micro, first: int = 0, calls: Calls | None = None
+    def key_draws(
+        self, micro: MicroBatch, first_call: int = 0, call_numbers: CallNumbers | None = None
     ) -> contextlib.AbstractContextManager[Any]:
-        return keyed(self.draws, self.seed, 0, micro.places, first=first, calls=calls)
+        return key_draws(
+            self.draws, self.seed, 0, micro.places, first_call=first_call, call_numbers=call_numbers
+        )
 
 
-def whole(module: Summed, draws: Draws, autocast: torch.dtype | None, given: Given) -> Weight:
+def measure_whole_model(
+    module: LossModule, draws: Draws, autocast: torch.dtype | None, micro_batch: MicroBatchInputs
+) -> StageBytes:
     """Of a micro-batch, on a model that is not cut; nothing where nobody can look (torch.func
     takes no hooks).
     """
-    micro, inputs, target = given
-    alive = Alive([*module.parameters(), *module.buffers(), *tensors_of([inputs, target])])
-    within = AllHere(
+    micro, inputs, target = micro_batch
+    alive = ActivationMeter(
+        [*module.parameters(), *module.buffers(), *list_batch_tensors([inputs, target])]
+    )
+    within = LocalPassesHost(
         World(), module, BatchNorm(World(), module.model, lambda *_: None), draws, autocast
     )
     within.batch_norm.samples = len(micro.positions)
     try:
-        with within.keyed(micro), within.batch_norm, within.casting(), alive.noting():
+        with (
+            within.key_draws(micro),
+            within.batch_norm,
+            within.use_autocast(),
+            alive.count_saved_tensors(),
+        ):
             total = module(inputs, target, len(micro.positions))
-            kept = alive.now
+            kept = alive.current_bytes
             del total  # whose graph holds it
-            return Weight(0, 0, kept)
+            return StageBytes(0, 0, kept)
     except RuntimeError as error:
-        if not unseen(error):
+        if not is_saved_hooks_error(error):
             raise
-        return Weight(0, 0, 0)
+        return StageBytes(0, 0, 0)
 
 
-def unseen(error: RuntimeError) -> bool:
+def is_saved_hooks_error(error: RuntimeError) -> bool:
     """Is it that of torch.func, in which nobody can look at what is kept?"""
     return "saved tensor hooks" in str(error)
 
 
-def passes_here(
-    strategy: InParts, cut: Cut, module: Summed, draws: Draws, autocast: torch.dtype | None
-) -> InStages:
+def build_local_passes(
+    strategy: PartitionedStrategy,
+    cut: StagePartition,
+    module: LossModule,
+    draws: Draws,
+    autocast: torch.dtype | None,
+) -> PipelinePasses:
     """The passes of one worker that has all parts of a model, which is no longer what it
     was.
     """
-    alone = World().with_axes((strategy.name, 1))
-    share = share_of(module.model, cut, range(len(cut.parts)), alone)
-    within = AllHere(
+    alone = World().add_axes((strategy.name, 1))
+    share = shard_stages(module.model, cut, range(len(cut.stages)), alone)
+    within = LocalPassesHost(
         alone,
-        module.around(share.model),
+        module.wrap_model(share.model),
         BatchNorm(alone, share.model, lambda *_: None),
-        replace(draws, serial=share.draws),
+        replace(draws, serial_calls=share.draw_calls),
         autocast,
     )
-    exchange = Alone(Replica(within.module, torch.optim.SGD(module.model.parameters(), lr=0.0)))
-    return InStages(strategy, within, exchange)
+    exchange = NoExchange(
+        Replica(within.module, torch.optim.SGD(module.model.parameters(), lr=0.0))
+    )
+    return PipelinePasses(strategy, within, exchange)
 
 
-def messages(passes: InStages, inputs: Any) -> Iterator[int]:
+def count_boundary_bytes(passes: PipelinePasses, inputs: Any) -> Iterator[int]:
     """Bytes that come into each part."""
-    found = Messages([passes.part.flow.planned(inputs)], passes.line)
-    yield from (found[f"x{stage}.0"].nbytes if stage else 0 for stage in range(passes.stages))
+    found = StageMessages([passes.stage_module.stage_forward.find_plan(inputs)], passes.axis)
+    yield from (found[f"x{stage}.0"].nbytes if stage else 0 for stage in range(passes.stage_count))
 
 
-def weighed(passes: InStages, given: Given) -> Iterator[Weight]:
+def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Iterator[StageBytes]:
     """Of a micro-batch, on each part."""
-    schedule = passes.strategy.pipelined.schedule
-    given = (given[0], *copied(given[1:]))
-    step = Step(passes, [given], Pipelined(schedule, 1, passes.part.trained))
-    step.again = set()
-    stages = passes.stages
-    step.in_halves = any(what == "W" for what, *_ in Pipelined(schedule, 1).tasks(0, 1))
+    schedule = passes.strategy.micro_batch_schedule.schedule
+    micro_batch = (micro_batch[0], *clone_batch(micro_batch[1:]))
+    step = PipelineStep(
+        passes, [micro_batch], MicroBatchSchedule(schedule, 1, passes.stage_module.first_trained)
+    )
+    step.recomputed_passes = set()
+    stages = passes.stage_count
+    step.splits_backward = any(
+        what == "W" for what, *_ in MicroBatchSchedule(schedule, 1).list_tasks(0, 1)
+    )
     alives = []
-    beside = [*passes.part.parameters(), *passes.part.buffers()]
-    places = dict(filter(None, map(storage, tensors_of([given[1:]]))))
+    beside = [*passes.stage_module.parameters(), *passes.stage_module.buffers()]
+    places = dict(filter(None, map(find_storage, list_batch_tensors([micro_batch[1:]]))))
     came, back, shared, kept, halving, halved, batch = ([0] * stages for _ in range(7))
-    with calls_watched(None):
+    with hook_module_calls(None):
         for stage in range(stages):
-            step.alive = Alive(beside)
-            alive = step.alive
+            step.meter = ActivationMeter(beside)
+            alive = step.meter
             alives.append(alive)
-            message = step.messages.made.get(f"x{stage}.0")
-            step.forward(stage, 0)
-            batch[stage] = sum(size for address, size in places.items() if address in alive.holders)
-            kept[stage] = alive.now - batch[stage]
+            message = step.messages.buffers.get(f"x{stage}.0")
+            step.run_forward(stage, 0)
+            batch[stage] = sum(
+                size for address, size in places.items() if address in alive.reference_counts
+            )
+            kept[stage] = alive.current_bytes - batch[stage]
             if message is not None:
                 came[stage] = message.nbytes
-                shared[stage] = message.nbytes if alive.holds(message) else 0
-        for stage in range(stages - 1, passes.part.trained - 1, -1):
-            alives[stage].most = 0
-            step.backward(stage, 0)
-            if f"g{stage}.0" in step.messages.made:
+                shared[stage] = message.nbytes if alive.is_tracked(message) else 0
+        for stage in range(stages - 1, passes.stage_module.first_trained - 1, -1):
+            alives[stage].peak_bytes = 0
+            step.run_backward(stage, 0)
+            if f"g{stage}.0" in step.messages.buffers:
                 back[stage] = step.messages[f"g{stage}.0"].nbytes
             still = sum(
-                size for address, size in places.items() if address in alives[stage].holders
+                size
+                for address, size in places.items()
+                if address in alives[stage].reference_counts
             )
-            halving[stage] = max(alives[stage].most - still, kept[stage])
-            halved[stage] = alives[stage].now - still
-            if step.in_halves:
-                step.halves.pop((stage, 0)).weights()
+            halving[stage] = max(alives[stage].peak_bytes - still, kept[stage])
+            halved[stage] = alives[stage].current_bytes - still
+            if step.splits_backward:
+                step.deferred_weights.pop((stage, 0)).compute_weight_gradients()
     yield from (
-        Weight(*each) for each in zip(came, back, kept, shared, halved, halving, batch, strict=True)
+        StageBytes(*each)
+        for each in zip(came, back, kept, shared, halved, halving, batch, strict=True)
     )

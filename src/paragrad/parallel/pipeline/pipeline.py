@@ -14,167 +14,206 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from paragrad.datasets.loading import copied, tensors_of
+from paragrad.datasets.loading import clone_batch, list_batch_tensors
 from paragrad.engine.exchange import Exchange
-from paragrad.engine.model_shard import Share
-from paragrad.engine.passes import Passes, Sums, Within
-from paragrad.engine.rng.draws import Calls, in_test
-from paragrad.engine.state.preserve_state import State, unchanged
+from paragrad.engine.model_shard import ModelShard
+from paragrad.engine.passes import LossSums, Passes, PassesHost
+from paragrad.engine.rng.draws import CallNumbers, key_test_draws
+from paragrad.engine.state.preserve_state import PythonState, undo_forward_effects
 from paragrad.errors import StepFailed
-from paragrad.executors.pipeline_memory import POSTS
-from paragrad.executors.transport import Play
+from paragrad.executors.pipeline_memory import POSTED_RECEIVES
+from paragrad.executors.transport import ProgramRun
 from paragrad.parallel.pipeline import balance
-from paragrad.parallel.pipeline.python_state import numbers, outside, refuse_numbers
-from paragrad.parallel.pipeline.rank_program import Order
-from paragrad.parallel.pipeline.split_backward import Deferring
-from paragrad.parallel.pipeline.stage import Part, share_of
-from paragrad.parallel.pipeline.stage_messages import Messages
-from paragrad.parallel.tracing.crossing_plan import Plan
-from paragrad.parallel.tracing.cut_points import units_of
-from paragrad.parallel.tracing.receive_boundary import entered
-from paragrad.parallel.tracing.stage_forward import Flow
-from paragrad.parallel.tracing.tracer import calls_watched, tensors_in
+from paragrad.parallel.pipeline.python_state import (
+    collect_outer_owners,
+    read_owner_numbers,
+    refuse_diverging_numbers,
+)
+from paragrad.parallel.pipeline.rank_program import RankProgram
+from paragrad.parallel.pipeline.split_backward import DeferredWeightGradients
+from paragrad.parallel.pipeline.stage import StageModule, shard_stages
+from paragrad.parallel.pipeline.stage_messages import StageMessages
+from paragrad.parallel.tracing.crossing_plan import CrossingPlan
+from paragrad.parallel.tracing.cut_points import find_cut_points
+from paragrad.parallel.tracing.receive_boundary import attach_received
+from paragrad.parallel.tracing.stage_forward import StageForward
+from paragrad.parallel.tracing.tracer import find_tensors, hook_module_calls
 from paragrad.runtime.world import World
-from paragrad.schedules.actions import Compute, Recv, Send, Slot, evenly
-from paragrad.schedules.pipeline import Pipelined, stage_of
-from paragrad.strategies.pipeline import InParts
-from paragrad.strategies.shares import Micro
+from paragrad.schedules.actions import Compute, Recv, Send, Slot, split_evenly
+from paragrad.schedules.pipeline import MicroBatchSchedule, parse_task_slot
+from paragrad.strategies.pipeline import PartitionedStrategy
+from paragrad.strategies.shares import MicroBatch
 
 
-def check(strategy: InParts, model: nn.Module, example: Any, tested: bool) -> None:
+def check_model(
+    strategy: PartitionedStrategy, model: nn.Module, example: Any, tested: bool
+) -> None:
     """Can the model be cut so? tested: in eval mode too. Raises StepFailed with the repair."""
-    parts = strategy.pipelined.stages(strategy.size)
-    found = units_of(model, example, parts, strategy.asked)
+    parts = strategy.micro_batch_schedule.count_stages(strategy.size)
+    found = find_cut_points(model, example, parts, strategy.requested_cut)
     units = list(found.work)
     cuts = (
-        balance.divided(model, units, parts, strategy.asked)
-        if strategy.asked
-        else evenly(len(units), parts)
+        balance.partition_as_requested(model, units, parts, strategy.requested_cut)
+        if strategy.requested_cut
+        else split_evenly(len(units), parts)
     )
-    flow = Flow(model, [[units[at] for at in part] for part in cuts], found.standing)
-    flow.tried(example)
+    flow = StageForward(model, [[units[at] for at in part] for part in cuts], found.fixed_outputs)
+    flow.try_all_stages(example)
     if tested:
-        flow.tried_in_test(example)
+        flow.try_in_eval_mode(example)
 
 
-def look(strategy: InParts, model: nn.Module, example: Any) -> balance.Cut:
+def inspect_model(
+    strategy: PartitionedStrategy, model: nn.Module, example: Any
+) -> balance.StagePartition:
     """Where the model is cut."""
-    return balance.cut(model, example, strategy.pipelined.stages(strategy.size), strategy.asked)
+    return balance.partition_into_stages(
+        model,
+        example,
+        strategy.micro_batch_schedule.count_stages(strategy.size),
+        strategy.requested_cut,
+    )
 
 
-def share(
-    strategy: InParts, model: nn.Module, example: Any, axis: World, cut: balance.Cut
-) -> Share:
+def shard_model(
+    strategy: PartitionedStrategy,
+    model: nn.Module,
+    example: Any,
+    axis: World,
+    partition: balance.StagePartition,
+) -> ModelShard:
     """Some consecutive parts of a model. Collective over the axis."""
-    mine = range(axis.rank, len(cut.parts), axis.size)
-    found = share_of(model, cut, mine, axis)
-    seconds = ", ".join(f"{1e3 * each:.3g}" for each in cut.seconds)
+    mine = range(axis.rank, len(partition.stages), axis.size)
+    found = shard_stages(model, partition, mine, axis)
+    seconds = ", ".join(f"{1e3 * each:.3g}" for each in partition.seconds)
     return replace(
         found,
-        chose=(("cut", str(cut), f"forward and backward in {seconds} ms, each measured alone"),),
+        choices=(
+            ("cut", str(partition), f"forward and backward in {seconds} ms, each measured alone"),
+        ),
     )
 
 
-def passes(strategy: InParts, within: Within, exchange: Exchange) -> Passes:
-    return InStages(strategy, within, exchange)
+def make_passes(strategy: PartitionedStrategy, host: PassesHost, exchange: Exchange) -> Passes:
+    return PipelinePasses(strategy, host, exchange)
 
 
-class InStages(Passes):
+class PipelinePasses(Passes):
     """Every micro-batch through all parts, and back."""
 
-    def __init__(self, strategy: InParts, within: Within, exchange: Exchange) -> None:
-        super().__init__(within, exchange)
-        part = within.module.model
-        assert isinstance(part, Part)
-        self.part = part
+    def __init__(self, strategy: PartitionedStrategy, host: PassesHost, exchange: Exchange) -> None:
+        super().__init__(host, exchange)
+        part = host.module.model
+        assert isinstance(part, StageModule)
+        self.stage_module = part
         self.strategy = strategy
-        self.line = within.world.along(strategy.name, through_host=True)
-        self.stages = part.flow.last + 1
-        self.in_flight = strategy.pipelined.micro
+        self.axis = host.world.select_axes(strategy.name, through_host=True)
+        self.stage_count = part.stage_forward.last_stage + 1
+        self.batches_in_flight = strategy.micro_batch_schedule.micro
         # the last backward of this rank is under way
-        self.ending = False
+        self.is_last_backward = False
         # parameters whose gradients have waited for the second half of a backward
-        self.moved: set[int] = set()
-        self.told = False  # what they are
+        self.deferred_ids: set[int] = set()
+        self.has_reported_deferral = False  # what they are
         # begun; who keeps something in Python, between units
-        self.steps = 0
-        self.outside = outside(part.flow)
-        self.plan: Plan | None = None  # of the last micro-batch
-        self.orders: dict[tuple[int, int], Order] = {}
-        self.hooks = [
-            parameter.register_post_accumulate_grad_hook(self._final)
+        self.step_count = 0
+        self.outer_owners = collect_outer_owners(part.stage_forward)
+        self.last_plan: CrossingPlan | None = None  # of the last micro-batch
+        self.programs: dict[tuple[int, int], RankProgram] = {}
+        self.gradient_hooks = [
+            parameter.register_post_accumulate_grad_hook(self._mark_ready)
             for parameter in part.parameters()
             if parameter.requires_grad
         ]
 
-    def order(self, pipelined: Pipelined) -> Order:
+    def find_program(self, micro_batch_schedule: MicroBatchSchedule) -> RankProgram:
         """What this rank does, found out once."""
-        key = pipelined.micro, pipelined.trained
-        if key not in self.orders:
-            self.orders[key] = Order.of(pipelined, self.line.rank, self.line.size)
-        return self.orders[key]
+        key = micro_batch_schedule.micro, micro_batch_schedule.first_trained_stage
+        if key not in self.programs:
+            self.programs[key] = RankProgram.build_for_rank(
+                micro_batch_schedule, self.axis.rank, self.axis.size
+            )
+        return self.programs[key]
 
-    def _final(self, parameter: Tensor) -> None:
-        if self.ending:
-            self.exchange.ready(parameter)  # type: ignore[arg-type]
+    def _mark_ready(self, parameter: Tensor) -> None:
+        if self.is_last_backward:
+            self.exchange.mark_ready(parameter)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        for hook in self.hooks:
+        for hook in self.gradient_hooks:
             hook.remove()
 
-    def changed(self) -> None:
-        self.part.flow.plans.clear()
-        self.outside = outside(self.part.flow)
+    def invalidate_plans(self) -> None:
+        self.stage_module.stage_forward.plans.clear()
+        self.outer_owners = collect_outer_owners(self.stage_module.stage_forward)
 
-    def numbers(self) -> dict[tuple[str, str], Any]:
-        return numbers(self.outside)
+    def collect_python_numbers(self) -> dict[tuple[str, str], Any]:
+        return read_owner_numbers(self.outer_owners)
 
-    def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
-        schedule = self.strategy.pipelined.schedule
-        pipelined = Pipelined(schedule, schedule.filled(count, self.line.size), self.part.trained)
-        step = Step(self, list(micros), pipelined)
-        self.steps += not self.within.rehearsing
+    def compute_gradients(
+        self, micros: Iterable[tuple[MicroBatch, Any, Any]], count: int
+    ) -> LossSums:
+        schedule = self.strategy.micro_batch_schedule.schedule
+        pipelined = MicroBatchSchedule(
+            schedule,
+            schedule.pad_micro_count(count, self.axis.size),
+            self.stage_module.first_trained,
+        )
+        step = PipelineStep(self, list(micros), pipelined)
+        self.step_count += not self.host.rehearsing
         # the first sets sizes
-        before = State(self.outside) if self.steps > 1 and self.steps.bit_count() == 1 else None
-        step.play()
+        before = (
+            PythonState(self.outer_owners)
+            if self.step_count > 1 and self.step_count.bit_count() == 1
+            else None
+        )
+        step.run_step()
         if before is not None:
-            often = self.stages > self.line.size or self.strategy.recompute
+            often = self.stage_count > self.axis.size or self.strategy.recompute
             # a size is what it was
-            refuse_numbers(before, self.line, often and step.plans[count - 1] is self.plan)
-        self.plan = step.plans[count - 1]
-        if step.in_halves and not self.told:
-            self.tell_moved()
-        return step.own
+            refuse_diverging_numbers(
+                before, self.axis, often and step.plans[count - 1] is self.last_plan
+            )
+        self.last_plan = step.plans[count - 1]
+        if step.splits_backward and not self.has_reported_deferral:
+            self.report_deferred_share()
+        return step.loss_sums
 
-    def tell_moved(self) -> None:
+    def report_deferred_share(self) -> None:
         """Which share of this rank's part a schedule of halves could move."""
-        self.told = True
-        trained = [each for each in self.part.parameters() if each.requires_grad]
-        moved = sum(each.numel() for each in trained if id(each) in self.moved)
+        self.has_reported_deferral = True
+        trained = [each for each in self.stage_module.parameters() if each.requires_grad]
+        moved = sum(each.numel() for each in trained if id(each) in self.deferred_ids)
         share = moved / max(1, sum(each.numel() for each in trained))
-        self.within.log.choice(
+        self.host.log.write_choice(
             "weights' part",
             f"{share:.0%} of the parameters",
             "of what linear, convolution and embedding "
             "multiply by; the others get their gradients with those of what came in",
         )
 
-    def outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
-        schedule = self.strategy.pipelined.schedule
-        count = schedule.filled(len(batches), self.line.size)
+    def compute_outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
+        schedule = self.strategy.micro_batch_schedule.schedule
+        count = schedule.pad_micro_count(len(batches), self.axis.size)
         given = [
-            (Micro(own, own), inputs, None) for own, inputs in zip(places, batches, strict=True)
+            (MicroBatch(own, own), inputs, None)
+            for own, inputs in zip(places, batches, strict=True)
         ]
-        step = Step(self, given, Pipelined(schedule, count, trained=self.stages), training=False)
-        step.play()
-        return [step.outs.get(number) for number in range(len(batches))]
+        step = PipelineStep(
+            self,
+            given,
+            MicroBatchSchedule(schedule, count, first_trained_stage=self.stage_count),
+            training=False,
+        )
+        step.run_step()
+        return [step.outputs.get(number) for number in range(len(batches))]
 
-    def output(self, inputs: Any) -> Any:
-        return self.outputs([inputs], [[0]])[0]
+    def compute_output(self, inputs: Any) -> Any:
+        return self.compute_outputs([inputs], [[0]])[0]
 
 
 @dataclass
-class Pending:
+class PendingBackward:
     """What a forward made, for its backward. ends: of what goes on and gets a gradient, where
     in the graph it was made: the values have gone;  gradients: of what came in, once backward
     has come to it;  total: the loss, of the last part.
@@ -182,155 +221,164 @@ class Pending:
 
     ends: list[GradientEdge | None]
     gradients: list[Tensor | None]
-    total: Tensor | None = None
+    loss: Tensor | None = None
 
 
-class Step:
+class PipelineStep:
     """One batch through the parts of this rank. Its micro-batches are filled up to those of the
     schedule by some of no samples, which leave nothing behind.
     """
 
     def __init__(
         self,
-        passes: InStages,
-        real: list[tuple[Micro, Any, Any]],
-        pipelined: Pipelined,
+        passes: PipelinePasses,
+        micro_batches: list[tuple[MicroBatch, Any, Any]],
+        micro_batch_schedule: MicroBatchSchedule,
         training: bool = True,
     ) -> None:
-        last, *rest = real[-1]
-        self.given = [
-            *real,
-            *[(replace(last, positions=[]), *rest)] * (pipelined.micro - len(real)),
+        last, *rest = micro_batches[-1]
+        self.micro_batches = [
+            *micro_batches,
+            *[(replace(last, positions=[]), *rest)]
+            * (micro_batch_schedule.micro - len(micro_batches)),
         ]
-        given = self.given
+        given = self.micro_batches
         self.passes = passes
-        self.pipelined = pipelined
-        self.real = len(real)
+        self.micro_batch_schedule = micro_batch_schedule
+        self.real_count = len(micro_batches)
         self.training = training
-        self.within = passes.within
-        self.flow = passes.part.flow
-        self.line = passes.line
-        with self.within.casting(), self.within.batch_norm.looking():
-            self.plans = [self.flow.planned(inputs) for _, inputs, _ in given]
-        self.alive = passes.alive
-        if self.alive is not None:
-            self.alive.beside(tensors_of([each[1:] for each in given]))
-        self.messages = Messages(self.plans, self.line, self.alive)
-        self.own = Sums()
+        self.host = passes.host
+        self.stage_forward = passes.stage_module.stage_forward
+        self.axis = passes.axis
+        with self.host.use_autocast(), self.host.batch_norm.use_probe_mode():
+            self.plans = [self.stage_forward.find_plan(inputs) for _, inputs, _ in given]
+        self.meter = passes.activation_meter
+        if self.meter is not None:
+            self.meter.exclude_tensors(list_batch_tensors([each[1:] for each in given]))
+        self.messages = StageMessages(self.plans, self.axis, self.meter)
+        self.loss_sums = LossSums()
         # of micro-batches, in a test
-        self.outs: dict[int, Any] = {}
-        self.order = passes.order(pipelined)
-        order = self.order
-        self.left = order.backwards
-        self.in_halves = order.in_halves
-        self.again = order.again if passes.strategy.recompute else set()
+        self.outputs: dict[int, Any] = {}
+        self.rank_program = passes.find_program(micro_batch_schedule)
+        order = self.rank_program
+        self.remaining_backwards = order.backward_count
+        self.splits_backward = order.splits_backward
+        self.recomputed_passes = order.recomputed_passes if passes.strategy.recompute else set()
         # by stage and micro-batch
-        self.made: dict[tuple[int, int], Pending] = {}
-        self.halves: dict[tuple[int, int], Deferring] = {}
+        self.pending_backwards: dict[tuple[int, int], PendingBackward] = {}
+        self.deferred_weights: dict[tuple[int, int], DeferredWeightGradients] = {}
         # in forwards, what is drawn again where a module recomputes
-        self.drawn: dict[tuple[int, int], Calls] = {}
-        self.walk: Play | None = None
+        self.drawn_calls: dict[tuple[int, int], CallNumbers] = {}
+        self.program_run: ProgramRun | None = None
 
-    def play(self) -> None:
-        self.walk = Play(
-            self.order.program,
+    def run_step(self) -> None:
+        self.program_run = ProgramRun(
+            self.rank_program.program,
             self.messages,
-            self.line,
-            self.compute,
-            self.tell if self.detailed else None,
-            POSTS,
+            self.axis,
+            self.run_action,
+            self.report_message if self.is_detailed else None,
+            POSTED_RECEIVES,
         )
-        walk = self.walk
+        walk = self.program_run
         with contextlib.ExitStack() as stack:
-            if any(plan.straight is None for plan in self.plans):
+            if any(plan.sequential_stages is None for plan in self.plans):
                 # once for all micro-batches
-                stack.enter_context(calls_watched(None))
-                stack.enter_context(self.flow.keeping())
-            walk.run()
-        self.walk = None
-        self.passes.ending = False
-        self.passes.exchange.count("activations", walk.sent, computed=False)
+                stack.enter_context(hook_module_calls(None))
+                stack.enter_context(self.stage_forward.fix_model_tensors())
+            walk.play_program()
+        self.program_run = None
+        self.passes.is_last_backward = False
+        self.passes.exchange.count_bytes("activations", walk.sent_bytes, computed=False)
 
     @property
-    def detailed(self) -> bool:
-        return self.training and self.within.log.detailed
+    def is_detailed(self) -> bool:
+        return self.training and self.host.log.is_detailed
 
-    def tell(self, action: Send | Recv, lane: str, start: float, seconds: float, size: int) -> None:
-        assert self.walk is not None
-        self.within.log.add_span(
-            str(self.walk.named(action)),
+    def report_message(
+        self, action: Send | Recv, lane: str, start: float, seconds: float, size: int
+    ) -> None:
+        assert self.program_run is not None
+        self.host.log.add_span(
+            str(self.program_run.use_launched_ranks(action)),
             lane,
-            self.within.log.at(start),
+            self.host.log.convert_moment(start),
             bytes=size,
             seconds=seconds,
         )
 
-    def compute(self, action: Compute) -> None:
-        at = stage, number = stage_of(self.line.rank, action.at)
-        self.let_go(f"x{stage}.{number}" if action.what == "F" else f"g{stage + 1}.{number}")
+    def run_action(self, action: Compute) -> None:
+        at = stage, number = parse_task_slot(self.axis.rank, action.at)
+        self.release_messages(
+            f"x{stage}.{number}" if action.what == "F" else f"g{stage + 1}.{number}"
+        )
         with (
-            self.within.log.span(str(action), "compute")
+            self.host.log.record_span(str(action), "compute")
             if self.training
             else contextlib.nullcontext()
         ):
             if action.what == "F":
-                self.forward(*at)
+                self.run_forward(*at)
                 return
-            self.left -= 1
+            self.remaining_backwards -= 1
             # of the weights' half, a weight that is used twice gets its gradient in two goes
-            self.passes.ending = self.left == 0 and action.what != "W"
+            self.passes.is_last_backward = self.remaining_backwards == 0 and action.what != "W"
             if action.what == "W":
-                with self.around(*at):  # what a module recomputes
-                    self.halves.pop(at).weights()
+                with self.use_micro_batch_state(*at):  # what a module recomputes
+                    self.deferred_weights.pop(at).compute_weight_gradients()
             else:
-                self.backward(*at)
+                self.run_backward(*at)
 
-    def let_go(self, came: Slot) -> None:
+    def release_messages(self, slot: Slot) -> None:
         """Messages of which it is known, by one that has come since, that they are gone."""
-        if self.walk is not None:
-            for sent in self.order.over.get(came, ()):
-                self.walk.close([sent])
-                self.messages.forget(sent)
+        if self.program_run is not None:
+            for sent in self.rank_program.confirmed_sends.get(slot, ()):
+                self.program_run.finish_sends([sent])
+                self.messages.forget_message(sent)
 
-    def forward(self, stage: int, number: int) -> None:
+    def run_forward(self, stage: int, number: int) -> None:
         came = f"x{stage}.{number}"
-        again = (stage, number) in self.again
-        received = self.messages.read(came) if stage else []
-        last = stage == self.passes.stages - 1
-        keep = self.training and stage >= self.pipelined.trained
+        again = (stage, number) in self.recomputed_passes
+        received = self.messages.read_message(came) if stage else []
+        last = stage == self.passes.stage_count - 1
+        keep = self.training and stage >= self.micro_batch_schedule.first_trained_stage
         # a loss may be in the model
         graph = torch.is_grad_enabled() and not again and (keep or last)
         with (
             torch.set_grad_enabled(graph),
-            contextlib.nullcontext() if number < self.real else unchanged(self.flow.model),
+            contextlib.nullcontext()
+            if number < self.real_count
+            else undo_forward_effects(self.stage_forward.model),
         ):
-            sends, made, weight = self.run(stage, number, received)
-        self.count(made, weight)
+            sends, made, weight = self.run_stage(stage, number, received)
+        self.add_loss(made, weight)
         if not last:
-            self.messages.put(f"x{stage + 1}.{number}", sends)
+            self.messages.write_message(f"x{stage + 1}.{number}", sends)
         if keep and not again:
-            self.made[stage, number] = made
+            self.pending_backwards[stage, number] = made
         if not again:
-            self.messages.forget(came)
+            self.messages.forget_message(came)
 
-    def count(self, made: Pending, weight: float) -> None:
-        if made.total is not None:
-            self.own = Sums(self.own.loss + float(made.total.detach()), self.own.weight + weight)
+    def add_loss(self, pending: PendingBackward, weight: float) -> None:
+        if pending.loss is not None:
+            self.loss_sums = LossSums(
+                self.loss_sums.loss + float(pending.loss.detach()), self.loss_sums.weight + weight
+            )
 
-    def run(
+    def run_stage(
         self, stage: int, number: int, received: list[Tensor]
-    ) -> tuple[list[Tensor], Pending, float]:
+    ) -> tuple[list[Tensor], PendingBackward, float]:
         """(what goes on, what backward wants, the weight of the loss)."""
         (micro, inputs, target), within, last = (
-            self.given[number],
-            self.within,
-            stage == self.passes.stages - 1,
+            self.micro_batches[number],
+            self.host,
+            stage == self.passes.stage_count - 1,
         )
-        again = (stage, number) in self.again
+        again = (stage, number) in self.recomputed_passes
         plan = self.plans[number]
-        trained = self.pipelined.trained
-        if again or plan.changes:
-            inputs, target = copied((inputs, target))
+        trained = self.micro_batch_schedule.first_trained_stage
+        if again or plan.changes_inputs:
+            inputs, target = clone_batch((inputs, target))
         # it is read once more, and a module may change what it is given
         if again and not torch.is_grad_enabled():
             received = [each.clone() for each in received]
@@ -338,45 +386,50 @@ class Step:
         goes = [] if last else plan.crossing[stage]
         # in a test nothing goes back, and a loss may be weighed by its graph, which begins with
         # what came in
-        received, gradients = entered(
-            received, [each.grad and (stage > trained or not self.training) for each in came]
+        received, gradients = attach_received(
+            received,
+            [each.has_gradient and (stage > trained or not self.training) for each in came],
         )
         total = None
         weight = 0.0
         halves = contextlib.nullcontext()
-        if self.in_halves and torch.is_grad_enabled():
-            halves = Deferring(self.passes.moved, self.alive)
-            self.halves[stage, number] = halves
-        self.drawn[stage, number] = {}
-        with self.around(stage, number), within.casting(), self.noted():
+        if self.splits_backward and torch.is_grad_enabled():
+            halves = DeferredWeightGradients(self.passes.deferred_ids, self.meter)
+            self.deferred_weights[stage, number] = halves
+        self.drawn_calls[stage, number] = {}
+        with (
+            self.use_micro_batch_state(stage, number),
+            within.use_autocast(),
+            self.meter_activations(),
+        ):
             with halves:
-                sends, out = self.flow.run(inputs, stage, plan, received)
+                sends, out = self.stage_forward.run_stage(inputs, stage, plan, received)
             self.refuse_other_draws(stage, number)
             # by whose graph its mean is known
             if last and self.training and not (again and not torch.is_grad_enabled()):
                 value = within.module.loss(out, target)
-                if any(isinstance(each, FakeTensor) for each in tensors_in(value)):
+                if any(isinstance(each, FakeTensor) for each in find_tensors(value)):
                     raise StepFailed(
                         "the loss reads parameters of the model from outside, and they are on "
                         "another rank; let "
                         "the model return what its loss needs of it, such as (output, penalty)",
                         tensor="loss",
                     )
-                total, weight = within.module.weighed(value, target, len(micro.positions))
+                total, weight = within.module.weigh_loss(value, target, len(micro.positions))
         if last and not self.training:
-            self.outs[number] = out
+            self.outputs[number] = out
         ends = [
             get_gradient_edge(each) if each.requires_grad else None
             for crossing, each in zip(goes, sends, strict=True)
-            if crossing.grad
+            if crossing.has_gradient
         ]
-        return sends, Pending(ends, gradients, total), weight
+        return sends, PendingBackward(ends, gradients, total), weight
 
     def refuse_other_draws(self, stage: int, number: int) -> None:
         """Later draws of the model are known by how many come before them."""
-        drawn = len(self.drawn[stage, number])
-        seen = len(self.passes.part.draws[stage])
-        if drawn != seen and self.training and self.within.draws:
+        drawn = len(self.drawn_calls[stage, number])
+        seen = len(self.passes.stage_module.draw_ranges[stage])
+        if drawn != seen and self.training and self.host.draws:
             raise StepFailed(
                 f"part {stage} of the model draws random numbers {drawn} time(s), and when it was "
                 f"cut {seen}: "
@@ -385,42 +438,42 @@ class Step:
                 "it with data(n)"
             )
 
-    def noted(self) -> contextlib.AbstractContextManager[Any]:
-        return self.alive.noting() if self.alive else contextlib.nullcontext()
+    def meter_activations(self) -> contextlib.AbstractContextManager[Any]:
+        return self.meter.count_saved_tensors() if self.meter else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def around(self, stage: int, number: int) -> Iterator[None]:
+    def use_micro_batch_state(self, stage: int, number: int) -> Iterator[None]:
         """A forward or backward: what is drawn, and in training batch norms, are those of these
         samples.
         """
-        micro = self.given[number][0]
-        first = self.passes.part.draws[stage].start
-        within = self.within
+        micro = self.micro_batches[number][0]
+        first = self.passes.stage_module.draw_ranges[stage].start
+        within = self.host
         if not self.training:
-            with in_test(within.draws, within.seed, micro.places, first):
+            with key_test_draws(within.draws, within.seed, micro.places, first):
                 yield
         else:
             within.batch_norm.samples = len(micro.positions)
-            with within.keyed(micro, first, self.drawn[stage, number]), within.batch_norm:
+            with within.key_draws(micro, first, self.drawn_calls[stage, number]), within.batch_norm:
                 yield
 
-    def backward(self, stage: int, number: int) -> None:
+    def run_backward(self, stage: int, number: int) -> None:
         came = f"x{stage}.{number}"
         back = f"g{stage + 1}.{number}"
-        if (stage, number) in self.again:
-            with unchanged(self.flow.model):
-                _, self.made[stage, number], weight = self.run(
-                    stage, number, self.messages.read(came) if stage else []
+        if (stage, number) in self.recomputed_passes:
+            with undo_forward_effects(self.stage_forward.model):
+                _, self.pending_backwards[stage, number], weight = self.run_stage(
+                    stage, number, self.messages.read_message(came) if stage else []
                 )
-            self.count(self.made[stage, number], weight)
-            self.messages.forget(came)
-        made = self.made.pop((stage, number))
-        with self.around(stage, number):
-            if made.total is not None:
-                made.total.backward()
+            self.add_loss(self.pending_backwards[stage, number], weight)
+            self.messages.forget_message(came)
+        made = self.pending_backwards.pop((stage, number))
+        with self.use_micro_batch_state(stage, number):
+            if made.loss is not None:
+                made.loss.backward()
             else:
                 came_back = zip(
-                    made.ends, self.messages.gradients(back) if made.ends else (), strict=True
+                    made.ends, self.messages.read_gradients(back) if made.ends else (), strict=True
                 )
                 if there := [
                     (end, gradient)
@@ -428,16 +481,16 @@ class Step:
                     if end is not None and gradient is not None
                 ]:
                     torch.autograd.backward(*zip(*there, strict=True))
-        self.messages.forget(back)
-        if stage > self.pipelined.trained:
+        self.messages.forget_message(back)
+        if stage > self.micro_batch_schedule.first_trained_stage:
             crossing = self.plans[number].crossing[stage - 1]
-            self.messages.put(
+            self.messages.write_message(
                 f"g{stage}.{number}",
                 [
                     gradient
                     for each, gradient in zip(
                         crossing, made.gradients or [None] * len(crossing), strict=True
                     )
-                    if each.grad
+                    if each.has_gradient
                 ],
             )

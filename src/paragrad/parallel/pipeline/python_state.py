@@ -6,40 +6,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from paragrad.engine.state.preserve_state import State, owners, seen_of
+from paragrad.engine.state.preserve_state import (
+    PythonState,
+    find_state_owners,
+    list_comparable_attributes,
+)
 from paragrad.errors import StepFailed
-from paragrad.parallel.tracing.tracer import InUnits
+from paragrad.parallel.tracing.tracer import StagedModel
 from paragrad.runtime.world import World
 
 
-def outside(flow: InUnits) -> dict[str, Any]:
+def collect_outer_owners(staged_model: StagedModel) -> dict[str, Any]:
     """Modules that are in no unit, and the objects that these keep, by name."""
-    units = tuple(f"{name}." for name in flow.units.values())
+    units = tuple(f"{name}." for name in staged_model.units.values())
     return {
         name: owner
-        for name, owner in owners(flow.model).items()
+        for name, owner in find_state_owners(staged_model.model).items()
         if not f"{name}.".startswith(units)
     }
 
 
-def numbers(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
+def read_owner_numbers(owners: dict[str, Any]) -> dict[tuple[str, str], Any]:
     """Those of these owners, by owner and attribute."""
     return {
         (name, what): vars(owner)[what]
-        for name, owner in found.items()
-        for what in seen_of(owner)
+        for name, owner in owners.items()
+        for what in list_comparable_attributes(owner)
         if isinstance(vars(owner)[what], int | float) and what != "training"
     }
 
 
-def refuse_numbers(before: State, line: World, often: bool) -> None:
+def refuse_diverging_numbers(before: PythonState, axis: World, runs_repeatedly: bool) -> None:
     """Numbers that forwards changed since then are the same on all ranks of a replica: a count
     at the end of a forward, to which not every rank comes, stands still on the others, and who
     reads it goes another way. often: a rank runs the model's Python more than once for a
     micro-batch, and nothing but a count has changed. Collective.
     """
-    every = line.collected(
-        {each: value for each, value in before.changed().items() if isinstance(value, int | float)}
+    every = axis.gather_objects(
+        {
+            each: value
+            for each, value in before.collect_changes().items()
+            if isinstance(value, int | float)
+        }
     )
     unlike = [
         (each, told)
@@ -48,15 +56,15 @@ def refuse_numbers(before: State, line: World, often: bool) -> None:
             told := {repr(numbers[each]) if each in numbers else "as it was" for numbers in every}
         )
         > 1
-        or often
+        or runs_repeatedly
     ]
-    if unlike := line.agreed(unlike[:1]):
+    if unlike := axis.broadcast_object(unlike[:1]):
         (((owner, what), told),) = unlike
         because = (
             "and with interleaved parts, or recompute, a rank runs the model's Python more than "
             "once for a micro-batch; "
             "leave these out"
-            if often
+            if runs_repeatedly
             else f"and not alike on all ranks that have a part of the model "
             f"({', '.join(sorted(told))}): each runs the "
             "model's Python up to the end of its part; change it where forward begins"

@@ -19,10 +19,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from paragrad.engine.activation_meter import Alive, Hold
-from paragrad.parallel.sharding.sharded_tensor import Divided
+from paragrad.engine.activation_meter import ActivationMeter, TrackedTensor
+from paragrad.parallel.sharding.sharded_tensor import ShardedTensor
 
-FUNCTIONS = (
+WEIGHT_FUNCTIONS = (
     functional.linear,
     torch.conv1d,
     torch.conv2d,
@@ -36,27 +36,27 @@ FUNCTIONS = (
 )
 
 
-class Deferring(TorchFunctionMode):
+class DeferredWeightGradients(TorchFunctionMode):
     """Around a forward. moved: where it notes the weights whose gradients wait, by their ids;
     alive: counts the gradients that are kept.
     """
 
-    def __init__(self, moved: set[int], alive: Alive | None = None) -> None:
+    def __init__(self, deferred_ids: set[int], meter: ActivationMeter | None = None) -> None:
         super().__init__()
-        self.moved = moved
-        self.alive = alive
-        self.waiting: list[tuple[GradientEdge, list[Tensor], Tensor, Hold | None]] = []
+        self.deferred_ids = deferred_ids
+        self.meter = meter
+        self.pending: list[tuple[GradientEdge, list[Tensor], Tensor, TrackedTensor | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # which asks for it of what is here
-        if func in FUNCTIONS and any(isinstance(each, Divided) for each in args):
+        if func in WEIGHT_FUNCTIONS and any(isinstance(each, ShardedTensor) for each in args):
             with self:
-                return Divided.__torch_function__(func, types, args, kwargs)
+                return ShardedTensor.__torch_function__(func, types, args, kwargs)
         # what is given by its name has no place in the graph of its own; and torch.func takes
         # no functions such as ours
         if (
-            func in FUNCTIONS
+            func in WEIGHT_FUNCTIONS
             and torch.is_grad_enabled()
             and not any(isinstance(each, Tensor) for each in kwargs.values())
             and not torch._C._are_functorch_transforms_active()
@@ -65,23 +65,28 @@ class Deferring(TorchFunctionMode):
                 each for each in args if isinstance(each, nn.Parameter) and each.requires_grad
             ]
             if weights:
-                self.moved.update(map(id, weights))
-                return _Apart.apply(self, func, weights, kwargs, *args)
+                self.deferred_ids.update(map(id, weights))
+                return _SeparateGraph.apply(self, func, weights, kwargs, *args)
         return func(*args, **kwargs)
 
-    def weights(self) -> None:
+    def compute_weight_gradients(self) -> None:
         """The other half of every backward that was made since."""
-        while self.waiting:
-            out, weights, gradient, _ = self.waiting.pop(0)
+        while self.pending:
+            out, weights, gradient, _ = self.pending.pop(0)
             torch.autograd.backward(out, gradient, inputs=weights)
 
 
-class _Apart(torch.autograd.Function):
+class _SeparateGraph(torch.autograd.Function):
     """A function with a graph of its own."""
 
     @staticmethod
     def forward(
-        ctx: Any, deferring: Deferring, func: Any, weights: list[Tensor], kwargs: Any, *args: Any
+        ctx: Any,
+        deferred: DeferredWeightGradients,
+        func: Any,
+        weights: list[Tensor],
+        kwargs: Any,
+        *args: Any,
     ) -> Tensor:
         own = {id(weight) for weight in weights}
         ctx.inputs = [
@@ -92,7 +97,7 @@ class _Apart(torch.autograd.Function):
         ]
         with torch.enable_grad():
             out = func(*ctx.inputs, **kwargs)
-        ctx.deferring = deferring
+        ctx.deferring = deferred
         ctx.weights = weights
         ctx.out = get_gradient_edge(out)
         ctx.own = own
@@ -109,9 +114,9 @@ class _Apart(torch.autograd.Function):
         found = iter(
             torch.autograd.grad(ctx.out, inputs, gradient, retain_graph=True) if inputs else ()
         )
-        alive = ctx.deferring.alive
-        ctx.deferring.waiting.append(
-            (ctx.out, ctx.weights, gradient, alive and alive.hold(gradient))
+        alive = ctx.deferring.meter
+        ctx.deferring.pending.append(
+            (ctx.out, ctx.weights, gradient, alive and alive.track_tensor(gradient))
         )
         ctx.out = None
         ctx.inputs = None

@@ -11,98 +11,110 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paragrad.engine.activation_meter import Alive, Hold
-from paragrad.parallel.tracing.crossing_plan import Crossing, Plan
+from paragrad.engine.activation_meter import ActivationMeter, TrackedTensor
+from paragrad.parallel.tracing.crossing_plan import Crossing, CrossingPlan
 from paragrad.runtime.world import World
 from paragrad.schedules.actions import Slot
 
-ALIGNED = 16  # bytes at which each tensor of a message begins
+ALIGNMENT_BYTES = 16  # bytes at which each tensor of a message begins
 
 
-class Messages(Mapping[Slot, Tensor]):
+class StageMessages(Mapping[Slot, Tensor]):
     """What travels, as bytes where the backend takes them from: all tensors that cross between
     two parts in one message, from when it is put together or awaited until it is forgotten.
     alive: counts them.
     """
 
-    def __init__(self, plans: list[Plan], line: World, alive: Alive | None = None) -> None:
+    def __init__(
+        self, plans: list[CrossingPlan], axis: World, meter: ActivationMeter | None = None
+    ) -> None:
         self.plans = plans
-        self.line = line
-        self.alive = alive
-        self.made: dict[Slot, Tensor] = {}
-        self.held: dict[Slot, Hold] = {}
+        self.axis = axis
+        self.meter = meter
+        self.buffers: dict[Slot, Tensor] = {}
+        self.buffer_holds: dict[Slot, TrackedTensor] = {}
 
-    def crossing(self, slot: Slot) -> list[Crossing]:
+    def list_crossing(self, slot: Slot) -> list[Crossing]:
         stage, micro = map(int, str(slot)[1:].split("."))
         return [
-            each for each in self.plans[micro].crossing[stage - 1] if each.grad or not back(slot)
+            each
+            for each in self.plans[micro].crossing[stage - 1]
+            if each.has_gradient or not is_gradient_slot(slot)
         ]
 
     def __getitem__(self, slot: Slot) -> Tensor:
-        if slot not in self.made:
-            crossing = self.crossing(slot)
-            size = sum(map(_room, crossing)) + (_aligned(len(crossing)) if back(slot) else 0)
-            self.made[slot] = torch.empty(size, dtype=torch.uint8, device=self.line.carrier)
-            if self.alive is not None:
-                self.held[slot] = self.alive.hold(self.made[slot])
-        return self.made[slot]
+        if slot not in self.buffers:
+            crossing = self.list_crossing(slot)
+            size = sum(map(_count_message_bytes, crossing)) + (
+                _align_size(len(crossing)) if is_gradient_slot(slot) else 0
+            )
+            self.buffers[slot] = torch.empty(
+                size, dtype=torch.uint8, device=self.axis.transport_device
+            )
+            if self.meter is not None:
+                self.buffer_holds[slot] = self.meter.track_tensor(self.buffers[slot])
+        return self.buffers[slot]
 
-    def put(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
+    def write_message(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
         """None: of gradients, there is none."""
-        for place, tensor in zip(self._views(slot), tensors, strict=True):
+        for place, tensor in zip(self._iterate_views(slot), tensors, strict=True):
             if tensor is not None:
                 place.copy_(tensor.detach())
-        if back(slot):
-            self._there(slot).copy_(torch.tensor([tensor is not None for tensor in tensors]))
+        if is_gradient_slot(slot):
+            self._view_presence(slot).copy_(
+                torch.tensor([tensor is not None for tensor in tensors])
+            )
 
-    def read(self, slot: Slot) -> list[Tensor]:
+    def read_message(self, slot: Slot) -> list[Tensor]:
         """The tensors of a message, on the rank's device."""
-        return [each.to(self.line.device) for each in self._views(slot)]
+        return [each.to(self.axis.device) for each in self._iterate_views(slot)]
 
-    def gradients(self, slot: Slot) -> list[Tensor | None]:
+    def read_gradients(self, slot: Slot) -> list[Tensor | None]:
         """Those of a message that goes back; None where there is none."""
         return [
             tensor if there else None
-            for tensor, there in zip(self.read(slot), self._there(slot).tolist(), strict=True)
+            for tensor, there in zip(
+                self.read_message(slot), self._view_presence(slot).tolist(), strict=True
+            )
         ]
 
-    def _there(self, slot: Slot) -> Tensor:
+    def _view_presence(self, slot: Slot) -> Tensor:
         """Of each tensor, is it there? At the end of the message."""
-        count = len(self.crossing(slot))
-        return self[slot][self[slot].numel() - _aligned(count) :][:count]
+        count = len(self.list_crossing(slot))
+        return self[slot][self[slot].numel() - _align_size(count) :][:count]
 
-    def forget(self, slot: Slot) -> None:
-        self.made.pop(slot, None)
-        self.held.pop(slot, None)
+    def forget_message(self, slot: Slot) -> None:
+        self.buffers.pop(slot, None)
+        self.buffer_holds.pop(slot, None)
 
-    def _views(self, slot: Slot) -> Iterator[Tensor]:
+    def _iterate_views(self, slot: Slot) -> Iterator[Tensor]:
         message = self[slot]
         start = 0
-        for each in self.crossing(slot):
+        for each in self.list_crossing(slot):
             size = math.prod(each.shape) * each.dtype.itemsize
             yield (
                 message[start : start + size].view(each.dtype).as_strided(each.shape, each.strides)
             )
-            start += _room(each)
+            start += _count_message_bytes(each)
 
     def __iter__(self) -> Iterator[Slot]:
-        return iter(self.made)
+        return iter(self.buffers)
 
     def __len__(self) -> int:
-        return len(self.made)
+        return len(self.buffers)
 
 
-def back(slot: Slot) -> bool:
+def is_gradient_slot(slot: Slot) -> bool:
     """Is it a message of gradients, g{stage}.{micro}, and not of activations,
     x{stage}.{micro}?
     """
     return str(slot)[0] == "g"
 
 
-def _room(crossing: Crossing) -> int:
+def _count_message_bytes(crossing: Crossing) -> int:
     """Bytes in a message."""
-    return _aligned(math.prod(crossing.shape) * crossing.dtype.itemsize)
+    return _align_size(math.prod(crossing.shape) * crossing.dtype.itemsize)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+def _align_size(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

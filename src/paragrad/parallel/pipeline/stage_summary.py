@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from paragrad.parallel.pipeline import balance
-from paragrad.parallel.pipeline.stage import supposed
+from paragrad.parallel.pipeline.stage import assume_uses
 from paragrad.parallel.tracing.crossing_plan import Crossing
-from paragrad.parallel.tracing.stage_forward import Flow
-from paragrad.strategies.pipeline import InParts
+from paragrad.parallel.tracing.stage_forward import StageForward
+from paragrad.strategies.pipeline import PartitionedStrategy
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageSummary:
     """A part of a model. parameters: numbers in those that it uses, others may use them too;
     work: operations in the matrix products of a forward;  seconds: forward and backward,
     measured alone;  on, back: bytes of a micro-batch's activations that go on to the next part,
@@ -31,34 +31,44 @@ class Piece:
     parameters: int
     work: int
     seconds: float
-    on: int
-    back: int
+    forward_bytes: int
+    backward_bytes: int
 
 
-def pieces(strategy: InParts, model: nn.Module, inputs: Any) -> list[Piece]:
+def summarize_stages(
+    strategy: PartitionedStrategy, model: nn.Module, inputs: Any
+) -> list[StageSummary]:
     """Those of a model that is cut as a resolved strategy says. inputs: of a micro-batch.
     Raises StepFailed.
     """
-    cut = balance.cut(model, inputs, strategy.pipelined.stages(strategy.size), strategy.asked)
-    crossing = [*Flow(model, cut.watched, cut.standing).planned(inputs).crossing, []]
-    uses = supposed(model, cut.uses, len(cut.parts))
+    cut = balance.partition_into_stages(
+        model,
+        inputs,
+        strategy.micro_batch_schedule.count_stages(strategy.size),
+        strategy.requested_cut,
+    )
+    crossing = [
+        *StageForward(model, cut.watched_stages, cut.fixed_outputs).find_plan(inputs).crossing,
+        [],
+    ]
+    uses = assume_uses(model, cut.tensor_uses, len(cut.stages))
     parameters = [
         sum(each.numel() for name, each in model.named_parameters() if part in uses[name])
-        for part in range(len(cut.parts))
+        for part in range(len(cut.stages))
     ]
     return [
-        Piece(
+        StageSummary(
             part % strategy.size,
             told,
             parameters[part],
             cut.work[part],
             cut.seconds[part],
-            _bytes(crossing[part]),
-            _bytes(each for each in crossing[part] if each.grad),
+            _sum_crossing_bytes(crossing[part]),
+            _sum_crossing_bytes(each for each in crossing[part] if each.has_gradient),
         )
-        for part, told in enumerate(cut.told)
+        for part, told in enumerate(cut.stage_names)
     ]
 
 
-def _bytes(crossing: Iterable[Crossing]) -> int:
+def _sum_crossing_bytes(crossing: Iterable[Crossing]) -> int:
     return sum(math.prod(each.shape) * each.dtype.itemsize for each in crossing)

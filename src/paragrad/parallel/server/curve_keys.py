@@ -19,19 +19,19 @@ import zmq.auth
 
 from paragrad.errors import Refused
 
-SECRET = ".key_secret"
-PUBLIC = ".key"
+SECRET_SUFFIX = ".key_secret"
+PUBLIC_SUFFIX = ".key"
 
 
 @dataclass(frozen=True)
-class Keys:
+class KeyPair:
     """A process's own pair, made anew for every training, or its host's."""
 
     public: bytes
     secret: bytes
 
     @classmethod
-    def made(cls) -> Keys:
+    def generate_pair(cls) -> KeyPair:
         return cls(*zmq.curve_keypair())
 
 
@@ -39,23 +39,23 @@ class Keys:
 class Address:
     """Where somebody listens; key: the public one, where messages are encrypted."""
 
-    at: str
+    endpoint: str
     key: bytes | None = None
 
     @property
-    def on_host(self) -> bool:
+    def is_local(self) -> bool:
         """Is it for processes of this host alone?"""
-        return self.at.startswith("ipc://")
+        return self.endpoint.startswith("ipc://")
 
 
-def make_keys(path: Path) -> Path:
+def make_key_files(path: Path) -> Path:
     """A pair into a file that is not there yet, and its public half beside it, of which this is
     the path. Raises Refused.
     """
-    if path.suffix != SECRET:
+    if path.suffix != SECRET_SUFFIX:
         raise Refused(
             f"--key {path}: it is to hold a secret key, by the name of such files; give "
-            f"{path.with_suffix(SECRET)}"
+            f"{path.with_suffix(SECRET_SUFFIX)}"
         )
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".keys-") as folder:
@@ -63,22 +63,22 @@ def make_keys(path: Path) -> Path:
             secret.chmod(0o600)
             # never over one that another process made meanwhile
             os.link(secret, path)
-            public.replace(path.with_suffix(PUBLIC))
+            public.replace(path.with_suffix(PUBLIC_SUFFIX))
     except OSError as error:
         raise Refused(
             f"--key {path} cannot be made: {error.strerror or error}; give a place in a folder of "
             f"your own"
         ) from None
-    return path.with_suffix(PUBLIC)
+    return path.with_suffix(PUBLIC_SUFFIX)
 
 
-def own_keys(path: Path) -> Keys:
+def read_key_pair(path: Path) -> KeyPair:
     """The pair in a file. Raises Refused."""
-    public, secret = _read("--key", path)
+    public, secret = _read_certificate("--key", path)
     if not secret:
         raise Refused(
             f"--key {path} holds a public key alone; give the file that holds the secret one too "
-            f"(*{SECRET})"
+            f"(*{SECRET_SUFFIX})"
         )
     if path.stat().st_mode & 0o077:
         raise Refused(
@@ -90,38 +90,39 @@ def own_keys(path: Path) -> Keys:
         raise Refused(
             f"--key {path}: its public key is not that of its secret one; make another pair"
         )
-    return Keys(public, secret)
+    return KeyPair(public, secret)
 
 
-def public_key(option: str, path: Path) -> bytes:
+def read_public_key(option: str, path: Path) -> bytes:
     """The public key in a file. option: by which it was given. Raises Refused."""
-    return _read(option, path)[0]
+    return _read_certificate(option, path)[0]
 
 
-def write_public(key: bytes, path: Path) -> None:
+def write_public_key(key: bytes, path: Path) -> None:
     """A certificate of a public key, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(f'metadata\ncurve\n    public-key = "{key.decode()}"\n')
     partial.replace(path)
 
 
-def refuse_folder(folder: Path) -> None:
+def refuse_key_folder(folder: Path) -> None:
     """Refuse a folder that lets nobody in, or that holds what does not belong there."""
     if not folder.is_dir():
         raise Refused(
             f"--allow {folder}: there is no such folder; make it, and put the public keys "
-            f"(*{PUBLIC}) of those who "
+            f"(*{PUBLIC_SUFFIX}) of those who "
             "may join into it"
         )
-    files = sorted(folder.glob(f"*{PUBLIC}"))
+    files = sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))
     if not files:
         raise Refused(
-            f"--allow {folder} holds no public key (*{PUBLIC}); put those of the hosts that may "
+            f"--allow {folder} holds no public key (*{PUBLIC_SUFFIX}); put those of the hosts that "
+            f"may "
             f"join into it: "
             "`paragrad join` makes a pair where its --key names none"
         )
     for path in files:
-        if _read("--allow", path)[1]:
+        if _read_certificate("--allow", path)[1]:
             raise Refused(
                 f"--allow: {path} holds a secret key; put its public half there, and the secret "
                 f"one back to its host"
@@ -129,7 +130,7 @@ def refuse_folder(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowedKeys:
     """Who may come in: whose public key is in a folder, as it is when somebody knocks. For
     `configure_curve_callback`.
     """
@@ -137,20 +138,20 @@ class Allowed:
     folder: Path
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return self.name(key) is not None
+        return self.find_key_name(key) is not None
 
-    def name(self, key: bytes) -> str | None:
+    def find_key_name(self, key: bytes) -> str | None:
         """Of its file, without the ending."""
-        return next((path.stem for path, found in self._keys() if found == key), None)
+        return next((path.stem for path, found in self._list_keys() if found == key), None)
 
-    def _keys(self) -> Iterator[tuple[Path, bytes]]:
-        for path in sorted(self.folder.glob(f"*{PUBLIC}")):
+    def _list_keys(self) -> Iterator[tuple[Path, bytes]]:
+        for path in sorted(self.folder.glob(f"*{PUBLIC_SUFFIX}")):
             # one that is being written is no key yet
             with contextlib.suppress(OSError, ValueError):
                 yield path, zmq.auth.load_certificate(path)[0]
 
 
-def _read(option: str, path: Path) -> tuple[bytes, bytes | None]:
+def _read_certificate(option: str, path: Path) -> tuple[bytes, bytes | None]:
     """(public key, secret one or None) of a certificate. Raises Refused."""
     try:
         public, secret = zmq.auth.load_certificate(path)

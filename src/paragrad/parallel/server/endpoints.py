@@ -9,28 +9,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paragrad.parallel.server.curve_keys import Address, Keys
-from paragrad.parallel.server.join_endpoint import Entrance, Place
+from paragrad.parallel.server.curve_keys import Address, KeyPair
+from paragrad.parallel.server.join_endpoint import HostPort, JoinEndpoint
 from paragrad.parallel.server.work_queue import Ticket
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
 
 
-def met(world: World, own: Any) -> tuple[int, list[Any]]:
+def exchange_endpoints(world: World, own_endpoint: Any) -> tuple[int, list[Any]]:
     """The training's number, and what every rank says of itself. Collective: by what made the
     world, which is trusted.
     """
-    every = world.agreed(world.collected((secrets.randbits(63), own)))
+    every = world.broadcast_object(world.gather_objects((secrets.randbits(63), own_endpoint)))
     return every[0][0], [each for _, each in every]
 
 
-def workers_of(strategy: Server, world: World) -> World | None:
+def split_roles(strategy: Server, world: World) -> World | None:
     """The world of the workers, or of the servers. Collective of both."""
-    return world.among([range(strategy.workers), range(strategy.workers, world.size)])
+    return world.split_ranks([range(strategy.workers), range(strategy.workers, world.size)])
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ServerEndpoints:
     """What a rank is told when it is started. job: the training's number;  folder: which only
     its owner may enter;  servers: how many;  number: of this rank;  server: which one it is, or
     None;  ticket: what a worker is at, as its exchange is made; place: where workers may join
@@ -49,37 +49,47 @@ class Meeting:
     ticket: Ticket | None = None
     step: int | None = None
     last: tuple[tuple[float, float], ...] = ()
-    place: Place | None = None
-    keys: Keys | None = None
-    told: tuple[Address, ...] = ()
+    host_port: HostPort | None = None
+    keys: KeyPair | None = None
+    known_addresses: tuple[Address, ...] = ()
 
-    def of(self, number: int, server: int | None = None) -> Meeting:
+    def assign_rank(self, number: int, server: int | None = None) -> ServerEndpoints:
         return replace(self, number=number, server=server)
 
     @property
-    def office(self) -> Address:
-        return self.told[0] if self.told else Address(f"ipc://{Path(self.folder) / 'office'}")
+    def queue_address(self) -> Address:
+        return (
+            self.known_addresses[0]
+            if self.known_addresses
+            else Address(f"ipc://{Path(self.folder) / 'office'}")
+        )
 
     @property
-    def addresses(self) -> list[Address]:
-        return list(self.told[1:]) or [
+    def server_addresses(self) -> list[Address]:
+        return list(self.known_addresses[1:]) or [
             Address(f"ipc://{Path(self.folder) / f'server-{number}'}")
             for number in range(self.servers)
         ]
 
     @property
-    def joined(self) -> Path:
+    def joined_folder(self) -> Path:
         """The public keys of those whom the office let in, by their numbers: servers let in no
         other.
         """
         return Path(self.folder) / "joined"
 
-    def entrance(self, server: int | None, allowed: Path | None = None) -> Entrance | None:
+    def build_join_endpoint(
+        self, server: int | None, allowed_folder: Path | None = None
+    ) -> JoinEndpoint | None:
         """Of a server, or (None) of the office, which lets in those whose keys are in a folder
         of the user's. Their ports follow each other where one is given.
         """
-        if self.place is None:
+        if self.host_port is None:
             return None
         number = 0 if server is None else 1 + server
-        place = replace(self.place, port=self.place.port + number if self.place.port else 0)
-        return Entrance(place, allowed or self.joined, Path(self.folder) / f"entrance-{number}")
+        place = replace(
+            self.host_port, port=self.host_port.port + number if self.host_port.port else 0
+        )
+        return JoinEndpoint(
+            place, allowed_folder or self.joined_folder, Path(self.folder) / f"entrance-{number}"
+        )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 MAGIC = b"pgr3"  # the version of this format is its last letter
-NUMBERS = 5
-FORMAT = struct.Struct(f"<4s2B?xQQqqIIIIQ{NUMBERS}d")
+NUMBER_COUNT = 5
+HEADER_STRUCT = struct.Struct(f"<4s2B?xQQqqIIIIQ{NUMBER_COUNT}d")
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -35,7 +35,7 @@ DTYPES = (
 )
 
 
-class Kind(enum.IntEnum):
+class MessageType(enum.IntEnum):
     """What a message is: what workers ask, and what they are answered."""
 
     # of a step: gradients of a slice, summed over a share;  numbers: weight, loss, stop, doubt,
@@ -69,7 +69,7 @@ class Kind(enum.IntEnum):
     WAIT = 16  # answer to a reminder: it is there, and not yet answered
     # under bsp, what forwards changed beside the parameters in a step, tensors by name as torch
     # saves them;
-    BESIDE = 19
+    BUFFERS = 19
     # without it, what they did until now
     # of the launching process, where workers are gone: nothing of theirs counts any more;
     # version: the
@@ -78,27 +78,27 @@ class Kind(enum.IntEnum):
     # as text
     # may vectors lie?  vector: where one of the asker's does;  answered by numbers: 1 where it
     # can be read,
-    LOOK = 20
+    PROBE = 20
     # and where one of the server's lies, or (marks) why none does
     # whether a question that has no answer yet (call) is there;  step: how often that was asked
     REMIND = 21
     # answer to that: it is not, and is to be asked again, whole, if it was not since
     MISSED = 22
     # nobody is to wait for the asker until it pulls again: it is to meet the others
-    APART = 23
+    EXCLUDE = 23
     # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE
     # has them
     RESUME = 18
 
 
-class Unfit(ValueError):
+class InvalidMessage(ValueError):
     """A message that is refused; the text says why, in words of ours alone. told: to who sent
     it, where that is more.
     """
 
-    def __init__(self, why: str, told: str | None = None) -> None:
-        super().__init__(why)
-        self.told = why if told is None else told
+    def __init__(self, reason: str, sender_text: str | None = None) -> None:
+        super().__init__(reason)
+        self.sender_text = reason if sender_text is None else sender_text
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Header:
     themselves (of UPDATE: so may the answer's);  numbers: by kind.
     """
 
-    kind: Kind
+    kind: MessageType
     job: int
     sender: int = 0
     step: int = 0
@@ -122,16 +122,16 @@ class Header:
     call: int = 0
     dtype: torch.dtype = torch.float32
     elements: int = 0
-    lies: bool = False
+    is_shared: bool = False
     numbers: tuple[float, ...] = ()
 
-    def packed(self) -> bytes:
-        numbers = *self.numbers, *[0.0] * (NUMBERS - len(self.numbers))
-        return FORMAT.pack(
+    def pack_header(self) -> bytes:
+        numbers = *self.numbers, *[0.0] * (NUMBER_COUNT - len(self.numbers))
+        return HEADER_STRUCT.pack(
             MAGIC,
             self.kind,
             DTYPES.index(self.dtype),
-            self.lies,
+            self.is_shared,
             self.job,
             self.sender,
             self.step,
@@ -144,15 +144,15 @@ class Header:
             *numbers,
         )
 
-    def answer(self, kind: Kind, **more: Any) -> Header:
+    def make_answer(self, kind: MessageType, **fields: Any) -> Header:
         """To be sent back to whom this came from."""
-        return replace(self, kind=kind, **{"elements": 0, "lies": False, **more})
+        return replace(self, kind=kind, **{"elements": 0, "lies": False, **fields})
 
 
-def unpacked(frame: bytes) -> Header:
+def unpack_header(frame: bytes) -> Header:
     """Raises Unfit."""
-    if len(frame) != FORMAT.size:
-        raise Unfit(f"a header of {len(frame)} bytes, which has {FORMAT.size}")
+    if len(frame) != HEADER_STRUCT.size:
+        raise InvalidMessage(f"a header of {len(frame)} bytes, which has {HEADER_STRUCT.size}")
     (
         magic,
         kind,
@@ -168,15 +168,15 @@ def unpacked(frame: bytes) -> Header:
         call,
         elements,
         *numbers,
-    ) = FORMAT.unpack(frame)
+    ) = HEADER_STRUCT.unpack(frame)
     if magic != MAGIC:
-        raise Unfit("no message of paragrad's, or one of another version")
-    if kind not in Kind.__members__.values():
-        raise Unfit(f"a message of no known kind ({kind})")
+        raise InvalidMessage("no message of paragrad's, or one of another version")
+    if kind not in MessageType.__members__.values():
+        raise InvalidMessage(f"a message of no known kind ({kind})")
     if dtype >= len(DTYPES):
-        raise Unfit(f"numbers of no known type ({dtype})")
+        raise InvalidMessage(f"numbers of no known type ({dtype})")
     return Header(
-        Kind(kind),
+        MessageType(kind),
         job,
         sender,
         step,
@@ -192,14 +192,14 @@ def unpacked(frame: bytes) -> Header:
     )
 
 
-def vector_of(header: Header, frame: Any) -> Tensor:
+def view_vector(header: Header, frame: Any) -> Tensor:
     """The elements that follow a header, where the frame's bytes lie; a copy where numbers of
     that type must not lie there (torch ends the process that adds up complex numbers at an odd
     address). Raises Unfit.
     """
     wanted = header.elements * header.dtype.itemsize
     if len(frame) != wanted:
-        raise Unfit(f"{len(frame)} bytes, where its header says {wanted}")
+        raise InvalidMessage(f"{len(frame)} bytes, where its header says {wanted}")
     if not wanted:
         return torch.empty(0, dtype=header.dtype)
     if torch.frombuffer(frame, dtype=torch.uint8).data_ptr() % header.dtype.itemsize:
@@ -207,6 +207,6 @@ def vector_of(header: Header, frame: Any) -> Tensor:
     return torch.frombuffer(frame, dtype=header.dtype)
 
 
-def bytes_of(vector: Tensor) -> memoryview:
+def view_bytes(vector: Tensor) -> memoryview:
     """Of a contiguous vector, where it lies."""
     return memoryview(vector.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

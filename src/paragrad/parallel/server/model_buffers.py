@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-def values_of(model: nn.Module) -> dict[str, Tensor]:
+def collect_model_buffers(model: nn.Module) -> dict[str, Tensor]:
     """What of a model is not trained, and a forward may change."""
     frozen = {
         name: each.detach() for name, each in model.named_parameters() if not each.requires_grad
@@ -22,14 +22,14 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {**frozen, **dict(model.named_buffers())}
 
 
-def room_for(model: nn.Module) -> int:
+def estimate_buffer_bytes(model: nn.Module) -> int:
     """Bytes that all of it takes at most, as it travels."""
-    return sum(each.nbytes + 4096 for each in values_of(model).values())
+    return sum(each.nbytes + 4096 for each in collect_model_buffers(model).values())
 
 
-def put(model: nn.Module, values: dict[str, Tensor]) -> None:
+def set_model_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
     """Such values into a model. A buffer may have another shape than it began with."""
-    now = values_of(model)
+    now = collect_model_buffers(model)
     for name, value in values.items():
         if name in now and now[name].shape == value.shape and now[name].dtype == value.dtype:
             now[name].copy_(value)
@@ -38,13 +38,13 @@ def put(model: nn.Module, values: dict[str, Tensor]) -> None:
             model.get_submodule(owner)._buffers[leaf] = value.to(next(model.parameters()).device)
 
 
-def saved(tensors: dict[str, Tensor]) -> bytes:
+def serialize_tensors(tensors: dict[str, Tensor]) -> bytes:
     file = io.BytesIO()
     torch.save({name: each.detach().cpu() for name, each in tensors.items()}, file)
     return file.getvalue()
 
 
-def loaded(text: bytes) -> dict[str, Tensor]:
+def deserialize_tensors(text: bytes) -> dict[str, Tensor]:
     """Tensors alone: whatever else is in it is refused by torch."""
     found = torch.load(io.BytesIO(text), weights_only=True)
     if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):

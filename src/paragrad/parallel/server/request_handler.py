@@ -18,417 +18,468 @@ from typing import Any
 
 from torch import Tensor
 
-from paragrad.engine.optimizer.modes import in_eval_mode
-from paragrad.engine.optimizer.update_probe import clip_factor
+from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
+from paragrad.engine.optimizer.update_probe import compute_clip_factor
 from paragrad.errors import StepFailed
-from paragrad.parallel.server.message_header import Header, Kind, Unfit, bytes_of
-from paragrad.parallel.server.model_buffers import loaded, saved
-from paragrad.parallel.server.pending_pushes import Push, Question, checked
-from paragrad.parallel.server.shard import Shard
-from paragrad.parallel.server.shared_buffer import Reader, Shelf
-from paragrad.parallel.server.snapshot import EVERY
-from paragrad.parallel.server.sockets import Listening, heard
-from paragrad.parallel.server.staleness_bound import Bounded
+from paragrad.parallel.server.message_header import Header, InvalidMessage, MessageType, view_bytes
+from paragrad.parallel.server.model_buffers import deserialize_tensors, serialize_tensors
+from paragrad.parallel.server.pending_pushes import ClientRequest, PendingPush, check_push
+from paragrad.parallel.server.shard import ServerShard
+from paragrad.parallel.server.shared_buffer import BufferReader, SharedBuffer
+from paragrad.parallel.server.snapshot import UPDATES_PER_SNAPSHOT
+from paragrad.parallel.server.sockets import Listener, process_request
+from paragrad.parallel.server.staleness_bound import StalenessBound
 from paragrad.parallel.server.work_queue import LATE
 
 # what became of a push, or LATE
 APPLIED = 0
-AGAIN = 1
-LOOK = 0.5  # seconds after which a server looks whether somebody is there
+ALREADY_APPLIED = 1
+CHECK_SECONDS = 0.5  # seconds after which a server looks whether somebody is there
 
 
-class Reception:
+class RequestHandler:
     """Of one shard. job: the training's number. To be read: pushes, those that wait for others,
     by share or ticket.
     """
 
-    def __init__(self, shard: Shard, listening: Listening, job: int) -> None:
+    def __init__(self, shard: ServerShard, listener: Listener, job: int) -> None:
         self.shard = shard
-        self.listening = listening
+        self.listener = listener
         self.job = job
-        self.reader = Reader(shard.strategy.workers)
-        self.bounded = Bounded(shard.strategy.bound, shard.strategy.workers)
-        self.pushes: dict[int, Push] = {}
+        self.reader = BufferReader(shard.strategy.workers)
+        self.staleness_bound = StalenessBound(
+            shard.strategy.staleness_bound, shard.strategy.workers
+        )
+        self.pending_pushes: dict[int, PendingPush] = {}
         # (sender, slot) that did not ask for the parameters of this step yet
-        self.expected = set[tuple[int, int]]()
-        self.pulling: list[tuple[bytes, Header]] = []  # who did
+        self.expected_pulls = set[tuple[int, int]]()
+        self.waiting_pulls: list[tuple[bytes, Header]] = []  # who did
         # who wants the sum of this step gone
-        self.forgetting: dict[int, tuple[bytes, Header]] = {}
+        self.forget_requests: dict[int, tuple[bytes, Header]] = {}
         # a snapshot of this step is to be made before the next one
-        self.due = False
+        self.is_snapshot_due = False
         # senders that left, once each;  was somebody there?
-        self.left = set[int]()
-        self.met = False
+        self.left_senders = set[int]()
+        self.has_met_worker = False
 
     # ---- its loop ----------------------------------------------------------------------------
-    def serve(self, wanted: int, seconds: float | None) -> None:
+    def serve_workers(self, worker_count: int, seconds: float | None) -> None:
         """Until so many workers have left. Raises StepFailed where nobody is there any more, or
         comes within so many seconds; None: whoever started this process ends it, for others
         come for those that go.
         """
         since = time.monotonic()
-        while len(self.left) < wanted:
-            if (frames := self.listening.take(0 if self.due else LOOK)) is not None:
+        while len(self.left_senders) < worker_count:
+            if (
+                frames := self.listener.receive_message(
+                    0 if self.is_snapshot_due else CHECK_SECONDS
+                )
+            ) is not None:
                 since = time.monotonic()
-                self.met = True
-                self.taken(frames)
-            elif self.due:  # while workers compute
-                self._save()
-            elif seconds is None or self.listening.connections:
+                self.has_met_worker = True
+                self.handle_message(frames)
+            elif self.is_snapshot_due:  # while workers compute
+                self._save_snapshot()
+            elif seconds is None or self.listener.connection_count:
                 since = time.monotonic()
-            elif self.met or time.monotonic() - since > seconds:
+            elif self.has_met_worker or time.monotonic() - since > seconds:
                 raise StepFailed(
                     "no worker is there any more"
-                    if self.met
+                    if self.has_met_worker
                     else f"no worker came within {seconds:g} s"
                 )
 
-    def taken(self, frames: Sequence[Any]) -> None:
+    def handle_message(self, frames: Sequence[Any]) -> None:
         """Do what a message asks for."""
-        heard(self.listening, frames, self.job, self._does, self.shard.refused)
+        process_request(
+            self.listener, frames, self.job, self._dispatch_request, self.shard.refusals
+        )
 
-    def _does(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        handlers: dict[Kind, Callable[[bytes, Header, Sequence[Any]], None]] = {
-            Kind.PUSH: self._push,
-            Kind.UPDATE: self._update,
-            Kind.PULL: self._pull,
-            Kind.GRADIENTS: self._tell_gradients,
-            Kind.STATE: self._state,
-            Kind.FORGET: self._forget,
-            Kind.LOOK: self._look,
-            Kind.END: self._end,
-            Kind.REMIND: self._remind,
-            Kind.APART: self._apart,
+    def _dispatch_request(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
+        handlers: dict[MessageType, Callable[[bytes, Header, Sequence[Any]], None]] = {
+            MessageType.PUSH: self._handle_push,
+            MessageType.UPDATE: self._handle_update,
+            MessageType.PULL: self._handle_pull,
+            MessageType.GRADIENTS: self._handle_gradients,
+            MessageType.STATE: self._handle_state,
+            MessageType.FORGET: self._handle_forget,
+            MessageType.PROBE: self._handle_probe,
+            MessageType.END: self._handle_end,
+            MessageType.REMIND: self._handle_reminder,
+            MessageType.EXCLUDE: self._handle_exclude,
         }
         if self.shard.snapshots is not None:  # workers may be replaced
             handlers |= {
-                Kind.BESIDE: self._beside,
-                Kind.HALT: self._halt,
-                Kind.RESUME: self._resume,
+                MessageType.BUFFERS: self._handle_buffers,
+                MessageType.HALT: self._handle_halt,
+                MessageType.RESUME: self._handle_resume,
             }
         if header.kind not in handlers:
-            raise Unfit(f"{header.kind.name} is no question")
-        handlers[header.kind](whose, header, rest)
+            raise InvalidMessage(f"{header.kind.name} is no question")
+        handlers[header.kind](connection, header, rest)
 
-    def _end(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_end(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         # from here on connections end as they should
-        if not self.left:
-            self.shard.refused.update(self.listening.refused)
-        self.left.add(header.sender)
-        self.listening.answer(whose, header.answer(Kind.DONE))
+        if not self.left_senders:
+            self.shard.refusals.update(self.listener.refusals)
+        self.left_senders.add(header.sender)
+        self.listener.send_answer(connection, header.make_answer(MessageType.DONE))
 
     # ---- gradients come ----------------------------------------------------------------------
-    def _push(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        vector, marked = checked(self.shard, self.reader, header, rest)
-        if not self.shard.strategy.hands_out:
-            self._collect(whose, header, marked, vector)
+    def _handle_push(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
+        vector, marked = check_push(self.shard, self.reader, header, rest)
+        if not self.shard.strategy.uses_work_queue:
+            self._collect_share(connection, header, marked, vector)
         # who brings it again is told that it is done
-        elif header.step in self.shard.applied:
-            self.shard.refused["samples that were applied before"] += 1
-            self._say([(whose, header)], AGAIN)
-        elif self.shard.strategy.waits:
-            self._first(whose, header, marked, vector)
+        elif header.step in self.shard.applied_tickets:
+            self.shard.refusals["samples that were applied before"] += 1
+            self._send_outcome([(connection, header)], ALREADY_APPLIED)
+        elif self.shard.strategy.is_synchronous:
+            self._collect_first_shares(connection, header, marked, vector)
         else:
-            self._apply(whose, header, marked, vector)
+            self._apply_push(connection, header, marked, vector)
 
-    def _say(self, waiting: Iterable[Question], how: int) -> None:
-        for whose, header in waiting:
-            self.listening.answer(
-                whose, header.answer(Kind.DONE, version=self.shard.updates, numbers=(float(how),))
+    def _send_outcome(self, requests: Iterable[ClientRequest], outcome: int) -> None:
+        for whose, header in requests:
+            self.listener.send_answer(
+                whose,
+                header.make_answer(
+                    MessageType.DONE, version=self.shard.updates, numbers=(float(outcome),)
+                ),
             )
 
-    def _collect(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> None:
+    def _collect_share(
+        self, connection: bytes, header: Header, marks: bytes, vector: Tensor
+    ) -> None:
         """Of a synchronous step: once all is there, tell all."""
-        if header.step != self.shard.updates or self.shard.complete:
-            raise Unfit(
+        if header.step != self.shard.updates or self.shard.is_complete:
+            raise InvalidMessage(
                 f"a gradient of {'an earlier' if header.step <= self.shard.updates else 'a later'} "
                 f"step"
             )
-        if header.shares != self.shard.strategy.shares or header.share >= header.shares:
-            raise Unfit(f"a share that there is not ({header.share} of {header.shares})")
-        push = self.pushes.setdefault(header.share, Push(header.sender, header.numbers))
+        if header.shares != self.shard.strategy.share_count or header.share >= header.shares:
+            raise InvalidMessage(f"a share that there is not ({header.share} of {header.shares})")
+        push = self.pending_pushes.setdefault(
+            header.share, PendingPush(header.sender, header.numbers)
+        )
         if push.sender != header.sender or header.slot in push.vectors:
-            raise Unfit("a gradient that came before")
-        push.add(whose, header, marked, vector)
-        there = [each for each in self.pushes.values() if self._is_whole(each)]
+            raise InvalidMessage("a gradient that came before")
+        push.add_vector(connection, header, marks, vector)
+        there = [each for each in self.pending_pushes.values() if self._is_complete(each)]
         if len(there) < header.shares:
             return
-        told = self._sums()
-        square = self.shard.add_up([self.pushes[share].vectors for share in sorted(self.pushes)])
-        for each in self.pushes.values():
+        told = self._sum_numbers()
+        square = self.shard.add_shares(
+            [self.pending_pushes[share].vectors for share in sorted(self.pending_pushes)]
+        )
+        for each in self.pending_pushes.values():
             each.vectors.clear()  # what came is let go of
-            for asking, asked in each.asking():
-                self.listening.answer(
+            for asking, asked in each.list_requests():
+                self.listener.send_answer(
                     asking,
-                    asked.answer(
-                        Kind.DONE, numbers=(*told[:4], square), version=self.shard.updates
+                    asked.make_answer(
+                        MessageType.DONE, numbers=(*told[:4], square), version=self.shard.updates
                     ),
                 )
 
-    def _apply(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> None:
+    def _apply_push(self, connection: bytes, header: Header, marks: bytes, vector: Tensor) -> None:
         """At once, when all vectors of a ticket are there."""
-        push = self._gathered(whose, header, marked, vector)
-        if self._is_whole(push):
-            del self.pushes[header.step]
-            self._done({header.step: push})
+        push = self._add_to_push(connection, header, marks, vector)
+        if self._is_complete(push):
+            del self.pending_pushes[header.step]
+            self._mark_applied({header.step: push})
             counted, workers, _, samples, *_ = header.numbers
-            self.shard.at_once(
-                push.vectors, header.version, int(samples), workers, counts=counted > 0
+            self.shard.apply_share(
+                push.vectors, header.version, int(samples), workers, has_weight=counted > 0
             )
-            self._say(push.asking(), APPLIED)
+            self._send_outcome(push.list_requests(), APPLIED)
 
-    def _sums(self) -> list[float]:
+    def _sum_numbers(self) -> list[float]:
         """Of what was said of the shares of a step."""
         return [
             sum(numbers)
             for numbers in zip(
-                *(self.pushes[share].numbers for share in sorted(self.pushes)), strict=True
+                *(self.pending_pushes[share].numbers for share in sorted(self.pending_pushes)),
+                strict=True,
             )
         ]
 
-    def _gathered(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> Push:
+    def _add_to_push(
+        self, connection: bytes, header: Header, marks: bytes, vector: Tensor
+    ) -> PendingPush:
         """What came of a ticket until now. It is the last one's who brought it; who brought all
         of it before, and was late or is gone, waits with it.
         """
-        push = self.pushes.get(header.step)
+        push = self.pending_pushes.get(header.step)
         if push is None or push.sender != header.sender:
-            waiting = push.waiting if push is not None and self._is_whole(push) else {}
-            push = Push(header.sender, header.numbers, waiting=waiting)
-            self.pushes[header.step] = push
-        push.add(whose, header, marked, vector)
+            waiting = push.waiting_requests if push is not None and self._is_complete(push) else {}
+            push = PendingPush(header.sender, header.numbers, waiting_requests=waiting)
+            self.pending_pushes[header.step] = push
+        push.add_vector(connection, header, marks, vector)
         return push
 
-    def _is_whole(self, push: Push) -> bool:
+    def _is_complete(self, push: PendingPush) -> bool:
         return len(push.vectors) == len(self.shard.slots)
 
-    def _done(self, pushes: dict[int, Push]) -> None:
+    def _mark_applied(self, pushes: dict[int, PendingPush]) -> None:
         """These tickets are about to be applied, in one update."""
         if self.shard.snapshots is not None:
-            self.shard.snapshots.before(
+            self.shard.snapshots.record_tickets(
                 self.shard, [(ticket, int(each.numbers[3])) for ticket, each in pushes.items()]
             )
         for ticket in pushes:
-            self.shard.applied.add(ticket)
+            self.shard.applied_tickets.add_ticket(ticket)
 
-    def _first(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> None:
+    def _collect_first_shares(
+        self, connection: bytes, header: Header, marks: bytes, vector: Tensor
+    ) -> None:
         """With backup workers: the first shares of those parameters make a step; who is late is
         told so.
         """
         if header.version != self.shard.updates:
-            self._say([(whose, header)], LATE)
+            self._send_outcome([(connection, header)], LATE)
             return
-        self._gathered(whose, header, marked, vector)
-        whole = [each for each in self.pushes.values() if self._is_whole(each)]
+        self._add_to_push(connection, header, marks, vector)
+        whole = [each for each in self.pending_pushes.values() if self._is_complete(each)]
         first = whole[: max(1, header.shares)]
         if len(first) < header.shares:
             return
         others = [
-            asking for each in self.pushes.values() if each not in first for asking in each.asking()
+            asking
+            for each in self.pending_pushes.values()
+            if each not in first
+            for asking in each.list_requests()
         ]
-        tickets = [ticket for ticket, each in self.pushes.items() if each in first]
-        self.pushes = dict(zip(tickets, first, strict=True))
-        self._done(self.pushes)
-        told = self._sums()
-        square = self.shard.add_up([each.vectors for each in first])
+        tickets = [ticket for ticket, each in self.pending_pushes.items() if each in first]
+        self.pending_pushes = dict(zip(tickets, first, strict=True))
+        self._mark_applied(self.pending_pushes)
+        told = self._sum_numbers()
+        square = self.shard.add_shares([each.vectors for each in first])
         if told[0]:  # something in it counts
-            self.shard.divided(
-                told[0], clip_factor(math.sqrt(square) / told[0], self.shard.clip_norm)
+            self.shard.divide_gradients(
+                told[0], compute_clip_factor(math.sqrt(square) / told[0], self.shard.clip_norm)
             )
-            self.shard.make(1.0, int(told[3]))
-        self.pushes = {}
-        self.shard.complete = False
+            self.shard.make_update(1.0, int(told[3]))
+        self.pending_pushes = {}
+        self.shard.is_complete = False
         for each in first:
-            self._say(each.asking(own=True), APPLIED)
-            self._say(each.asking(own=False), AGAIN)
-        self._say(others, LATE)
+            self._send_outcome(each.list_requests(from_sender=True), APPLIED)
+            self._send_outcome(each.list_requests(from_sender=False), ALREADY_APPLIED)
+        self._send_outcome(others, LATE)
 
-    def _update(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_update(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Of a synchronous step, by the first who says so; all are told the parameters: where
         they travel together, by each server to another one first (share), so that no worker's
         link rests while all fill that of one.
         """
-        if header.step == self.shard.updates and self.shard.complete:
-            self._make(*header.numbers[:2])
+        if header.step == self.shard.updates and self.shard.is_complete:
+            self._make_update(*header.numbers[:2])
         elif header.step != self.shard.updates - 1:
-            raise Unfit(
+            raise InvalidMessage(
                 f"an update of {'an earlier' if header.step < self.shard.updates else 'a later'} "
                 f"step"
             )
         # or somebody brings a question again
-        if header.lies or (header.sender, header.slot) not in self.expected:
-            self._tell(whose, header, self.shard.values, self.shard.shelf)
+        if header.is_shared or (header.sender, header.slot) not in self.expected_pulls:
+            self._send_vector(connection, header, self.shard.values, self.shard.shared_buffer)
         else:
-            self.pulling.append((whose, header))
-        self.expected.discard((header.sender, header.slot))
-        if not self.expected:
-            ready = sorted(self.pulling, key=lambda each: each[1].share)
-            self.pulling = []
+            self.waiting_pulls.append((connection, header))
+        self.expected_pulls.discard((header.sender, header.slot))
+        if not self.expected_pulls:
+            ready = sorted(self.waiting_pulls, key=lambda each: each[1].share)
+            self.waiting_pulls = []
             for each in ready:
-                self._tell(*each, self.shard.values, self.shard.shelf)
+                self._send_vector(*each, self.shard.values, self.shard.shared_buffer)
 
-    def _make(self, divisor: float, factor: float) -> None:
+    def _make_update(self, divisor: float, factor: float) -> None:
         """The synchronous step of which all is there. Raises Unfit."""
         if not 0 < divisor < math.inf or not 0 < factor <= 1:
-            raise Unfit("a divisor or a factor that cannot be")
-        if self.due:
-            self._save()
-        shares = [list(self.pushes[share].numbers[:2]) for share in sorted(self.pushes)]
-        self.shard.last = {"made": [divisor, factor], "shares": shares}
-        self.shard.divided(divisor, factor)
-        self.shard.make(1.0, int(self._sums()[4]))
-        self.expected = {
+            raise InvalidMessage("a divisor or a factor that cannot be")
+        if self.is_snapshot_due:
+            self._save_snapshot()
+        shares = [
+            list(self.pending_pushes[share].numbers[:2]) for share in sorted(self.pending_pushes)
+        ]
+        self.shard.last_step = {"made": [divisor, factor], "shares": shares}
+        self.shard.divide_gradients(divisor, factor)
+        self.shard.make_update(1.0, int(self._sum_numbers()[4]))
+        self.expected_pulls = {
             (each.sender, slot)
-            for each in self.pushes.values()
-            for slot in range(len(self.shard.trained))
+            for each in self.pending_pushes.values()
+            for slot in range(len(self.shard.trained_slots))
         }
-        self.shard.complete = False
-        self.pushes = {}
-        self.pulling = []
-        self.due = self.shard.snapshots is not None and self.shard.updates % EVERY == 0
+        self.shard.is_complete = False
+        self.pending_pushes = {}
+        self.waiting_pulls = []
+        self.is_snapshot_due = (
+            self.shard.snapshots is not None and self.shard.updates % UPDATES_PER_SNAPSHOT == 0
+        )
 
-    def _save(self) -> None:
-        self.due = False
+    def _save_snapshot(self) -> None:
+        self.is_snapshot_due = False
         if self.shard.snapshots is not None:
-            self.shard.snapshots.save_if_there_is_room(self.shard)
+            self.shard.snapshots.try_save_snapshot(self.shard)
 
-    def _beside(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_buffers(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Before the gradients of the first share, or when a worker begins."""
         if not rest:
-            self.listening.answer(whose, header.answer(Kind.VALUES), saved(self.shard.beside))
+            self.listener.send_answer(
+                connection,
+                header.make_answer(MessageType.VALUES),
+                serialize_tensors(self.shard.buffers),
+            )
             return
-        if header.step != self.shard.updates or self.shard.complete:
-            raise Unfit("what forwards change, of another step")
+        if header.step != self.shard.updates or self.shard.is_complete:
+            raise InvalidMessage("what forwards change, of another step")
         try:
             # in a step that was forgotten they may have, too
-            self.shard.changed |= loaded(rest[0].bytes)
+            self.shard.changed_buffers |= deserialize_tensors(rest[0].bytes)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            raise Unfit("what forwards change, and cannot be read") from error
-        self.listening.answer(whose, header.answer(Kind.DONE))
+            raise InvalidMessage("what forwards change, and cannot be read") from error
+        self.listener.send_answer(connection, header.make_answer(MessageType.DONE))
 
-    def _forget(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_forget(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Once all have said so: until then somebody may look at it."""
-        if header.step != self.shard.updates or not self.shard.complete:
-            raise Unfit("no step that is there is to be forgotten")
-        self.forgetting[header.sender] = whose, header
-        if len(self.forgetting) == self.shard.strategy.shares:
-            self.shard.complete = False
-            self.pushes = {}
-            for asking, asked in self.forgetting.values():
-                self.listening.answer(asking, asked.answer(Kind.DONE))
-            self.forgetting.clear()
+        if header.step != self.shard.updates or not self.shard.is_complete:
+            raise InvalidMessage("no step that is there is to be forgotten")
+        self.forget_requests[header.sender] = connection, header
+        if len(self.forget_requests) == self.shard.strategy.share_count:
+            self.shard.is_complete = False
+            self.pending_pushes = {}
+            for asking, asked in self.forget_requests.values():
+                self.listener.send_answer(asking, asked.make_answer(MessageType.DONE))
+            self.forget_requests.clear()
 
     # ---- workers are gone, and begin again ---------------------------------------------------
-    def _halt(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_halt(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         """What they sent and nobody has looked at yet is of another training from here on."""
         self.job = header.version
-        self.reader.forget()
-        said = {"updates": self.shard.updates, "complete": self.shard.complete, **self.shard.last}
-        self.listening.answer(whose, header.answer(Kind.GIVEN), json.dumps(said).encode())
+        self.reader.forget_regions()
+        said = {
+            "updates": self.shard.updates,
+            "complete": self.shard.is_complete,
+            **self.shard.last_step,
+        }
+        self.listener.send_answer(
+            connection, header.make_answer(MessageType.GIVEN), json.dumps(said).encode()
+        )
 
-    def _resume(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_resume(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         finish, divisor, factor = header.numbers[:3]
-        if finish and self.shard.complete:  # another server has made it
-            self._make(divisor, factor)
-        self.shard.complete = False
-        self.shard.changed = {}
-        self.pushes = {}
-        self.forgetting.clear()
-        self.listening.answer(whose, header.answer(Kind.DONE, version=self.shard.updates))
+        if finish and self.shard.is_complete:  # another server has made it
+            self._make_update(divisor, factor)
+        self.shard.is_complete = False
+        self.shard.changed_buffers = {}
+        self.pending_pushes = {}
+        self.forget_requests.clear()
+        self.listener.send_answer(
+            connection, header.make_answer(MessageType.DONE, version=self.shard.updates)
+        )
 
-    def _remind(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_reminder(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Over one connection all comes in its order: what does not wait here has its answer,
         or was lost with another one.
         """
         waiting = [
-            *self.pulling,
-            *self.forgetting.values(),
-            *(each for push in self.pushes.values() for each in push.asking()),
+            *self.waiting_pulls,
+            *self.forget_requests.values(),
+            *(each for push in self.pending_pushes.values() for each in push.list_requests()),
         ]
-        there = (whose, header.call) in ((asking, asked.call) for asking, asked in waiting)
-        self.listening.answer(whose, header.answer(Kind.WAIT if there else Kind.MISSED))
+        there = (connection, header.call) in ((asking, asked.call) for asking, asked in waiting)
+        self.listener.send_answer(
+            connection, header.make_answer(MessageType.WAIT if there else MessageType.MISSED)
+        )
 
     # ---- answers -----------------------------------------------------------------------------
-    def _tell(
+    def _send_vector(
         self,
-        whose: bytes,
+        connection: bytes,
         header: Header,
         vectors: list[Tensor],
-        shelf: Shelf | None = None,
-        marked: bytes = b"",
-        **more: Any,
+        shared_buffer: SharedBuffer | None = None,
+        marks: bytes = b"",
+        **fields: Any,
     ) -> None:
         """One of the vectors; a copy, where the next update may come while it is read. shelf:
         otherwise, on which they are.
         """
         if header.slot >= len(self.shard.slots):
-            raise Unfit("it is for a vector that is not here")
+            raise InvalidMessage("it is for a vector that is not here")
         if header.slot >= len(vectors):  # of what has no gradients
-            raise Unfit("it is for a vector that has none")
+            raise InvalidMessage("it is for a vector that has none")
         slot, vector = self.shard.slots[header.slot], vectors[header.slot]
-        self.shard.sent += vector.nbytes
-        said = header.answer(
-            Kind.VALUES,
+        self.shard.sent_bytes += vector.nbytes
+        said = header.make_answer(
+            MessageType.VALUES,
             dtype=slot.dtype,
             elements=slot.elements,
             version=self.shard.updates,
-            lies=header.lies and shelf is not None and shelf.lies,
-            **more,
+            is_shared=header.is_shared and shared_buffer is not None and shared_buffer.is_shared,
+            **fields,
         )
-        self.listening.answer(
-            whose,
+        self.listener.send_answer(
+            connection,
             said,
-            marked,
-            bytes_of(vector.clone()) if shelf is None else shelf.sent(header.slot, said.lies),
+            marks,
+            view_bytes(vector.clone())
+            if shared_buffer is None
+            else shared_buffer.make_frame(header.slot, said.is_shared),
         )
 
-    def _look(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_probe(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Whether this process can read where the asker's vectors lie, and where one of its own
         does.
         """
-        reads = bool(rest) and not self.reader.against(rest[-1].buffer)
-        shelf = self.shard.shelf
-        self.listening.answer(
-            whose,
-            header.answer(Kind.DONE, numbers=(float(reads),)),
-            shelf.against.encode(),
-            shelf.place(0),
+        reads = bool(rest) and not self.reader.find_obstacle(rest[-1].buffer)
+        shelf = self.shard.shared_buffer
+        self.listener.send_answer(
+            connection,
+            header.make_answer(MessageType.DONE, numbers=(float(reads),)),
+            shelf.obstacle.encode(),
+            shelf.get_location(0),
         )
 
-    def _pull(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_pull(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         own = self.shard.snapshots is None  # otherwise the office keeps the bound
-        self._tell_values(
-            self.bounded.asks(whose, header, not header.numbers[1]) if own else [(whose, header)]
+        self._send_values(
+            self.staleness_bound.add_pull(connection, header, not header.numbers[1])
+            if own
+            else [(connection, header)]
         )
 
-    def _tell_values(self, ready: Iterable[Question]) -> None:
+    def _send_values(self, ready: Iterable[ClientRequest]) -> None:
         for whose, header in ready:
             with (
-                in_eval_mode(self.shard.optimizer, self.shard.own)
+                use_optimizer_eval_mode(self.shard.optimizer, self.shard.local_parameters)
                 if header.numbers[0]
                 else nullcontext()
             ):
-                self._tell(whose, header, self.shard.values)
+                self._send_vector(whose, header, self.shard.values)
 
-    def _apart(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        self._tell_values(self.bounded.is_apart(header.sender))
-        self.listening.answer(whose, header.answer(Kind.DONE))
+    def _handle_exclude(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
+        self._send_values(self.staleness_bound.exclude_sender(header.sender))
+        self.listener.send_answer(connection, header.make_answer(MessageType.DONE))
 
-    def _tell_gradients(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        marked = iter(self.shard.anyone)
-        every = [bytes(next(marked) for _ in slot.stretches) for slot in self.shard.trained]
+    def _handle_gradients(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
+        marked = iter(self.shard.gradient_flags)
+        every = [bytes(next(marked) for _ in slot.ranges) for slot in self.shard.trained_slots]
         own = every[header.slot] if header.slot < len(every) else b""
-        self._tell(
-            whose, header, self.shard.gradients, marked=own, numbers=(float(self.shard.complete),)
+        self._send_vector(
+            connection,
+            header,
+            self.shard.gradients,
+            marks=own,
+            numbers=(float(self.shard.is_complete),),
         )
 
-    def _state(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+    def _handle_state(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         try:
-            text, vector = self.shard.state()
+            text, vector = self.shard.export_optimizer_state()
         except TypeError as error:
-            raise Unfit(f"the optimizer's state cannot travel: {error}") from None
-        self.listening.answer(
-            whose,
-            header.answer(Kind.VALUES, dtype=vector.dtype, elements=vector.numel()),
+            raise InvalidMessage(f"the optimizer's state cannot travel: {error}") from None
+        self.listener.send_answer(
+            connection,
+            header.make_answer(MessageType.VALUES, dtype=vector.dtype, elements=vector.numel()),
             text.encode(),
-            bytes_of(vector),
+            view_bytes(vector),
         )

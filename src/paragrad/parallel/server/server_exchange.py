@@ -4,83 +4,96 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paragrad.engine.exchange import Alone, Replica
-from paragrad.parallel.server.curve_keys import Keys
-from paragrad.parallel.server.endpoints import Meeting, met, workers_of
-from paragrad.parallel.server.model_buffers import room_for
-from paragrad.parallel.server.parameter_partition import cut_of
-from paragrad.parallel.server.request_handler import Reception
-from paragrad.parallel.server.shard import Shard
-from paragrad.parallel.server.snapshot import Snapshots
-from paragrad.parallel.server.sockets import Listening, own_host
-from paragrad.record.step_log import Log
+from paragrad.engine.exchange import NoExchange, Replica
+from paragrad.parallel.server.curve_keys import KeyPair
+from paragrad.parallel.server.endpoints import ServerEndpoints, exchange_endpoints, split_roles
+from paragrad.parallel.server.model_buffers import estimate_buffer_bytes
+from paragrad.parallel.server.parameter_partition import partition_parameters
+from paragrad.parallel.server.request_handler import RequestHandler
+from paragrad.parallel.server.shard import ServerShard
+from paragrad.parallel.server.snapshot import SnapshotStore
+from paragrad.parallel.server.sockets import Listener, find_own_host
+from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
 
 
-class Serving(Alone):
+class ServerExchange(NoExchange):
     """A server's, which has no steps."""
 
     def __init__(
-        self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None
+        self,
+        strategy: Server,
+        replica: Replica,
+        world: World,
+        log: StepLog,
+        endpoints: ServerEndpoints | None,
     ) -> None:
         super().__init__(replica)
         self.log = log
-        keys = Keys.made()
+        keys = KeyPair.generate_pair()
         model = replica.module.model
-        self.seconds = None if meeting else world.timeout
-        cut = cut_of(strategy, replica.optimizer, model, replica.follows)
-        if meeting:
-            assert meeting.server is not None
+        self.seconds = None if endpoints else world.timeout
+        cut = partition_parameters(strategy, replica.optimizer, model, replica.changed_by_forward)
+        if endpoints:
+            assert endpoints.server is not None
             # the office's
-            self.number = meeting.server
+            self.server_number = endpoints.server
             self.dismissals = 1
-            job = meeting.job
-            longest = cut.longest if strategy.hands_out else max(cut.longest, room_for(model))
-            self.listening = Listening(
+            job = endpoints.job
+            longest = (
+                cut.longest_bytes
+                if strategy.uses_work_queue
+                else max(cut.longest_bytes, estimate_buffer_bytes(model))
+            )
+            self.listener = Listener(
                 longest,
                 None,
                 keys,
-                meeting.addresses[meeting.server],
-                meeting.entrance(meeting.server),
+                endpoints.server_addresses[endpoints.server],
+                endpoints.build_join_endpoint(endpoints.server),
             )
         else:
-            self.number = world.rank - strategy.workers
+            self.server_number = world.rank - strategy.workers
             self.dismissals = strategy.workers
-            self.listening = Listening(cut.longest, own_host(world), keys, seconds=world.timeout)
-            workers_of(strategy, world)
-            job, told = met(world, self.listening.address)
-            self.listening.allow(told[: strategy.workers])
+            self.listener = Listener(
+                cut.longest_bytes, find_own_host(world), keys, seconds=world.timeout
+            )
+            split_roles(strategy, world)
+            job, told = exchange_endpoints(world, self.listener.address)
+            self.listener.allow_keys(told[: strategy.workers])
             world.barrier()
         against = (
             "an update may come while they are read"
-            if strategy.hands_out
+            if strategy.uses_work_queue
             else (
-                "" if self.listening.address.on_host else "servers and workers are on several hosts"
+                "" if self.listener.address.is_local else "servers and workers are on several hosts"
             )
         )
-        self.shard = Shard(
+        self.shard = ServerShard(
             strategy,
             replica,
-            cut.slots[self.number],
+            cut.slots[self.server_number],
             cut.names,
-            cut.tensors(model),
-            replica.full,
+            cut.collect_tensors(model),
+            replica.full_batch,
             against,
         )
-        self.reception = Reception(self.shard, self.listening, job)
-        self.largest = 2 * self.shard.nbytes
-        if meeting:
-            self.shard.snapshots = Snapshots(Path(meeting.folder), self.number)
-            self.shard.snapshots.restore(self.shard, meeting.step)
+        self.request_handler = RequestHandler(self.shard, self.listener, job)
+        self.peak_bytes = 2 * self.shard.nbytes
+        if endpoints:
+            self.shard.snapshots = SnapshotStore(Path(endpoints.folder), self.server_number)
+            self.shard.snapshots.restore_shard(self.shard, endpoints.step)
 
     def serve(self) -> None:
-        self.reception.serve(self.dismissals, self.seconds)
+        self.request_handler.serve_workers(self.dismissals, self.seconds)
         if self.log.recorder:
-            self.log.recorder.write("server", number=self.number, **self.shard.told())
+            self.log.recorder.write_line(
+                "server", number=self.server_number, **self.shard.summarize_counts()
+            )
 
     def close(self) -> None:
-        self.listening.close()
-        self.shard.shelf.close()
+        self.listener.close()
+        self.shard.shared_buffer.close()
         if self.shard.snapshots is not None:
             self.shard.snapshots.close()

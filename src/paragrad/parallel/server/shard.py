@@ -18,23 +18,23 @@ import torch
 from torch import Tensor
 
 from paragrad.engine.exchange import Replica
-from paragrad.engine.layout import hand_over
-from paragrad.engine.optimizer.modes import set_mode
-from paragrad.engine.optimizer.optimizer_state import attributes, without_place
-from paragrad.engine.optimizer.update_slices import updated
-from paragrad.engine.state.values import wide
+from paragrad.engine.layout import install_shards
+from paragrad.engine.optimizer.modes import set_optimizer_mode
+from paragrad.engine.optimizer.optimizer_state import copy_optimizer_attributes, list_unsaved_state
+from paragrad.engine.optimizer.update_slices import step_with_fast_kernels
+from paragrad.engine.state.values import get_accumulation_dtype
 from paragrad.errors import StepFailed
-from paragrad.parallel.server.compressed_push import parcel_of
-from paragrad.parallel.server.parameter_partition import Slot, fill, held
-from paragrad.parallel.server.shared_buffer import Shelf
-from paragrad.parallel.server.snapshot import Snapshots
+from paragrad.parallel.server.compressed_push import build_push_codec
+from paragrad.parallel.server.parameter_partition import VectorSlot, build_shard_spec, fill_vector
+from paragrad.parallel.server.shared_buffer import SharedBuffer
+from paragrad.parallel.server.snapshot import SnapshotStore
 from paragrad.strategies.server import Server
 
 # of a share, by slot: which stretches have a gradient, and all of them
-Vectors = Mapping[int, tuple[bytes, Tensor]]
+ShareVectors = Mapping[int, tuple[bytes, Tensor]]
 
 
-class Applied:
+class AppliedTickets:
     """Tickets that were applied: all below a number, and some above it."""
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class Applied:
     def __contains__(self, ticket: int) -> bool:
         return ticket < self.below or ticket in self.above
 
-    def add(self, ticket: int) -> None:
+    def add_ticket(self, ticket: int) -> None:
         self.above.add(ticket)
         while self.below in self.above:
             self.above.remove(self.below)
             self.below += 1
 
 
-class Shard:
+class ServerShard:
     """One server's. slots: what it has of `tensors`, the parameters that are trained, which
     have names, and what forwards change;  full: samples of a full batch;  against: why workers
     are not to read the values where they lie, or "".
@@ -61,85 +61,92 @@ class Shard:
         self,
         strategy: Server,
         replica: Replica,
-        slots: list[Slot],
+        slots: list[VectorSlot],
         names: list[str],
         tensors: list[Tensor],
-        full: int,
-        against: str = "",
+        full_batch: int,
+        obstacle: str = "",
     ) -> None:
         self.strategy = strategy
         self.slots = slots
-        self.full = full
+        self.full_batch = full_batch
         self.optimizer = replica.optimizer
         self.scheduler = replica.scheduler
-        self.alike = replica.alike
-        self.began = attributes(self.optimizer)
+        self.draw_alike = replica.draw_alike
+        self.initial_attributes = copy_optimizer_attributes(self.optimizer)
         self.clip_norm = replica.clip_norm
-        self.trained = [slot for slot in slots if not slot.added]  # they come first
-        self.parcels = [parcel_of(strategy, slot) for slot in slots]
-        self.stretches = [each for slot in self.trained for each in slot.stretches]
-        self.held = [held(each, names, tensors) for each in self.stretches]
-        self.shelf = Shelf([(slot.dtype, slot.elements) for slot in slots], against)
-        self.values = self.shelf.vectors
+        self.trained_slots = [slot for slot in slots if not slot.is_added]  # they come first
+        self.push_codecs = [build_push_codec(strategy, slot) for slot in slots]
+        self.ranges = [each for slot in self.trained_slots for each in slot.ranges]
+        self.specs = [build_shard_spec(each, names, tensors) for each in self.ranges]
+        self.shared_buffer = SharedBuffer([(slot.dtype, slot.elements) for slot in slots], obstacle)
+        self.values = self.shared_buffer.vectors
         for slot, each in zip(slots, self.values, strict=True):
-            fill(slot, tensors, each)
-        self.gradients = [torch.zeros_like(each) for each in self.values[: len(self.trained)]]
-        self.own, self.grads = self._places(self.values), self._places(self.gradients)
+            fill_vector(slot, tensors, each)
+        self.gradients = [torch.zeros_like(each) for each in self.values[: len(self.trained_slots)]]
+        self.local_parameters, self.local_gradients = (
+            self._view_ranges(self.values),
+            self._view_ranges(self.gradients),
+        )
         # the optimizer keeps what it has, also hooks that know the model
         if strategy.servers == 1:
-            self._take_in(tensors)
+            self._move_parameters(tensors)
         else:
             parts: dict[Tensor, list[Any]] = {}
-            for stretch, which, place in zip(self.stretches, self.held, self.own, strict=True):
+            for stretch, which, place in zip(
+                self.ranges, self.specs, self.local_parameters, strict=True
+            ):
                 parts.setdefault(tensors[stretch.index], []).append((which, place))
-            hand_over(self.optimizer, parts)
-        set_mode(self.optimizer, "train")
-        self.anyone = [False] * len(self.own)  # had a gradient in the last update
-        self.samples = replica.steps * full
-        self.complete = False  # all of them were added up
+            install_shards(self.optimizer, parts)
+        set_optimizer_mode(self.optimizer, "train")
+        self.gradient_flags = [False] * len(
+            self.local_parameters
+        )  # had a gradient in the last update
+        self.samples = replica.completed_steps * full_batch
+        self.is_complete = False  # all of them were added up
         # what forwards changed until now, by name, beside the parameters
-        self.beside: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
         # and in this step, which is so once its update is made
-        self.changed: dict[str, Tensor] = {}
+        self.changed_buffers: dict[str, Tensor] = {}
         # how the last step was made, and of what
-        self.last: dict[str, Any] = {"made": [0.0, 0.0], "shares": []}
-        self.applied = Applied()
-        self.applied.below = replica.steps * strategy.shares
-        self.received = 0
-        self.sent = 0
-        self.begun = replica.steps
-        self.updates = self.begun
-        self.begun_samples = self.samples
-        self.lost = {"updates": 0, "samples": 0}  # by this server, when it died
-        self.snapshots: Snapshots | None = None
+        self.last_step: dict[str, Any] = {"made": [0.0, 0.0], "shares": []}
+        self.applied_tickets = AppliedTickets()
+        self.applied_tickets.below = replica.completed_steps * strategy.share_count
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.initial_updates = replica.completed_steps
+        self.updates = self.initial_updates
+        self.initial_samples = self.samples
+        self.lost_counts = {"updates": 0, "samples": 0}  # by this server, when it died
+        self.snapshots: SnapshotStore | None = None
         self.staleness: Counter[int] = Counter()
-        self.refused: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
 
-    def _places(self, vectors: list[Tensor]) -> list[Tensor]:
+    def _view_ranges(self, vectors: list[Tensor]) -> list[Tensor]:
         """Of every stretch that in the vectors, in the parameter's shape where it is all of
         one.
         """
         flat = [
             each
-            for slot, vector in zip(self.trained, vectors, strict=False)
-            for each in slot.views(vector)
+            for slot, vector in zip(self.trained_slots, vectors, strict=False)
+            for each in slot.split_vector(vector)
         ]
         return [
             each if which.where is not None else each.view(which.shape)
-            for each, which in zip(flat, self.held, strict=True)
+            for each, which in zip(flat, self.specs, strict=True)
         ]
 
-    def _take_in(self, parameters: list[Tensor]) -> None:
+    def _move_parameters(self, parameters: list[Tensor]) -> None:
         """The model's own parameters are the places in the vectors."""
-        for number, stretch in enumerate(self.stretches):
-            parameters[stretch.index].data = self.own[number]
-            self.own[number] = parameters[stretch.index]
+        for number, stretch in enumerate(self.ranges):
+            parameters[stretch.index].data = self.local_parameters[number]
+            self.local_parameters[number] = parameters[stretch.index]
 
     @property
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots)
 
-    def add_up(self, shares: Sequence[Vectors]) -> float:
+    def add_shares(self, shares: Sequence[ShareVectors]) -> float:
         """The gradients of a step, in this order; the square of the norm of their sum, where
         something is clipped by it.
         """
@@ -153,76 +160,88 @@ class Shard:
             if not others:
                 total.copy_(so_far)
             if self.clip_norm is not None and total.numel():
-                square += float(torch.linalg.vector_norm(total, dtype=wide(total.dtype))) ** 2
+                square += (
+                    float(
+                        torch.linalg.vector_norm(total, dtype=get_accumulation_dtype(total.dtype))
+                    )
+                    ** 2
+                )
             anyone += [
                 any(found)
                 for found in zip(*(marked for marked, _ in (first, *others)), strict=True)
             ]
         # what forwards changed: the mean over the shares
-        for number in range(len(self.trained), len(self.slots)):
+        for number in range(len(self.trained_slots), len(self.slots)):
             vectors = [each[number][1] for each in shares]
             change: Any = sum(
                 each if each.is_floating_point() else each.to(torch.int64) for each in vectors
             )
-            if self.slots[number].flags:
+            if self.slots[number].is_boolean:
                 self.values[number].add_(change).clamp_(0, 1)
             else:
                 self.values[number].add_(
                     torch.div(change, len(shares)).to(self.values[number].dtype)
                 )
-        self.anyone = anyone
-        self.complete = True
+        self.gradient_flags = anyone
+        self.is_complete = True
         return square
 
-    def at_once(
-        self, vectors: Vectors, version: int, samples: int, workers: float = 0, counts: bool = True
+    def apply_share(
+        self,
+        vectors: ShareVectors,
+        version: int,
+        samples: int,
+        workers: float = 0,
+        has_weight: bool = True,
     ) -> None:
         """An update by one share, of parameters of that version. workers: that were there;
         counts: something in it does.
         """
-        self.add_up([vectors])
-        self.complete, late = False, max(0, self.updates - version)
+        self.add_shares([vectors])
+        self.is_complete, late = False, max(0, self.updates - version)
         self.staleness[late] += 1
-        if not counts:
+        if not has_weight:
             self.samples += samples
             return
-        self.make(self.strategy.rate_of(late, workers), samples)
+        self.make_update(self.strategy.scale_rate(late, workers), samples)
 
     # ---- updates -----------------------------------------------------------------------------
-    def divided(self, divisor: float, factor: float) -> None:
+    def divide_gradients(self, divisor: float, factor: float) -> None:
         """The sum of gradients becomes their mean, clipped."""
         for gradient in self.gradients:
             gradient.div_(divisor)
             if factor != 1:
                 gradient.mul_(factor)
 
-    def make(self, rate: float, samples: int) -> None:
+    def make_update(self, rate: float, samples: int) -> None:
         """An update. rate: what the learning rate is multiplied by;  samples: that are in it.
         Raises StepFailed.
         """
         under_way = self.updates
         try:
-            self._make(rate, samples)
+            self._run_update(rate, samples)
         except Exception as error:
             # a server's rank makes no steps of its own
-            raise StepFailed.of(error, under_way) from error
+            raise StepFailed.wrap_error(error, under_way) from error
 
-    def _make(self, rate: float, samples: int) -> None:
-        for place, gradient, there in zip(self.own, self.grads, self.anyone, strict=True):
+    def _run_update(self, rate: float, samples: int) -> None:
+        for place, gradient, there in zip(
+            self.local_parameters, self.local_gradients, self.gradient_flags, strict=True
+        ):
             place.grad = gradient if there else None
-        with self._slower(rate):
-            self.alike("update", self.updates, lambda: updated(self.optimizer))
-        self.beside |= self.changed
-        self.changed = {}
-        before = self.samples // self.full if self.strategy.hands_out else self.updates
+        with self._scale_rate(rate):
+            self.draw_alike("update", self.updates, lambda: step_with_fast_kernels(self.optimizer))
+        self.buffers |= self.changed_buffers
+        self.changed_buffers = {}
+        before = self.samples // self.full_batch if self.strategy.uses_work_queue else self.updates
         self.updates = self.updates + 1
         self.samples = self.samples + samples
-        after = self.samples // self.full if self.strategy.hands_out else self.updates
+        after = self.samples // self.full_batch if self.strategy.uses_work_queue else self.updates
         for step in range(before, after) if self.scheduler is not None else ():
-            self.alike("schedule", step, self.scheduler.step)
+            self.draw_alike("schedule", step, self.scheduler.step)
 
     @contextmanager
-    def _slower(self, rate: float) -> Iterator[None]:
+    def _scale_rate(self, rate: float) -> Iterator[None]:
         before = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups if rate != 1 else ():
             group["lr"] = group["lr"] * rate
@@ -230,31 +249,31 @@ class Shard:
         for group, lr in zip(self.optimizer.param_groups, before, strict=True):
             group["lr"] = lr
 
-    def told(self) -> dict[str, Any]:
+    def summarize_counts(self) -> dict[str, Any]:
         """What the record is to say of it."""
         return {
             "parameters": self.nbytes,
-            "received": self.received,
-            "sent": self.sent,
-            "updates": self.updates - self.begun,
-            "samples": self.samples - self.begun_samples,
-            "lost": self.lost,
+            "received": self.received_bytes,
+            "sent": self.sent_bytes,
+            "updates": self.updates - self.initial_updates,
+            "samples": self.samples - self.initial_samples,
+            "lost": self.lost_counts,
             "staleness": {str(late): count for late, count in sorted(self.staleness.items())},
-            "refused": dict(self.refused),
+            "refused": dict(self.refusals),
         }
 
-    def state(self) -> tuple[str, Tensor]:
+    def export_optimizer_state(self) -> tuple[str, Tensor]:
         """The optimizer's: as JSON [stretch, what, number] or [stretch, what, type, shape], and
         the bytes in their order. Raises TypeError for what is neither, or is no parameter's.
         """
-        if own := without_place(self.optimizer, self.began):
+        if own := list_unsaved_state(self.optimizer, self.initial_attributes):
             raise TypeError(
                 f"{type(self.optimizer).__name__} keeps {', '.join(own)} beside the states of its "
                 f"parameters"
             )
         said: list[list[Any]] = []
         parts: list[Tensor] = []
-        for number, place in enumerate(self.own):
+        for number, place in enumerate(self.local_parameters):
             for what, value in self.optimizer.state.get(place, {}).items():
                 if isinstance(value, Tensor):
                     said.append(
@@ -266,41 +285,41 @@ class Shard:
         return json.dumps(said), torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
     # ---- started again -----------------------------------------------------------------------
-    def counts(self) -> dict[str, Any]:
+    def export_counts(self) -> dict[str, Any]:
         """Where it stands, for a snapshot."""
         return {
             "updates": self.updates,
             "samples": self.samples,
-            "received": self.received,
-            "sent": self.sent,
-            "beside": self.beside,
-            "last": self.last,
-            "below": self.applied.below,
-            "above": sorted(self.applied.above),
-            "lost": self.lost,
+            "received": self.received_bytes,
+            "sent": self.sent_bytes,
+            "beside": self.buffers,
+            "last": self.last_step,
+            "below": self.applied_tickets.below,
+            "above": sorted(self.applied_tickets.above),
+            "lost": self.lost_counts,
             "staleness": {str(late): count for late, count in self.staleness.items()},
-            "refused": dict(self.refused),
+            "refused": dict(self.refusals),
         }
 
-    def recount(self, told: dict[str, Any]) -> None:
+    def restore_counts(self, counts: dict[str, Any]) -> None:
         """Stand where a snapshot says."""
-        self.updates = told["updates"]
-        self.samples = told["samples"]
-        self.received = told["received"]
-        self.sent = told["sent"]
-        self.lost = told["lost"]
-        self.beside = told["beside"]
-        self.last = told["last"]
-        self.applied.below = told["below"]
-        self.applied.above = set(told["above"])
-        self.staleness = Counter({int(late): count for late, count in told["staleness"].items()})
-        self.refused = Counter(told["refused"])
+        self.updates = counts["updates"]
+        self.samples = counts["samples"]
+        self.received_bytes = counts["received"]
+        self.sent_bytes = counts["sent"]
+        self.lost_counts = counts["lost"]
+        self.buffers = counts["beside"]
+        self.last_step = counts["last"]
+        self.applied_tickets.below = counts["below"]
+        self.applied_tickets.above = set(counts["above"])
+        self.staleness = Counter({int(late): count for late, count in counts["staleness"].items()})
+        self.refusals = Counter(counts["refused"])
 
-    def lose(self, ticket: int, samples: int) -> None:
+    def lose_ticket(self, ticket: int, samples: int) -> None:
         """A ticket that was applied, and whose update is gone."""
-        if ticket not in self.applied:
-            self.applied.add(ticket)
-            self.lost = {
-                "updates": self.lost["updates"] + 1,
-                "samples": self.lost["samples"] + samples,
+        if ticket not in self.applied_tickets:
+            self.applied_tickets.add_ticket(ticket)
+            self.lost_counts = {
+                "updates": self.lost_counts["updates"] + 1,
+                "samples": self.lost_counts["samples"] + samples,
             }

@@ -17,86 +17,97 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.parallel.server.message_header import Header, Unfit, bytes_of, vector_of
-from paragrad.shm.region import TOKEN, OwnRegion, begins, lacking, opened
+from paragrad.parallel.server.message_header import Header, InvalidMessage, view_bytes, view_vector
+from paragrad.shm.region import (
+    TOKEN_BYTES,
+    CreatedRegion,
+    compute_offsets,
+    find_missing_features,
+    open_region,
+)
 
 
-class Shelf:
+class SharedBuffer:
     """Vectors of this process, of these types and lengths. against: why others are not to read
     them, or "";  then `lies` tells whether they can, and `against` why not.
     """
 
-    def __init__(self, wanted: Sequence[tuple[torch.dtype, int]], against: str = "") -> None:
-        *self.begins, end = begins(TOKEN, [dtype.itemsize * elements for dtype, elements in wanted])
-        self.against = against or lacking() or ""
+    def __init__(self, wanted: Sequence[tuple[torch.dtype, int]], obstacle: str = "") -> None:
+        *self.offsets, end = compute_offsets(
+            TOKEN_BYTES, [dtype.itemsize * elements for dtype, elements in wanted]
+        )
+        self.obstacle = obstacle or find_missing_features() or ""
         self.region = None
-        if not self.against:
+        if not self.obstacle:
             try:
-                self.region = OwnRegion(end, repair="start fewer workers")
+                self.region = CreatedRegion(end, repair="start fewer workers")
             except RuntimeError as error:
-                self.against = str(error)
-        self.lies = self.region is not None
+                self.obstacle = str(error)
+        self.is_shared = self.region is not None
         self.vectors = [
-            self._vector(begin, *each) for begin, each in zip(self.begins, wanted, strict=True)
+            self._make_vector(begin, *each)
+            for begin, each in zip(self.offsets, wanted, strict=True)
         ]
 
-    def _vector(self, begin: int, dtype: torch.dtype, elements: int) -> Tensor:
+    def _make_vector(self, offset: int, dtype: torch.dtype, elements: int) -> Tensor:
         if self.region is None or not elements:
             return torch.empty(elements, dtype=dtype)
-        return torch.frombuffer(self.region.map, dtype=dtype, count=elements, offset=begin)
+        return torch.frombuffer(self.region.map, dtype=dtype, count=elements, offset=offset)
 
-    def place(self, number: int) -> bytes:
+    def get_location(self, number: int) -> bytes:
         """Where others find one of them; nothing where they do not."""
         return (
-            b"" if self.region is None else f"{self.begins[number]} {self.region.address}".encode()
+            b"" if self.region is None else f"{self.offsets[number]} {self.region.address}".encode()
         )
 
-    def sent(self, number: int, lies: bool) -> Any:
+    def make_frame(self, number: int, is_shared: bool) -> Any:
         """The last frame of a message that brings one of them."""
-        return self.place(number) if lies else bytes_of(self.vectors[number])
+        return self.get_location(number) if is_shared else view_bytes(self.vectors[number])
 
     def close(self) -> None:
         """Nobody opens it any more."""
         if self.region is not None:
-            self.region.opened_by_all()
+            self.region.close_descriptor()
 
 
-class Reader:
+class BufferReader:
     """What others send, wherever it lies. most: so many others are remembered."""
 
-    def __init__(self, most: int) -> None:
-        self.opened = lru_cache(most)(opened)
+    def __init__(self, capacity: int) -> None:
+        self.open_region = lru_cache(capacity)(open_region)
 
-    def vector(self, header: Header, frame: Any) -> Tensor:
+    def read_vector(self, header: Header, frame: Any) -> Tensor:
         """Raises Unfit."""
-        return vector_of(
+        return view_vector(
             header,
-            self.found(frame, header.elements * header.dtype.itemsize) if header.lies else frame,
+            self.view_location(frame, header.elements * header.dtype.itemsize)
+            if header.is_shared
+            else frame,
         )
 
-    def found(self, place: Any, size: int) -> memoryview:
+    def view_location(self, location: Any, size: int) -> memoryview:
         """So many bytes of another process's shelf. Raises Unfit."""
         try:
-            begin, address = bytes(place).decode().split(" ", 1)
+            begin, address = bytes(location).decode().split(" ", 1)
             start = int(begin)
             # what is written here is not written there
-            whole = memoryview(self.opened(address, private=True).map)
+            whole = memoryview(self.open_region(address, private=True).map)
         except (ValueError, RuntimeError) as error:
-            raise Unfit(
+            raise InvalidMessage(
                 "it lies where it cannot be read", f"it lies where it cannot be read: {error}"
             ) from error
-        if not TOKEN <= start <= len(whole) - size:
-            raise Unfit("it lies beyond the end of what can be read")
+        if not TOKEN_BYTES <= start <= len(whole) - size:
+            raise InvalidMessage("it lies beyond the end of what can be read")
         return whole[start : start + size]
 
-    def against(self, place: Any) -> str:
+    def find_obstacle(self, location: Any) -> str:
         """Why nothing can be read there, or ""."""
         try:
-            self.found(place, 0)
-        except Unfit as error:
-            return error.told
+            self.view_location(location, 0)
+        except InvalidMessage as error:
+            return error.sender_text
         return ""
 
-    def forget(self) -> None:
+    def forget_regions(self) -> None:
         """Those others are gone."""
-        self.opened.cache_clear()
+        self.open_region.cache_clear()

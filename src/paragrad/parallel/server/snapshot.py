@@ -22,34 +22,34 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paragrad.engine.optimizer.optimizer_state import attributes, beside_parameters
+from paragrad.engine.optimizer.optimizer_state import copy_optimizer_attributes, select_global_state
 
-EVERY = 100  # updates
-KEPT = 2  # snapshots: another server may not have the newest yet
-ENTRY = struct.Struct("<qq")
+UPDATES_PER_SNAPSHOT = 100  # updates
+KEPT_SNAPSHOTS = 2  # snapshots: another server may not have the newest yet
+ENTRY_STRUCT = struct.Struct("<qq")
 
 
-class Shard(Protocol):
+class SnapshotSource(Protocol):
     """What of a server is kept, by the names that it has there. own: what the optimizer holds;
     counts, recount: where it stands, told and taken over;  lose: a ticket that was applied is
     lost;  refused: why what was.
     """
 
     values: list[Tensor]
-    own: list[Tensor]
+    local_parameters: list[Tensor]
     optimizer: torch.optim.Optimizer
     scheduler: Any
     updates: int
-    refused: Counter[str]
+    refusals: Counter[str]
 
-    def counts(self) -> dict[str, Any]: ...
+    def export_counts(self) -> dict[str, Any]: ...
 
-    def recount(self, told: dict[str, Any]) -> None: ...
+    def restore_counts(self, counts: dict[str, Any]) -> None: ...
 
-    def lose(self, ticket: int, samples: int) -> None: ...
+    def lose_ticket(self, ticket: int, samples: int) -> None: ...
 
 
-def snapshots(folder: Path, number: int) -> dict[int, Path]:
+def list_snapshots(folder: Path, number: int) -> dict[int, Path]:
     """Those of a server, by updates, in their order."""
     found = {
         int(path.stem.rsplit("-", 1)[1]): path
@@ -58,15 +58,15 @@ def snapshots(folder: Path, number: int) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def common(folder: Path, servers: int) -> int | None:
+def find_common_step(folder: Path, servers: int) -> int | None:
     """The last step of which all servers have a snapshot, if there is one."""
     return max(
-        set.intersection(*(set(snapshots(folder, number)) for number in range(servers))),
+        set.intersection(*(set(list_snapshots(folder, number)) for number in range(servers))),
         default=None,
     )
 
 
-class Snapshots:
+class SnapshotStore:
     """Of one server, in a folder."""
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -75,14 +75,14 @@ class Snapshots:
         self.journal = os.open(folder / f"server-{number}.journal", os.O_RDWR | os.O_CREAT, 0o600)
         self.entries = 0
 
-    def before(self, shard: Shard, tickets: list[tuple[int, int]]) -> None:
+    def record_tickets(self, shard: SnapshotSource, tickets: list[tuple[int, int]]) -> None:
         """Tickets, with their samples, are about to be applied, in one update."""
-        if self.entries + len(tickets) > EVERY:
-            self.save(shard)
-        os.write(self.journal, b"".join(ENTRY.pack(*each) for each in tickets))
+        if self.entries + len(tickets) > UPDATES_PER_SNAPSHOT:
+            self.save_snapshot(shard)
+        os.write(self.journal, b"".join(ENTRY_STRUCT.pack(*each) for each in tickets))
         self.entries += len(tickets)
 
-    def save(self, shard: Shard) -> None:
+    def save_snapshot(self, shard: SnapshotSource) -> None:
         path = self.folder / f"server-{self.number}-{shard.updates:08}.snapshot"
         partial = path.with_suffix(".partial")
         groups = [
@@ -91,11 +91,16 @@ class Snapshots:
         ]
         kept = {
             "values": shard.values,
-            "state": [dict(shard.optimizer.state.get(place, {})) for place in shard.own],
+            "state": [
+                dict(shard.optimizer.state.get(place, {})) for place in shard.local_parameters
+            ],
             "groups": groups,
             "scheduler": shard.scheduler and shard.scheduler.state_dict(),
-            "counts": shard.counts(),
-            "beside": (beside_parameters(shard.optimizer), attributes(shard.optimizer)),
+            "counts": shard.export_counts(),
+            "beside": (
+                select_global_state(shard.optimizer),
+                copy_optimizer_attributes(shard.optimizer),
+            ),
         }
         try:
             torch.save(kept, partial)
@@ -103,33 +108,33 @@ class Snapshots:
             partial.unlink(missing_ok=True)
             raise
         partial.rename(path)
-        for old in [*snapshots(self.folder, self.number).values()][:-KEPT]:
+        for old in [*list_snapshots(self.folder, self.number).values()][:-KEPT_SNAPSHOTS]:
             old.unlink()
         os.ftruncate(self.journal, 0)
         os.lseek(self.journal, 0, os.SEEK_SET)
         self.entries = 0
 
-    def save_if_there_is_room(self, shard: Shard) -> None:
+    def try_save_snapshot(self, shard: SnapshotSource) -> None:
         """Where nothing is lost without it: more steps would be made again."""
         try:
-            self.save(shard)
+            self.save_snapshot(shard)
         except (OSError, RuntimeError):  # a full disk, as torch says it
-            shard.refused["a snapshot, for which there was no room"] += 1
+            shard.refusals["a snapshot, for which there was no room"] += 1
 
-    def restore(self, shard: Shard, step: int | None = None) -> None:
+    def restore_shard(self, shard: SnapshotSource, step: int | None = None) -> None:
         """As it was at the last snapshot, if there is one, or at that of a step; what was
         applied since is lost.
         """
-        for updates, later in snapshots(self.folder, self.number).items():
+        for updates, later in list_snapshots(self.folder, self.number).items():
             if step is not None and updates > step:
                 later.unlink()
-        for path in [*snapshots(self.folder, self.number).values()][-1:]:
+        for path in [*list_snapshots(self.folder, self.number).values()][-1:]:
             # of this training's own folder
             found = torch.load(path, weights_only=False)
             for value, kept in zip(shard.values, found["values"], strict=True):
                 value.copy_(kept)
             shard.optimizer.state.clear()
-            for place, state in zip(shard.own, found["state"], strict=True):
+            for place, state in zip(shard.local_parameters, found["state"], strict=True):
                 if state:
                     shard.optimizer.state[place] = state
             for group, values in zip(shard.optimizer.param_groups, found["groups"], strict=True):
@@ -139,12 +144,12 @@ class Snapshots:
             vars(shard.optimizer).update(own)
             if shard.scheduler is not None:
                 shard.scheduler.load_state_dict(found["scheduler"])
-            shard.recount(found["counts"])
+            shard.restore_counts(found["counts"])
         os.lseek(self.journal, 0, os.SEEK_SET)
-        written = os.read(self.journal, ENTRY.size * (EVERY + 1024))
-        for start in range(0, len(written) - ENTRY.size + 1, ENTRY.size):
-            shard.lose(*ENTRY.unpack_from(written, start))
-        self.save(shard)
+        written = os.read(self.journal, ENTRY_STRUCT.size * (UPDATES_PER_SNAPSHOT + 1024))
+        for start in range(0, len(written) - ENTRY_STRUCT.size + 1, ENTRY_STRUCT.size):
+            shard.lose_ticket(*ENTRY_STRUCT.unpack_from(written, start))
+        self.save_snapshot(shard)
 
     def close(self) -> None:
         os.close(self.journal)

@@ -10,47 +10,55 @@ from math import inf
 
 from paragrad.parallel.server.message_header import Header
 
-Asked = tuple[bytes, Header]
+PullRequest = tuple[bytes, Header]
 
 
 @dataclass
-class Bounded:
+class StalenessBound:
     """bound: s, or None where nobody waits;  workers: how many there are."""
 
     bound: int | None
     workers: int
-    first: int | None = None  # step, with which all begin
+    first_step: int | None = None  # step, with which all begin
     # by sender: the step that it asked for last
-    at: dict[int, int] = field(default_factory=dict)
+    requested_steps: dict[int, int] = field(default_factory=dict)
     # who asks for no step until all have met
-    apart: set[int] = field(default_factory=set)
-    waiting: list[Asked] = field(default_factory=list)
+    excluded_senders: set[int] = field(default_factory=set)
+    waiting_pulls: list[PullRequest] = field(default_factory=list)
 
-    def asks(self, whose: bytes, header: Header, for_step: bool = True) -> list[Asked]:
+    def add_pull(
+        self, connection: bytes, header: Header, for_step: bool = True
+    ) -> list[PullRequest]:
         """Somebody asks for the parameters of a step, or as they are: who may have theirs
         now.
         """
-        self.first = header.step if self.first is None else self.first
-        self.at[header.sender] = header.step
-        self.apart.discard(header.sender)
+        self.first_step = header.step if self.first_step is None else self.first_step
+        self.requested_steps[header.sender] = header.step
+        self.excluded_senders.discard(header.sender)
         if self.bound is None or not for_step:
-            return [*self._ready(), (whose, header)]
-        self.waiting.append((whose, header))
-        return self._ready()
+            return [*self._take_ready_pulls(), (connection, header)]
+        self.waiting_pulls.append((connection, header))
+        return self._take_ready_pulls()
 
-    def is_apart(self, sender: int) -> list[Asked]:
+    def exclude_sender(self, sender: int) -> list[PullRequest]:
         """It waits for the others, who may have to come to where it waits: so nobody waits for
         it.
         """
-        self.apart.add(sender)
-        return self._ready()
+        self.excluded_senders.add(sender)
+        return self._take_ready_pulls()
 
-    def _ready(self) -> list[Asked]:
+    def _take_ready_pulls(self) -> list[PullRequest]:
         # who did not come yet
-        every = {**dict.fromkeys(range(len(self.at) - self.workers, 0), self.first or 0), **self.at}
+        every = {
+            **dict.fromkeys(
+                range(len(self.requested_steps) - self.workers, 0), self.first_step or 0
+            ),
+            **self.requested_steps,
+        }
         slowest = min(
-            (step for sender, step in every.items() if sender not in self.apart), default=inf
+            (step for sender, step in every.items() if sender not in self.excluded_senders),
+            default=inf,
         )
-        ready = [each for each in self.waiting if each[1].step - slowest <= (self.bound or 0)]
-        self.waiting = [each for each in self.waiting if each not in ready]
+        ready = [each for each in self.waiting_pulls if each[1].step - slowest <= (self.bound or 0)]
+        self.waiting_pulls = [each for each in self.waiting_pulls if each not in ready]
         return ready

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from paragrad.parallel.server.message_header import Header, Kind, Unfit
-from paragrad.parallel.server.sockets import Listening, heard, key_of
+from paragrad.parallel.server.message_header import Header, InvalidMessage, MessageType
+from paragrad.parallel.server.sockets import Listener, get_connection_key, process_request
 
 TRAIN = "train"
 TEST = "test"
@@ -57,7 +57,7 @@ class Ticket:
 
 
 @dataclass
-class Member:
+class WorkerState:
     """A worker. done: tickets, counted from the fewest that anybody had done when it came;
     holds: what it is at;  since: when it got that, or asked;  trained: it has done so once;
     whose: the connection it asked over;  asking: whom to answer, while it waits;  answered: the
@@ -65,16 +65,16 @@ class Member:
     """
 
     number: int
-    done: int
+    done_count: int
     since: float
-    holds: Ticket | None = None
-    trained: bool = False
-    whose: bytes = b""
-    asking: tuple[bytes, Header] | None = None
-    answered: tuple[int, bytes] | None = None
+    ticket: Ticket | None = None
+    has_trained: bool = False
+    connection: bytes = b""
+    open_request: tuple[bytes, Header] | None = None
+    last_answer: tuple[int, bytes] | None = None
 
 
-class Guests(Protocol):
+class JoinHandler(Protocol):
     """Those who join from elsewhere. keys: whose each number is;  admit: what one is told that
     asks to take part, of what it would train as text, or None while nothing can be said (it is
     reminded of it, and asked again); raises Unfit;  check: may this be said of a ticket? Raises
@@ -84,17 +84,17 @@ class Guests(Protocol):
 
     keys: dict[int, bytes]
 
-    def admit(self, key: bytes, sender: int, text: bytes) -> bytes | None: ...
+    def admit_worker(self, key: bytes, sender: int, text: bytes) -> bytes | None: ...
 
-    def check(self, ticket: Ticket, said: dict[str, float]) -> None: ...
+    def check_report(self, ticket: Ticket, report: dict[str, float]) -> None: ...
 
-    def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None: ...
+    def record_ticket(self, number: int, ticket: Ticket, report: dict[str, float]) -> None: ...
 
-    def left(self, number: int) -> None: ...
+    def record_departure(self, number: int) -> None: ...
 
 
 @dataclass
-class Office:
+class WorkQueue:
     """bound: of ssp, or None;  wanted: shares that a step waits for, or None;  limit: seconds
     for a ticket;  told_of(member, ticket, said): called when one was done for the first
     time.
@@ -102,91 +102,110 @@ class Office:
 
     job: int
     bound: int | None
-    wanted: int | None
+    wanted_shares: int | None
     limit: float
-    told_of: Callable[[int, Ticket, dict[str, Any]], None]
-    members: dict[int, Member] = field(default_factory=dict)
-    left: deque[Ticket] = field(default_factory=deque)
-    open: dict[Ticket, int] = field(default_factory=dict)  # who is at it
+    on_ticket_done: Callable[[int, Ticket, dict[str, Any]], None]
+    workers: dict[int, WorkerState] = field(default_factory=dict)
+    waiting_tickets: deque[Ticket] = field(default_factory=deque)
+    open_tickets: dict[Ticket, int] = field(default_factory=dict)  # who is at it
     # by number of a share: who was at it beside the last
-    begun_again: dict[int, list[int]] = field(default_factory=dict)
+    earlier_workers: dict[int, list[int]] = field(default_factory=dict)
     # updates of which all shares have been told of; of later ones somebody has
-    made: int | None = None
+    updates_made: int | None = None
     # of how many, by the number of the update
-    told: dict[int, int] = field(default_factory=dict)
-    gave: dict[int, Ticket] = field(default_factory=dict)  # to whom last
-    ended: bool = False
-    refused: Counter[str] = field(default_factory=Counter)
-    guests: Guests | None = None
+    reported_shares: dict[int, int] = field(default_factory=dict)
+    last_tickets: dict[int, Ticket] = field(default_factory=dict)  # to whom last
+    is_ended: bool = False
+    refusals: Counter[str] = field(default_factory=Counter)
+    join_handler: JoinHandler | None = None
 
-    def give(self, tickets: Iterable[Ticket]) -> None:
+    def add_tickets(self, tickets: Iterable[Ticket]) -> None:
         """More to do."""
-        self.left.extend(tickets)
+        self.waiting_tickets.extend(tickets)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Is everything done that was given?"""
-        return not self.left and not self.open
+        return not self.waiting_tickets and not self.open_tickets
 
     # ---- messages ----------------------------------------------------------------------------
-    def taken(self, listening: Listening, frames: list[Any]) -> None:
+    def handle_message(self, listener: Listener, frames: list[Any]) -> None:
         """A worker says what it has done, and asks for more."""
-        heard(
-            listening, frames, self.job, functools.partial(self._question, listening), self.refused
+        process_request(
+            listener,
+            frames,
+            self.job,
+            functools.partial(self._handle_request, listener),
+            self.refusals,
         )
 
-    def _question(
-        self, listening: Listening, whose: bytes, header: Header, rest: Sequence[Any]
+    def _handle_request(
+        self, listener: Listener, connection: bytes, header: Header, rest: Sequence[Any]
     ) -> None:
-        if header.kind == Kind.REMIND:
-            there = (whose, header.call) in (
-                (each.whose, each.asking[1].call) for each in self.members.values() if each.asking
+        if header.kind == MessageType.REMIND:
+            there = (connection, header.call) in (
+                (each.connection, each.open_request[1].call)
+                for each in self.workers.values()
+                if each.open_request
             )
-            listening.answer(whose, header.answer(Kind.WAIT if there else Kind.MISSED))
+            listener.send_answer(
+                connection, header.make_answer(MessageType.WAIT if there else MessageType.MISSED)
+            )
             return
-        if header.kind not in (Kind.NEXT, Kind.JOIN, Kind.LEAVE) or len(rest) != 1:
-            raise Unfit(f"{header.kind.name} is no question of a worker's")
-        key = key_of(whose)
-        if header.kind == Kind.JOIN:
-            if self.guests is None or key is None:
-                raise Unfit("nobody joins this training here")
-            if self.ended:
-                raise Unfit("the training is over")
-            if (told := self.guests.admit(key, header.sender, rest[0].bytes)) is not None:
-                listening.answer(whose, header.answer(Kind.JOINED), told)
+        if (
+            header.kind not in (MessageType.NEXT, MessageType.JOIN, MessageType.LEAVE)
+            or len(rest) != 1
+        ):
+            raise InvalidMessage(f"{header.kind.name} is no question of a worker's")
+        key = get_connection_key(connection)
+        if header.kind == MessageType.JOIN:
+            if self.join_handler is None or key is None:
+                raise InvalidMessage("nobody joins this training here")
+            if self.is_ended:
+                raise InvalidMessage("the training is over")
+            if (
+                told := self.join_handler.admit_worker(key, header.sender, rest[0].bytes)
+            ) is not None:
+                listener.send_answer(connection, header.make_answer(MessageType.JOINED), told)
             return
-        number, ticket, said = self._read(rest[0].bytes)
-        guests = self.guests.keys if self.guests else {}
+        number, ticket, said = self._parse_request(rest[0].bytes)
+        guests = self.join_handler.keys if self.join_handler else {}
         if guests.get(number) != key:
-            raise Unfit("a number that is somebody else's")
-        if key is not None and self.guests is not None:
-            if ticket not in (None, self.gave.get(number)):
-                raise Unfit("a ticket that it was not given")
+            raise InvalidMessage("a number that is somebody else's")
+        if key is not None and self.join_handler is not None:
+            if ticket not in (None, self.last_tickets.get(number)):
+                raise InvalidMessage("a ticket that it was not given")
             if ticket is not None:
-                self.guests.check(ticket, said)
-        member = self.members.get(number)
-        if member is not None and member.answered is not None and member.answered[0] == header.call:
+                self.join_handler.check_report(ticket, said)
+        member = self.workers.get(number)
+        if (
+            member is not None
+            and member.last_answer is not None
+            and member.last_answer[0] == header.call
+        ):
             # it asked twice
-            listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])
+            listener.send_answer(
+                connection, header.make_answer(MessageType.GIVEN), member.last_answer[1]
+            )
         elif (
             member is not None
-            and member.asking is not None
-            and member.asking[1].call == header.call
+            and member.open_request is not None
+            and member.open_request[1].call == header.call
         ):
-            member.whose = whose
-            member.asking = (whose, header)
-            listening.answer(whose, header.answer(Kind.WAIT))
+            member.connection = connection
+            member.open_request = (connection, header)
+            listener.send_answer(connection, header.make_answer(MessageType.WAIT))
         else:
-            self._asked(number, ticket, said, (whose, header))
-            if self.guests is not None and key is not None and ticket is not None:
-                self.guests.did(number, ticket, said)
-        if header.kind == Kind.LEAVE and self.guests is not None and key is not None:
-            self.lost(number)
-            self.guests.left(number)
-            listening.answer(whose, header.answer(Kind.DONE))
+            self._record_request(number, ticket, said, (connection, header))
+            if self.join_handler is not None and key is not None and ticket is not None:
+                self.join_handler.record_ticket(number, ticket, said)
+        if header.kind == MessageType.LEAVE and self.join_handler is not None and key is not None:
+            self.drop_worker(number)
+            self.join_handler.record_departure(number)
+            listener.send_answer(connection, header.make_answer(MessageType.DONE))
 
     @staticmethod
-    def _read(text: bytes) -> tuple[int, Ticket | None, dict[str, float]]:
+    def _parse_request(text: bytes) -> tuple[int, Ticket | None, dict[str, float]]:
         try:
             number, done, said = json.loads(text)
             ticket = Ticket(**done) if done else None
@@ -196,144 +215,162 @@ class Office:
                 {str(name): float(value) for name, value in dict(said).items()},
             )
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise Unfit("a question that cannot be read") from error
+            raise InvalidMessage("a question that cannot be read") from error
 
-    def _asked(
-        self, number: int, ticket: Ticket | None, said: dict[str, Any], asking: tuple[bytes, Header]
+    def _record_request(
+        self,
+        number: int,
+        ticket: Ticket | None,
+        report: dict[str, Any],
+        request: tuple[bytes, Header],
     ) -> None:
         now = time.monotonic()
-        member = self.members.get(number)
+        member = self.workers.get(number)
         # it does not say what became of that
-        if member is not None and member.holds not in (None, ticket):
-            self.lost(number)
+        if member is not None and member.ticket not in (None, ticket):
+            self.drop_worker(number)
             member = None
         if member is None:
-            fewest = min((each.done for each in self.members.values()), default=0)
-            member = Member(number, fewest, now)
-            self.members[number] = member
-        holder = self.open.pop(ticket, None) if ticket is not None else None
+            fewest = min((each.done_count for each in self.workers.values()), default=0)
+            member = WorkerState(number, fewest, now)
+            self.workers[number] = member
+        holder = self.open_tickets.pop(ticket, None) if ticket is not None else None
         if ticket is not None and holder is not None:
             # it may have brought it, and not said so yet
             if holder != number:
-                self.begun_again.setdefault(ticket.number, []).append(holder)
-            self._done(member, ticket, said)
+                self.earlier_workers.setdefault(ticket.number, []).append(holder)
+            self._finish_ticket(member, ticket, report)
         # it was late, and nobody else has begun
-        elif ticket is not None and ticket in self.left:
-            self.left.remove(ticket)
-            self._done(member, ticket, said)
-        member.whose = asking[0]
-        member.asking = asking
+        elif ticket is not None and ticket in self.waiting_tickets:
+            self.waiting_tickets.remove(ticket)
+            self._finish_ticket(member, ticket, report)
+        member.connection = request[0]
+        member.open_request = request
         member.since = now
-        member.holds = None
+        member.ticket = None
 
-    def _done(self, member: Member, ticket: Ticket, said: dict[str, Any]) -> None:
+    def _finish_ticket(self, worker: WorkerState, ticket: Ticket, report: dict[str, Any]) -> None:
         if ticket.what == TRAIN:
-            member.trained = True
-            late = said.get("became") == LATE  # it is to be done again
-            if self.wanted is not None:
-                self._made(int(said.get("version", -1)), 0 if late else 1, ticket)
+            worker.has_trained = True
+            late = report.get("became") == LATE  # it is to be done again
+            if self.wanted_shares is not None:
+                self._count_update(int(report.get("version", -1)), 0 if late else 1, ticket)
             if late:
-                self.left.appendleft(ticket)
+                self.waiting_tickets.appendleft(ticket)
                 return
-            member.done += 1
-        self.told_of(member.number, ticket, said)
+            worker.done_count += 1
+        self.on_ticket_done(worker.number, ticket, report)
 
-    def _made(self, version: int, shares: int, ticket: Ticket) -> None:
+    def _count_update(self, version: int, shares: int, ticket: Ticket) -> None:
         """Somebody says that so many updates were made; of the last one a share was, or was
         not, its own.
         """
-        if self.made is None:
+        if self.updates_made is None:
             # who came first was late: nothing was made since
-            self.made = version
+            self.updates_made = version
         # the server is behind: it was started again
-        if not shares and ticket.after == self.made and version < self.made:
-            self.made = version
-            self.told.clear()
-        if version == self.made + 1:
-            self.told[version] = self.told.get(version, 0) + shares
-        while self.told.get(self.made + 1, 0) >= ticket.wanted:
-            self.made += 1
-            del self.told[self.made]
+        if not shares and ticket.after == self.updates_made and version < self.updates_made:
+            self.updates_made = version
+            self.reported_shares.clear()
+        if version == self.updates_made + 1:
+            self.reported_shares[version] = self.reported_shares.get(version, 0) + shares
+        while self.reported_shares.get(self.updates_made + 1, 0) >= ticket.wanted:
+            self.updates_made += 1
+            del self.reported_shares[self.updates_made]
 
-    def anew(self) -> None:
+    def reset_updates(self) -> None:
         """The server was started again, and counts from its snapshot."""
-        self.made = None
-        self.told.clear()
+        self.updates_made = None
+        self.reported_shares.clear()
 
-    def lost(self, number: int) -> None:
+    def drop_worker(self, number: int) -> None:
         """A worker is gone: what it was at is somebody else's."""
-        member = self.members.pop(number, None)
+        member = self.workers.pop(number, None)
         if (
             member is not None
-            and member.holds is not None
-            and self.open.get(member.holds) == number
+            and member.ticket is not None
+            and self.open_tickets.get(member.ticket) == number
         ):
-            del self.open[member.holds]
-            self.left.appendleft(member.holds)
-            if member.holds.what == TRAIN:
-                self.begun_again.setdefault(member.holds.number, []).append(number)
+            del self.open_tickets[member.ticket]
+            self.waiting_tickets.appendleft(member.ticket)
+            if member.ticket.what == TRAIN:
+                self.earlier_workers.setdefault(member.ticket.number, []).append(number)
 
-    def gone(self, whose: bytes) -> int | None:
+    def drop_connection(self, connection: bytes) -> int | None:
         """Whose connection this was is lost, if it had no other since; its number."""
-        number = next((each.number for each in self.members.values() if each.whose == whose), None)
+        number = next(
+            (each.number for each in self.workers.values() if each.connection == connection), None
+        )
         if number is not None:
-            self.lost(number)
+            self.drop_worker(number)
         return number
 
-    def late(self) -> list[int]:
+    def drop_late_workers(self) -> list[int]:
         """Who has been at a ticket for longer than the limit; they are lost until they ask
         again.
         """
         now = time.monotonic()
         found = [
             each.number
-            for each in self.members.values()
-            if each.holds is not None and now - each.since > self.limit
+            for each in self.workers.values()
+            if each.ticket is not None and now - each.since > self.limit
         ]
         for number in found:
-            self.lost(number)
+            self.drop_worker(number)
         return found
 
-    def _may(self, member: Member, ticket: Ticket, fewest: int) -> bool:
+    def _can_take(self, worker: WorkerState, ticket: Ticket, fewest: int) -> bool:
         """A worker that has not trained yet knows less of the model; it tests where nobody
         has.
         """
-        if ticket.what == TRAIN and self.told and ticket.number not in self.begun_again:
+        if (
+            ticket.what == TRAIN
+            and self.reported_shares
+            and ticket.number not in self.earlier_workers
+        ):
             # until all of a step have said so: then it is known how many are left
             return False
         if ticket.what == TRAIN:
-            return self.bound is None or member.done - fewest <= self.bound
-        joined = self.guests.keys if self.guests is not None and ticket.what == KEEP else {}
-        able = [each for each in self.members.values() if each.number not in joined]
-        return member.number not in joined and (
-            member.trained or not any(each.trained for each in able)
+            return self.bound is None or worker.done_count - fewest <= self.bound
+        joined = (
+            self.join_handler.keys if self.join_handler is not None and ticket.what == KEEP else {}
+        )
+        able = [each for each in self.workers.values() if each.number not in joined]
+        return worker.number not in joined and (
+            worker.has_trained or not any(each.has_trained for each in able)
         )
 
-    def hand_out(self, listening: Listening) -> None:
+    def hand_out_tickets(self, listener: Listener) -> None:
         """Answer those who wait, as far as there is something for them."""
-        fewest = min((each.done for each in self.members.values()), default=0)
-        for member in sorted(self.members.values(), key=lambda each: each.since):
-            if member.asking is None:
+        fewest = min((each.done_count for each in self.workers.values()), default=0)
+        for member in sorted(self.workers.values(), key=lambda each: each.since):
+            if member.open_request is None:
                 continue
-            if self.ended:
+            if self.is_ended:
                 ticket = Ticket(END)
-            elif not self.left or not self._may(member, self.left[0], fewest):
+            elif not self.waiting_tickets or not self._can_take(
+                member, self.waiting_tickets[0], fewest
+            ):
                 continue
             else:
-                ticket = self.left.popleft()
-                if self.wanted is not None and ticket.what == TRAIN:
-                    remaining = 1 + sum(each.what == TRAIN for each in (*self.left, *self.open))
+                ticket = self.waiting_tickets.popleft()
+                if self.wanted_shares is not None and ticket.what == TRAIN:
+                    remaining = 1 + sum(
+                        each.what == TRAIN for each in (*self.waiting_tickets, *self.open_tickets)
+                    )
                     ticket = replace(
                         ticket,
-                        wanted=min(self.wanted, remaining),
-                        after=-1 if self.made is None else self.made,
+                        wanted=min(self.wanted_shares, remaining),
+                        after=-1 if self.updates_made is None else self.updates_made,
                     )
-                member.holds = replace(ticket, workers=len(self.members))
-                ticket = member.holds
-                self.open[ticket] = member.number
-            self.gave[member.number] = ticket
-            whose, header = member.asking
-            member.asking = None
+                member.ticket = replace(ticket, workers=len(self.workers))
+                ticket = member.ticket
+                self.open_tickets[ticket] = member.number
+            self.last_tickets[member.number] = ticket
+            whose, header = member.open_request
+            member.open_request = None
             member.since = time.monotonic()
-            member.answered = header.call, json.dumps(asdict(ticket)).encode()
-            listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])
+            member.last_answer = header.call, json.dumps(asdict(ticket)).encode()
+            listener.send_answer(
+                whose, header.make_answer(MessageType.GIVEN), member.last_answer[1]
+            )

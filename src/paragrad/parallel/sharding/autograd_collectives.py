@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from paragrad.parallel.sharding.halo_regions import PADDING, Run, Want, runs
-from paragrad.parallel.sharding.partition import Pieces, Wish
-from paragrad.planner.cost_formulas import computed_bytes
+from paragrad.parallel.sharding.halo_regions import PADDING, ElementRun, WantedIndices, find_runs
+from paragrad.parallel.sharding.partition import Constraint, DimPartition
+from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.runtime.world import World
 
-COLLECTIVES = {
+TRANSFER_COLLECTIVES = {
     "copied": "all_reduce",
     "summed": "all_reduce",
     "gathered": "all_gather",
@@ -41,27 +41,29 @@ COLLECTIVES = {
     "shown": "broadcast",
 }
 # plain values that were copied last: queries, keys and values are made of one
-KEPT = 4
+COPY_CACHE_SIZE = 4
 
 
-class Deciding(Protocol):
+class ShardingDecider(Protocol):
     """While it is found out how to divide parameters, who decides. divide: by the outputs of a
     layer, or the vocabulary (role); follow: as a value with which it is used;  the others note
     what travels, and what is used as it is.
     """
 
-    wishes: list[Wish]
+    constraints: list[Constraint]
 
-    def divide(self, tensor: Any, dim: int, role: str) -> bool: ...
-    def follow(self, tensor: Any, dim: int, cut: Any) -> bool: ...
-    def reconsider(self, pieces: Pieces) -> None: ...
-    def used(self, tensor: Any, by: str) -> None: ...
-    def gathered(self, tensor: Any, dim: int) -> None: ...
-    def tried(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> None: ...
-    def noted(self, what: str, sent: int, detail: str) -> None: ...
+    def decide_sharding(self, tensor: Any, dim: int, role: str) -> bool: ...
+    def follow_sharding(self, tensor: Any, dim: int, sharding: Any) -> bool: ...
+    def reconsider_sources(self, partition: DimPartition) -> None: ...
+    def note_whole_use(self, tensor: Any, by: str) -> None: ...
+    def note_gather(self, tensor: Any, dim: int) -> None: ...
+    def check_meta_call(
+        self, func: Any, name: str, args: Any, kwargs: Any, draws: bool
+    ) -> None: ...
+    def note_transfer(self, what: str, sent: int, detail: str) -> None: ...
 
 
-class Nobody:
+class FakeGroup:
     """A world of so many ranks, of which this is the first, and no other is there. What it
     answers has the shape alone.
     """
@@ -71,24 +73,24 @@ class Nobody:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
+    def all_reduce(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
         return tensor.clone()
 
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor] * self.size
 
     def copy_from(self, tensor: Tensor, rank: int) -> None:
         """What there is is what it would be."""
 
-    def passing(
-        self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]
+    def start_transfers(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        for tensor in takes.values():
+        for tensor in receives.values():
             tensor.zero_()
         return lambda: None
 
 
-class Manner(NamedTuple):
+class SplitOptions(NamedTuple):
     """How layers are split over a line, where there are several ways. data: what of the data is
     divided (rows, columns, samples), if any;  gathers: where a plain and a divided value of one
     size meet, both are plain from there on, not divided; pairs: a layer that is given divided
@@ -97,30 +99,33 @@ class Manner(NamedTuple):
     that want a branch's values on all ranks.
     """
 
-    data: str = ""
-    gathers: bool = False
+    data_dim: str = ""
+    gathers_mixed: bool = False
     pairs: bool = True
     dense: bool = False
-    shows: frozenset[str] = frozenset()
+    value_functions: frozenset[str] = frozenset()
 
 
-PLAIN = Manner()
+DEFAULT_SPLIT_OPTIONS = SplitOptions()
 
 
-class Line:
+class AxisGroup:
     """Ranks over which layers are split. planning: where it is being found out how to divide
     parameters, who decides; sent: bytes since somebody set it to 0.
     """
 
     def __init__(
-        self, world: World, manner: Manner = PLAIN, planning: Deciding | None = None
+        self,
+        world: World,
+        options: SplitOptions = DEFAULT_SPLIT_OPTIONS,
+        decider: ShardingDecider | None = None,
     ) -> None:
         self.world = world
-        self.manner = manner
-        self.planning = planning
-        self.sent = 0
-        self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
-        self.early: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self.options = options
+        self.decider = decider
+        self.sent_bytes = 0
+        self.recent_copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=COPY_CACHE_SIZE)
+        self.early_copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     @property
     def rank(self) -> int:
@@ -130,54 +135,61 @@ class Line:
     def size(self) -> int:
         return self.world.size
 
-    def summed(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
         if isinstance(tensor, FakeTensor):  # without values nobody is asked
             return tensor.clone()
-        self.sent += computed_bytes("all_reduce", tensor.nbytes, self.size)
-        return self.world.all_reduced(tensor.contiguous(), operation)
+        self.sent_bytes += count_collective_bytes("all_reduce", tensor.nbytes, self.size)
+        return self.world.all_reduce(tensor.contiguous(), operation)
 
-    def together(self, piece: Tensor, dim: int, pieces: Pieces) -> Tensor:
+    def gather_pieces(self, piece: Tensor, dim: int, partition: DimPartition) -> Tensor:
         """All ranks' pieces, in their places."""
         # one after the other, as one of them
-        if len(set(pieces.blocks)) == 1 < len(count := pieces.blocks):
-            found = self.together(
-                piece.unflatten(dim, (len(count), -1)), dim + 1, pieces.some(0, 1)
+        if len(set(partition.blocks)) == 1 < len(count := partition.blocks):
+            found = self.gather_pieces(
+                piece.unflatten(dim, (len(count), -1)), dim + 1, partition.select_blocks(0, 1)
             )
             # no view: it may be changed in place
             return found.flatten(dim, dim + 1).detach()
-        lengths = [pieces.length(rank) for rank in range(self.size)]
+        lengths = [partition.compute_length(rank) for rank in range(self.size)]
         if (most := max(lengths)) > piece.shape[dim]:
             wide = piece.new_zeros(*piece.shape[:dim], most, *piece.shape[dim + 1 :])
             wide.narrow(dim, 0, piece.shape[dim]).copy_(piece)
             piece = wide
         found = [piece] * self.size
         if not isinstance(piece, FakeTensor):
-            self.sent += computed_bytes("all_gather", piece.nbytes, self.size)
-            found = self.world.gathered(piece)
+            self.sent_bytes += count_collective_bytes("all_gather", piece.nbytes, self.size)
+            found = self.world.all_gather(piece)
         every = [each.narrow(dim, 0, length) for each, length in zip(found, lengths, strict=True)]
-        if len(pieces.blocks) == 1:
+        if len(partition.blocks) == 1:
             return torch.cat(every, dim)
-        parts = [each.split(pieces.lengths(rank), dim) for rank, each in enumerate(every)]
+        parts = [each.split(partition.list_lengths(rank), dim) for rank, each in enumerate(every)]
         return torch.cat([part for block in zip(*parts, strict=True) for part in block], dim)
 
-    def piece(self, whole: Tensor, dim: int, pieces: Pieces) -> Tensor:
+    def take_piece(self, whole: Tensor, dim: int, partition: DimPartition) -> Tensor:
         """This rank's, a view where it is one block."""
-        parts = [whole.narrow(dim, each.start, len(each)) for each in pieces.ranges(self.rank)]
+        parts = [
+            whole.narrow(dim, each.start, len(each)) for each in partition.list_ranges(self.rank)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def asked(
-        self, piece: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float
+    def start_fetch(
+        self,
+        piece: Tensor,
+        dim: int,
+        partition: DimPartition,
+        wanted: tuple[WantedIndices, ...],
+        fill: float,
     ) -> Callable[[], Tensor]:
         """Begins to get what this rank wants of all ranks' pieces; what is returned waits for
         it. fill: stands where there is nothing.
         """
-        mine = runs(have, wants[self.rank])
-        came, over = self._passed(
+        mine = find_runs(partition, wanted[self.rank])
+        came, over = self._start_transfer(
             piece,
             dim,
             {
-                peer: [run for run in runs(have, want) if run.owner == self.rank]
-                for peer, want in enumerate(wants)
+                peer: [run for run in find_runs(partition, want) if run.owner == self.rank]
+                for peer, want in enumerate(wanted)
             },
             {
                 peer: sum(run.length for run in mine if run.owner == peer)
@@ -185,7 +197,7 @@ class Line:
             },
         )
 
-        def together() -> Tensor:
+        def gather_pieces() -> Tensor:
             over()
             parts = list[Tensor]()
             at = dict.fromkeys(came, 0)
@@ -203,33 +215,33 @@ class Line:
                     at[run.owner] += run.length
             return torch.cat(parts, dim) if parts else piece.narrow(dim, 0, 0)
 
-        return together
+        return gather_pieces
 
-    def returned(
-        self, wanted: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...]
+    def start_return(
+        self, gradient: Tensor, dim: int, partition: DimPartition, wants: tuple[WantedIndices, ...]
     ) -> Callable[[Tensor], Tensor]:
         """The other way, begun: of what all ranks have for what they wanted, that for this
         rank's piece is added to a tensor.
         """
-        places = dict[int, list[Run]]()
+        places = dict[int, list[ElementRun]]()
         at = 0
-        for run in runs(have, wants[self.rank]):
+        for run in find_runs(partition, wants[self.rank]):
             places.setdefault(run.owner, []).append(run._replace(start=at))
             at += run.length
         theirs = {
-            peer: [run for run in runs(have, want) if run.owner == self.rank]
+            peer: [run for run in find_runs(partition, want) if run.owner == self.rank]
             for peer, want in enumerate(wants)
         }
-        came, over = self._passed(
-            wanted,
+        came, over = self._start_transfer(
+            gradient,
             dim,
             {peer: places.get(peer, []) for peer in range(self.size)},
             {peer: sum(run.length for run in found) for peer, found in theirs.items()},
         )
         if self.rank in places:
-            came[self.rank] = _taken(wanted, dim, places[self.rank])
+            came[self.rank] = _concatenate_runs(gradient, dim, places[self.rank])
 
-        def added(total: Tensor) -> Tensor:
+        def add_partial_results(total: Tensor) -> Tensor:
             over()
             for peer, found in theirs.items():  # in the order of ranks
                 at = 0
@@ -240,76 +252,84 @@ class Line:
                     at += run.length
             return total
 
-        return added
+        return add_partial_results
 
-    def _passed(
-        self, source: Tensor, dim: int, out: dict[int, list[Run]], into: dict[int, int]
+    def _start_transfer(
+        self,
+        source: Tensor,
+        dim: int,
+        send_runs: dict[int, list[ElementRun]],
+        receive_counts: dict[int, int],
     ) -> tuple[dict[int, Tensor], Callable[[], None]]:
         """To every rank its runs of a tensor, from each so many elements: (what comes, until
         when it has).
         """
         takes = {
             peer: source.new_empty(*source.shape[:dim], count, *source.shape[dim + 1 :])
-            for peer, count in into.items()
+            for peer, count in receive_counts.items()
             if count and peer != self.rank
         }
         if isinstance(source, FakeTensor):
             return takes, lambda: None
         sends = {
-            peer: _taken(source, dim, found)
-            for peer, found in out.items()
+            peer: _concatenate_runs(source, dim, found)
+            for peer, found in send_runs.items()
             if found and peer != self.rank
         }
-        self.sent += sum(each.nbytes for each in sends.values())
-        return takes, self.world.passing(sends, takes)
+        self.sent_bytes += sum(each.nbytes for each in sends.values())
+        return takes, self.world.start_transfers(sends, takes)
 
-    def copied(self, x: Tensor) -> Tensor:
+    def copy_to_ranks(self, x: Tensor) -> Tensor:
         """Of a plain value of which every rank makes something else: its gradient is summed,
         once for all that is made.
         """
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        for known, version, before in filter(None, (*self.copies, self.early.get(id(x)))):
+        for known, version, before in filter(
+            None, (*self.recent_copies, self.early_copies.get(id(x)))
+        ):
             if known is x and version == x._version:
                 return before
-        self.note("copied", x.nbytes)
-        made: Tensor = Copied.apply(x, self)
-        self.copies.append((x, x._version, made))
+        self.note_transfer("copied", x.nbytes)
+        made: Tensor = AxisCopy.apply(x, self)
+        self.recent_copies.append((x, x._version, made))
         return made
 
-    def copied_early(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+    def copy_parameters_early(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Copies of parameters, before a forward: autograd runs what was made first last, so
         that their gradients are summed one after the other behind the whole backward, and no
         rank waits for another in every layer.
         """
         given = [each for each in tensors if each.requires_grad and torch.is_grad_enabled()]
-        self.early = {id(each): (each, each._version, Copied.apply(each, self)) for each in given}
-        return [made for _, _, made in self.early.values()]
+        self.early_copies = {
+            id(each): (each, each._version, AxisCopy.apply(each, self)) for each in given
+        }
+        return [made for _, _, made in self.early_copies.values()]
 
-    def added(self, x: Tensor) -> Tensor:
+    def add_partial_results(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have."""
-        made: Tensor = Summed.apply(x, self)
-        self.note("summed", made.nbytes)
+        made: Tensor = AxisReduce.apply(x, self)
+        self.note_transfer("summed", made.nbytes)
         return made
 
-    def note(self, what: str, payload: int, detail: str = "") -> None:
+    def note_transfer(self, what: str, payload: int, detail: str = "") -> None:
         """Something travels: a tensor of so many bytes, by a collective, or, of what is
         fetched, so many as a rank sends.
         """
-        if self.planning is not None:
+        if self.decider is not None:
             sent = (
-                computed_bytes(COLLECTIVES[what], payload, self.size)
-                if what in COLLECTIVES
+                count_collective_bytes(TRANSFER_COLLECTIVES[what], payload, self.size)
+                if what in TRANSFER_COLLECTIVES
                 else payload
             )
-            self.planning.noted(what, sent, detail)
+            self.decider.note_transfer(what, sent, detail)
 
-    def wish(self, wishes: Iterable[Wish]) -> None:
+    def add_constraints(self, constraints: Iterable[Constraint]) -> None:
         """Parameters had better be divided so."""
-        if self.planning is not None:
-            self.planning.wishes.extend(wishes)
+        if self.decider is not None:
+            self.decider.constraints.extend(constraints)
 
-    def shown(
+    def broadcast_value(
         self, value: Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         """What one rank has, on all."""
@@ -319,100 +339,107 @@ class Line:
             else value.clone(memory_format=torch.contiguous_format)
         )
         if self.rank == owner:
-            self.sent += computed_bytes("broadcast", found.nbytes, self.size)
+            self.sent_bytes += count_collective_bytes("broadcast", found.nbytes, self.size)
         self.world.copy_from(found, owner)
         return found
 
-    def let_go(self) -> None:
+    def clear_copies(self) -> None:
         """A forward is over."""
-        self.copies.clear()
-        self.early.clear()
+        self.recent_copies.clear()
+        self.early_copies.clear()
 
 
-def _taken(source: Tensor, dim: int, found: list[Run]) -> Tensor:
-    parts = [source.narrow(dim, run.start, run.length) for run in found]
+def _concatenate_runs(source: Tensor, dim: int, runs: list[ElementRun]) -> Tensor:
+    parts = [source.narrow(dim, run.start, run.length) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 # each is the other's adjoint, so that a backward has a backward (forces, gradient penalties)
-class Copied(torch.autograd.Function):
+class AxisCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.line = group
         # the same memory, and no view of x: that may be changed in place afterwards
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return Summed.apply(gradients[0], ctx.line), None
+        return AxisReduce.apply(gradients[0], ctx.line), None
 
 
-class Summed(torch.autograd.Function):
+class AxisReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return line.summed(x)
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.line = group
+        return group.sum_over_ranks(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return Copied.apply(gradients[0], ctx.line), None
+        return AxisCopy.apply(gradients[0], ctx.line), None
 
 
-class Sliced(torch.autograd.Function):
+class AxisScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, partition: DimPartition, group: AxisGroup) -> Tensor:
         ctx.dim = dim
-        ctx.pieces = pieces
-        ctx.line = line
-        return line.piece(x, dim, pieces).clone()
+        ctx.pieces = partition
+        ctx.line = group
+        return group.take_piece(x, dim, partition).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return Gathered.apply(gradients[0], ctx.dim, ctx.pieces, ctx.line), None, None, None
+        return AxisGather.apply(gradients[0], ctx.dim, ctx.pieces, ctx.line), None, None, None
 
 
-class Gathered(torch.autograd.Function):
+class AxisGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, partition: DimPartition, group: AxisGroup) -> Tensor:
         ctx.dim = dim
-        ctx.pieces = pieces
-        ctx.line = line
-        return line.together(x, dim, pieces)
+        ctx.pieces = partition
+        ctx.line = group
+        return group.gather_pieces(x, dim, partition)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return Sliced.apply(gradients[0], ctx.dim, ctx.pieces, ctx.line), None, None, None
+        return AxisScatter.apply(gradients[0], ctx.dim, ctx.pieces, ctx.line), None, None, None
 
 
-class Fetched(torch.autograd.Function):
+class HaloFetch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         dim: int,
-        have: Pieces,
-        wants: tuple[Want, ...],
+        partition: DimPartition,
+        wanted: tuple[WantedIndices, ...],
         fill: float,
-        line: Line,
+        group: AxisGroup,
     ) -> Tensor:
-        ctx.given = dim, have, wants, line
-        return line.asked(x, dim, have, wants, fill)()
+        ctx.given = dim, partition, wanted, group
+        return group.start_fetch(x, dim, partition, wanted, fill)()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return Returned.apply(gradients[0], *ctx.given), None, None, None, None, None
+        return HaloReturn.apply(gradients[0], *ctx.given), None, None, None, None, None
 
 
-class Returned(torch.autograd.Function):
+class HaloReturn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], line: Line
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        partition: DimPartition,
+        wanted: tuple[WantedIndices, ...],
+        group: AxisGroup,
     ) -> Tensor:
-        ctx.given = dim, have, wants, line
-        zeros = x.new_zeros(*x.shape[:dim], have.length(line.rank), *x.shape[dim + 1 :])
-        return line.returned(x, dim, have, wants)(zeros)
+        ctx.given = dim, partition, wanted, group
+        zeros = x.new_zeros(
+            *x.shape[:dim], partition.compute_length(group.rank), *x.shape[dim + 1 :]
+        )
+        return group.start_return(x, dim, partition, wanted)(zeros)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         dim, have, wants, line = ctx.given
-        return Fetched.apply(gradients[0], dim, have, wants, 0.0, line), None, None, None, None
+        return HaloFetch.apply(gradients[0], dim, have, wants, 0.0, line), None, None, None, None

@@ -9,12 +9,12 @@ from typing import Any
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from paragrad.parallel.sharding.sharded_tensor import Divided
+from paragrad.parallel.sharding.sharded_tensor import ShardedTensor
 
-BY_HOOKS = checkpoint._checkpoint_without_reentrant_generator
+HOOK_CHECKPOINT = checkpoint._checkpoint_without_reentrant_generator
 
 
-def kept_as_given(
+def checkpoint_sharded(
     function: Callable[..., Any],
     preserve: bool,
     context: Any,
@@ -28,8 +28,8 @@ def kept_as_given(
     autograd function. It runs to its end again: what is kept last, where torch would stop, is
     not the same on all ranks (a part without a halo).
     """
-    if any(isinstance(each, Divided) for each in tree_leaves((args, kwargs))):
+    if any(isinstance(each, ShardedTensor) for each in tree_leaves((args, kwargs))):
         function = functools.partial(function, *args, **kwargs)
         args = ()
         kwargs = {}
-    return BY_HOOKS(function, preserve, context, check, debug, False, *args, **kwargs)
+    return HOOK_CHECKPOINT(function, preserve, context, check, debug, False, *args, **kwargs)

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm, prod
 
-from paragrad.schedules.actions import evenly
+from paragrad.schedules.actions import split_evenly
 
 # queries, keys and values, which are no heads: each is divided by itself where ranks are more
-THREE = 3
+QKV_PARTS = 3
 # of which parameter, and from where to where in its divided dimension
 Origin = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Block:
+class DimBlock:
     """size elements in so many grains of equal length. origins: where parameters say how it is
     divided.
     """
@@ -33,97 +33,99 @@ class Block:
     grains: int
     origins: tuple[Origin, ...] = field(default=(), compare=False)
 
-    def scaled(self, times: int, by: int = 1) -> Block:
+    def scale_block(self, times: int, divisor: int = 1) -> DimBlock:
         """The same grains, each times / by as long."""
-        return Block(self.size * times // by, self.grains, self.origins)
+        return DimBlock(self.size * times // divisor, self.grains, self.origins)
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DimPartition:
     """A dimension of blocks, over so many ranks."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[DimBlock, ...]
     ranks: int
 
     @property
     def size(self) -> int:
         return sum(block.size for block in self.blocks)
 
-    def ranges(self, rank: int) -> list[range]:
+    def list_ranges(self, rank: int) -> list[range]:
         """What a rank holds, block by block."""
-        return list(_ranges(self)[rank])
+        return list(_compute_ranges(self)[rank])
 
-    def lengths(self, rank: int) -> list[int]:
-        return [len(each) for each in _ranges(self)[rank]]
+    def list_lengths(self, rank: int) -> list[int]:
+        return [len(each) for each in _compute_ranges(self)[rank]]
 
-    def length(self, rank: int) -> int:
-        return sum(self.lengths(rank))
+    def compute_length(self, rank: int) -> int:
+        return sum(self.list_lengths(rank))
 
-    def alike(self, other: Pieces) -> bool:
+    def has_same_ranges(self, other: DimPartition) -> bool:
         """Do all ranks hold the same elements?"""
-        return self == other or _ranges(self) == _ranges(other)
+        return self == other or _compute_ranges(self) == _compute_ranges(other)
 
-    def repeated(self, times: int) -> Pieces:
+    def repeat_blocks(self, times: int) -> DimPartition:
         """Of a dimension that is this one so many times in a row."""
-        return Pieces(self.blocks * times, self.ranks)
+        return DimPartition(self.blocks * times, self.ranks)
 
-    def scaled(self, times: int, by: int = 1) -> Pieces:
+    def scale_elements(self, times: int, divisor: int = 1) -> DimPartition:
         """Of a dimension of which every element became so many (or so many one)."""
-        return Pieces(tuple(block.scaled(times, by) for block in self.blocks), self.ranks)
+        return DimPartition(
+            tuple(block.scale_block(times, divisor) for block in self.blocks), self.ranks
+        )
 
-    def between(self, start: int, stop: int) -> tuple[int, int] | None:
+    def find_blocks(self, start: int, stop: int) -> tuple[int, int] | None:
         """Which blocks, from one to another, lie from start to stop; None where that cuts
         one.
         """
         ends = [0, *itertools.accumulate(block.size for block in self.blocks)]
         return (ends.index(start), ends.index(stop)) if start in ends and stop in ends else None
 
-    def some(self, first: int, last: int) -> Pieces:
-        return Pieces(self.blocks[first:last], self.ranks)
+    def select_blocks(self, first: int, last: int) -> DimPartition:
+        return DimPartition(self.blocks[first:last], self.ranks)
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranges(pieces: Pieces) -> tuple[tuple[range, ...], ...]:
-    starts = itertools.accumulate((block.size for block in pieces.blocks), initial=0)
+def _compute_ranges(partition: DimPartition) -> tuple[tuple[range, ...], ...]:
+    starts = itertools.accumulate((block.size for block in partition.blocks), initial=0)
     found = []
-    for block, start in zip(pieces.blocks, starts, strict=False):
+    for block, start in zip(partition.blocks, starts, strict=False):
         grain = block.size // block.grains
         found.append(
             [
                 range(start + part.start * grain, start + part.stop * grain)
-                for part in evenly(block.grains, pieces.ranks)
+                for part in split_evenly(block.grains, partition.ranks)
             ]
         )
-    return tuple(zip(*found, strict=True)) if found else ((),) * pieces.ranks
+    return tuple(zip(*found, strict=True)) if found else ((),) * partition.ranks
 
 
-def evenly_divided(size: int, ranks: int, origin: str | None = None) -> Pieces:
+def partition_evenly(size: int, ranks: int, origin: str | None = None) -> DimPartition:
     """A dimension of one block, element by element."""
-    return Pieces((Block(size, size, ((origin, 0, size),) if origin else ()),), ranks)
+    return DimPartition((DimBlock(size, size, ((origin, 0, size),) if origin else ()),), ranks)
 
 
 # ---- wishes: what another division of a parameter would have made possible -------------------
 @dataclass(frozen=True)
-class Wish:
+class Constraint:
     """Of a parameter's range: to be divided in so many grains, or (cuts) in blocks that end
     there; or (none of both) not at all.
     """
 
     origin: Origin
     grains: int = 0
-    cuts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
-def granted(
-    blocks: Sequence[Block], name: str, wishes: Iterable[Wish], ranks: int
-) -> tuple[Block, ...] | None:
+def apply_constraints(
+    blocks: Sequence[DimBlock], name: str, constraints: Iterable[Constraint], ranks: int
+) -> tuple[DimBlock, ...] | None:
     """Blocks of a parameter's dimension as they are wished for; None: it is not to be
     divided.
     """
     found = list(blocks)
-    for wish in wishes:
+    for wish in constraints:
         _, start, stop = wish.origin
-        if not wish.grains and not wish.cuts:
+        if not wish.grains and not wish.ends:
             return None
         at = next(
             (at for at, block in enumerate(found) if block.origins == ((name, start, stop),)), None
@@ -135,44 +137,46 @@ def granted(
             found[at] = replace(found[at], grains=gcd(found[at].grains, wish.grains))
         else:
             found[at : at + 1] = [
-                Block(b - a, b - a, ((name, a, b),))
-                for a, b in itertools.pairwise((start, *wish.cuts, stop))
+                DimBlock(b - a, b - a, ((name, a, b),))
+                for a, b in itertools.pairwise((start, *wish.ends, stop))
             ]
     return tuple(found) if all(block.grains >= ranks for block in found) else None
 
 
-def wishes(block: Block, grains: int = 0, cuts: Sequence[int] = ()) -> Iterator[Wish]:
+def make_constraints(
+    block: DimBlock, grains: int = 0, ends: Sequence[int] = ()
+) -> Iterator[Constraint]:
     """To all origins of a block. cuts: where in the block, in its own elements."""
     for origin in block.origins:
         _, start, stop = origin
-        places = [start + cut * (stop - start) // block.size for cut in cuts]
-        exact = all(cut * (stop - start) % block.size == 0 for cut in cuts)
-        yield Wish(origin, grains, tuple(places)) if exact else Wish(origin)
+        places = [start + cut * (stop - start) // block.size for cut in ends]
+        exact = all(cut * (stop - start) % block.size == 0 for cut in ends)
+        yield Constraint(origin, grains, tuple(places)) if exact else Constraint(origin)
 
 
-def to_cut_at(pieces: Pieces, ends: Iterable[int]) -> list[Wish]:
+def constrain_block_ends(partition: DimPartition, ends: Iterable[int]) -> list[Constraint]:
     """Wishes that blocks end there."""
-    found = list[Wish]()
+    found = list[Constraint]()
     wanted = sorted(set(ends))
     for block, start in zip(
-        pieces.blocks,
-        itertools.accumulate((b.size for b in pieces.blocks), initial=0),
+        partition.blocks,
+        itertools.accumulate((b.size for b in partition.blocks), initial=0),
         strict=False,
     ):
         if inside := [end - start for end in wanted if start < end < start + block.size]:
-            found += wishes(block, cuts=inside)
+            found += make_constraints(block, ends=inside)
     return found
 
 
-def to_be_whole(pieces: Pieces) -> list[Wish]:
-    return [wish for block in pieces.blocks for wish in wishes(block)]
+def constrain_to_whole(partition: DimPartition) -> list[Constraint]:
+    return [wish for block in partition.blocks for wish in make_constraints(block)]
 
 
-def to_be_alike(one: Pieces, other: Pieces) -> list[Wish]:
+def constrain_to_equal(one: DimPartition, other: DimPartition) -> list[Constraint]:
     """Wishes of two divisions of dimensions that are used together, and differ."""
     ends = [set(itertools.accumulate(block.size for block in each.blocks)) for each in (one, other)]
     if ends[0] != ends[1]:
-        return to_cut_at(one, ends[1]) + to_cut_at(other, ends[0])
+        return constrain_block_ends(one, ends[1]) + constrain_block_ends(other, ends[0])
     found = []
     for a, b in zip(one.blocks, other.blocks, strict=True):
         if a.grains != b.grains:
@@ -181,13 +185,15 @@ def to_be_alike(one: Pieces, other: Pieces) -> list[Wish]:
                 wish
                 for block in (a, b)
                 if block.grains != together
-                for wish in wishes(block, together)
+                for wish in make_constraints(block, together)
             ]
     return found
 
 
 # ---- shapes ----------------------------------------------------------------------------------
-def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]] | None:
+def match_dim_groups(
+    before: Sequence[int], after: Sequence[int]
+) -> list[tuple[range, range]] | None:
     """Of a reshape, dimensions before and after that hold the same elements, as few together as
     can be; None where one is empty.
     """
@@ -213,24 +219,28 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ran
     return found
 
 
-def reshaped(
-    before: Sequence[int], after: Sequence[int], dim: int, pieces: Pieces
-) -> tuple[int, Pieces] | list[Wish]:
+def reshape_partition(
+    before: Sequence[int], after: Sequence[int], dim: int, partition: DimPartition
+) -> tuple[int, DimPartition] | list[Constraint]:
     """Which dimension is divided after a reshape, and how; or what to wish for, where that
     cannot be said.
     """
-    for old, new in groups(before, after) or ():
+    for old, new in match_dim_groups(before, after) or ():
         if dim in old:
             outer = prod(before[old.start : dim])
             inner = prod(before[dim + 1 : old.stop])
-            found = _unflattened(pieces.scaled(inner).repeated(outer), [after[at] for at in new])
+            found = _unflatten_partition(
+                partition.scale_elements(inner).repeat_blocks(outer), [after[at] for at in new]
+            )
             return found if isinstance(found, list) else (new.start + found[0], found[1])
-    return to_be_whole(pieces)
+    return constrain_to_whole(partition)
 
 
-def _unflattened(flat: Pieces, sizes: Sequence[int]) -> tuple[int, Pieces] | list[Wish]:
+def _unflatten_partition(
+    flat: DimPartition, sizes: Sequence[int]
+) -> tuple[int, DimPartition] | list[Constraint]:
     """Of a flat dimension that becomes these."""
-    wished = list[Wish]()
+    wished = list[Constraint]()
     for at, size in enumerate(sizes):
         before = prod(sizes[:at])
         after = prod(sizes[at + 1 :])
@@ -244,32 +254,34 @@ def _unflattened(flat: Pieces, sizes: Sequence[int]) -> tuple[int, Pieces] | lis
             )
         ):
             continue
-        group = [_together(flat.blocks[start::each]) for start in range(each)]
+        group = [_merge_blocks(flat.blocks[start::each]) for start in range(each)]
         if sum(block.size for block in group) != size * after or any(
             block.size % after for block in group
         ):
             continue
         if all(block.size // block.grains % after == 0 for block in group):
-            return at, Pieces(tuple(block.scaled(1, after) for block in group), flat.ranks)
+            return at, DimPartition(
+                tuple(block.scale_block(1, after) for block in group), flat.ranks
+            )
         wanted = [block.size // lcm(block.size // block.grains, after) for block in group]
         if not wished and min(wanted) >= flat.ranks:
             wished = [
                 wish
                 for block, grains in zip(group, wanted, strict=True)
-                for wish in wishes(block, grains)
+                for wish in make_constraints(block, grains)
             ]
         if len(flat.blocks) == 1 and not wished:  # there are fewer than ranks
             return (
-                to_cut_at(flat, range(after, THREE * after, after))
-                if size == THREE
-                else to_be_whole(flat)
+                constrain_block_ends(flat, range(after, QKV_PARTS * after, after))
+                if size == QKV_PARTS
+                else constrain_to_whole(flat)
             )
-    return wished or to_be_whole(flat)
+    return wished or constrain_to_whole(flat)
 
 
-def _together(alike: Sequence[Block]) -> Block:
+def _merge_blocks(blocks: Sequence[DimBlock]) -> DimBlock:
     """Blocks that become one."""
     return replace(
-        alike[0],
-        origins=tuple(dict.fromkeys(origin for block in alike for origin in block.origins)),
+        blocks[0],
+        origins=tuple(dict.fromkeys(origin for block in blocks for origin in block.origins)),
     )

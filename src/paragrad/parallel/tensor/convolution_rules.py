@@ -10,15 +10,26 @@ from typing import Any, Self
 from torch import Tensor
 from torch.nn import functional
 
-from paragrad.parallel.sharding.halo_regions import Spread, Window
-from paragrad.parallel.sharding.partition import wishes
-from paragrad.parallel.sharding.sharded_tensor import UNKNOWN, Cut, Divided, divided, rule
-from paragrad.parallel.tensor.einsum_rules import Letters, Operand, fitted, spread
-from paragrad.parallel.tensor.halo_exchange import Halo, convolved, edgewise
-from paragrad.parallel.tensor.window_rules import each, enough, note, seen
+from paragrad.parallel.sharding.halo_regions import TransposedWindow, Window
+from paragrad.parallel.sharding.partition import make_constraints
+from paragrad.parallel.sharding.sharded_tensor import (
+    NO_RULE,
+    ShardedTensor,
+    Sharding,
+    register_rule,
+    wrap_local,
+)
+from paragrad.parallel.tensor.einsum_rules import Letters, Operand, apply_einsum_rule, fit_operand
+from paragrad.parallel.tensor.halo_exchange import Halo, convolve_with_halo, plan_halo
+from paragrad.parallel.tensor.window_rules import (
+    expand_argument,
+    fetch_windows,
+    has_enough_outputs,
+    note_halo_fetch,
+)
 
 
-@rule(
+@register_rule(
     "conv1d",
     "conv2d",
     "conv3d",
@@ -27,7 +38,7 @@ from paragrad.parallel.tensor.window_rules import each, enough, note, seen
     "conv_transpose3d",
     decides=True,
 )
-def convolution(
+def apply_convolution(
     func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Channels out, or in; of a grouped one whole groups; rows and columns of images."""
@@ -41,44 +52,55 @@ def convolution(
     rest = (None,) * spatial
     batch = (0,) if input.dim() == spatial + 2 else ()
     channel = len(batch)
-    if isinstance(input, Divided) and any(dim > channel for dim in input.cuts):
-        return of_an_image(func, input, weight, bias, Options.of(func, input, weight, kwargs))
+    if isinstance(input, ShardedTensor) and any(dim > channel for dim in input.shardings):
+        return convolve_image(
+            func,
+            input,
+            weight,
+            bias,
+            ConvolutionOptions.read_arguments(func, input, weight, kwargs),
+        )
     kernel = ("i", "o", *rest) if "transpose" in func.__name__ else ("o", "i", *rest)
     if kwargs.get("groups", 1) == 1 or (
-        isinstance(input, Divided) and set(input.cuts) == {0} and channel
+        isinstance(input, ShardedTensor) and set(input.shardings) == {0} and channel
     ):
-        return spread(
+        return apply_einsum_rule(
             lambda x, w, b: func(x, w, b, **kwargs),
             [Operand(input, (*batch, "i", *rest)), Operand(weight, kernel)],
             (*batch, "o", *rest),
             [(1, "o")] if kwargs.get("groups", 1) == 1 else (),
             bias=Operand(bias, "o"),
         )
-    if not isinstance(input, Divided) or set(input.cuts) != {channel}:
-        return UNKNOWN
+    if not isinstance(input, ShardedTensor) or set(input.shardings) != {channel}:
+        return NO_RULE
     groups = kwargs["groups"]
-    cut = input.cuts[channel]
+    cut = input.shardings[channel]
     into = input.shape[channel] // groups
     out = weight.shape[1] if kernel[0] == "i" else weight.shape[0] // groups
-    if (here := groups_here(cut, into)) is None:
-        return UNKNOWN
-    after = Cut(cut.pieces.scaled(out, into), cut.line)
-    local = fitted(Operand(weight, ("g", None, *rest)), {"g": cut if kernel[0] == "i" else after})
-    made = func(
-        input.local, local, fitted(Operand(bias, "o"), {"o": after}), **{**kwargs, "groups": here}
+    if (here := count_local_groups(cut, into)) is None:
+        return NO_RULE
+    after = Sharding(cut.partition.scale_elements(out, into), cut.group)
+    local = fit_operand(
+        Operand(weight, ("g", None, *rest)), {"g": cut if kernel[0] == "i" else after}
     )
-    return divided(made, {channel: after})
+    made = func(
+        input.local,
+        local,
+        fit_operand(Operand(bias, "o"), {"o": after}),
+        **{**kwargs, "groups": here},
+    )
+    return wrap_local(made, {channel: after})
 
 
-def groups_here(cut: Cut, channels: int) -> int | None:
+def count_local_groups(sharding: Sharding, channels: int) -> int | None:
     """How many groups of so many channels this rank has; None, and a wish, where one is cut."""
-    blocks = cut.pieces.blocks
+    blocks = sharding.partition.blocks
     if all(block.size // block.grains % channels == 0 for block in blocks):
-        return cut.pieces.length(cut.line.rank) // channels
-    cut.line.wish(
+        return sharding.partition.compute_length(sharding.group.rank) // channels
+    sharding.group.add_constraints(
         wish
         for block in blocks
-        for wish in wishes(
+        for wish in make_constraints(
             block,
             0 if block.size % channels else block.size // lcm(block.size // block.grains, channels),
         )
@@ -88,112 +110,138 @@ def groups_here(cut: Cut, channels: int) -> int | None:
 
 # ---- of an image that is divided along its rows or columns -----------------------------------
 @dataclass(frozen=True)
-class Options:
+class ConvolutionOptions:
     """Of a convolution over so many dimensions, from the first of an image's. sides: padding
     before and after;  more: of a transposed one, what is put behind its outputs.
     """
 
-    first: int
-    count: int
+    first_dim: int
+    dim_count: int
     stride: list[int]
-    sides: list[tuple[int, int]]
+    padding_sides: list[tuple[int, int]]
     dilation: list[int]
     groups: int
-    more: list[int]
+    output_padding: list[int]
     transposed: bool
     kernel: tuple[int, ...]
 
     @classmethod
-    def of(cls, func: Any, input: Tensor, weight: Tensor, kwargs: Mapping[str, Any]) -> Self:
+    def read_arguments(
+        cls, func: Any, input: Tensor, weight: Tensor, kwargs: Mapping[str, Any]
+    ) -> Self:
         count = weight.dim() - 2
-        dilation = each(kwargs.get("dilation", 1), count)
+        dilation = expand_argument(kwargs.get("dilation", 1), count)
         kernel = tuple(weight.shape[2:])
         return cls(
             input.dim() - count,
             count,
-            each(kwargs.get("stride", 1), count),
-            _sides(kwargs.get("padding", 0), kernel, dilation),
+            expand_argument(kwargs.get("stride", 1), count),
+            _resolve_padding(kwargs.get("padding", 0), kernel, dilation),
             dilation,
             kwargs.get("groups", 1),
-            each(kwargs.get("output_padding", 0), count),
+            expand_argument(kwargs.get("output_padding", 0), count),
             "transpose" in func.__name__,
             kernel,
         )
 
     @property
-    def sliding(self) -> dict[int, Spread] | dict[int, Window]:
+    def windows(self) -> dict[int, TransposedWindow] | dict[int, Window]:
         given = list(
-            zip(self.kernel, self.stride, self.sides, self.dilation, self.more, strict=True)
+            zip(
+                self.kernel,
+                self.stride,
+                self.padding_sides,
+                self.dilation,
+                self.output_padding,
+                strict=True,
+            )
         )
         if self.transposed:
             return {
-                self.first + at: Spread(kernel, stride, *sides, dilation, more)
+                self.first_dim + at: TransposedWindow(kernel, stride, *sides, dilation, more)
                 for at, (kernel, stride, sides, dilation, more) in enumerate(given)
             }
         return {
-            self.first + at: Window(kernel, stride, *sides, dilation)
+            self.first_dim + at: Window(kernel, stride, *sides, dilation)
             for at, (kernel, stride, sides, dilation, _) in enumerate(given)
         }
 
 
-def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
+def _resolve_padding(
+    padding: Any, kernel: Sequence[int], dilation: Sequence[int]
+) -> list[tuple[int, int]]:
     if padding == "same":
         reaches = [times * (size - 1) for size, times in zip(kernel, dilation, strict=True)]
         return [(reach // 2, reach - reach // 2) for reach in reaches]
-    return [(size, size) for size in each(0 if padding == "valid" else padding, len(kernel))]
+    return [
+        (size, size) for size in expand_argument(0 if padding == "valid" else padding, len(kernel))
+    ]
 
 
-def of_an_image(
-    func: Any, input: Divided, weight: Tensor, bias: Tensor | None, options: Options
+def convolve_image(
+    func: Any,
+    input: ShardedTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: ConvolutionOptions,
 ) -> Any:
     halo = next(
         (
             found
-            for dim, window in options.sliding.items()
+            for dim, window in options.windows.items()
             if isinstance(window, Window)
-            and dim in input.cuts
-            and enough(window, input.shape[dim], input.cuts[dim])
-            and (found := edgewise(window, input.shape[dim], dim, input.cuts[dim]))
+            and dim in input.shardings
+            and has_enough_outputs(window, input.shape[dim], input.shardings[dim])
+            and (found := plan_halo(window, input.shape[dim], dim, input.shardings[dim]))
         ),
         None,
     )
-    x, local, after = seen(input, options.sliding, later=[halo.dim] if halo else [])
+    x, local, after = fetch_windows(input, options.windows, deferred=[halo.dim] if halo else [])
     if options.transposed:
-        run = _transposed(func, local, x, after, options)
+        run = _make_transposed_convolution(func, local, x, after, options)
     else:
-        run = _plain(func, local, after, options, halo)
-    batch: Letters = (0,) if options.first == 2 else ()
+        run = _make_convolution(func, local, after, options, halo)
+    batch: Letters = (0,) if options.first_dim == 2 else ()
     places = [
-        dim if dim in after else None for dim in range(options.first, options.first + options.count)
+        dim if dim in after else None
+        for dim in range(options.first_dim, options.first_dim + options.dim_count)
     ]
-    rest = (None,) * options.count
+    rest = (None,) * options.dim_count
     kernel = ("i", "o", *rest) if options.transposed else ("o", "i", *rest)
-    return spread(
+    return apply_einsum_rule(
         run,
         [Operand(x, (*batch, "i", *places)), Operand(weight, kernel)],
         (*batch, "o", *places),
         bias=Operand(bias, "o"),
-        after=after,
+        output_shardings=after,
     )
 
 
-def _plain(
-    func: Any, local: Tensor, after: Mapping[int, Cut], options: Options, halo: Halo | None
+def _make_convolution(
+    func: Any,
+    local: Tensor,
+    output_shardings: Mapping[int, Sharding],
+    options: ConvolutionOptions,
+    halo: Halo | None,
 ) -> Callable[..., Tensor]:
     """local: has all that the outputs see, but along the dimension of a halo."""
 
     def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
         pads = []
         beside = dict[int, tuple[int, int]]()
-        for at, (before, behind) in enumerate(options.sides):
-            dim = options.first + at
+        for at, (before, behind) in enumerate(options.padding_sides):
+            dim = options.first_dim + at
             pads.append(
-                padding if halo and dim == halo.dim else 0 if dim in after else min(before, behind)
+                padding
+                if halo and dim == halo.dim
+                else 0
+                if dim in output_shardings
+                else min(before, behind)
             )
             # where sides differ
-            beside[dim] = 0, 0 if dim in after else behind - min(before, behind)
+            beside[dim] = 0, 0 if dim in output_shardings else behind - min(before, behind)
         rows = (
-            functional.pad(rows, as_pads(beside, rows.dim()))
+            functional.pad(rows, order_padding(beside, rows.dim()))
             if any(map(any, beside.values()))
             else rows
         )
@@ -205,8 +253,8 @@ def _plain(
     def run(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if halo is None:
             return convolve(local, weight, bias, 0)
-        note(local, halo.dim, halo.cut, halo.wants)
-        return convolved(
+        note_halo_fetch(local, halo.dim, halo.sharding, halo.wanted)
+        return convolve_with_halo(
             lambda rows, padding, own: convolve(rows, weight, bias if own else None, padding),
             local,
             halo,
@@ -215,27 +263,37 @@ def _plain(
     return run
 
 
-def _transposed(
-    func: Any, local: Tensor, x: Tensor, after: Mapping[int, Cut], options: Options
+def _make_transposed_convolution(
+    func: Any,
+    local: Tensor,
+    x: Tensor,
+    output_shardings: Mapping[int, Sharding],
+    options: ConvolutionOptions,
 ) -> Callable[..., Tensor]:
     """What inputs give to outputs of other ranks is cut off, and where nothing is given there
     is the bias alone.
     """
     around = dict[int, tuple[int, int]]()
-    for dim, cut in after.items():
-        here = cut.pieces.ranges(cut.line.rank)[0]
-        spread = options.sliding[dim]
-        assert isinstance(spread, Spread)
-        around[dim] = spread.around(here, spread.sees(here, x.shape[dim]))
-    dims = range(options.first, options.first + options.count)
-    pads = [0 if dim in after else side[0] for dim, side in zip(dims, options.sides, strict=True)]
-    more = [0 if dim in after else size for dim, size in zip(dims, options.more, strict=True)]
+    for dim, cut in output_shardings.items():
+        here = cut.partition.list_ranges(cut.group.rank)[0]
+        spread = options.windows[dim]
+        assert isinstance(spread, TransposedWindow)
+        around[dim] = spread.compute_padding(here, spread.find_inputs(here, x.shape[dim]))
+    dims = range(options.first_dim, options.first_dim + options.dim_count)
+    pads = [
+        0 if dim in output_shardings else side[0]
+        for dim, side in zip(dims, options.padding_sides, strict=True)
+    ]
+    more = [
+        0 if dim in output_shardings else size
+        for dim, size in zip(dims, options.output_padding, strict=True)
+    ]
 
     def run(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = func(
             local, weight, None, options.stride, pads, more, options.groups, options.dilation
         )
-        out = functional.pad(out, as_pads(around, out.dim())) if around else out
+        out = functional.pad(out, order_padding(around, out.dim())) if around else out
         result: Tensor = (
             out if bias is None else out + bias.to(out.dtype).view(-1, *(1 for _ in dims))
         )
@@ -244,6 +302,10 @@ def _transposed(
     return run
 
 
-def as_pads(sides: Mapping[int, tuple[int, int]], dims: int) -> list[int]:
+def order_padding(padding_sides: Mapping[int, tuple[int, int]], dims: int) -> list[int]:
     """As torch's pad has them, from the last dimension."""
-    return [size for dim in reversed(range(min(sides), dims)) for size in sides.get(dim, (0, 0))]
+    return [
+        size
+        for dim in reversed(range(min(padding_sides), dims))
+        for size in padding_sides.get(dim, (0, 0))
+    ]

@@ -15,27 +15,43 @@ from torch.nn.utils import _named_member_accessor
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paragrad.engine.probe import evaluating
-from paragrad.errors import StepFailed, told
+from paragrad.engine.probe import use_model_eval_mode
+from paragrad.errors import StepFailed, describe_error
 from paragrad.parallel.sharding.autograd_collectives import (
-    Copied,
-    Fetched,
-    Gathered,
-    Returned,
-    Sliced,
-    Summed,
+    AxisCopy,
+    AxisGather,
+    AxisReduce,
+    AxisScatter,
+    HaloFetch,
+    HaloReturn,
 )
-from paragrad.parallel.sharding.checkpointing import kept_as_given
-from paragrad.parallel.sharding.sharded_tensor import Divided, whole
-from paragrad.parallel.tensor.halo_exchange import Added, Asked, Inner, Tied
-from paragrad.parallel.tensor.single_rank_tensor import Lone, Shown, shown
+from paragrad.parallel.sharding.checkpointing import checkpoint_sharded
+from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, gather_whole
+from paragrad.parallel.tensor.halo_exchange import EdgeAddition, HaloLink, InnerRows, ReceivedRows
+from paragrad.parallel.tensor.single_rank_tensor import (
+    SingleRankTensor,
+    ValueBroadcast,
+    share_value,
+)
 
-PAIRS = Copied, Summed, Sliced, Gathered, Fetched, Returned, Inner, Asked, Tied, Added, Shown
-REENTRANT = checkpoint.CheckpointFunction
+COLLECTIVE_FUNCTIONS = (
+    AxisCopy,
+    AxisReduce,
+    AxisScatter,
+    AxisGather,
+    HaloFetch,
+    HaloReturn,
+    InnerRows,
+    ReceivedRows,
+    HaloLink,
+    EdgeAddition,
+    ValueBroadcast,
+)
+REENTRANT_CHECKPOINT = checkpoint.CheckpointFunction
 
 
 @contextlib.contextmanager
-def telling(what: str) -> Iterator[None]:
+def explain_model_errors(condition: str) -> Iterator[None]:
     """Around a forward at the door. what: of the model, which raises something. Raises
     StepFailed.
     """
@@ -45,21 +61,25 @@ def telling(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise StepFailed(
-            f"the model, {what}, raised {told(error)}; train it with data(n)"
+            f"the model, {condition}, raised {describe_error(error)}; train it with data(n)"
         ) from error
 
 
 @contextlib.contextmanager
-def as_tested(model: nn.Module, tested: bool) -> Iterator[None]:
+def use_test_mode(model: nn.Module, tested: bool) -> Iterator[None]:
     """Around a forward: as in a test, if it is one."""
     if not tested:
         yield
         return
-    with evaluating(model), torch.no_grad(), telling("in a test (eval mode, without gradients)"):
+    with (
+        use_model_eval_mode(model),
+        torch.no_grad(),
+        explain_model_errors("in a test (eval mode, without gradients)"),
+    ):
         yield
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def refuse_compiled_model(model: nn.Module) -> None:
     if compiled := [
         name
         for name, module in model.named_modules()
@@ -74,16 +94,16 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def standing(model: nn.Module, held: Mapping[int, Tensor]) -> Iterator[None]:
+def substitute_tensors(model: nn.Module, substitutes: Mapping[int, Tensor]) -> Iterator[None]:
     """Where modules find their parameters and buffers stand these meanwhile, by the ids of
     those.
     """
     put = [
-        (module, own, held[id(tensor)])
+        (module, own, substitutes[id(tensor)])
         for module in model.modules()
         for tensors in (module._parameters, module._buffers)
         for own, tensor in tensors.items()
-        if tensor is not None and id(tensor) in held and own not in module.__dict__
+        if tensor is not None and id(tensor) in substitutes and own not in module.__dict__
     ]
     for module, own, tensor in put:
         module.__dict__[own] = tensor
@@ -94,28 +114,32 @@ def standing(model: nn.Module, held: Mapping[int, Tensor]) -> Iterator[None]:
             module.__dict__.pop(own, None)
 
 
-def anew(model: nn.Module, before: Mapping[str, Tensor], held: Mapping[int, Tensor]) -> list[str]:
+def find_assigned_buffers(
+    model: nn.Module, previous: Mapping[str, Tensor], substitutes: Mapping[int, Tensor]
+) -> list[str]:
     """Buffers that a forward assigned other tensors to, by all their names. held: what stood
     for those before, by their ids: what was changed in place may be assigned as that.
     """
     now = dict(model.named_buffers(remove_duplicate=False))
     other = {
         id(each)
-        for name, each in before.items()
-        if now.get(name) is not each and now.get(name) is not held.get(id(each))
+        for name, each in previous.items()
+        if now.get(name) is not each and now.get(name) is not substitutes.get(id(each))
     }
-    return [name for name, each in before.items() if id(each) in other]
+    return [name for name, each in previous.items() if id(each) in other]
 
 
 @contextlib.contextmanager
-def members(pieces: Mapping[int, Tensor]) -> Iterator[None]:
+def substitute_named_members(substitutes: Mapping[int, Tensor]) -> Iterator[None]:
     """Who asks a module for its parameters and buffers meanwhile (a penalty of all weights)
     gets the divided ones.
     """
     plain = nn.Module._named_members
 
     def named_members(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return ((name, pieces.get(id(each), each)) for name, each in plain(module, *args, **kwargs))
+        return (
+            (name, substitutes.get(id(each), each)) for name, each in plain(module, *args, **kwargs)
+        )
 
     nn.Module._named_members = named_members  # type: ignore[method-assign]
     try:
@@ -125,7 +149,7 @@ def members(pieces: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def asked() -> Iterator[None]:
+def patch_torch_functions() -> Iterator[None]:
     """Around forwards and backwards in which tensors are divided; whoever else watches
     functions does so inside.
     """
@@ -133,19 +157,26 @@ def asked() -> Iterator[None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(before.__func__, cls)
-        if cls in PAIRS:
+        if cls in COLLECTIVE_FUNCTIONS:
             return plain(*args, **kwargs)
         # which is an autograd function around others
-        if cls is REENTRANT:
+        if cls is REENTRANT_CHECKPOINT:
             function, preserve, *given = args
             return checkpoint.checkpoint(
                 function, *given, use_reentrant=False, preserve_rng_state=preserve
             )
         # lists stay what they are
-        if any(isinstance(each, Divided | Lone) for each in tree_leaves((args, kwargs))):
-            args, kwargs = tree_map_only(Lone, shown, tree_map_only(Divided, whole, (args, kwargs)))
+        if any(
+            isinstance(each, ShardedTensor | SingleRankTensor)
+            for each in tree_leaves((args, kwargs))
+        ):
+            args, kwargs = tree_map_only(
+                SingleRankTensor,
+                share_value,
+                tree_map_only(ShardedTensor, gather_whole, (args, kwargs)),
+            )
         out = plain(*args, **kwargs)
-        if any(isinstance(each, Divided) for each in tree_leaves(out)):
+        if any(isinstance(each, ShardedTensor) for each in tree_leaves(out)):
             raise StepFailed(
                 f"{cls.__name__}, an autograd function in Python, uses parameters that are divided "
                 f"over ranks and "
@@ -166,7 +197,7 @@ def asked() -> Iterator[None]:
     by_hooks = checkpoint._checkpoint_without_reentrant_generator
     _named_member_accessor.swap_tensor = swap
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    checkpoint._checkpoint_without_reentrant_generator = kept_as_given
+    checkpoint._checkpoint_without_reentrant_generator = checkpoint_sharded
     try:
         yield
     finally:

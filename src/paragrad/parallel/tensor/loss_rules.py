@@ -9,18 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from paragrad.parallel.sharding.sharded_tensor import (
+    NO_RULE,
     RULES,
-    UNKNOWN,
-    Divided,
-    divided,
-    piece,
-    rule,
-    whole,
+    ShardedTensor,
+    gather_whole,
+    register_rule,
+    slice_local,
+    wrap_local,
 )
-from paragrad.parallel.tensor.einsum_rules import each_element
+from paragrad.parallel.tensor.einsum_rules import apply_elementwise
 
 # where the number of the reduction stands among the arguments
-REDUCTION = {
+REDUCTION_POSITIONS = {
     **dict.fromkeys(
         ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"), 2
     ),
@@ -30,23 +30,25 @@ REDUCTION = {
 }
 
 
-def of_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
+def apply_elementwise_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A loss of each element, and their sum or mean."""
     given = list(args)
-    place = REDUCTION[func.__name__]
+    place = REDUCTION_POSITIONS[func.__name__]
     reduction = kwargs.pop("reduction", given[place] if len(given) > place else 1)
     given[place : place + 1] = [0] if len(given) > place else []
-    each = each_element(func, *given, **kwargs, **({} if len(given) > place else {"reduction": 0}))
-    if each is UNKNOWN:
-        return UNKNOWN
+    each = apply_elementwise(
+        func, *given, **kwargs, **({} if len(given) > place else {"reduction": 0})
+    )
+    if each is NO_RULE:
+        return NO_RULE
     return each if reduction == 0 else each.mean() if reduction == 1 else each.sum()
 
 
-RULES.update(dict.fromkeys(REDUCTION, of_elements))
+RULES.update(dict.fromkeys(REDUCTION_POSITIONS, apply_elementwise_loss))
 
 
-@rule("nll_loss", "nll_loss_nd", "nll_loss2d")
-def nll_loss(
+@register_rule("nll_loss", "nll_loss_nd", "nll_loss2d")
+def apply_nll_loss(
     func: Any,
     logs: Tensor,
     target: Tensor,
@@ -57,14 +59,24 @@ def nll_loss(
 ) -> Any:
     """Of logarithms of probabilities; as cross_entropy_loss where labels are smoothed."""
     dim = 1 if logs.dim() > 1 else 0
-    if isinstance(logs, Divided) and dim not in logs.cuts and not isinstance(target, Divided):
-        return of_pixels(func, logs, target, weight, reduction, ignore_index, label_smoothing)
-    if not isinstance(logs, Divided) or set(logs.cuts) != {dim} or isinstance(target, Divided):
-        return UNKNOWN
+    if (
+        isinstance(logs, ShardedTensor)
+        and dim not in logs.shardings
+        and not isinstance(target, ShardedTensor)
+    ):
+        return compute_pixel_loss(
+            func, logs, target, weight, reduction, ignore_index, label_smoothing
+        )
+    if (
+        not isinstance(logs, ShardedTensor)
+        or set(logs.shardings) != {dim}
+        or isinstance(target, ShardedTensor)
+    ):
+        return NO_RULE
     kept = target != ignore_index
     known = target.masked_fill(~kept, 0)
     each = -logs.gather(dim, known.unsqueeze(dim)).squeeze(dim)
-    weight = None if weight is None else whole(weight)
+    weight = None if weight is None else gather_whole(weight)
     own = kept.to(each.dtype) if weight is None else weight[known].masked_fill(~kept, 0)
     each = each.masked_fill(~kept, 0) * own
     if label_smoothing:
@@ -78,9 +90,9 @@ def nll_loss(
     return each if reduction == 0 else each.sum() if reduction == 2 else each.sum() / own.sum()
 
 
-def of_pixels(
+def compute_pixel_loss(
     func: Any,
-    scores: Divided,
+    scores: ShardedTensor,
     target: Tensor,
     weight: Tensor | None,
     reduction: int,
@@ -88,13 +100,13 @@ def of_pixels(
     label_smoothing: float,
 ) -> Tensor:
     """Scores of all classes for some samples, or places in them."""
-    own = Divided(target, {})
-    for dim, cut in scores.cuts.items():
+    own = ShardedTensor(target, {})
+    for dim, cut in scores.shardings.items():
         at = dim - (dim > 1)
-        own = Divided(piece(own.local, at, cut), {**own.cuts, at: cut})
-    weight = None if weight is None else whole(weight)
+        own = ShardedTensor(slice_local(own.local, at, cut), {**own.shardings, at: cut})
+    weight = None if weight is None else gather_whole(weight)
     given = () if func.__name__.startswith("nll") else (label_smoothing,)
-    each = divided(func(scores.local, own.local, weight, 0, ignore_index, *given), own.cuts)
+    each = wrap_local(func(scores.local, own.local, weight, 0, ignore_index, *given), own.shardings)
     if reduction != 1:
         return each if reduction == 0 else each.sum()
     kept = target != ignore_index
@@ -102,8 +114,8 @@ def of_pixels(
     return each.sum() / counts.sum()
 
 
-@rule("cross_entropy_loss")
-def cross_entropy(
+@register_rule("cross_entropy_loss")
+def apply_cross_entropy(
     func: Any,
     x: Tensor,
     target: Tensor,
@@ -117,21 +129,25 @@ def cross_entropy(
     """
     dim = 1 if x.dim() > 1 else 0
     if (
-        isinstance(x, Divided)
-        and dim not in x.cuts
+        isinstance(x, ShardedTensor)
+        and dim not in x.shardings
         and target.shape != x.shape
-        and not isinstance(target, Divided)
+        and not isinstance(target, ShardedTensor)
     ):
-        return of_pixels(func, x, target, weight, reduction, ignore_index, label_smoothing)
-    if not isinstance(x, Divided) or set(x.cuts) != {dim} or isinstance(target, Divided):
-        return UNKNOWN
+        return compute_pixel_loss(func, x, target, weight, reduction, ignore_index, label_smoothing)
+    if (
+        not isinstance(x, ShardedTensor)
+        or set(x.shardings) != {dim}
+        or isinstance(target, ShardedTensor)
+    ):
+        return NO_RULE
     logs = x.log_softmax(dim)
     if target.shape != x.shape:
-        return nll_loss(func, logs, target, weight, reduction, ignore_index, label_smoothing)
+        return apply_nll_loss(func, logs, target, weight, reduction, ignore_index, label_smoothing)
     if label_smoothing:
         target = target * (1 - label_smoothing) + label_smoothing / x.shape[dim]
     if weight is not None:
-        target = target * whole(weight).view(-1, *(1 for _ in range(x.dim() - 1 - dim)))
+        target = target * gather_whole(weight).view(-1, *(1 for _ in range(x.dim() - 1 - dim)))
     each = -(logs * target).sum(dim)
     return (
         each

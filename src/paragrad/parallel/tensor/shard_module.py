@@ -10,37 +10,43 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paragrad.engine.layout import Held
+from paragrad.engine.layout import ShardSpec
 from paragrad.errors import StepFailed
-from paragrad.parallel.sharding.autograd_collectives import Line
-from paragrad.parallel.sharding.partition import Pieces
-from paragrad.parallel.sharding.sharded_tensor import Divided, whole
-from paragrad.parallel.tensor.function_patches import asked, members
-from paragrad.parallel.tensor.sharding_plan import Plan
-from paragrad.parallel.tensor.single_rank_tensor import Lone, shown
+from paragrad.parallel.sharding.autograd_collectives import AxisGroup
+from paragrad.parallel.sharding.partition import DimPartition
+from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, gather_whole
+from paragrad.parallel.tensor.function_patches import (
+    patch_torch_functions,
+    substitute_named_members,
+)
+from paragrad.parallel.tensor.sharding_plan import ShardingPlan
+from paragrad.parallel.tensor.single_rank_tensor import SingleRankTensor, share_value
 
 
-def divide(
-    model: nn.Module, plan: Plan, line: Line, first: bool
-) -> tuple[dict[str, Held], dict[int, Divided]]:
+def shard_module_tensors(
+    model: nn.Module, plan: ShardingPlan, group: AxisGroup, counts_whole: bool
+) -> tuple[dict[str, ShardSpec], dict[int, ShardedTensor]]:
     """Leave this rank's pieces of a model's parameters: (what is held, what its modules find,
     by the ids of that). first: what is whole counts here.
     """
-    held = dict[str, Held]()
-    names = {id(tensor): name for name, tensor in reversed(_tensors(model))}
-    pieces: dict[int, tuple[Tensor, Divided]] = {}
-    for name, tensor in _tensors(model):  # of what other cuts left
+    held = dict[str, ShardSpec]()
+    names = {id(tensor): name for name, tensor in reversed(_list_named_tensors(model))}
+    pieces: dict[int, tuple[Tensor, ShardedTensor]] = {}
+    for name, tensor in _list_named_tensors(model):  # of what other cuts left
         if names[id(tensor)] == name:
-            if name not in plan.divided:
-                held[name] = Held(name, tuple(tensor.shape), counts=first)
+            if name not in plan.sharded_tensors:
+                held[name] = ShardSpec(name, tuple(tensor.shape), is_primary=counts_whole)
                 continue
-            dim, cut = plan.cut(name, line)
-            local = line.piece(tensor.detach(), dim, cut.pieces).clone()
+            dim, cut = plan.build_sharding(name, group)
+            local = group.take_piece(tensor.detach(), dim, cut.partition).clone()
             if isinstance(tensor, nn.Parameter):
                 local = nn.Parameter(local, requires_grad=tensor.requires_grad)
-            pieces[id(tensor)] = local, Divided(local, {dim: cut}, name)
-            held[name] = Held(
-                name, tuple(tensor.shape), _boxes(tensor, dim, cut.pieces, line.rank), dim
+            pieces[id(tensor)] = local, ShardedTensor(local, {dim: cut}, name)
+            held[name] = ShardSpec(
+                name,
+                tuple(tensor.shape),
+                _find_shard_boxes(tensor, dim, cut.partition, group.rank),
+                dim,
             )
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -52,19 +58,21 @@ def divide(
     return held, {id(local): each for local, each in pieces.values()}
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
 
 
-def _boxes(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> tuple[tuple[slice, ...], ...]:
+def _find_shard_boxes(
+    tensor: Tensor, dim: int, partition: DimPartition, rank: int
+) -> tuple[tuple[slice, ...], ...]:
     before = tuple(slice(0, size) for size in tensor.shape[:dim])
-    return tuple((*before, slice(each.start, each.stop)) for each in pieces.ranges(rank))
+    return tuple((*before, slice(each.start, each.stop)) for each in partition.list_ranges(rank))
 
 
-class Split:
+class SplitContext:
     """Around passes of a model whose modules find divided tensors where their parameters were.
     pieces: these, by the ids of what ranks hold;  absent: where others hold one (a module's
     parameters or buffers, its name there, what stands for it), for who asks a module for all of
@@ -75,55 +83,57 @@ class Split:
         self,
         name: str,
         model: nn.Module,
-        lines: Sequence[Line],
-        pieces: Mapping[int, Tensor],
-        absent: Sequence[tuple[dict[str, Any], str, Tensor]] = (),
+        groups: Sequence[AxisGroup],
+        substitutes: Mapping[int, Tensor],
+        absent_tensors: Sequence[tuple[dict[str, Any], str, Tensor]] = (),
     ) -> None:
         self.name = name
-        self.lines = lines
-        self.pieces = pieces
-        self.absent = absent
-        self.sent = 0
-        self.buffers = [
+        self.groups = groups
+        self.substitutes = substitutes
+        self.absent_tensors = absent_tensors
+        self.sent_bytes = 0
+        self.initial_buffers = [
             (module._buffers, own, each)
             for module in model.modules()
             for own, each in module._buffers.items()
         ]
 
     @contextlib.contextmanager
-    def over(self) -> Iterator[None]:
-        for line in self.lines:
-            line.sent = 0
-        for tensors, own, local in self.absent:
+    def enter_passes(self) -> Iterator[None]:
+        for line in self.groups:
+            line.sent_bytes = 0
+        for tensors, own, local in self.absent_tensors:
             tensors[own] = local
         try:
-            with asked(), members(self.pieces):
+            with patch_torch_functions(), substitute_named_members(self.substitutes):
                 yield
-                self._settle()
+                self._restore_buffers()
         finally:
-            for tensors, own, _ in self.absent:
+            for tensors, own, _ in self.absent_tensors:
                 tensors[own] = None
-            for line in self.lines:
-                line.let_go()
-            self.sent = sum(line.sent for line in self.lines)
+            for line in self.groups:
+                line.clear_copies()
+            self.sent_bytes = sum(line.sent_bytes for line in self.groups)
 
-    def _settle(self) -> None:
+    def _restore_buffers(self) -> None:
         """What a forward assigned to a buffer is whole on every rank."""
-        for tensors, own, before in self.buffers:
+        for tensors, own, before in self.initial_buffers:
             if (now := tensors.get(own)) is before:
                 continue
             # changed in place, and assigned to itself; before is None where it is another
             # rank's
-            if now is self.pieces.get(id(before)) or (
-                before is None and isinstance(now, Lone) and now.standing
+            if now is self.substitutes.get(id(before)) or (
+                before is None and isinstance(now, SingleRankTensor) and now.is_persistent
             ):
                 tensors[own] = before
             else:
-                if id(before) in self.pieces:
+                if id(before) in self.substitutes:
                     raise StepFailed(
                         f"a forward makes the buffer {own} anew, of which ranks have pieces, and "
                         f"did not when "
                         "the model was looked at; change it in place (self.name.copy_(...))",
                         tensor=own,
                     )
-                tensors[own] = shown(now) if isinstance(now, Lone) else whole(now)
+                tensors[own] = (
+                    share_value(now) if isinstance(now, SingleRankTensor) else gather_whole(now)
+                )

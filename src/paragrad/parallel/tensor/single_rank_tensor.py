@@ -18,22 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paragrad.engine.rng.random_kernels import calls, skipped
+from paragrad.engine.rng.random_kernels import count_random_calls, skip_random_calls
 from paragrad.errors import StepFailed
-from paragrad.parallel.sharding.autograd_collectives import Line
+from paragrad.parallel.sharding.autograd_collectives import AxisGroup
 from paragrad.parallel.sharding.sharded_tensor import (
-    OF_THE_LOCAL,
-    OF_THE_WHOLE,
-    REFUSED,
-    body,
-    changes,
-    name_of,
+    GLOBAL_ATTRIBUTES,
+    LOCAL_ATTRIBUTES,
+    REFUSED_HOOKS,
+    get_function_name,
+    get_python_body,
+    is_in_place,
 )
-from paragrad.parallel.tensor.einsum_rules import RANDOM
+from paragrad.parallel.tensor.einsum_rules import RANDOM_FUNCTIONS
 
 # what depends on values, and not on shapes alone: every rank asks for these; and for a loss:
 # all read what it divides by
-OF_VALUES = frozenset(
+VALUE_FUNCTIONS = frozenset(
     (
         "item",
         "tolist",
@@ -61,12 +61,12 @@ OF_VALUES = frozenset(
         "__iter__",
     )
 )
-CASTS = frozenset(("to", "cpu", "cuda", "type"))
-NORMS = "batch_norm", "instance_norm"
-META = torch.device("meta")
+CAST_FUNCTIONS = frozenset(("to", "cpu", "cuda", "type"))
+NORM_FUNCTIONS = "batch_norm", "instance_norm"
+META_DEVICE = torch.device("meta")
 
 
-class Lone(Tensor):
+class SingleRankTensor(Tensor):
     """local: the value with its graph, on rank `owner` of the line; on others one without
     values.  ties: there, the plain values that it is made of: what comes back for them is
     nothing, and all ranks have to ask;  standing: it is a parameter or buffer, which other
@@ -76,33 +76,33 @@ class Lone(Tensor):
 
     local: Tensor
     owner: int
-    line: Line
-    ties: tuple[Tensor, ...]
-    standing: bool
-    shown: tuple[Tensor, int] | None
+    group: AxisGroup
+    source_values: tuple[Tensor, ...]
+    is_persistent: bool
+    shared_copy: tuple[Tensor, int] | None
 
     @staticmethod
     def __new__(
         cls,
         local: Tensor,
         owner: int,
-        line: Line,
-        ties: tuple[Tensor, ...] = (),
-        standing: bool = False,
-    ) -> Lone:
+        group: AxisGroup,
+        source_values: tuple[Tensor, ...] = (),
+        is_persistent: bool = False,
+    ) -> SingleRankTensor:
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             local.shape,
             dtype=local.dtype,
-            device=line.world.device if local.is_meta else local.device,
+            device=group.world.device if local.is_meta else local.device,
         )
         made.__dict__.update(
             local=local,
             owner=owner,
-            line=line,
-            ties=ties,
-            standing=standing,
-            shown=None,
+            group=group,
+            source_values=source_values,
+            is_persistent=is_persistent,
+            shared_copy=None,
             _is_param=isinstance(local, nn.Parameter),
         )
         return made  # type: ignore[no-any-return]
@@ -111,33 +111,37 @@ class Lone(Tensor):
         """All is said in __new__."""
 
     @property
-    def mine(self) -> bool:
+    def is_local(self) -> bool:
         """While it is found out what travels, everything is here."""
-        return self.line.planning is not None or self.line.rank == self.owner
+        return self.group.decider is not None or self.group.rank == self.owner
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = name_of(func)
-        if name in OF_THE_WHOLE:
+        name = get_function_name(func)
+        if name in GLOBAL_ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in OF_THE_LOCAL:
+        if name in LOCAL_ATTRIBUTES:
             return func(args[0].local, *args[1:])
-        if name in REFUSED:
+        if name in REFUSED_HOOKS:
             raise StepFailed(
-                f"the model {REFUSED[name]} a value of a branch that one rank has; do so at the "
+                f"the model {REFUSED_HOOKS[name]} a value of a branch that one rank has; do so at "
+                f"the "
                 f"output of the "
                 "model, or train it with data(n)"
             )
         # a method in Python calls what it is a method of, which is itself here
-        if getattr(func, "__module__", "") != "torch._tensor" and (own := body(func)) is not None:
+        if (
+            getattr(func, "__module__", "") != "torch._tensor"
+            and (own := get_python_body(func)) is not None
+        ):
             return own(*args, **kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        lone = [each for each in given if isinstance(each, Lone)]
-        plain = [each for each in given if not isinstance(each, Lone)]
+        lone = [each for each in given if isinstance(each, SingleRankTensor)]
+        plain = [each for each in given if not isinstance(each, SingleRankTensor)]
         first = args[0] if args else kwargs.get("input")
-        out = kwargs.get("out", first if changes(name) else None)
+        out = kwargs.get("out", first if is_in_place(name) else None)
         written = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         if len(written) > 1:
             raise StepFailed(
@@ -148,31 +152,34 @@ class Lone(Tensor):
         changed = written[0] if written else None
         if (
             len({each.owner for each in lone}) > 1
-            or name in OF_VALUES
-            or name in lone[0].line.manner.shows
+            or name in VALUE_FUNCTIONS
+            or name in lone[0].group.options.value_functions
             or "loss" in name
             # the trunk goes on
             or any(isinstance(each, nn.Parameter) for each in plain)
             # a loss made by hand, perhaps
             or (name in ("mean", "sum") and len(args) == 1 and not kwargs)
-            or (changed is not None and not isinstance(changed, Lone))
+            or (changed is not None and not isinstance(changed, SingleRankTensor))
             # it writes to a buffer of the trunk
-            or (name in NORMS and any(each is not first for each in plain))
+            or (name in NORM_FUNCTIONS and any(each is not first for each in plain))
         ):
             # which writes to its statistics
-            if isinstance(changed, Lone) or (
-                name in NORMS
-                and any(each.standing and not isinstance(each.local, nn.Parameter) for each in lone)
+            if isinstance(changed, SingleRankTensor) or (
+                name in NORM_FUNCTIONS
+                and any(
+                    each.is_persistent and not isinstance(each.local, nn.Parameter) for each in lone
+                )
             ):
                 raise StepFailed(
                     f"{name} changes a value of a branch that one rank has by what it does not "
                     f"have; make it "
                     "another value, or train the model with data(n)"
                 )
-            return _now(func, name)(
-                *tree_map_only(Lone, shown, args), **tree_map_only(Lone, shown, kwargs)
+            return _find_current_function(func, name)(
+                *tree_map_only(SingleRankTensor, share_value, args),
+                **tree_map_only(SingleRankTensor, share_value, kwargs),
             )
-        return alone(func, name, args, kwargs, lone, plain, changed)
+        return run_on_owner(func, name, args, kwargs, lone, plain, changed)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,38 +192,44 @@ class Lone(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Lone({tuple(self.shape)}, of rank {self.owner})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Lone:
-        return Lone(copy.deepcopy(self.local, memo), self.owner, self.line, self.ties)
+    def __deepcopy__(self, memo: dict[int, Any]) -> SingleRankTensor:
+        return SingleRankTensor(
+            copy.deepcopy(self.local, memo), self.owner, self.group, self.source_values
+        )
 
 
-def alone(
+def run_on_owner(
     func: Any,
     name: str,
     args: Any,
     kwargs: Any,
-    lone: list[Lone],
-    plain: list[Tensor],
+    branch_values: list[SingleRankTensor],
+    plain_values: list[Tensor],
     changed: Any,
 ) -> Any:
     """What the owner of some values makes of them and of plain ones. changed: the one that is
     changed in place.
     """
-    owner = lone[0].owner
-    line = lone[0].line
-    if torch.is_autocast_enabled(line.world.device.type if line.planning is None else "cpu"):
+    owner = branch_values[0].owner
+    line = branch_values[0].group
+    if torch.is_autocast_enabled(line.world.device.type if line.decider is None else "cpu"):
         raise StepFailed(
             "under autocast the ranks without a branch do not know the types of its values; train "
             "the model in "
             "float32 or float64, or with data(n)"
         )
-    copies = {id(each): line.copied(each) for each in plain}
-    if lone[0].mine:
+    copies = {id(each): line.copy_to_ranks(each) for each in plain_values}
+    if branch_values[0].is_local:
         ties: tuple[Tensor, ...] = ()
-        before = calls()
-        out = _now(func, name)(*_mapped(args, copies), **_mapped(kwargs, copies))
-        draws = calls() != before and name not in RANDOM  # which other ranks do not count
-        if line.planning is not None:
-            line.planning.tried(func, name, args, kwargs, draws)
+        before = count_random_calls()
+        out = _find_current_function(func, name)(
+            *_replace_by_locals(args, copies), **_replace_by_locals(kwargs, copies)
+        )
+        draws = (
+            count_random_calls() != before and name not in RANDOM_FUNCTIONS
+        )  # which other ranks do not count
+        if line.decider is not None:
+            line.decider.check_meta_call(func, name, args, kwargs, draws)
         elif draws:
             raise StepFailed(
                 f"{name} draws in a branch, and did not when the model was looked at; draw by "
@@ -231,95 +244,114 @@ def alone(
                 id(each): each
                 for each in (
                     *made,
-                    *(tie for each in lone if each.local.requires_grad for tie in each.ties),
+                    *(
+                        tie
+                        for each in branch_values
+                        if each.local.requires_grad
+                        for tie in each.source_values
+                    ),
                 )
             }.values()
         )
-        if name in RANDOM:
+        if name in RANDOM_FUNCTIONS:
             with torch.no_grad():
-                skipped(
+                skip_random_calls(
                     lambda: func(
-                        *tree_map_only(Tensor, _small, args),
-                        **tree_map_only(Tensor, _small, kwargs),
+                        *tree_map_only(Tensor, _make_one_element, args),
+                        **tree_map_only(Tensor, _make_one_element, kwargs),
                     )
                 )
-        out = of_shapes(func, name, args, kwargs)
+        out = run_on_meta(func, name, args, kwargs)
     if changed is not None:
         changed.__dict__.update(
-            ties=tuple({id(each): each for each in (*changed.ties, *ties)}.values()), shown=None
+            source_values=tuple(
+                {id(each): each for each in (*changed.source_values, *ties)}.values()
+            ),
+            shared_copy=None,
         )
         if isinstance(out, Tensor) and out.shape == changed.shape:
             changed.__dict__["local"] = out
         return changed if isinstance(out, Tensor) else out
-    return tree_map_only(Tensor, lambda each: Lone(each, owner, line, ties), out)
+    return tree_map_only(Tensor, lambda each: SingleRankTensor(each, owner, line, ties), out)
 
 
-def _now(func: Any, name: str) -> Any:
+def _find_current_function(func: Any, name: str) -> Any:
     """What is called in the place of a function: a norm asks other replicas."""
-    return getattr(torch, name) if name in NORMS else func
+    return getattr(torch, name) if name in NORM_FUNCTIONS else func
 
 
-def _mapped(tree: Any, copies: dict[int, Tensor]) -> Any:
+def _replace_by_locals(tree: Any, copies: dict[int, Tensor]) -> Any:
     return tree_map_only(
-        Tensor, lambda each: each.local if isinstance(each, Lone) else copies[id(each)], tree
+        Tensor,
+        lambda each: each.local if isinstance(each, SingleRankTensor) else copies[id(each)],
+        tree,
     )
 
 
-def of_shapes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def run_on_meta(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What a function makes of values that are not there."""
     # to a device: what is not there goes nowhere
-    if name in CASTS and isinstance(args[0], Lone):
+    if name in CAST_FUNCTIONS and isinstance(args[0], SingleRankTensor):
         kind = func(
-            *tree_map_only(Tensor, _small, args), **tree_map_only(Tensor, _small, kwargs)
+            *tree_map_only(Tensor, _make_one_element, args),
+            **tree_map_only(Tensor, _make_one_element, kwargs),
         ).dtype
-        return _shape_of(args[0]).to(kind)
-    return func(*tree_map_only(Tensor, _shape_of, args), **tree_map_only(Tensor, _shape_of, kwargs))
+        return _make_meta(args[0]).to(kind)
+    return func(
+        *tree_map_only(Tensor, _make_meta, args), **tree_map_only(Tensor, _make_meta, kwargs)
+    )
 
 
-def _shape_of(x: Tensor) -> Tensor:
-    x = x.local if isinstance(x, Lone) else x
+def _make_meta(x: Tensor) -> Tensor:
+    x = x.local if isinstance(x, SingleRankTensor) else x
     if x.is_meta:
         return x
     return torch.empty_strided(
-        x.shape, x.stride(), dtype=x.dtype, device=META, requires_grad=x.requires_grad
+        x.shape, x.stride(), dtype=x.dtype, device=META_DEVICE, requires_grad=x.requires_grad
     )
 
 
-def _small(x: Tensor) -> Tensor:
+def _make_one_element(x: Tensor) -> Tensor:
     return torch.ones((1,) * x.dim(), dtype=x.dtype, device=x.device)
 
 
-def shown(x: Any) -> Any:
+def share_value(x: Any) -> Any:
     """A value of one rank, on all; a plain one as it is."""
-    if not isinstance(x, Lone):
+    if not isinstance(x, SingleRankTensor):
         return x
     asks = x.local.requires_grad and torch.is_grad_enabled()
     version = x.local._version  # which a change by a view moves too
-    if x.shown is not None and x.shown[1] == version and (x.shown[0].requires_grad or not asks):
-        return x.shown[0]
-    x.line.note("shown", x.numel() * x.element_size())
+    if (
+        x.shared_copy is not None
+        and x.shared_copy[1] == version
+        and (x.shared_copy[0].requires_grad or not asks)
+    ):
+        return x.shared_copy[0]
+    x.group.note_transfer("shown", x.numel() * x.element_size())
     inputs = (
-        [x.local] if x.mine else [*(x.ties if asks else ()), torch.zeros((), requires_grad=asks)]
+        [x.local]
+        if x.is_local
+        else [*(x.source_values if asks else ()), torch.zeros((), requires_grad=asks)]
     )
-    made = Shown.apply(x.mine, x.owner, x.line, tuple(x.shape), x.dtype, *inputs)
-    x.__dict__["shown"] = None if x.standing else (made, version)
+    made = ValueBroadcast.apply(x.is_local, x.owner, x.group, tuple(x.shape), x.dtype, *inputs)
+    x.__dict__["shared_copy"] = None if x.is_persistent else (made, version)
     return made
 
 
-class Shown(torch.autograd.Function):
+class ValueBroadcast(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        mine: bool,
+        is_local: bool,
         owner: int,
-        line: Line,
+        group: AxisGroup,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *inputs: Tensor,
     ) -> Tensor:
-        ctx.mine = mine
+        ctx.mine = is_local
         ctx.count = len(inputs)
-        return line.shown(inputs[0].detach() if mine else None, owner, shape, dtype)
+        return group.broadcast_value(inputs[0].detach() if is_local else None, owner, shape, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

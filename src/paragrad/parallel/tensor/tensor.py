@@ -8,25 +8,27 @@ from typing import Any
 
 from torch import nn
 
-from paragrad.engine.model_shard import Share
+from paragrad.engine.model_shard import ModelShard
 from paragrad.errors import StepFailed
-from paragrad.parallel.sharding.autograd_collectives import Line
+from paragrad.parallel.sharding.autograd_collectives import AxisGroup
 from paragrad.parallel.tensor import summary
-from paragrad.parallel.tensor.shard_module import Split, divide
-from paragrad.parallel.tensor.sharding_plan import Plan, planned
+from paragrad.parallel.tensor.shard_module import SplitContext, shard_module_tensors
+from paragrad.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paragrad.runtime.world import World
 from paragrad.strategies.tensor import Tensor as Strategy
 
 
-def check(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
+def check_model(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
     """Can the model be split so? Raises StepFailed with the repair."""
-    look(strategy, model, example, tested)
+    inspect_model(strategy, model, example, tested)
 
 
-def look(strategy: Strategy, model: nn.Module, example: Any, tested: bool = False) -> Plan:
+def inspect_model(
+    strategy: Strategy, model: nn.Module, example: Any, tested: bool = False
+) -> ShardingPlan:
     """How the model's layers are split."""
-    plan = planned(model, example, strategy.size, pairs=strategy.pairs, tested=tested)
-    if not plan.divided:
+    plan = plan_sharding(model, example, strategy.size, pairs=strategy.pairs, tested=tested)
+    if not plan.sharded_tensors:
         widest = max((max(shape) for shape in plan.shapes.values() if shape), default=0)
         repair = (
             f"give at most tensor({widest})"
@@ -41,26 +43,28 @@ def look(strategy: Strategy, model: nn.Module, example: Any, tested: bool = Fals
     return plan
 
 
-def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
+def describe_layers(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
     """How a model is split, layer by layer. inputs: of so many samples."""
-    return summary.told(look(strategy, model, inputs), samples)
+    return summary.format_sharding_table(inspect_model(strategy, model, inputs), samples)
 
 
-def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: Plan) -> Share:
+def shard_model(
+    strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: ShardingPlan
+) -> ModelShard:
     """This rank's pieces. Collective over the axis."""
-    line = Line(axis, plan.manner)
-    held, pieces = divide(model, plan, line, axis.rank == 0)
+    line = AxisGroup(axis, plan.options)
+    held, pieces = shard_module_tensors(model, plan, line, axis.rank == 0)
     split = sum(each.where is not None for each in held.values())
-    whole_ones = ", ".join(plan.whole[:8]) or "none"
-    return Share(
+    whole_ones = ", ".join(plan.whole_names[:8]) or "none"
+    return ModelShard(
         model,
         held,
-        chose=(
+        choices=(
             (
                 "split",
                 f"{split} of {len(held)} tensors",
                 f"the others are on every rank: {whole_ones}",
             ),
         ),
-        around=(Split("tensor", model, [line], pieces),),
+        contexts=(SplitContext("tensor", model, [line], pieces),),
     )

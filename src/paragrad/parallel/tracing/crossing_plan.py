@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.parallel.tracing.input_guards import Tape
-from paragrad.parallel.tracing.sequential_stage import Straight
-from paragrad.parallel.tracing.tracer import Place
+from paragrad.parallel.tracing.input_guards import InputGuards
+from paragrad.parallel.tracing.sequential_stage import StageModules
+from paragrad.parallel.tracing.tracer import ValueId
 
-HIDDEN = (
+HIDDEN_TENSOR = (
     "a tensor goes from one module to another in an object that is no tuple, list or dict, or in "
     "an attribute of a "
     "module, where a rank does not see that it comes from another one; let modules give and take "
@@ -23,13 +23,13 @@ HIDDEN = (
     "and dicts (torch.export.register_dataclass makes your dataclass one), or train it with data(n)"
 )
 
-NESTED = (
+NESTED_TENSORS = (
     "in a test torch's TransformerEncoder takes another way for padding (nested tensors), which "
     "cannot be cut, and gives "
     "zeros in padded places; build it with enable_nested_tensor=False, or train it with data(n)"
 )
 
-ANOTHER_WAY = (
+DIFFERENT_PATH = (
     "the model went another way here than a forward without values did, by which every rank knows "
     "what the others' "
     "modules give: a number that is drawn decided (layer drop), or a value that was looked at "
@@ -44,16 +44,16 @@ class Crossing:
     module may ask for a view; grad: its gradient comes back.
     """
 
-    place: Place
+    value_id: ValueId
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    grad: bool
+    has_gradient: bool
 
     @classmethod
-    def of(cls, place: Place, tensor: Tensor) -> Crossing:
+    def build_from_tensor(cls, value_id: ValueId, tensor: Tensor) -> Crossing:
         return cls(
-            place,
+            value_id,
             tuple(tensor.shape),
             tuple(torch.empty_like(tensor).stride()),
             tensor.dtype,
@@ -68,13 +68,13 @@ class StandIn:
     """
 
     name: str
-    out: Any
-    found: list[tuple[Tensor, Place]]
-    kept: Mapping[tuple[nn.Module, str], Any]
+    output: Any
+    output_tensors: list[tuple[Tensor, ValueId]]
+    attributes: Mapping[tuple[nn.Module, str], Any]
 
 
 @dataclass
-class Plan:
+class CrossingPlan:
     """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: of each call of
     a unit;  tape: by which inputs of these shapes are known to go the same way;  writes:
     something is changed in place between units, which may be a stand-in; changes: the model
@@ -84,7 +84,7 @@ class Plan:
 
     crossing: list[list[Crossing]]
     stand_ins: list[StandIn]
-    tape: Tape
-    writes: bool
-    changes: bool = False
-    straight: Straight | None = None
+    guards: InputGuards
+    writes_in_place: bool
+    changes_inputs: bool = False
+    sequential_stages: StageModules | None = None

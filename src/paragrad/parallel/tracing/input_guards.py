@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paragrad.parallel.tracing.tracer import tensors_in
+from paragrad.parallel.tracing.tracer import find_tensors
 
-READS = {
+VALUE_READS = {
     "item",
     "__bool__",
     "__int__",
@@ -29,7 +29,7 @@ READS = {
     "allclose",
     "is_nonzero",
 }  # look at values
-SHAPED = {
+VALUE_SHAPED = {
     "nonzero",
     "argwhere",
     "masked_select",
@@ -42,8 +42,8 @@ SHAPED = {
 
 
 # look at sizes that they are given, and after a tensor
-MAKE = {"arange", "zeros", "ones", "empty"}
-RESIZE = {
+SIZE_FACTORIES = {"arange", "zeros", "ones", "empty"}
+SIZE_METHODS = {
     "new_zeros",
     "new_ones",
     "new_empty",
@@ -57,7 +57,7 @@ RESIZE = {
 }
 
 
-def bounds(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def find_size_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors of one whole number that an operation takes for a size or a place, and looks at
     in doing so: no function of Python's is called for that.
     """
@@ -70,7 +70,11 @@ def bounds(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
             for each in (part.start, part.stop, part.step)
         ]
     else:
-        found = tree_leaves((args[name in RESIZE :], kwargs)) if name in MAKE | RESIZE else []
+        found = (
+            tree_leaves((args[name in SIZE_METHODS :], kwargs))
+            if name in SIZE_FACTORIES | SIZE_METHODS
+            else []
+        )
     return [
         each
         for each in found
@@ -78,22 +82,22 @@ def bounds(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     ]
 
 
-def read(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+def extract_read_value(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """What Python gets to know of values by an operation, in a form to be compared; None where
     that is nothing. Where values decide a shape, it is the shape.
     """
     name = getattr(func, "__name__", "")
-    if name in READS and tensors_in((args, kwargs)):
+    if name in VALUE_READS and find_tensors((args, kwargs)):
         return numpy.copy(out) if isinstance(out, numpy.ndarray) else out
-    if name in SHAPED or (
-        name == "__getitem__" and any(each.dtype == torch.bool for each in tensors_in(args[1]))
+    if name in VALUE_SHAPED or (
+        name == "__getitem__" and any(each.dtype == torch.bool for each in find_tensors(args[1]))
     ):
-        return str([tuple(each.shape) for each in tensors_in(out)])
+        return str([tuple(each.shape) for each in find_tensors(out)])
     return None
 
 
 @dataclass(frozen=True)
-class Output:
+class StepOutput:
     """Stands for a tensor: which output of which step; of step -1: which tensor of the
     inputs.
     """
@@ -102,7 +106,7 @@ class Output:
     number: int
 
 
-class Tape:
+class InputGuards:
     """The operations of a forward on its inputs alone, in order, and what Python read of their
     results.
 
@@ -113,38 +117,40 @@ class Tape:
     def __init__(self, inputs: Any) -> None:
         # function, (args, kwargs), what was read
         self.steps: list[tuple[Any, Any, Any]] = []
-        self.read = 0  # steps up to the last read
-        self.made: Any = WeakIdKeyDictionary()
-        self._note(-1, inputs)
+        self.read_steps = 0  # steps up to the last read
+        self.step_outputs: Any = WeakIdKeyDictionary()
+        self._note_outputs(-1, inputs)
 
-    def _note(self, step: int, out: Any) -> None:
-        for number, tensor in enumerate(tensors_in(out)):
-            self.made[tensor] = Output(step, number)
+    def _note_outputs(self, step: int, out: Any) -> None:
+        for number, tensor in enumerate(find_tensors(out)):
+            self.step_outputs[tensor] = StepOutput(step, number)
 
-    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def note_operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation, after it was made."""
-        given = tree_map_only(Tensor, lambda each: self.made.get(each, each), (args, kwargs))
-        self._note(len(self.steps), out)
-        self.steps.append((func, given, found := read(func, args, kwargs, out)))
+        given = tree_map_only(
+            Tensor, lambda each: self.step_outputs.get(each, each), (args, kwargs)
+        )
+        self._note_outputs(len(self.steps), out)
+        self.steps.append((func, given, found := extract_read_value(func, args, kwargs, out)))
         if found is not None:
-            self.read = len(self.steps)
+            self.read_steps = len(self.steps)
 
-    def cut(self) -> Tape:
+    def drop_unread_steps(self) -> InputGuards:
         """What comes after the last read is of no matter. Tensors of the forward are let go."""
-        del self.steps[self.read :]
-        self.made = None
+        del self.steps[self.read_steps :]
+        self.step_outputs = None
         return self
 
-    def same(self, inputs: Any) -> bool:
+    def is_same_path(self, inputs: Any) -> bool:
         """Does Python read the same of these inputs?"""
         if not self.steps:
             return True
-        made = {-1: [each.clone() for each in tensors_in(inputs)]}
+        made = {-1: [each.clone() for each in find_tensors(inputs)]}
         # which a step may change in place, and here changes a copy of
         others: dict[int, Tensor] = {}
 
         def value(each: Any) -> Any:
-            if isinstance(each, Output):
+            if isinstance(each, StepOutput):
                 return made[each.step][each.number]
             return others.setdefault(id(each), each.clone()) if isinstance(each, Tensor) else each
 
@@ -157,8 +163,8 @@ class Tape:
                 except (RuntimeError, ValueError, IndexError):
                     return False
                 if before is not None and not numpy.array_equal(
-                    read(func, args, kwargs, out), before
+                    extract_read_value(func, args, kwargs, out), before
                 ):
                     return False
-                made[number] = tensors_in(out)
+                made[number] = find_tensors(out)
         return True

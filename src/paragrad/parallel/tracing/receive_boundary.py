@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.engine.state.values import differentiable
+from paragrad.engine.state.values import is_differentiable
 
 
-def entered(
-    received: Sequence[Tensor], wants: Iterable[bool]
+def attach_received(
+    received: Sequence[Tensor], wants_gradients: Iterable[bool]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """(the same tensors as if they had been made here, their gradients once backward has come
     to them). wants: of each, whether there is one.
@@ -22,11 +22,13 @@ def entered(
         return [], gradients
     anchor = torch.zeros(0, requires_grad=True)
     return list(
-        Entered.apply(anchor, gradients, tuple(wants), *(each.detach() for each in received))
+        ReceivedTensors.apply(
+            anchor, gradients, tuple(wants_gradients), *(each.detach() for each in received)
+        )
     ), gradients
 
 
-class Entered(torch.autograd.Function):
+class ReceivedTensors(torch.autograd.Function):
     """What came from the part before, as if it had been made here: it may be changed in place,
     and its gradient is kept.
     """
@@ -35,11 +37,11 @@ class Entered(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        into: list[Tensor | None],
-        wants: tuple[bool, ...],
+        gradients: list[Tensor | None],
+        wants_gradients: tuple[bool, ...],
         *received: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.into = into
+        ctx.into = gradients
         ctx.set_materialize_grads(False)
         # not detach(), by which all tensors of a message would count as changed once one of
         # them is changed in place
@@ -47,8 +49,8 @@ class Entered(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(
                 each
-                for each, wanted in zip(entered, wants, strict=True)
-                if not wanted or not differentiable(each)
+                for each, wanted in zip(entered, wants_gradients, strict=True)
+                if not wanted or not is_differentiable(each)
             )
         )
         return entered

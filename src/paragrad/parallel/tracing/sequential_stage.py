@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paragrad.errors import StepFailed
-from paragrad.parallel.sharding.sharded_tensor import Divided, whole
+from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, gather_whole
 from paragrad.parallel.tracing.tracer import Unit
 
-Straight = list[list[nn.Module]]  # the modules of each part
+StageModules = list[list[nn.Module]]  # the modules of each part
 
 
-def straight(
-    model: nn.Module, parts: Sequence[Sequence[Unit]], outputs: Sequence[Any]
-) -> Straight | None:
+def find_sequential_stages(
+    model: nn.Module, stages: Sequence[Sequence[Unit]], outputs: Sequence[Any]
+) -> StageModules | None:
     """Where a Sequential, nested ones too, calls nothing but the units of the parts, each
     giving one tensor, and no hook looks on; otherwise None. outputs: of each unit.
     """
-    units = [unit for part in parts for unit in part]
-    if list(_called(model, "")) != units or not all(
-        isinstance(each, FakeTensor | Divided) for each in outputs
+    units = [unit for part in stages for unit in part]
+    if list(_iterate_called_units(model, "")) != units or not all(
+        isinstance(each, FakeTensor | ShardedTensor) for each in outputs
     ):
         return None
     if any(
@@ -37,33 +37,36 @@ def straight(
         for each in model.modules()
     ):
         return None
-    return [[model.get_submodule(name) for name, _ in part] for part in parts]
+    return [[model.get_submodule(name) for name, _ in part] for part in stages]
 
 
-def _called(module: nn.Module, name: str) -> Iterator[Unit]:
+def _iterate_called_units(module: nn.Module, name: str) -> Iterator[Unit]:
     """What a Sequential calls, nested ones opened; another module is called as it is."""
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
         yield name, 0
         return
     for child, each in module._modules.items():
         assert each is not None
-        yield from _called(each, f"{name}.{child}" if name else child)
+        yield from _iterate_called_units(each, f"{name}.{child}" if name else child)
 
 
-def through(
-    modules: Sequence[nn.Module], given: Tensor, like: tuple[tuple[int, ...], torch.dtype] | None
+def run_modules(
+    modules: Sequence[nn.Module],
+    given: Tensor,
+    expected: tuple[tuple[int, ...], torch.dtype] | None,
 ) -> Tensor:
     """What modules make of a tensor, one after another. like: what it must be then, where it
     goes on to another part.
     """
     for module in modules:
         given = module(given)
-    given = given if like is None else whole(given)
-    if like is not None and (tuple(given.shape), given.dtype) != like:
+    given = given if expected is None else gather_whole(given)
+    if expected is not None and (tuple(given.shape), given.dtype) != expected:
         raise StepFailed(
             f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and "
             f"without values of "
-            f"{like[0]}, {like[1]}; let modules look at no values that decide these, or train it "
+            f"{expected[0]}, {expected[1]}; let modules look at no values that decide these, or "
+            f"train it "
             f"with data(n)"
         )
     return given

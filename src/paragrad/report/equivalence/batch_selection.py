@@ -15,92 +15,94 @@ from itertools import chain
 
 from torch import Tensor
 
-from paragrad.datasets.loading import Samples, tensors_of
-from paragrad.datasets.sample_order import Order
-from paragrad.strategies.shares import Division, micro_batches
+from paragrad.datasets.loading import Samples, list_batch_tensors
+from paragrad.datasets.sample_order import SampleOrder
+from paragrad.strategies.shares import Division, split_micro_batches
 
-LOOKED = 200  # batches of the first epoch that are looked at, at most
-SECONDS = 3.0  # after which no further one is
+MAX_INSPECTED = 200  # batches of the first epoch that are looked at, at most
+INSPECTION_SECONDS = 3.0  # after which no further one is
 
 
 @dataclass(frozen=True)
-class Look:
+class BatchTraits:
     """What one global batch is like."""
 
     size: float  # elements of its tensors per sample: padding
     ignored: float  # targets below 0 per sample
-    bare: int  # parts (of a rank, in a micro-batch) without one target that counts
+    empty_parts: int  # parts (of a rank, in a micro-batch) without one target that counts
 
 
-EXTREMES: tuple[Callable[[Look], float], ...] = (
+EXTREME_MEASURES: tuple[Callable[[BatchTraits], float], ...] = (
     lambda look: look.size,
     lambda look: -look.size,
     lambda look: look.ignored,
     lambda look: -look.ignored,
-    lambda look: look.bare,
+    lambda look: look.empty_parts,
 )
 
 
-def first_batches(order: Order, steps: int) -> list[tuple[int, range]]:
+def list_first_batches(order: SampleOrder, steps: int) -> list[tuple[int, range]]:
     """(epoch, batch) of the first steps: whole epochs, one after the other."""
-    return [(step // order.steps, order.at(step % order.steps)) for step in range(steps)]
+    return [(step // order.steps, order.get_batch(step % order.steps)) for step in range(steps)]
 
 
-def telling_batches(
-    samples: Samples, order: Order, steps: int, division: Division
+def select_compared_batches(
+    samples: Samples, order: SampleOrder, steps: int, division: Division
 ) -> list[tuple[int, range]]:
     """(epoch, batch) of the steps that are compared, none twice: all in their order where an
     epoch has no more of them.
     """
     if steps >= order.steps:
-        return first_batches(order, steps)
+        return list_first_batches(order, steps)
     chosen = [
-        order.at(0),
-        *extremes(samples, order, division),
-        order.at(order.steps - 1),
-        *map(order.at, range(1, steps)),
+        order.get_batch(0),
+        *find_extreme_batches(samples, order, division),
+        order.get_batch(order.steps - 1),
+        *map(order.get_batch, range(1, steps)),
     ]
     return [(0, batch) for batch in list(dict.fromkeys(chosen))[:steps]]
 
 
-def extremes(samples: Samples, order: Order, division: Division) -> list[range]:
+def find_extreme_batches(samples: Samples, order: SampleOrder, division: Division) -> list[range]:
     """Of an epoch's batches those with the most and the least of something that not all have
     alike.
     """
-    looks: dict[range, Look] = {}
-    end = time.monotonic() + SECONDS
-    for batch in map(order.at, range(0, order.steps, -(-order.steps // LOOKED))):
-        looks[batch] = look_at(samples, order, batch, division)
+    looks: dict[range, BatchTraits] = {}
+    end = time.monotonic() + INSPECTION_SECONDS
+    for batch in map(order.get_batch, range(0, order.steps, -(-order.steps // MAX_INSPECTED))):
+        looks[batch] = inspect_batch(samples, order, batch, division)
         if time.monotonic() > end:
             break
     return [
         max(looks, key=lambda batch: measure(looks[batch]))
-        for measure in EXTREMES
+        for measure in EXTREME_MEASURES
         if len({measure(look) for look in looks.values()}) > 1
     ]
 
 
-def look_at(samples: Samples, order: Order, batch: range, division: Division) -> Look:
-    tensors = tensors_of(samples[0, order.indices(0, batch)])
+def inspect_batch(
+    samples: Samples, order: SampleOrder, batch: range, division: Division
+) -> BatchTraits:
+    tensors = list_batch_tensors(samples[0, order.get_indices(0, batch)])
     marked = [
         tensor
         for tensor in tensors
         if not tensor.is_floating_point() and not tensor.is_complex() and (tensor < 0).any()
     ]
     bare = 0
-    for part in chain.from_iterable(micro_batches(batch, division)):
+    for part in chain.from_iterable(split_micro_batches(batch, division)):
         own = [
             target[part.start - batch.start : part.stop - batch.start]
             for target in marked
-            if _by_sample(target, batch)
+            if _has_sample_dim(target, batch)
         ]
         bare += len(part) > 0 and any(bool((target < 0).all()) for target in own)
-    return Look(
+    return BatchTraits(
         sum(map(Tensor.numel, tensors)) / len(batch),
         sum(int((each < 0).sum()) for each in marked) / len(batch),
         bare,
     )
 
 
-def _by_sample(target: Tensor, batch: range) -> bool:
+def _has_sample_dim(target: Tensor, batch: range) -> bool:
     return target.dim() > 0 and len(target) == len(batch)

@@ -20,44 +20,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.datasets.loading import Dataset, parted
+from paragrad.datasets.loading import Dataset, separate_target
 from paragrad.errors import StepFailed
-from paragrad.jobs.job import Job, opened
-from paragrad.report.certificate import BOUND, Difference
-from paragrad.report.equivalence.batch_selection import first_batches, telling_batches
+from paragrad.jobs.job import Job, open_dataset
+from paragrad.report.certificate import EXACT_BOUND, Difference
+from paragrad.report.equivalence.batch_selection import list_first_batches, select_compared_batches
 from paragrad.report.equivalence.deviation import (
     FLOOR,
-    Apart,
-    Tensors,
-    apart,
-    differences,
-    each_apart,
-    most,
+    Deviation,
+    NamedTensors,
+    find_largest_value,
+    list_tensor_deviations,
+    measure_buffer_deviations,
+    measure_deviations,
 )
-from paragrad.report.equivalence.reference import WHOLE, Reference, precision
+from paragrad.report.equivalence.reference import (
+    WHOLE_BATCH_LOSS,
+    SerialReference,
+    choose_reference_dtype,
+)
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.first_step.setup import dismiss, serve
+from paragrad.trainer.first_step.setup import dismiss_run_servers, run_parameter_server
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
-STEPS = 20
-INSIDE = "in float64 it differs, and there the model computes in a coarser type inside"
-FEW = 8  # eps: rounding that is never asked about, and the bound in float32
-TWINS = 4  # times the twin's: another way of rounding
+COMPARED_STEPS = 20
+COARSE_MODEL = "in float64 it differs, and there the model computes in a coarser type inside"
+FEW_EPS = 8  # eps: rounding that is never asked about, and the bound in float32
+BASELINE_FACTOR = 4  # times the twin's: another way of rounding
 # and how their tensors are named
-GRADIENT = "gradient of "
-PARAMETER = ""
-KINDS = (GRADIENT, PARAMETER)
+GRADIENT_PREFIX = "gradient of "
+PARAMETER_PREFIX = ""
+KINDS = (GRADIENT_PREFIX, PARAMETER_PREFIX)
 
 
-def difference(
+def compare_with_serial(
     world: World,
     job: Job,
     strategy: Strategy,
     settings: Settings | None = None,
     *,
-    steps: int = STEPS,
+    steps: int = COMPARED_STEPS,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> Difference:
     """Train `steps` steps of a resolved strategy beside serial, in float64 where the job can.
@@ -66,22 +70,22 @@ def difference(
     report: told {"step", "steps", "difference"} after every step, on rank 0.
     """
     settings = settings or Settings()
-    strategy = strategy.verified
-    train = opened(job.train, settings.folder)
-    order = job.order(len(train))
+    strategy = strategy.verifiable
+    train = open_dataset(job.train, settings.folder)
+    order = job.make_order(len(train))
     known = None
     if world.rank == 0:
         known = (
-            telling_batches(job.samples(train), order, steps, strategy.division),
-            *precision(job, train, first_batches(order, 1)[0], world.device),
+            select_compared_batches(job.make_samples(train), order, steps, strategy.division),
+            *choose_reference_dtype(job, train, list_first_batches(order, 1)[0], world.device),
         )
-    places, dtype, why = world.agreed(known)
-    for kind, because in ((dtype, why), (torch.float32, INSIDE)):
+    places, dtype, why = world.broadcast_object(known)
+    for kind, because in ((dtype, why), (torch.float32, COARSE_MODEL)):
         comparison = None
-        for comparison in _lockstep(
+        for comparison in _step_together(
             world, job.replace(dtype=kind), strategy, settings, train, places
         ):
-            comparison.take()
+            comparison.compare_step()
             if report is not None:
                 report(
                     {
@@ -90,11 +94,11 @@ def difference(
                         "difference": comparison.worst.value,
                     }
                 )
-        found, coarsest = world.agreed(
+        found, coarsest = world.broadcast_object(
             comparison
             and (
                 replace(comparison.worst, why=because, reference=str(comparison.reference)),
-                comparison.reference.serial.coarsest,
+                comparison.reference.serial.coarsest_eps,
             )
         )
         if found.first is None or kind != torch.float64 or coarsest <= torch.finfo(kind).eps:
@@ -102,56 +106,65 @@ def difference(
     return found  # type: ignore[no-any-return]
 
 
-def distances(
+def measure_distances(
     world: World, job: Job, strategy: Strategy, settings: Settings, steps: int
 ) -> list[float]:
     """The difference of the parameters from serial's after every step, in the job's own type.
     Collective.
     """
     values: list[float] = []
-    strategy = strategy.verified
-    train = opened(job.train, settings.folder)
-    places = first_batches(job.order(len(train)), steps)
-    for comparison in _lockstep(world, job, strategy, settings, train, places, same=False):
+    strategy = strategy.verifiable
+    train = open_dataset(job.train, settings.folder)
+    places = list_first_batches(job.make_order(len(train)), steps)
+    for comparison in _step_together(
+        world, job, strategy, settings, train, places, check_sameness=False
+    ):
         serial = comparison.reference.serial.parameters
         values.append(
-            max(differences({name: comparison.state[name] for name in serial}, serial).values())
+            max(
+                list_tensor_deviations(
+                    {name: comparison.state[name] for name in serial}, serial
+                ).values()
+            )
         )
-    found: list[float] = world.agreed(values)
+    found: list[float] = world.broadcast_object(values)
     return found
 
 
-def _lockstep(
+def _step_together(
     world: World,
     job: Job,
     strategy: Strategy,
     settings: Settings,
     train: Dataset,
     places: list[tuple[int, range]],
-    same: bool = True,
-) -> Iterator[Comparison]:
+    check_sameness: bool = True,
+) -> Iterator[TensorComparison]:
     """Rank 0's comparison after every step that strategy and reference made; on the other ranks
     nothing.
 
     same: whether it is the same training is asked: with a rounding twin, and of all replicas.
     """
-    trainer = Trainer.of_job(world, job, strategy, settings, unchecked=True)
-    order = job.order(len(train))
+    trainer = Trainer.build_for_job(world, job, strategy, settings, skip_first_step_check=True)
+    order = job.make_order(len(train))
     comparison = None
     trainer.batch_size = min(order.batch, order.samples)
     if world.rank == 0:
-        comparison = Comparison(
-            trainer, Reference(world.device, job, strategy, train, places, twin=same)
+        comparison = TensorComparison(
+            trainer,
+            SerialReference(
+                world.device, job, strategy, train, places, rounding_baseline=check_sameness
+            ),
         )
     try:
-        if trainer.serves:
-            serve(trainer)
+        if trainer.is_server:
+            run_parameter_server(trainer)
             return
-        for fetched in trainer.batches_at(train, order, places, settings.loaders):
-            trainer.step(*parted(fetched))
+        for fetched in trainer.iterate_batches_at(train, order, places, settings.loaders):
+            trainer.step(*separate_target(fetched))
             if comparison is not None and comparison.reference.serial.steps == 0:
-                _check_apart(comparison.reference)
-            if same and strategy.promise.replicas_equal:
+                _refuse_shared_gradients(comparison.reference)
+            if check_sameness and strategy.guarantees.replicas_equal:
                 check_replicas(trainer)
             # of a cut model by all ranks together
             made = trainer.gradients(), trainer.state()
@@ -160,12 +173,12 @@ def _lockstep(
                 comparison.reference.step()
                 yield comparison
             trainer.world.barrier()  # shared gradients are looked at until here
-        dismiss(trainer)
+        dismiss_run_servers(trainer)
     finally:
         trainer.close()
 
 
-def _check_apart(reference: Reference) -> None:
+def _refuse_shared_gradients(reference: SerialReference) -> None:
     """The strategy's step left nothing in the reference's models. Raises StepFailed."""
     if any(
         parameter.grad is not None
@@ -181,7 +194,7 @@ def _check_apart(reference: Reference) -> None:
         )
 
 
-class Comparison:
+class TensorComparison:
     """The largest difference so far of a trainer's gradients, parameters and buffers from the
     reference's.
 
@@ -193,20 +206,20 @@ class Comparison:
     and the running statistics, known by name, not at all.
     """
 
-    def __init__(self, trainer: Trainer, reference: Reference) -> None:
+    def __init__(self, trainer: Trainer, reference: SerialReference) -> None:
         self.trainer = trainer
         self.reference = reference
-        self.gradients: Tensors = {}  # of the trainer, after a step
+        self.gradients: NamedTensors = {}  # of the trainer, after a step
         self.state: Mapping[str, Tensor] = {}
         serial = reference.serial
         self.eps = torch.finfo(serial.dtype).eps
         self.worst = Difference(
             0.0,
             dtype=str(serial.dtype).removeprefix("torch."),
-            bound=BOUND if serial.dtype == torch.float64 else FEW * self.eps,
+            bound=EXACT_BOUND if serial.dtype == torch.float64 else FEW_EPS * self.eps,
         )
         self.rounding: dict[str, float] = {}  # the twin's largest by kind, until now
-        self.noise = 0.0 if reference.normed is None else 1e3 * self.eps
+        self.noise = 0.0 if reference.norm_statistics is None else 1e3 * self.eps
         self.masks: dict[str, Tensor] | None = None
         if self.noise and not isinstance(serial.optimizer, torch.optim.SGD):
             self.masks = {
@@ -214,66 +227,78 @@ class Comparison:
                 for name, tensor in serial.parameters.items()
             }
 
-    def take(self) -> None:
+    def compare_step(self) -> None:
         """Compare after all made the same step."""
         serial = self.reference.serial
-        twin = self.reference.twin
+        twin = self.reference.rounding_baseline
         assert twin is not None
-        if self.reference.apart is not None:
-            self._note(WHOLE, Apart(self.reference.apart, self.reference.apart), self.noise)
+        if self.reference.loss_deviation is not None:
+            self._record_deviation(
+                WHOLE_BATCH_LOSS,
+                Deviation(self.reference.loss_deviation, self.reference.loss_deviation),
+                self.noise,
+            )
         expected = serial.gradients()
-        self._kind(
-            GRADIENT,
-            apart(self.gradients, expected, self.noise),
-            apart(twin.gradients(), expected, self.noise),
+        self._compare_kind(
+            GRADIENT_PREFIX,
+            measure_deviations(self.gradients, expected, self.noise),
+            measure_deviations(twin.gradients(), expected, self.noise),
         )
-        self._narrow(expected)
+        self._narrow_masks(expected)
         ours = self.state
         theirs = serial.state()
         twins = twin.state()
-        seen = self._seen(theirs)
-        self._kind(PARAMETER, apart(self._seen(ours), seen), apart(self._seen(twins), seen))
-        floor = FLOOR * most(serial.parameters)
+        seen = self._select_comparable(theirs)
+        self._compare_kind(
+            PARAMETER_PREFIX,
+            measure_deviations(self._select_comparable(ours), seen),
+            measure_deviations(self._select_comparable(twins), seen),
+        )
+        floor = FLOOR * find_largest_value(serial.parameters)
         buffers = {
             name: theirs[name]
             for name in ours
-            if name not in serial.parameters and not self._excused(name)
+            if name not in serial.parameters and not self._is_excused(name)
         }
-        moved = each_apart(twins, buffers, floor)
-        for name, found in each_apart(ours, buffers, floor).items():
-            self._kind("", {name: found}, {name: moved[name]}, pool=name)
+        moved = measure_buffer_deviations(twins, buffers, floor)
+        for name, found in measure_buffer_deviations(ours, buffers, floor).items():
+            self._compare_kind("", {name: found}, {name: moved[name]}, pool=name)
 
-    def _kind(
+    def _compare_kind(
         self,
         prefix: str,
-        found: Mapping[str, Apart],
-        twins: Mapping[str, Apart],
+        deviations: Mapping[str, Deviation],
+        baseline: Mapping[str, Deviation],
         pool: str | None = None,
     ) -> None:
         """One kind of tensors of this step, and the same of the twin. Every buffer is a kind of
         its own, beside what rounding does to gradients and parameters.
         """
         pool = prefix if pool is None else pool
-        rounding = max([self.rounding.get(pool, 0.0), *(each.pooled for each in twins.values())])
+        rounding = max(
+            [self.rounding.get(pool, 0.0), *(each.per_kind for each in baseline.values())]
+        )
         self.rounding[pool] = rounding
         if pool not in KINDS:
             rounding = max(rounding, *(self.rounding[kind] for kind in KINDS))
-        for name, each in twins.items():
+        for name, each in baseline.items():
             told = {
                 **self.worst.twins,
-                prefix + name: max(each.own, self.worst.twins.get(prefix + name, 0.0)),
+                prefix + name: max(each.per_tensor, self.worst.twins.get(prefix + name, 0.0)),
             }
-            self.worst = replace(self.worst, twins=told, twin=max(self.worst.twin, each.own))
-        allowed = self._allowed(rounding)
-        for name, each in found.items():
-            self._note(prefix + name, each, allowed)
+            self.worst = replace(self.worst, twins=told, twin=max(self.worst.twin, each.per_tensor))
+        allowed = self._compute_allowance(rounding)
+        for name, each in deviations.items():
+            self._record_deviation(prefix + name, each, allowed)
 
-    def _allowed(self, rounding: float) -> float:
+    def _compute_allowance(self, rounding: float) -> float:
         """What rounding may do where it does so much to the twin. Both are magnified by a
         product over layers and steps of which each sees factors of its own; so the larger it
         is, the more the two products scatter (seen: 98 times).
         """
-        allowed = max(FEW * self.eps, TWINS * rounding * max(1.0, rounding / self.eps) ** 0.25)
+        allowed = max(
+            FEW_EPS * self.eps, BASELINE_FACTOR * rounding * max(1.0, rounding / self.eps) ** 0.25
+        )
         if allowed < 1.0:
             return allowed
         if self.worst.chaotic is None:
@@ -281,14 +306,14 @@ class Comparison:
         # another way altogether: it says no more
         return rounding if math.isinf(rounding) else sys.float_info.max
 
-    def _note(self, name: str, found: Apart, allowed: float) -> None:
+    def _record_deviation(self, name: str, deviation: Deviation, allowed: float) -> None:
         worst = self.worst
         step = self.reference.serial.steps - 1
-        tensors = {**worst.tensors, name: max(found.own, worst.tensors.get(name, 0.0))}
-        if found.own > worst.value:
-            worst = replace(worst, value=found.own, tensor=name, step=step)
-        if found.own > worst.bound and worst.first is None:
-            missed = found.pooled > allowed
+        tensors = {**worst.tensors, name: max(deviation.per_tensor, worst.tensors.get(name, 0.0))}
+        if deviation.per_tensor > worst.value:
+            worst = replace(worst, value=deviation.per_tensor, tensor=name, step=step)
+        if deviation.per_tensor > worst.bound and worst.first is None:
+            missed = deviation.per_kind > allowed
             worst = replace(
                 worst,
                 first=(name, step) if missed else None,
@@ -296,18 +321,18 @@ class Comparison:
             )
         self.worst = replace(worst, tensors=tensors)
 
-    def _excused(self, name: str) -> bool:
-        return self.masks is not None and name in (self.reference.normed or ())
+    def _is_excused(self, name: str) -> bool:
+        return self.masks is not None and name in (self.reference.norm_statistics or ())
 
-    def _narrow(self, gradients: Tensors) -> None:
+    def _narrow_masks(self, gradients: NamedTensors) -> None:
         if self.masks is None:
             return
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        largest = most(present)
+        largest = find_largest_value(present)
         for name, gradient in present.items():
             self.masks[name] &= gradient.abs() > self.noise * largest
 
-    def _seen(self, state: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    def _select_comparable(self, state: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """The parameters that can be compared."""
         if self.masks is None:
             return {name: state[name] for name in self.reference.serial.parameters}
@@ -318,7 +343,9 @@ def check_replicas(trainer: Trainer) -> None:
     """All ranks that hold the same hold the same bits, or StepFailed names the first tensor
     that differs. Collective.
     """
-    if unequal := trainer.held.unequal(trainer.local(), trainer.world):
+    if unequal := trainer.shard_layout.find_unequal_copies(
+        trainer.get_local_tensors(), trainer.world
+    ):
         first, other, tensor = unequal
         raise StepFailed(
             f"the replicas of rank {first} and rank {other} are not equal bit for bit",

@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
-from paragrad.datasets.loading import Dataset, called, copied, cut, parted
-from paragrad.engine.loss_additivity import statistics_apart
-from paragrad.engine.probe import evaluating
+from paragrad.datasets.loading import Dataset, call_model, clone_batch, separate_target, slice_batch
+from paragrad.engine.loss_additivity import disable_batch_statistics
+from paragrad.engine.probe import use_model_eval_mode
 from paragrad.jobs.job import Job
-from paragrad.jobs.precision import move
-from paragrad.runtime.generators import generators_kept, seed_everything
+from paragrad.jobs.precision import perturb_parameters
+from paragrad.runtime.generators import keep_generators, seed_everything
 from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.trainer import Trainer
 
-WHOLE = "loss of the whole batch"  # beside the weighted mean of its micro-batches
+WHOLE_BATCH_LOSS = "loss of the whole batch"  # beside the weighted mean of its micro-batches
 
 
-class Reference:
+class SerialReference:
     """Serial and, with twin=True, its rounding twin, over the same batches of a job.
 
     micro: its micro-batches;  normed: the names of running statistics where a batch norm is
@@ -46,79 +46,85 @@ class Reference:
         strategy: Strategy,
         train: Dataset,
         places: list[tuple[int, range]],
-        twin: bool,
+        rounding_baseline: bool,
     ) -> None:
-        tried = _tried(job, train, places[0], device)
-        self.normed = (
+        tried = _try_serial_step(job, train, places[0], device)
+        self.norm_statistics = (
             None
-            if isinstance(tried, str) or not tried.batch_norm.computed
-            else tried.batch_norm.normed
+            if isinstance(tried, str) or not tried.batch_norm.has_computed
+            else tried.batch_norm.normalized_buffers
         )
-        self.micro = 1 if self.normed is None else strategy.division.micro
-        like = strategy if self.micro > 1 else None
-        self.serial = Trainer.of_job(World(device=device), job, Serial(), like=like)
-        self.twin = Trainer.of_job(World(device=device), job, Serial(), like=like) if twin else None
-        self.running = {
-            trainer: trainer.batches_at(train, job.order(len(train)), places)
+        self.micro_count = 1 if self.norm_statistics is None else strategy.division.micro
+        like = strategy if self.micro_count > 1 else None
+        self.serial = Trainer.build_for_job(
+            World(device=device), job, Serial(), compared_strategy=like
+        )
+        self.rounding_baseline = (
+            Trainer.build_for_job(World(device=device), job, Serial(), compared_strategy=like)
+            if rounding_baseline
+            else None
+        )
+        self.batch_iterators = {
+            trainer: trainer.iterate_batches_at(train, job.make_order(len(train)), places)
             for trainer in self.trainers
         }
-        self.signs = torch.Generator().manual_seed(job.seed)
+        self.sign_generator = torch.Generator().manual_seed(job.seed)
         # of the loss of micro-batches from that of the whole batch
-        self.apart: float | None = None
+        self.loss_deviation: float | None = None
 
     @property
     def trainers(self) -> Iterator[Trainer]:
         yield self.serial
-        if self.twin is not None:
-            yield self.twin
+        if self.rounding_baseline is not None:
+            yield self.rounding_baseline
 
     def step(self) -> None:
         """The next batch. Both draw the same random numbers, and the strategy's are as if there
         were no reference.
         """
-        if self.twin is not None:
-            move(self.twin.model, self.signs)
+        if self.rounding_baseline is not None:
+            perturb_parameters(self.rounding_baseline.model, self.sign_generator)
         for trainer in self.trainers:
-            fetched = next(self.running[trainer])
-            if trainer is self.serial and self.micro > 1:
-                self.apart = _apart_from_whole(trainer, *parted(fetched))
-            with generators_kept():
+            fetched = next(self.batch_iterators[trainer])
+            if trainer is self.serial and self.micro_count > 1:
+                self.loss_deviation = _measure_loss_deviation(trainer, *separate_target(fetched))
+            with keep_generators():
                 seed_everything(trainer.seed + 1 + trainer.steps)
-                trainer.step(*parted(fetched))
+                trainer.step(*separate_target(fetched))
 
     def __str__(self) -> str:
-        if self.micro == 1:
+        if self.micro_count == 1:
             return "serial"
-        return f"serial(micro={self.micro})" + (
-            " with weights that were not checked" if self.apart is None else ""
+        return f"serial(micro={self.micro_count})" + (
+            " with weights that were not checked" if self.loss_deviation is None else ""
         )
 
 
-def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | None:
+def _measure_loss_deviation(trainer: Trainer, inputs: Any, target: Any) -> float | None:
     """How far the weighted mean over micro-batches is from the loss of one call over the whole
     batch; None where the model in eval mode, which mixes no samples, gives the loss nothing to
     go by.
     """
-    batch = trainer.feed.batch
+    batch = trainer.feed.pending_batch
     assert batch is not None
-    samples = len(batch.indices)
+    samples = len(batch.sample_indices)
     try:
         with (
-            evaluating(trainer.model),
-            trainer.casting(),
-            generators_kept(),
-            statistics_apart(),
-            torch.set_grad_enabled(trainer.module.by_graph),
+            use_model_eval_mode(trainer.model),
+            trainer.use_autocast(),
+            keep_generators(),
+            disable_batch_statistics(),
+            torch.set_grad_enabled(trainer.module.uses_graph_divisor),
         ):
-            whole = _loss(trainer, copied(inputs), target, samples)
+            whole = _compute_weighted_loss(trainer, clone_batch(inputs), target, samples)
             parts = [
-                _loss(
+                _compute_weighted_loss(
                     trainer,
-                    cut(copied(inputs), part, samples),
-                    cut(target, part, samples),
+                    slice_batch(clone_batch(inputs), part, samples),
+                    slice_batch(target, part, samples),
                     len(micro.positions),
                 )
-                for micro, part in batch.cuts()
+                for micro, part in batch.iterate_slices()
             ]
     except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
         return None
@@ -132,34 +138,38 @@ def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | Non
     return math.inf if math.isnan(found) else found
 
 
-def _loss(trainer: Trainer, inputs: Any, target: Any, samples: int) -> tuple[float, float]:
-    total, weight = trainer.module.pair(called(trainer.model, inputs), target, samples)
+def _compute_weighted_loss(
+    trainer: Trainer, inputs: Any, target: Any, samples: int
+) -> tuple[float, float]:
+    total, weight = trainer.module.compute_loss_sum(
+        call_model(trainer.model, inputs), target, samples
+    )
     return float(total.detach()), weight
 
 
-def precision(
+def choose_reference_dtype(
     job: Job, train: Dataset, place: tuple[int, range], device: torch.device
 ) -> tuple[torch.dtype, str | None]:
     """(float64, None); or, where a step of serial fails in float64 and none in float32 does,
     (float32, why).
     """
-    why = _tried(job.replace(dtype=torch.float64), train, place, device)
+    why = _try_serial_step(job.replace(dtype=torch.float64), train, place, device)
     if not isinstance(why, str) or isinstance(
-        _tried(job.replace(dtype=torch.float32), train, place, device), str
+        _try_serial_step(job.replace(dtype=torch.float32), train, place, device), str
     ):
         # where it fails in both, the run itself will say so
         return torch.float64, None
     return torch.float32, f"a step in float64 fails: {why}"
 
 
-def _tried(
+def _try_serial_step(
     job: Job, train: Dataset, place: tuple[int, range], device: torch.device
 ) -> Trainer | str:
     """A serial trainer after its first step, or the message of its failure."""
     try:
-        trainer = Trainer.of_job(World(device=device), job, Serial())
-        for fetched in trainer.batches_at(train, job.order(len(train)), [place]):
-            trainer.step(*parted(fetched))
+        trainer = Trainer.build_for_job(World(device=device), job, Serial())
+        for fetched in trainer.iterate_batches_at(train, job.make_order(len(train)), [place]):
+            trainer.step(*separate_target(fetched))
     except Exception as error:
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return trainer

@@ -29,31 +29,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.engine.layout import State
-from paragrad.errors import Refused, StepFailed, naming
+from paragrad.engine.layout import OptimizerState
+from paragrad.errors import Refused, StepFailed, add_file_name
 from paragrad.trainer.checkpoint.checkpoint_files import (
-    BESIDE,
-    FILES,
-    SCHEMA,
-    SUMS,
-    Saved,
-    damage,
-    digest_of,
-    folders,
-    remove_partial,
-    step_of,
+    CHECKPOINT_FILES,
+    CHECKPOINT_SCHEMA,
+    CHECKSUM_FILE,
+    STRATEGY_FILE,
+    SavedCheckpoint,
+    compute_sha256,
+    find_damage,
+    list_checkpoint_folders,
+    read_folder_step,
+    remove_partial_files,
 )
-from paragrad.trainer.checkpoint.json_values import plain
+from paragrad.trainer.checkpoint.json_values import encode_json_value
 from paragrad.trainer.checkpoint.tensor_files import (
-    contents,
     load_tensors,
     load_weights,
+    read_tensor_types,
     save_tensors,
     save_weights,
 )
-from paragrad.trainer.identity import refuse_another
+from paragrad.trainer.identity import refuse_other_training
 
-KEPT = 2  # the newest, and the one before it
+KEPT_CHECKPOINTS = 2  # the newest, and the one before it
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Snapshot:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: Any
-    state: State
-    kept: State
+    optimizer_state: OptimizerState
+    strategy_state: OptimizerState
     identity: dict[str, Any]
-    beside: dict[str, Any] = field(default_factory=dict)
+    extra_state: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def names(self) -> list[list[str]]:
+    def group_names(self) -> list[list[str]]:
         """The serial names of the parameters of the optimizer's groups."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [
@@ -86,7 +86,7 @@ class Snapshot:
         ]
 
 
-def save(snapshot: Snapshot, parent: Path) -> Path:
+def save_checkpoint(snapshot: Snapshot, parent: Path) -> Path:
     """Write a snapshot below parent; the checkpoint's folder. Call on rank 0; replicas are
     equal.
 
@@ -94,12 +94,12 @@ def save(snapshot: Snapshot, parent: Path) -> Path:
     or where parent holds a later step of another training, or another training is saving there.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    with _alone(parent):
-        return _saved(snapshot, parent)
+    with _lock_folder(parent):
+        return _write_checkpoint_folder(snapshot, parent)
 
 
 @contextlib.contextmanager
-def _alone(parent: Path) -> Iterator[None]:
+def _lock_folder(parent: Path) -> Iterator[None]:
     """Hold the lock of those who save below a folder: one would remove what another writes, as
     if left by a killed one.
     """
@@ -118,10 +118,12 @@ def _alone(parent: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _saved(snapshot: Snapshot, parent: Path) -> Path:
+def _write_checkpoint_folder(snapshot: Snapshot, parent: Path) -> Path:
     folder = parent / f"checkpoint-{snapshot.step:08}"
-    for later in (path for path in folders(parent) if step_of(path) > snapshot.step):
-        if damage(later) is None:
+    for later in (
+        path for path in list_checkpoint_folders(parent) if read_folder_step(path) > snapshot.step
+    ):
+        if find_damage(later) is None:
             raise StepFailed(
                 f"{later} is there, of a later step: another training was saved in {parent}; load "
                 f"it and go on "
@@ -129,42 +131,46 @@ def _saved(snapshot: Snapshot, parent: Path) -> Path:
             )
         shutil.rmtree(later)
     # by a training that was killed as it wrote it
-    remove_partial(parent)
+    remove_partial_files(parent)
     partial = folder.with_suffix(".partial")
     partial.mkdir()
     try:
-        _write(snapshot, partial)
+        _write_checkpoint_files(snapshot, partial)
     # a full disk, say: what is half-written would keep it full
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier training, or damaged
     partial.rename(folder)
-    _to_disk(parent)
-    for old in folders(parent)[KEPT:]:
+    _sync_to_disk(parent)
+    for old in list_checkpoint_folders(parent)[KEPT_CHECKPOINTS:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
-def _write(snapshot: Snapshot, folder: Path) -> None:
+def _write_checkpoint_files(snapshot: Snapshot, folder: Path) -> None:
     """A checkpoint's files, forced to disk."""
-    tensors, scalars = _divided(snapshot.state)
+    tensors, scalars = _split_state(snapshot.optimizer_state)
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in snapshot.optimizer.param_groups
     ]
     save_weights(snapshot.model, folder / "model.safetensors")
     save_tensors(tensors, folder / "optimizer.safetensors")
-    if snapshot.kept:
-        save_tensors(_divided(snapshot.kept)[0], folder / BESIDE)
-    files = [name for name in (*FILES, BESIDE) if name != "state.json" and (folder / name).exists()]
+    if snapshot.strategy_state:
+        save_tensors(_split_state(snapshot.strategy_state)[0], folder / STRATEGY_FILE)
+    files = [
+        name
+        for name in (*CHECKPOINT_FILES, STRATEGY_FILE)
+        if name != "state.json" and (folder / name).exists()
+    ]
     state = {
-        **snapshot.beside,
-        "schema": SCHEMA,
+        **snapshot.extra_state,
+        "schema": CHECKPOINT_SCHEMA,
         "step": snapshot.step,
         "strategy": snapshot.strategy,
         "identity": snapshot.identity,
-        "tensors": {name: contents(folder / name) for name in files},
+        "tensors": {name: read_tensor_types(folder / name) for name in files},
         "optimizer": {
             "class": type(snapshot.optimizer).__name__,
             "groups": groups,
@@ -172,28 +178,30 @@ def _write(snapshot: Snapshot, folder: Path) -> None:
         },
         "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None,
     }
-    with naming(folder / "state.json"):
-        (folder / "state.json").write_text(json.dumps(plain(state), indent=1))
-    with naming(folder / SUMS):
-        (folder / SUMS).write_text(
-            "".join(f"{digest_of(folder / name)}  {name}\n" for name in (*files, "state.json"))
+    with add_file_name(folder / "state.json"):
+        (folder / "state.json").write_text(json.dumps(encode_json_value(state), indent=1))
+    with add_file_name(folder / CHECKSUM_FILE):
+        (folder / CHECKSUM_FILE).write_text(
+            "".join(f"{compute_sha256(folder / name)}  {name}\n" for name in (*files, "state.json"))
         )
     for path in [*folder.iterdir(), folder]:
-        _to_disk(path)
+        _sync_to_disk(path)
 
 
-def shapes_of(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
+def describe_shapes(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     """Of a model's state, as part of an identity."""
     return {f"shape of {name}": shape for name, shape in shapes.items()}
 
 
-def load(saved: Saved, into: Snapshot, device: str = "cpu", weights: bool = True) -> None:
+def load_checkpoint(
+    saved: SavedCheckpoint, snapshot: Snapshot, device: str = "cpu", load_model: bool = True
+) -> None:
     """Put a checkpoint into a training before its first step, whatever its strategy. weights:
     the model's too. Raises Refused if it does not fit.
     """
-    _check_fit(saved, into)
+    _check_checkpoint_fit(saved, snapshot)
     try:
-        _load(saved, into, device, weights)
+        _load_into_snapshot(saved, snapshot, device, load_model)
     except Exception as error:
         raise Refused(
             f"{saved.folder} does not fit what is trained here: {type(error).__name__}: {error}; "
@@ -202,15 +210,17 @@ def load(saved: Saved, into: Snapshot, device: str = "cpu", weights: bool = True
         ) from error
 
 
-def _load(saved: Saved, into: Snapshot, device: str, weights: bool) -> None:
+def _load_into_snapshot(
+    saved: SavedCheckpoint, snapshot: Snapshot, device: str, load_model: bool
+) -> None:
     kept = saved.state["optimizer"]
-    names = into.names
-    if weights:
-        load_weights(into.model, saved.folder / "model.safetensors", device)
+    names = snapshot.group_names
+    if load_model:
+        load_weights(snapshot.model, saved.folder / "model.safetensors", device)
     values: dict[str, dict[str, Any]] = {
         name: dict(scalars) for name, scalars in kept["scalars"].items()
     }
-    for name, tensors in _by_parameter(saved.folder / "optimizer.safetensors").items():
+    for name, tensors in _read_by_parameter(saved.folder / "optimizer.safetensors").items():
         values.setdefault(name, {}).update(tensors)
     order = [name for group in names for name in group]
     places = iter(range(len(order)))
@@ -218,16 +228,16 @@ def _load(saved: Saved, into: Snapshot, device: str, weights: bool) -> None:
         {**group, "params": [next(places) for _ in own]}
         for group, own in zip(kept["groups"], names, strict=True)
     ]
-    into.optimizer.load_state_dict(
+    snapshot.optimizer.load_state_dict(
         {
             "state": {place: values[name] for place, name in enumerate(order) if name in values},
             "param_groups": groups,
         }
     )
-    parameters = dict(into.model.named_parameters())
+    parameters = dict(snapshot.model.named_parameters())
     # torch gives floating state its parameter's type; keep what it was
     for name, each in values.items():
-        own = into.optimizer.state[parameters[name]]
+        own = snapshot.optimizer.state[parameters[name]]
         own.update(
             {
                 key: value.to(own[key].device)
@@ -235,73 +245,81 @@ def _load(saved: Saved, into: Snapshot, device: str, weights: bool) -> None:
                 if isinstance(value, Tensor)
             }
         )
-    if into.scheduler is not None:
+    if snapshot.scheduler is not None:
         # some take it apart
-        into.scheduler.load_state_dict(copy.deepcopy(saved.state["scheduler"]))
+        snapshot.scheduler.load_state_dict(copy.deepcopy(saved.state["scheduler"]))
 
 
-def _by_parameter(path: Path) -> State:
+def _read_by_parameter(path: Path) -> OptimizerState:
     """Tensors saved as "parameter/what", by parameter and by what."""
-    found: State = {}
+    found: OptimizerState = {}
     for key, tensor in load_tensors(path).items():
         name, _, what = key.rpartition("/")
         found.setdefault(name, {})[what] = tensor
     return found
 
 
-def kept_in(saved: Saved) -> State:
+def read_strategy_state(saved: SavedCheckpoint) -> OptimizerState:
     """What the strategy that was saved keeps beside the optimizer's state."""
-    path = saved.folder / BESIDE
-    return _by_parameter(path) if path.exists() else {}
+    path = saved.folder / STRATEGY_FILE
+    return _read_by_parameter(path) if path.exists() else {}
 
 
-def _check_fit(saved: Saved, into: Snapshot) -> None:
+def _check_checkpoint_fit(saved: SavedCheckpoint, snapshot: Snapshot) -> None:
     kept = saved.state["optimizer"]
     theirs = saved.state["identity"]
-    both = theirs.keys() & into.identity.keys()
-    refuse_another(
+    both = theirs.keys() & snapshot.identity.keys()
+    refuse_other_training(
         saved.folder,
         {name: theirs[name] for name in both},
-        {name: into.identity[name] for name in both},
+        {name: snapshot.identity[name] for name in both},
         "here it is",
     )
-    if kept["class"] != type(into.optimizer).__name__ or len(kept["groups"]) != len(into.names):
+    if kept["class"] != type(snapshot.optimizer).__name__ or len(kept["groups"]) != len(
+        snapshot.group_names
+    ):
         raise Refused(
             f"{saved.folder} was saved with a {kept['class']} of {len(kept['groups'])} group(s), "
             f"and the optimizer "
-            f"here is a {type(into.optimizer).__name__} of {len(into.names)}; resume it as it was"
+            f"here is a {type(snapshot.optimizer).__name__} of {len(snapshot.group_names)}; resume "
+            f"it as it was"
         )
-    if (saved.state["scheduler"] is None) != (into.scheduler is None):
+    if (saved.state["scheduler"] is None) != (snapshot.scheduler is None):
         raise Refused(
             f"{saved.folder} was saved {'without' if saved.state['scheduler'] is None else 'with'} "
             f"a scheduler; "
             "resume it as it was"
         )
     for number, (group, own) in enumerate(
-        zip(kept["groups"], into.optimizer.param_groups, strict=True)
+        zip(kept["groups"], snapshot.optimizer.param_groups, strict=True)
     ):
-        _check_kinds(saved.folder, f"group {number} of the optimizer", group, own)
-    if into.scheduler is not None:
-        _check_kinds(
-            saved.folder, "the scheduler", saved.state["scheduler"], into.scheduler.state_dict()
+        _check_number_types(saved.folder, f"group {number} of the optimizer", group, own)
+    if snapshot.scheduler is not None:
+        _check_number_types(
+            saved.folder, "the scheduler", saved.state["scheduler"], snapshot.scheduler.state_dict()
         )
 
 
-def _check_kinds(folder: Path, of: str, kept: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_number_types(
+    folder: Path, owner: str, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> None:
     """What is a number here is one in the checkpoint too. What is only here, a newer torch may
     have added.
     """
-    if "lr" in own and "lr" not in kept:
-        raise Refused(f"{folder} has no lr of {of}; resume from another checkpoint")
-    for name in own.keys() & kept.keys():
-        if isinstance(own[name], int | float) and not isinstance(kept[name], int | float | Tensor):
+    if "lr" in current and "lr" not in saved:
+        raise Refused(f"{folder} has no lr of {owner}; resume from another checkpoint")
+    for name in current.keys() & saved.keys():
+        if isinstance(current[name], int | float) and not isinstance(
+            saved[name], int | float | Tensor
+        ):
             raise Refused(
-                f"{folder} has {kept[name]!r} as {name} of {of}, which is a number; resume from "
+                f"{folder} has {saved[name]!r} as {name} of {owner}, which is a number; resume "
+                f"from "
                 f"another checkpoint"
             )
 
 
-def _divided(state: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+def _split_state(state: OptimizerState) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """(tensors by "parameter/what", plain values by parameter)."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -319,7 +337,7 @@ def _divided(state: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]
     return tensors, scalars
 
 
-def _to_disk(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,43 +14,47 @@ from pathlib import Path
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.record.record import lines_of
+from paragrad.record.record import read_lines
 from paragrad.runtime.world import World
-from paragrad.trainer.checkpoint.json_values import restored
-from paragrad.trainer.checkpoint.tensor_files import contents
+from paragrad.trainer.checkpoint.json_values import decode_json_value
+from paragrad.trainer.checkpoint.tensor_files import read_tensor_types
 
-SCHEMA = 1
-NAME = re.compile(r"checkpoint-(\d{8,})")
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-SUMS = "SHA256SUMS"
-BESIDE = "strategy.safetensors"  # there where the strategy keeps something
+CHECKPOINT_SCHEMA = 1
+FOLDER_PATTERN = re.compile(r"checkpoint-(\d{8,})")
+CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+CHECKSUM_FILE = "SHA256SUMS"
+STRATEGY_FILE = "strategy.safetensors"  # there where the strategy keeps something
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was found whole."""
 
     folder: Path
     state: dict[str, Any]
-    because: str = "the newest"
+    choice_reason: str = "the newest"
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
 
     @property
-    def sums(self) -> str:
+    def checksums(self) -> str:
         """The checksums of its files, by which it is known."""
-        return (self.folder / SUMS).read_text()
+        return (self.folder / CHECKSUM_FILE).read_text()
 
-    def tested(self, epoch: int, in_rounds: bool = False) -> dict[str, Any] | None:
+    def find_epoch_record(self, epoch: int, trains_clients: bool = False) -> dict[str, Any] | None:
         """What the record of the run that was saved says of an epoch's end and test; None if it
         did not come to it. in_rounds: an epoch is a round.
         """
-        return tested(self.folder.parent, epoch) if in_rounds == ("rounds" in self.state) else None
+        return (
+            find_recorded_epoch(self.folder.parent, epoch)
+            if trains_clients == ("rounds" in self.state)
+            else None
+        )
 
 
-def tested(run: Path, epoch: int) -> dict[str, Any] | None:
+def find_recorded_epoch(run: Path, epoch: int) -> dict[str, Any] | None:
     """What a run's record says of an epoch's end and test: its first rank, or who handed out
     its samples.
     """
@@ -58,29 +62,29 @@ def tested(run: Path, epoch: int) -> dict[str, Any] | None:
         (
             line
             for name in ("rank-0.jsonl", "run.jsonl")
-            for line in lines_of(run / name, spans=False)
+            for line in read_lines(run / name, spans=False)
             if line["kind"] == "epoch" and line["epoch"] == epoch
         ),
         None,
     )
 
 
-def newest(parent: Path) -> Saved:
+def find_newest_checkpoint(parent: Path) -> SavedCheckpoint:
     """The newest checkpoint below a folder that is whole, or the folder's own if it is one.
     Raises Refused where is none.
     """
-    if parent.is_dir() and NAME.fullmatch(parent.resolve().name):
-        if (wrong := damage(parent)) is not None:
+    if parent.is_dir() and FOLDER_PATTERN.fullmatch(parent.resolve().name):
+        if (wrong := find_damage(parent)) is not None:
             raise Refused(
                 f"{parent} is damaged ({wrong}); give the folder of its run, to take the newest "
                 f"that is whole"
             )
-        return _saved(parent, "asked for")
+        return _make_saved_checkpoint(parent, "asked for")
     damaged: list[str] = []
-    for folder in folders(parent):
-        wrong = damage(folder)
+    for folder in list_checkpoint_folders(parent):
+        wrong = find_damage(folder)
         if wrong is None:
-            return _saved(folder, "; ".join(damaged) or "the newest")
+            return _make_saved_checkpoint(folder, "; ".join(damaged) or "the newest")
         damaged.append(f"{folder.name} is damaged ({wrong})")
         warnings.warn(f"{folder} is damaged ({wrong}); taking the one before it", stacklevel=2)
     if damaged:
@@ -91,70 +95,70 @@ def newest(parent: Path) -> Saved:
     )
 
 
-def _saved(folder: Path, because: str) -> Saved:
-    return Saved(folder.resolve(), _state(folder), because)
+def _make_saved_checkpoint(folder: Path, reason: str) -> SavedCheckpoint:
+    return SavedCheckpoint(folder.resolve(), _read_checkpoint_state(folder), reason)
 
 
-def newest_of_all(world: World, parent: Path) -> Saved:
+def agree_on_newest_checkpoint(world: World, parent: Path) -> SavedCheckpoint:
     """The newest whole checkpoint below a folder, as rank 0 sees it. Collective. Raises Refused
     on every rank.
     """
-    chosen: Saved | Refused | None = None
+    chosen: SavedCheckpoint | Refused | None = None
     if world.rank == 0:
         try:
-            chosen = newest(parent)
+            chosen = find_newest_checkpoint(parent)
         except Refused as error:
             chosen = error
-    chosen = world.agreed(chosen)
+    chosen = world.broadcast_object(chosen)
     if isinstance(chosen, Refused):
         raise chosen
     assert chosen is not None
     return chosen
 
 
-def folders(parent: Path) -> list[Path]:
+def list_checkpoint_folders(parent: Path) -> list[Path]:
     """The checkpoints below a folder, newest first."""
     return sorted(
         (
             path
             for path in parent.glob("checkpoint-*")
-            if path.is_dir() and NAME.fullmatch(path.name)
+            if path.is_dir() and FOLDER_PATTERN.fullmatch(path.name)
         ),
-        key=step_of,
+        key=read_folder_step,
         reverse=True,
     )
 
 
-def remove_partial(parent: Path) -> None:
+def remove_partial_files(parent: Path) -> None:
     """Remove checkpoints below a folder, or a trained model, that nobody writes any more."""
     for left in (*parent.glob("checkpoint-*.partial"), *parent.glob("model.safetensors.partial")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
-def step_of(folder: Path) -> int:
+def read_folder_step(folder: Path) -> int:
     """The step that a checkpoint's folder is named after."""
-    found = NAME.fullmatch(folder.name)
+    found = FOLDER_PATTERN.fullmatch(folder.name)
     assert found is not None
     return int(found[1])
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
-    for name in (SUMS, *FILES):
+    for name in (CHECKSUM_FILE, *CHECKPOINT_FILES):
         if not (folder / name).is_file():  # a FIFO would be waited for
             return f"{name} is missing"
     try:
-        listed = [line.split("  ", 1) for line in (folder / SUMS).read_text().splitlines()]
+        listed = [line.split("  ", 1) for line in (folder / CHECKSUM_FILE).read_text().splitlines()]
         sums = {name: digest for digest, name in listed}
     except (OSError, ValueError) as error:
-        return f"{SUMS}: {error}"
-    for name in (*FILES, BESIDE) if BESIDE in sums else FILES:
-        if not (folder / name).is_file() or digest_of(folder / name) != sums.get(name):
+        return f"{CHECKSUM_FILE}: {error}"
+    for name in (*CHECKPOINT_FILES, STRATEGY_FILE) if STRATEGY_FILE in sums else CHECKPOINT_FILES:
+        if not (folder / name).is_file() or compute_sha256(folder / name) != sums.get(name):
             return f"{name} does not match its sha256"
     try:
-        state = _state(folder)
+        state = _read_checkpoint_state(folder)
         for name, tensors in state.get("tensors", {}).items():
-            if contents(folder / name) != tensors:
+            if read_tensor_types(folder / name) != tensors:
                 return f"{name} holds other tensors than were saved in it"
     # whoever edits a checkpoint can make its sums too
     except Exception as error:
@@ -162,12 +166,14 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def _state(folder: Path) -> dict[str, Any]:
+def _read_checkpoint_state(folder: Path) -> dict[str, Any]:
     """What state.json says. Raises Refused, or anything else, where it says no state."""
     state = json.loads((folder / "state.json").read_text())
-    if state["schema"] != SCHEMA:
-        raise Refused(f"state.json has schema {state['schema']}, this version reads {SCHEMA}")
-    state = restored(state)
+    if state["schema"] != CHECKPOINT_SCHEMA:
+        raise Refused(
+            f"state.json has schema {state['schema']}, this version reads {CHECKPOINT_SCHEMA}"
+        )
+    state = decode_json_value(state)
     optimizer = state["optimizer"]
     for name, value, kind in (
         ("step", state["step"], int),
@@ -185,11 +191,11 @@ def _state(folder: Path) -> dict[str, Any]:
         isinstance(each, dict) for each in [*optimizer["groups"], *optimizer["scalars"].values()]
     ):
         raise Refused("state.json: groups and scalars of the optimizer are not mappings")
-    if NAME.fullmatch(folder.name) and state["step"] != step_of(folder):
+    if FOLDER_PATTERN.fullmatch(folder.name) and state["step"] != read_folder_step(folder):
         raise Refused(f"state.json is of step {state['step']}")
     return state  # type: ignore[no-any-return]
 
 
-def digest_of(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 
-MARK = "a Python"
-OF_TENSOR = "tensor"
-MAPPINGS: dict[str, Any] = {
+TYPE_KEY = "a Python"
+TENSOR_TYPE = "tensor"
+MAPPING_TYPES: dict[str, Any] = {
     "dict": dict,
     "Counter": Counter,
     "OrderedDict": OrderedDict,
@@ -21,24 +21,26 @@ MAPPINGS: dict[str, Any] = {
 }
 
 
-def plain(value: Any) -> Any:
+def encode_json_value(value: Any) -> Any:
     """A value as JSON can hold it: what is no list and no mapping of texts is marked, to come
     back as it was.
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, Mapping) and type(value).__name__ in MAPPINGS:
+        return {key: encode_json_value(each) for key, each in value.items()}
+    if isinstance(value, Mapping) and type(value).__name__ in MAPPING_TYPES:
         return {
-            MARK: type(value).__name__,
-            "items": [[plain(key), plain(each)] for key, each in value.items()],
+            TYPE_KEY: type(value).__name__,
+            "items": [
+                [encode_json_value(key), encode_json_value(each)] for key, each in value.items()
+            ],
         }
     if isinstance(value, tuple):
-        return {MARK: "tuple", "items": [plain(each) for each in value]}
+        return {TYPE_KEY: "tuple", "items": [encode_json_value(each) for each in value]}
     if isinstance(value, list):
-        return [plain(each) for each in value]
+        return [encode_json_value(each) for each in value]
     if isinstance(value, Tensor):
         return {
-            MARK: OF_TENSOR,
+            TYPE_KEY: TENSOR_TYPE,
             "dtype": str(value.dtype).removeprefix("torch."),
             "items": value.tolist(),
         }
@@ -51,15 +53,17 @@ def plain(value: Any) -> Any:
     )
 
 
-def restored(value: Any) -> Any:
+def decode_json_value(value: Any) -> Any:
     """What `plain` was given."""
     if isinstance(value, list):
-        return [restored(each) for each in value]
+        return [decode_json_value(each) for each in value]
     if not isinstance(value, dict):
         return value
-    if MARK not in value:
-        return {key: restored(each) for key, each in value.items()}
-    if value[MARK] == OF_TENSOR:
+    if TYPE_KEY not in value:
+        return {key: decode_json_value(each) for key, each in value.items()}
+    if value[TYPE_KEY] == TENSOR_TYPE:
         return torch.tensor(value["items"], dtype=getattr(torch, value["dtype"]))
-    items = restored(value["items"])
-    return tuple(items) if value[MARK] == "tuple" else MAPPINGS[value[MARK]](dict(items))
+    items = decode_json_value(value["items"])
+    return (
+        tuple(items) if value[TYPE_KEY] == "tuple" else MAPPING_TYPES[value[TYPE_KEY]](dict(items))
+    )

@@ -21,35 +21,35 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-PAIRS = "complex128 as pairs of float64"  # in the metadata: the names, as JSON
+COMPLEX_KEY = "complex128 as pairs of float64"  # in the metadata: the names, as JSON
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """A model's parameters and buffers; what has several names is saved once."""
     state = model.state_dict()
-    with _as_any_file(path):
-        save_model(_Saved(model), str(path), _noted(state))  # type: ignore[arg-type]
+    with _use_default_mode(path):
+        save_model(_ComplexModelAdapter(model), str(path), _make_metadata(state))  # type: ignore[arg-type]
 
 
 def load_weights(model: nn.Module, path: Path, device: str = "cpu") -> None:
     """Put saved weights into a model. Raises RuntimeError where the names are others."""
-    load_model(_Saved(model, _pairs_in(path)), str(path), device=device)  # type: ignore[arg-type]
+    load_model(_ComplexModelAdapter(model, _read_pair_names(path)), str(path), device=device)  # type: ignore[arg-type]
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    with _as_any_file(path):
+    with _use_default_mode(path):
         save_file(
-            {name: _as_pairs(tensor) for name, tensor in tensors.items()},
+            {name: _encode_complex(tensor) for name, tensor in tensors.items()},
             str(path),
-            _noted(tensors),
+            _make_metadata(tensors),
         )
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    return _as_saved(load_file(str(path)), _pairs_in(path))
+    return _decode_complex(load_file(str(path)), _read_pair_names(path))
 
 
-def contents(path: Path) -> dict[str, list[Any]]:
+def read_tensor_types(path: Path) -> dict[str, list[Any]]:
     """What a file holds: name -> [type, *shape]."""
     with safe_open(str(path), "pt") as file:
         found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -57,7 +57,7 @@ def contents(path: Path) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def _as_any_file(path: Path) -> Iterator[None]:
+def _use_default_mode(path: Path) -> Iterator[None]:
     """Around writing one: it gets the mode that any new file has here (umask); safetensors' own
     is for its owner alone. Raises OSError with the file's name where the system says no:
     safetensors tells that in words.
@@ -73,21 +73,21 @@ def _as_any_file(path: Path) -> Iterator[None]:
     path.chmod(stat.S_IMODE(mode))
 
 
-class _Saved:
+class _ComplexModelAdapter:
     """A model as safetensors takes it. pairs: names in the file of what was saved as pairs."""
 
-    def __init__(self, model: nn.Module, pairs: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: nn.Module, pair_names: frozenset[str] = frozenset()) -> None:
         self.model = model
-        self.pairs = pairs
+        self.pair_names = pair_names
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: _as_pairs(tensor) for name, tensor in self.model.state_dict().items()}
+        return {name: _encode_complex(tensor) for name, tensor in self.model.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool) -> Any:
-        return self.model.load_state_dict(_as_saved(state, self.pairs), strict=strict)
+        return self.model.load_state_dict(_decode_complex(state, self.pair_names), strict=strict)
 
 
-def _as_pairs(tensor: Tensor) -> Tensor:
+def _encode_complex(tensor: Tensor) -> Tensor:
     """A view: what shares its storage is seen to do so."""
     return (
         torch.view_as_real(tensor.detach().resolve_conj())
@@ -96,18 +96,18 @@ def _as_pairs(tensor: Tensor) -> Tensor:
     )
 
 
-def _as_saved(tensors: dict[str, Tensor], pairs: frozenset[str]) -> dict[str, Tensor]:
+def _decode_complex(tensors: dict[str, Tensor], pair_names: frozenset[str]) -> dict[str, Tensor]:
     return {
-        name: torch.view_as_complex(tensor) if name in pairs else tensor
+        name: torch.view_as_complex(tensor) if name in pair_names else tensor
         for name, tensor in tensors.items()
     }
 
 
-def _noted(tensors: Mapping[str, Tensor]) -> dict[str, str] | None:
+def _make_metadata(tensors: Mapping[str, Tensor]) -> dict[str, str] | None:
     pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
-    return {PAIRS: json.dumps(pairs)} if pairs else None
+    return {COMPLEX_KEY: json.dumps(pairs)} if pairs else None
 
 
-def _pairs_in(path: Path) -> frozenset[str]:
+def _read_pair_names(path: Path) -> frozenset[str]:
     with safe_open(str(path), "pt") as file:
-        return frozenset(json.loads((file.metadata() or {}).get(PAIRS, "[]")))
+        return frozenset(json.loads((file.metadata() or {}).get(COMPLEX_KEY, "[]")))

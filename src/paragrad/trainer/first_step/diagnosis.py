@@ -7,38 +7,38 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paragrad.parallel.registry import cuts, ours
+from paragrad.parallel.registry import has_model_shards, is_builtin_technique
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import factors_of
-from paragrad.trainer.first_step.step_check import Miss
+from paragrad.strategies.strategy import list_factors
+from paragrad.trainer.first_step.step_check import Mismatch
 
 if TYPE_CHECKING:
     from paragrad.trainer.trainer import Trainer
 
-WHAT = {
+KIND_NAMES = {
     "buffer": "a buffer",
     "parameter": "a parameter that the forward changes",
     "state": "what the forward keeps in Python",
     "test": "the loss of a test (eval mode)",
     "repetition": "one worker's own step, made once more,",
 }
-GO_ON = "--unchecked (unchecked=True) trains it all the same"
+SKIP_HINT = "--skip-first-step-check (skip_first_step_check=True) trains it all the same"
 
 
-def by_layout(what: str) -> str:
+def explain_layout_draws(draw: str) -> str:
     """Of random draws (`Draws.by_layout`)."""
     return (
-        f"the model's random draws depend on how the batch is split: {what}; draw by torch's "
+        f"the model's random draws depend on how the batch is split: {draw}; draw by torch's "
         f"functions with the "
-        f"samples as a dimension of their own, or in the dataset; {GO_ON}"
+        f"samples as a dimension of their own, or in the dataset; {SKIP_HINT}"
     )
 
 
-def not_the_same(trainer: Trainer, misses: list[Miss]) -> str:
+def describe_mismatch(trainer: Trainer, mismatches: list[Mismatch]) -> str:
     """Of the first step that is not one worker's."""
     # of which the others follow
-    first = min(misses, key=lambda miss: miss.kind not in ("parameter", "state"))
-    what = WHAT.get(first.kind, f"the {first.kind}")
+    first = min(mismatches, key=lambda miss: miss.kind not in ("parameter", "state"))
+    what = KIND_NAMES.get(first.kind, f"the {first.kind}")
     scale = (
         f" (the largest {first.kind} is {first.gap.largest:.3g})"
         if first.kind in ("gradient", "buffer")
@@ -53,153 +53,166 @@ def not_the_same(trainer: Trainer, misses: list[Miss]) -> str:
         )
     when, updated = (
         ("the first update", "nothing was updated")
-        if not trainer.taken
-        else ("this update", f"it was not made ({trainer.taken} were)")
+        if not trainer.own_steps
+        else ("this update", f"it was not made ({trainer.own_steps} were)")
     )
     return (
         f"not one worker's training: before {when} {what} is {off}; {updated}. "
-        f"{likely(trainer, misses)}; {GO_ON}"
+        f"{diagnose_step(trainer, mismatches)}; {SKIP_HINT}"
     )
 
 
-def likely(trainer: Trainer, misses: list[Miss]) -> str:
+def diagnose_step(trainer: Trainer, mismatches: list[Mismatch]) -> str:
     """The likeliest cause of a step that differs, with the repair."""
-    kinds = {miss.kind for miss in misses}
-    if trainer.how.sabotage:
-        return f"Cause: the planted bug {trainer.how.sabotage}"
+    kinds = {miss.kind for miss in mismatches}
+    if trainer.exchange_options.inject_fault:
+        return f"Cause: the planted bug {trainer.exchange_options.inject_fault}"
     if "repetition" in kinds:
-        return OUTSIDE
-    own = [factor.name for factor in factors_of(trainer.strategy) if not ours(factor)]
+        return OUTSIDE_STATE
+    own = [
+        factor.name for factor in list_factors(trainer.strategy) if not is_builtin_technique(factor)
+    ]
     if own and kinds != {"buffer"}:
-        return OWN.format("cut" if trainer.layout.cut else "exchange", " and ".join(own))
+        return CUSTOM_STRATEGY.format(
+            "cut" if trainer.layout.is_partitioned else "exchange", " and ".join(own)
+        )
     if kinds == {"test"}:
-        return TESTED
+        return EVAL_MODE_PATH
     kinds -= {"test"}
     if kinds & {"parameter", "state"}:
-        return PARAMETER if "parameter" in kinds else STATE
+        return CHANGED_PARAMETER if "parameter" in kinds else COUNTING_STATE
     moved = [
         miss.gap.tensor
-        for miss in misses
-        if miss.kind == "buffer" and miss.gap.tensor not in trainer.batch_norm.normed
+        for miss in mismatches
+        if miss.kind == "buffer" and miss.gap.tensor not in trainer.batch_norm.normalized_buffers
     ]
     if (
         moved
         and trainer.division.micro > 1
         and len(trainer.division.shares) == 1
-        and not trainer.batch_norm.computed
+        and not trainer.batch_norm.has_computed
     ):
-        return FORWARDS.format(moved[0])
+        return FORWARD_COUNT.format(moved[0])
     if "weight" in kinds:
-        return WEIGHT
-    if "loss" in kinds and trainer.module.traced is False:
-        return UNTRACED
+        return LOSS_DIVISOR
+    if "loss" in kinds and trainer.module.has_traced_divisor is False:
+        return UNTRACED_MEAN
     if hooked := [name for name, each in trainer.parameters.items() if each._backward_hooks]:
-        return HOOK.format(", ".join(hooked[:3]))
-    if kinds == {"gradient"} and not trainer.module.linear:
-        return NOT_LINEAR
+        return GRADIENT_HOOK.format(", ".join(hooked[:3]))
+    if kinds == {"gradient"} and not trainer.module.is_linear:
+        return NONLINEAR_GRADIENT
     if "loss" in kinds or kinds == {"gradient"}:
-        if trainer.layout.cut and trainer.division == Division():
+        if trainer.layout.is_partitioned and trainer.division == Division():
             # no rank has a share of the batch
             return (
-                UNSEEN
-                if any(cuts(each) and not each.inside for each in factors_of(trainer.strategy))
-                else WITHIN
+                UNTRACED_CROSSING
+                if any(
+                    has_model_shards(each) and not each.splits_layers
+                    for each in list_factors(trainer.strategy)
+                )
+                else UNTRACED_FORWARD
             )
         drawn = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
-        return MIXES + (f"; or what {drawn} draws is not each sample's own" if drawn else "")
-    return CHECKPOINTED if trainer.layout.cut and trainer.batch_norm.computed else BUFFER
+        return MIXED_SAMPLES + (
+            f"; or what {drawn} draws is not each sample's own" if drawn else ""
+        )
+    return (
+        RECOMPUTED_BATCH_NORM
+        if trainer.layout.is_partitioned and trainer.batch_norm.has_computed
+        else SHARE_BUFFER
+    )
 
 
-def of_difference(tensor: str, is_buffer: bool, sabotage: str | None) -> str:
+def diagnose_difference(tensor: str, is_buffer: bool, fault: str | None) -> str:
     """The likeliest cause of a training that differs first in a tensor (`verify`), with the
     repair.
     """
-    if sabotage:
-        return f"Cause: the planted bug {sabotage}"
+    if fault:
+        return f"Cause: the planted bug {fault}"
     if tensor == "loss of the whole batch":
-        return UNTRACED
+        return UNTRACED_MEAN
     return (
-        BUFFER
+        SHARE_BUFFER
         if is_buffer
-        else MIXES
+        else MIXED_SAMPLES
         + "; or the loss weighs targets in a way that cannot be seen: return (sum, weight)"
     )
 
 
 BY_DESIGN = "none is looked for: this strategy is another training than serial's by its design"
-OWN = (
+CUSTOM_STRATEGY = (
     "Likely cause: the {} of {}, which is none of paragrad's; let it promise exact=False, if it "
     "is meant so"
 )
-WEIGHT = (
+LOSS_DIVISOR = (
     "Likely cause: the loss divides by something that does not add up over shares (padding that "
     "differs by share, a "
     "constant); return the pair (sum, weight) from it, or collate whole batches: "
     "collate=paragrad.WholeBatch(collate)"
 )
-UNTRACED = (
+UNTRACED_MEAN = (
     "Likely cause: the mean in the loss is over something else than samples, and what it divides "
     "by cannot be read "
     "off; return the pair (sum, weight)"
 )
-MIXES = (
+MIXED_SAMPLES = (
     "Likely cause: the model or the loss mixes samples (a mean over the batch, a comparison of "
     "samples), so that a share "
     "gives another result than its part of the batch"
 )
-STATE = (
+COUNTING_STATE = (
     "Likely cause: what it keeps (a counter, a running mean) counts its share or its "
     "micro-batches; make it a function of "
     "the step, or keep it in the loop"
 )
-OUTSIDE = (
+OUTSIDE_STATE = (
     "Likely cause: model or loss keep a state or a random generator outside of themselves; draw by "
     "torch's functions "
     "without generator=, and count in attributes or buffers of the model"
 )
-PARAMETER = (
+CHANGED_PARAMETER = (
     "Likely cause: every rank changes it by what its share has; change it in the optimizer's step"
 )
-HOOK = (
+GRADIENT_HOOK = (
     "Likely cause: a hook on the gradient of {} does something with it that is another thing for a "
     "share's gradient (clips "
     "it, divides by its norm); do it in the optimizer"
 )
-CHECKPOINTED = (
+RECOMPUTED_BATCH_NORM = (
     "Likely cause: a batch norm that the model computes again in backward (torch.utils.checkpoint) "
     "counts twice on "
     "one worker, and once where the model is cut across it, which keeps what it made; leave its "
     "checkpoints out "
     "(recompute=true of pipeline does the same)"
 )
-NOT_LINEAR = (
+NONLINEAR_GRADIENT = (
     "Likely cause: what a hook or an autograd function of the model does with a gradient does not "
     "grow as that does "
     "(it clips, or divides by a norm), and is another thing for a share's; do it in the optimizer"
 )
-UNSEEN = (
+UNTRACED_CROSSING = (
     "Likely cause: a tensor goes from part to part by a way that is not seen, or the model keeps "
     "something from one call "
     "to the next; cut it elsewhere (cut=[...]), or train it with data(n) and nothing else"
 )
-WITHIN = (
+UNTRACED_FORWARD = (
     "Likely cause: a forward reads or changes a value by a way that is not seen (copies of "
     "parameters, a view that is "
     "changed in place), or the model keeps something from one call to the next; train it with "
     "data(n)"
 )
-TESTED = (
+EVAL_MODE_PATH = (
     "Likely cause: in eval mode it goes another way than in training, and reads or changes a value "
     "there by a way that "
     "is not seen (copies of parameters, state_dict); let it go the same way in both, or train it "
     "with data(n) alone"
 )
-FORWARDS = (
+FORWARD_COUNT = (
     "Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), "
     "and a batch of "
     "several micro-batches has as many; train it with micro=1"
 )
-BUFFER = (
+SHARE_BUFFER = (
     "Likely cause: the buffer counts what a share has, not what the batch has; make what it holds "
     "a function of the "
     "step, or go without (register_buffer is for what is equal on all workers)"

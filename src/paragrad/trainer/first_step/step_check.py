@@ -38,55 +38,61 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import in_type
-from paragrad.engine.loss_additivity import Excerpt
-from paragrad.engine.probe import evaluating
-from paragrad.engine.rng.draws import Draws, keyed
-from paragrad.engine.state.preserve_state import Before, restored
-from paragrad.errors import told
-from paragrad.jobs.loss import Loss, Summed
-from paragrad.jobs.precision import in_precision
-from paragrad.runtime.generators import generators_kept
+from paragrad.datasets.loading import choose_dtype
+from paragrad.engine.loss_additivity import BatchExcerpt
+from paragrad.engine.probe import use_model_eval_mode
+from paragrad.engine.rng.draws import Draws, key_draws
+from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_module_state
+from paragrad.errors import describe_error
+from paragrad.jobs.loss import Loss, LossModule
+from paragrad.jobs.precision import convert_model
+from paragrad.runtime.generators import keep_generators
 from paragrad.runtime.world import World
-from paragrad.trainer.evaluation import alone, scored
-from paragrad.trainer.first_step.step_result import Gap, Key, Made, gaps, pooled
+from paragrad.trainer.evaluation import make_whole_model_outputs, score_batches
+from paragrad.trainer.first_step.step_result import (
+    Gap,
+    GapKey,
+    StepOutcome,
+    compute_gaps,
+    pool_gaps,
+)
 
-Order = Callable[[list[int]], list[int]]
+SampleOrdering = Callable[[list[int]], list[int]]
 # of the samples of a group: the twin's, and others where there is no reference
-ORDERS: tuple[Order, ...] = (
+SAMPLE_ORDERINGS: tuple[SampleOrdering, ...] = (
     lambda group: group[::-1],
     lambda group: group[len(group) // 2 :] + group[: len(group) // 2],
     lambda group: group[::2] + group[1::2],
 )
 
 
-def made_alone(
-    module: Summed,
-    parts: list[Excerpt],
+def run_reference_step(
+    module: LossModule,
+    parts: list[BatchExcerpt],
     draws: Draws,
     seed: int,
     step: int,
-    loss_alone: bool = False,
-    test: Excerpt | str = "",
-) -> Made:
+    loss_only: bool = False,
+    test: BatchExcerpt | str = "",
+) -> StepOutcome:
     """What one worker makes of a batch: one part, or the micro-batches that batch norm sees.
     Gradients and buffers stay so.
 
     The positions of a part are its samples' places in the global batch, by which its draws are
     keyed.  test: what is tested before; or why nothing is.
     """
-    tested = test if isinstance(test, str) else _tested(module, test)
+    tested = test if isinstance(test, str) else _compute_test_loss(module, test)
     buffers_before = {
         name: buffer.detach().clone() for name, buffer in module.model.named_buffers()
     }
-    before = Before(module, buffers=True)
+    before = ModuleSnapshot(module, include_buffers=True)
     for parameter in module.model.parameters():
         parameter.grad = None
-    loss, weight = _summed(module, parts, draws, seed, step, backward=not loss_alone)
-    if loss_alone:
-        return Made(loss / (weight or 1.0), weight, {}, {})
+    loss, weight = _sum_part_losses(module, parts, draws, seed, step, backward=not loss_only)
+    if loss_only:
+        return StepOutcome(loss / (weight or 1.0), weight, {}, {})
     gradients = {name: parameter.grad for name, parameter in module.model.named_parameters()}
-    if module.linear or len(parts) > 1:
+    if module.is_linear or len(parts) > 1:
         for gradient in gradients.values():
             if gradient is not None:
                 gradient.div_(weight or 1.0)
@@ -99,59 +105,69 @@ def made_alone(
     changed = frozenset(
         name for name, buffer in buffers.items() if not torch.equal(buffer, buffers_before[name])
     )
-    moved, state = before.changed()
-    for put_back in before.buffers if state else ():  # by which the loss would be another
+    moved, state = before.collect_module_changes()
+    for put_back in before.buffer_restorers if state else ():  # by which the loss would be another
         put_back()
-    if state and _summed(module, parts, draws, seed, step, backward=False) == (loss, weight):
+    if state and _sum_part_losses(module, parts, draws, seed, step, backward=False) == (
+        loss,
+        weight,
+    ):
         # written, and not read: the last attention, the size of a batch
         state = {}
-    return Made(loss / (weight or 1.0), weight, gradients, buffers, changed, moved, state, tested)
+    return StepOutcome(
+        loss / (weight or 1.0), weight, gradients, buffers, changed, moved, state, tested
+    )
 
 
-def _tested(module: Summed, part: Excerpt) -> float | str:
+def _compute_test_loss(module: LossModule, part: BatchExcerpt) -> float | str:
     """The mean loss in a test; or why there is none to compare with. What draws is another one
     when it is made again.
     """
     found = list[float]()
     try:
         with (
-            generators_kept(),
+            keep_generators(),
             torch.random.fork_rng(enabled=torch.cuda.is_available()),
-            evaluating(module.model),
+            use_model_eval_mode(module.model),
         ):
             for _ in range(2):
-                with restored(module):
-                    total, weight = scored(
+                with preserve_module_state(module):
+                    total, weight = score_batches(
                         module,
-                        alone(module),
+                        make_whole_model_outputs(module),
                         None,
-                        [part.copied()],
+                        [part.copy_batch()],
                         [part.positions],
-                        module.by_graph,
+                        module.uses_graph_divisor,
                     )
                 found.append(total / weight if weight else math.nan)
     except Exception as error:
-        return f"one worker's raised {told(error)}"
+        return f"one worker's raised {describe_error(error)}"
     if not math.isfinite(found[0]):
         return "no sample counts in it, or its loss is not finite"
     return found[0] if found[0] == found[1] else "it is another one each time it is made"
 
 
-def _summed(
-    module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, backward: bool
+def _sum_part_losses(
+    module: LossModule,
+    parts: list[BatchExcerpt],
+    draws: Draws,
+    seed: int,
+    step: int,
+    backward: bool,
 ) -> tuple[float, float]:
     """(sum of losses, weight) of all parts."""
     loss = 0.0
     weight = 0.0
     for part in parts:
-        with keyed(draws, seed, step, part.positions):
-            total, more = module(*part.copied(), len(part.positions))
+        with key_draws(draws, seed, step, part.positions):
+            total, more = module(*part.copy_batch(), len(part.positions))
             if backward:
                 # what is not linear in a gradient (a hook that clips) sees that of the mean, as
                 # without this library
                 total.backward(
                     None
-                    if module.linear or len(parts) > 1 or not more
+                    if module.is_linear or len(parts) > 1 or not more
                     else total.new_tensor(1.0 / more)
                 )
         loss = loss + float(total.detach())
@@ -159,35 +175,35 @@ def _summed(
     return loss, weight
 
 
-def precise(
+def run_precise_step(
     model: nn.Module,
-    module: Summed,
-    parts: list[Excerpt],
+    module: LossModule,
+    parts: list[BatchExcerpt],
     draws: Draws,
     seed: int,
     step: int,
     loss: Loss,
-    loss_alone: bool = False,
-    test: Excerpt | str = "",
-) -> Made:
+    loss_only: bool = False,
+    test: BatchExcerpt | str = "",
+) -> StepOutcome:
     """The same in float64, by a copy of the model and the loss. Raises what they raise
     there.
     """
-    twin = module.around(in_precision(model, torch.float64), loss)
-    return made_alone(
+    twin = module.wrap_model(convert_model(model, torch.float64), loss)
+    return run_reference_step(
         twin,
-        [part.to(torch.float64) for part in parts],
+        [part.convert(torch.float64) for part in parts],
         draws,
         seed,
         step,
-        loss_alone,
-        test if isinstance(test, str) else test.to(torch.float64),
+        loss_only,
+        test if isinstance(test, str) else test.convert(torch.float64),
     )
 
 
 # ---- the proof -------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Miss:
+class Mismatch:
     """A kind that is not one worker's: the tensor, the difference, and the largest that
     rounding explains.
     """
@@ -199,7 +215,7 @@ class Miss:
 
 
 @dataclass
-class Proof:
+class StepCheck:
     """What one worker made, on every rank, and on rank 1 its twin; `missed` compares.
     Collective.
 
@@ -212,167 +228,192 @@ class Proof:
     """
 
     world: World
-    serial: Made
-    twin: Made | None
-    again: Callable[[int], Made] | None
-    reference: Callable[[], Made] | None
+    serial_outcome: StepOutcome
+    baseline_outcome: StepOutcome | None
+    make_variant: Callable[[int], StepOutcome] | None
+    make_precise_outcome: Callable[[], StepOutcome] | None
     eps: float
-    precise: bool
-    alone: bool = False
-    loss_alone: bool = False
-    double: Callable[[], list[Miss] | None] | None = None
-    test: Excerpt | None = None
-    tested: float | str = ""
-    eps_of_loss: float = 0.0
+    is_float64: bool
+    first_rank_only: bool = False
+    loss_only: bool = False
+    rerun_in_float64: Callable[[], list[Mismatch] | None] | None = None
+    test_part: BatchExcerpt | None = None
+    test_loss: float | str = ""
+    loss_eps: float = 0.0
 
-    def missed(self, ours: Made, loss: torch.dtype) -> list[Miss]:
+    def find_mismatches(self, outcome: StepOutcome, loss_dtype: torch.dtype) -> list[Mismatch]:
         """The kinds that are not one worker's; on every rank. loss: the loss's type."""
-        self.eps_of_loss = max(
-            self.eps, torch.finfo(loss).eps, 0.0 if self.precise else torch.finfo(torch.float32).eps
+        self.loss_eps = max(
+            self.eps,
+            torch.finfo(loss_dtype).eps,
+            0.0 if self.is_float64 else torch.finfo(torch.float32).eps,
         )
-        if self.alone:  # who has no loss does not know its type
-            self.eps_of_loss = float(
-                self.world.all_reduced(torch.tensor(self.eps_of_loss, dtype=torch.float64), "MAX")
+        if self.first_rank_only:  # who has no loss does not know its type
+            self.loss_eps = float(
+                self.world.all_reduce(torch.tensor(self.loss_eps, dtype=torch.float64), "MAX")
             )
-        mine = self._gaps(ours)
-        twin = None if self.twin is None else self._gaps(self.twin)
+        mine = self._compare_outcomes(outcome)
+        twin = (
+            None if self.baseline_outcome is None else self._compare_outcomes(self.baseline_outcome)
+        )
         keys = list(mine)
         rounding = {
-            key: twin[key].value if twin and key in twin and twin[key].believed else 0.0
+            key: twin[key].value if twin and key in twin and twin[key].is_rounding else 0.0
             for key in keys
         }
         told = torch.tensor(
-            [[mine[key].value, rounding[key], mine[key].floor] for key in keys], dtype=torch.float64
+            [[mine[key].value, rounding[key], mine[key].equality_tolerance] for key in keys],
+            dtype=torch.float64,
         )
         told = told.nan_to_num(nan=math.inf)
-        worst = told if self.alone else self.world.all_reduced(told, "MAX")
+        worst = told if self.first_rank_only else self.world.all_reduce(told, "MAX")
         doubtful = [
             key
             for key, (value, twins, floor) in zip(keys, worst.tolist(), strict=True)
             if value > max(floor, 1.5 * twins)
         ]
-        doubtful = self.world.agreed(doubtful) if self.alone else doubtful
-        return self._judged(ours, doubtful) if doubtful else []
+        doubtful = self.world.broadcast_object(doubtful) if self.first_rank_only else doubtful
+        return self._judge_doubtful(outcome, doubtful) if doubtful else []
 
-    def _twins(
-        self, numbers: Iterable[int], better: Made | None = None
-    ) -> Iterator[dict[Key, Gap]]:
+    def _iterate_baselines(
+        self, numbers: Iterable[int], reference: StepOutcome | None = None
+    ) -> Iterator[dict[GapKey, Gap]]:
         """Further twins' differences, where they are believed; those of moved parameters mix no
         samples, and always are.
         """
-        assert self.again is not None
+        assert self.make_variant is not None
         for number in numbers:
             # samples that cannot be brought into another order
             with contextlib.suppress(ValueError):
-                found = self._gaps(self.again(number), better)
+                found = self._compare_outcomes(self.make_variant(number), reference)
                 yield {
-                    key: gap for key, gap in found.items() if gap.believed or number == len(ORDERS)
+                    key: gap
+                    for key, gap in found.items()
+                    if gap.is_rounding or number == len(SAMPLE_ORDERINGS)
                 }
 
-    def _gaps(self, ours: Made, theirs: Made | None = None) -> dict[Key, Gap]:
-        found = gaps(ours, theirs or self.serial, self.eps)
+    def _compare_outcomes(
+        self, outcome: StepOutcome, reference: StepOutcome | None = None
+    ) -> dict[GapKey, Gap]:
+        found = compute_gaps(outcome, reference or self.serial_outcome, self.eps)
         return {
-            key: replace(gap, eps=max(gap.eps, self.eps_of_loss))
+            key: replace(gap, eps=max(gap.eps, self.loss_eps))
             if key[0] in ("loss", "weight", "test")
             else gap
             for key, gap in found.items()
         }
 
-    def _unsteady(self) -> Miss | None:
+    def _check_repetition(self) -> Mismatch | None:
         """One worker's step is another one when it is made once more: then all twins agree with
         everything.
         """
-        assert self.again is not None
-        unlike = [gap for gap in self._gaps(self.again(-1)).values() if not gap.believed]
+        assert self.make_variant is not None
+        unlike = [
+            gap
+            for gap in self._compare_outcomes(self.make_variant(-1)).values()
+            if not gap.is_rounding
+        ]
         return (
-            Miss(
+            Mismatch(
                 "repetition", 0, max(unlike, key=lambda gap: gap.value / (gap.largest or 1.0)), 0.0
             )
             if unlike
             else None
         )
 
-    def _judged(self, ours: Made, doubtful: list[Key]) -> list[Miss]:
+    def _judge_doubtful(self, outcome: StepOutcome, doubtful_keys: list[GapKey]) -> list[Mismatch]:
         """Against a reference one precision higher, or more twins, all on rank 0; then by the
         strategy's own step there.
         """
-        better: Made | None = None
-        if self.reference and self.world.rank == 0 and not self.precise:
+        better: StepOutcome | None = None
+        if self.make_precise_outcome and self.world.rank == 0 and not self.is_float64:
             try:
-                better = self.reference()
+                better = self.make_precise_outcome()
             except Exception:  # it cannot run in float64
                 better = None
             # a test cannot
-            if better is not None and type(better.tested) is not type(self.serial.tested):
+            if better is not None and type(better.test_loss) is not type(
+                self.serial_outcome.test_loss
+            ):
                 better = None
-        if self.alone:
-            better, _ = in_numbers(self.world, better)
-            told = [self._gaps(ours, better)]
+        if self.first_rank_only:
+            better, _ = broadcast_numbers(self.world, better)
+            told = [self._compare_outcomes(outcome, better)]
         else:
-            better, _ = spread(self.world, better, self.serial, torch.float64)
-            told = self.world.collected(self._gaps(ours, better))
-        misses: list[Miss] = []
+            better, _ = broadcast_outcome(self.world, better, self.serial_outcome, torch.float64)
+            told = self.world.gather_objects(self._compare_outcomes(outcome, better))
+        misses: list[Mismatch] = []
         if self.world.rank == 0:
-            if unsteady := self._unsteady():
-                doubtful = []
+            if unsteady := self._check_repetition():
+                doubtful_keys = []
                 rounding = []
                 misses = [unsteady]
             elif better is not None:
-                rounding = [self._gaps(self.serial, better), *self._twins([0], better)]
+                rounding = [
+                    self._compare_outcomes(self.serial_outcome, better),
+                    *self._iterate_baselines([0], better),
+                ]
             else:
-                rounding = [pooled(each) for each in self._twins(range(len(ORDERS) + 1))]
-                doubtful = list(dict.fromkeys((kind, "") for kind, _ in doubtful))
-                told = [pooled(each) for each in told]
-            for key in doubtful:
+                rounding = [
+                    pool_gaps(each)
+                    for each in self._iterate_baselines(range(len(SAMPLE_ORDERINGS) + 1))
+                ]
+                doubtful_keys = list(dict.fromkeys((kind, "") for kind, _ in doubtful_keys))
+                told = [pool_gaps(each) for each in told]
+            for key in doubtful_keys:
                 values = [each[key].value for each in rounding if key in each]
                 bound = max(filter(math.isfinite, values), default=0.0)
                 found = [(rank, each.get(key, Gap())) for rank, each in enumerate(told)]
                 rank, gap = max(found, key=lambda pair: pair[1].value)
-                if gap.value > max(4 * bound, gap.floor):
-                    misses.append(Miss(key[0], rank, gap, bound))
-        misses = self.world.agreed(misses)
-        in_double = self.double() if misses and better is not None and self.double else None
+                if gap.value > max(4 * bound, gap.equality_tolerance):
+                    misses.append(Mismatch(key[0], rank, gap, bound))
+        misses = self.world.broadcast_object(misses)
+        in_double = (
+            self.rerun_in_float64()
+            if misses and better is not None and self.rerun_in_float64
+            else None
+        )
         return misses if in_double is None else in_double
 
 
-def spread(
+def broadcast_outcome(
     world: World,
-    made: Made | None,
-    like: Made,
+    outcome: StepOutcome | None,
+    template: StepOutcome,
     dtype: torch.dtype | None = None,
-    because: str | None = None,
-) -> tuple[Made | None, str | None]:
+    reason: str | None = None,
+) -> tuple[StepOutcome | None, str | None]:
     """What rank 0 made, on every rank, or None, and why: in one message, and another where a
     forward changes more than buffers.
 
     like: of its names and shapes;  dtype: of its real numbers.
     """
     if world.size == 1:
-        return made, because
-    names = [*like.gradients, *like.buffers]
-    shapes = [*like.gradients.values(), *like.buffers.values()]
-    mine = made or Made(0.0, 0.0, {}, {})
+        return outcome, reason
+    names = [*template.gradients, *template.buffers]
+    shapes = [*template.gradients.values(), *template.buffers.values()]
+    mine = outcome or StepOutcome(0.0, 0.0, {}, {})
     here = [(mine.gradients | mine.buffers).get(name) for name in names]
     told = torch.tensor(
         [
-            made is not None,
-            bool(mine.moved or mine.state),
+            outcome is not None,
+            bool(mine.changed_parameters or mine.changed_state),
             mine.loss,
             mine.weight,
             *(each is not None for each in here),
-            *(name in mine.changed for name in names),
+            *(name in mine.changed_buffers for name in names),
         ],
         dtype=torch.float64,
     )
     places = [
         torch.zeros(0)
         if each is None
-        else torch.zeros(each.shape, dtype=in_type(each, dtype), device=each.device)
+        else torch.zeros(each.shape, dtype=choose_dtype(each, dtype), device=each.device)
         for each in shapes
     ]
     flat = torch.cat(
         [
-            _bytes(each, world.device)
+            _view_as_bytes(each, world.device)
             for each in (
                 told,
                 *(
@@ -393,39 +434,43 @@ def spread(
     )
     there, more, loss, weight, *flags = told.tolist()
     if not there:
-        return None, world.agreed(because)
+        return None, world.broadcast_object(reason)
     values = {
         name: value for name, value, present in zip(names, found, flags, strict=False) if present
     }
     changed = frozenset(
         name for name, moved in zip(names, flags[len(names) :], strict=True) if moved
     )
-    moved, state = world.agreed((mine.moved, mine.state)) if more else ({}, {})
-    return Made(
+    moved, state = (
+        world.broadcast_object((mine.changed_parameters, mine.changed_state)) if more else ({}, {})
+    )
+    return StepOutcome(
         loss,
         weight,
-        {name: values.get(name) for name in like.gradients},
-        {name: values[name] for name in like.buffers if name in values},
+        {name: values.get(name) for name in template.gradients},
+        {name: values[name] for name in template.buffers if name in values},
         changed,
         moved,
         state,
     ), None
 
 
-def in_numbers(
-    world: World, made: Made | None, because: str | None = None
-) -> tuple[Made | None, str | None]:
+def broadcast_numbers(
+    world: World, outcome: StepOutcome | None, reason: str | None = None
+) -> tuple[StepOutcome | None, str | None]:
     """What rank 0 made, there, and on the other ranks the same without gradients and buffers;
     or None, and why.
     """
-    told = world.agreed(
+    told = world.broadcast_object(
         (
-            None if made is None else replace(made, gradients={}, buffers={}, changed=frozenset()),
-            because,
+            None
+            if outcome is None
+            else replace(outcome, gradients={}, buffers={}, changed_buffers=frozenset()),
+            reason,
         )
     )
-    return (told[0] if made is None else made), (told[1] if told[0] is None else None)
+    return (told[0] if outcome is None else outcome), (told[1] if told[0] is None else None)
 
 
-def _bytes(tensor: Tensor, device: torch.device) -> Tensor:
+def _view_as_bytes(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)

@@ -13,14 +13,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from paragrad.engine.state.values import differentiable, same
+from paragrad.engine.state.values import is_differentiable, is_same_value
 
-FLOOR = 8  # eps of the largest: equal
-BELIEVED = 1000  # eps up to which a twin is believed
+EQUAL_EPS = 8  # eps of the largest: equal
+BASELINE_EPS = 1000  # eps up to which a twin is believed
 
 
 @dataclass
-class Made:
+class StepOutcome:
     """What a step made before its update: the mean loss, its weight, mean gradients, buffers.
     changed: which buffers it did.
 
@@ -33,10 +33,10 @@ class Made:
     weight: float
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
-    changed: frozenset[str] = frozenset()
-    moved: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    tested: float | str = ""
+    changed_buffers: frozenset[str] = frozenset()
+    changed_parameters: dict[str, Tensor] = field(default_factory=dict)
+    changed_state: dict[str, Any] = field(default_factory=dict)
+    test_loss: float | str = ""
 
 
 @dataclass(frozen=True)
@@ -51,64 +51,74 @@ class Gap:
     eps: float = 0.0  # of the coarsest among them
 
     @property
-    def floor(self) -> float:
-        return FLOOR * self.eps * self.largest
+    def equality_tolerance(self) -> float:
+        return EQUAL_EPS * self.eps * self.largest
 
     @property
-    def believed(self) -> bool:
+    def is_rounding(self) -> bool:
         """Of a twin: is it rounding?"""
-        return self.value <= BELIEVED * self.eps * self.largest
+        return self.value <= BASELINE_EPS * self.eps * self.largest
 
 
 # a kind (loss, weight, test, gradient, buffer, parameter, state) and a module
-Key = tuple[str, str]
+GapKey = tuple[str, str]
 
 
-def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
+def compute_gaps(
+    outcome: StepOutcome, reference: StepOutcome, eps: float = 0.0
+) -> dict[GapKey, Gap]:
     """By kind and module, the largest difference from what another made. A buffer that nobody
     changed must be the same to the bit. eps: at least that of every tensor.
     """
-    still = _still(ours, theirs)
+    still = _find_unequal_buffer(outcome, reference)
     found = {
-        ("loss", ""): Gap(abs(ours.loss - theirs.loss), "loss", abs(theirs.loss), eps),
-        ("weight", ""): Gap(abs(ours.weight - theirs.weight), "weight", abs(theirs.weight), eps),
+        ("loss", ""): Gap(abs(outcome.loss - reference.loss), "loss", abs(reference.loss), eps),
+        ("weight", ""): Gap(
+            abs(outcome.weight - reference.weight), "weight", abs(reference.weight), eps
+        ),
         # the same keys on every rank
         ("buffer", ""): Gap(),
         ("parameter", ""): Gap(),
         ("state", ""): Gap(),
     }
     real = {
-        name: theirs.buffers[name]
-        for name in sorted(theirs.changed)
-        if differentiable(theirs.buffers[name])
+        name: reference.buffers[name]
+        for name in sorted(reference.changed_buffers)
+        if is_differentiable(reference.buffers[name])
     }
     for kind, mine, other in (
-        ("gradient", ours.gradients, theirs.gradients),
-        ("buffer", ours.buffers, real),
-        ("parameter", ours.moved, theirs.moved),
+        ("gradient", outcome.gradients, reference.gradients),
+        ("buffer", outcome.buffers, real),
+        ("parameter", outcome.changed_parameters, reference.changed_parameters),
     ):
         for module, names in itertools.groupby(other, key=lambda name: name.rpartition(".")[0]):
-            gap = _largest({name: mine.get(name) for name in names}, other, eps)
+            gap = _find_largest_gap({name: mine.get(name) for name in names}, other, eps)
             found[kind, module] = (
-                _worse(found[kind, module], gap) if (kind, module) in found else gap
+                _merge_gaps(found[kind, module], gap) if (kind, module) in found else gap
             )
-    if isinstance(theirs.tested, float):
-        value = abs(ours.tested - theirs.tested) if isinstance(ours.tested, float) else math.inf
+    if isinstance(reference.test_loss, float):
+        value = (
+            abs(outcome.test_loss - reference.test_loss)
+            if isinstance(outcome.test_loss, float)
+            else math.inf
+        )
         found["test", ""] = Gap(
             value if math.isfinite(value) else math.inf,
             "loss of a test",
-            abs(theirs.tested),
+            abs(reference.test_loss),
             # a test may be cast where a step is not
             max(eps, torch.finfo(torch.float32).eps),
         )
     if still is not None:
         found["buffer", ""] = Gap(math.inf, still, 0.0, eps)
-    if alone := [name for name in ours.moved if name not in theirs.moved]:
+    if alone := [
+        name for name in outcome.changed_parameters if name not in reference.changed_parameters
+    ]:
         found["parameter", ""] = Gap(math.inf, alone[0], 0.0, eps)
-    if theirs.state:
+    if reference.changed_state:
         pairs = {
-            name: _state_apart(ours.state.get(name, ...), value)
-            for name, value in theirs.state.items()
+            name: _compute_state_difference(outcome.changed_state.get(name, ...), value)
+            for name, value in reference.changed_state.items()
         }
         worst = max(pairs, key=lambda name: pairs[name][0])
         found["state", ""] = Gap(
@@ -117,83 +127,94 @@ def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
     return found
 
 
-def _worse(one: Gap, other: Gap) -> Gap:
+def _merge_gaps(one: Gap, other: Gap) -> Gap:
     worst = one if one.value >= other.value else other
     return replace(worst, largest=max(one.largest, other.largest), eps=max(one.eps, other.eps))
 
 
-def pooled(found: dict[Key, Gap]) -> dict[Key, Gap]:
+def pool_gaps(gaps: dict[GapKey, Gap]) -> dict[GapKey, Gap]:
     """Over all modules."""
-    kinds: dict[Key, Gap] = {}
-    for (kind, _), gap in found.items():
-        kinds[kind, ""] = _worse(kinds[kind, ""], gap) if (kind, "") in kinds else gap
+    kinds: dict[GapKey, Gap] = {}
+    for (kind, _), gap in gaps.items():
+        kinds[kind, ""] = _merge_gaps(kinds[kind, ""], gap) if (kind, "") in kinds else gap
     return kinds
 
 
-def _still(ours: Made, theirs: Made) -> str | None:
-    for name, buffer in theirs.buffers.items():
-        exact = name not in theirs.changed or not differentiable(buffer)
-        mine = ours.buffers.get(name)
+def _find_unequal_buffer(outcome: StepOutcome, reference: StepOutcome) -> str | None:
+    for name, buffer in reference.buffers.items():
+        exact = name not in reference.changed_buffers or not is_differentiable(buffer)
+        mine = outcome.buffers.get(name)
         if exact and (
-            mine is None or mine.shape != buffer.shape or not same(mine, buffer.to(mine.dtype))
+            mine is None
+            or mine.shape != buffer.shape
+            or not is_same_value(mine, buffer.to(mine.dtype))
         ):
             return name
     return None
 
 
-def _largest(
-    ours: dict[str, Tensor | None], theirs: Mapping[str, Tensor | None], eps: float
+def _find_largest_gap(
+    tensors: dict[str, Tensor | None], references: Mapping[str, Tensor | None], eps: float
 ) -> Gap:
-    there = {name: theirs[name] for name in ours}
+    there = {name: references[name] for name in tensors}
     worst = Gap(
         0.0,
         None,
-        max((_most(each) for each in there.values() if each is not None), default=0.0),
+        max(
+            (_compute_largest_finite(each) for each in there.values() if each is not None),
+            default=0.0,
+        ),
         max([eps, *(torch.finfo(each.dtype).eps for each in there.values() if each is not None)]),
     )
     for name, reference in there.items():
-        value = _apart(ours[name], reference)
+        value = _compute_difference(tensors[name], reference)
         if value > worst.value:
             worst = replace(worst, value=value, tensor=name)
     return worst
 
 
-def _apart(ours: Tensor | None, reference: Tensor | None) -> float:
-    if ours is None or reference is None:
-        return 0.0 if ours is reference else math.inf
-    if ours.shape != reference.shape:
+def _compute_difference(tensor: Tensor | None, reference: Tensor | None) -> float:
+    if tensor is None or reference is None:
+        return 0.0 if tensor is reference else math.inf
+    if tensor.shape != reference.shape:
         return math.inf
-    wide = torch.promote_types(ours.dtype, reference.dtype)
-    ours = ours.detach().to(wide)
+    wide = torch.promote_types(tensor.dtype, reference.dtype)
+    tensor = tensor.detach().to(wide)
     reference = reference.detach().to(wide)
-    apart = _extreme(ours - reference)
+    apart = _compute_largest(tensor - reference)
     if math.isfinite(apart):  # so all of both is
         return apart
-    same = torch.equal(torch.isfinite(reference), torch.isfinite(ours))
-    return _most(ours - reference) if same else math.inf
+    same = torch.equal(torch.isfinite(reference), torch.isfinite(tensor))
+    return _compute_largest_finite(tensor - reference) if same else math.inf
 
 
-def _state_apart(ours: Any, theirs: Any) -> tuple[float, float]:
+def _compute_state_difference(ours: Any, reference: Any) -> tuple[float, float]:
     """(how far values of Python are apart, the largest of them): numbers by their difference,
     anything else 0 or infinite.
     """
     pairs: list[tuple[float, float]] = []
-    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-        pairs = [_state_apart(ours[key], theirs[key]) for key in ours]
+    if isinstance(ours, dict) and isinstance(reference, dict) and ours.keys() == reference.keys():
+        pairs = [_compute_state_difference(ours[key], reference[key]) for key in ours]
     elif (
         isinstance(ours, list | tuple | deque)
-        and type(ours) is type(theirs)
-        and len(ours) == len(theirs)
+        and type(ours) is type(reference)
+        and len(ours) == len(reference)
     ):
-        pairs = list(itertools.starmap(_state_apart, zip(ours, theirs, strict=True)))
-    elif same(ours, theirs):
+        pairs = list(
+            itertools.starmap(_compute_state_difference, zip(ours, reference, strict=True))
+        )
+    elif is_same_value(ours, reference):
         return 0.0, 0.0
     elif isinstance(ours, float | Tensor | numpy.ndarray) and isinstance(
-        theirs, float | Tensor | numpy.ndarray
+        reference, float | Tensor | numpy.ndarray
     ):
         mine = torch.as_tensor(ours)
-        other = torch.as_tensor(theirs)
-        return (_apart(mine, other), _most(other)) if differentiable(other) else (math.inf, 0.0)
+        other = torch.as_tensor(reference)
+        return (
+            (_compute_difference(mine, other), _compute_largest_finite(other))
+            if is_differentiable(other)
+            else (math.inf, 0.0)
+        )
     else:
         return math.inf, 0.0
     return max((value for value, _ in pairs), default=0.0), max(
@@ -201,16 +222,16 @@ def _state_apart(ours: Any, theirs: Any) -> tuple[float, float]:
     )
 
 
-def _most(tensor: Tensor) -> float:
+def _compute_largest_finite(tensor: Tensor) -> float:
     """The largest of the finite values."""
-    value = _extreme(tensor)
+    value = _compute_largest(tensor)
     if math.isfinite(value):
         return value
     sizes = tensor.detach().abs()
     return float(torch.where(torch.isfinite(sizes), sizes, 0).max())
 
 
-def _extreme(tensor: Tensor) -> float:
+def _compute_largest(tensor: Tensor) -> float:
     """The largest size; not finite where one is not."""
     tensor = tensor.detach()
     if not tensor.numel():
