@@ -1,5 +1,6 @@
-"""An all-reduce of your own: who sends what to whom. It is proved, drawn, priced, played,
-checked and compared like ours.
+"""An all-reduce of your own: which rank sends what to which rank.
+
+It is proved, drawn, timed, run, checked and compared like the built-in ones.
 
     python examples/own_all_reduce.py
     paragrad train examples/own_all_reduce.py --strategy "data(3, reduce=gossip)"
@@ -9,9 +10,7 @@ import paragrad as pg
 
 
 class Gossip(pg.AllReduce):
-    """Along a line of ranks each tells the next what it has heard; then the last one's news
-    comes back.
-    """
+    """Sums the vector along a line of ranks; the last rank then sends the sum back."""
 
     def program(self, rank, size):
         # the vector has as many equal parts as there are ranks
@@ -44,11 +43,9 @@ if __name__ == "__main__":
         measure_machine("shm").write_machine_file(file)
     machine, _ = read_machine_file(file, count_cores())
     for reduce in (Gossip(), pg.Ring()):
-        found = simulate_exchange(pg.Data(3, reduce=reduce), 100_000, machine)
-        print(
-            f"{reduce}: {1e6 * found.timeline.seconds:.0f} us for 100 KB over 3 ranks, by the "
-            f"clock on this machine"
-        )
+        simulation = simulate_exchange(pg.Data(3, reduce=reduce), 100_000, machine)
+        microseconds = 1e6 * simulation.timeline.seconds
+        print(f"{reduce}: {microseconds:.0f} us for 100 KB over 3 ranks, simulated on this machine")
     print()
     table = pg.compare(job, ["serial", pg.Data(3, reduce=pg.Ring()), pg.Data(3, reduce=Gossip())])
     print(table)

@@ -1,9 +1,10 @@
-"""A compressor of your own: what is sent in the place of a gradient.
+"""A compressor of your own: what is sent in place of a gradient.
 
-paragrad train examples/own_compressor.py --strategy "data(2, compress=random_k(0.5))"
-paragrad compare examples/own_compressor.py --strategies "data(2, reduce=ring); data(2,
-compress=random_k(0.5))"
-"""
+    paragrad train examples/own_compressor.py --strategy "data(2, compress=random_k(0.5))"
+    paragrad compare examples/own_compressor.py --strategies "data(2, reduce=ring); data(2, compress=random_k(0.5))"
+
+The second command compares it with an exchange that sends everything.
+"""  # noqa: E501
 
 import math
 
@@ -13,46 +14,49 @@ import paragrad as pg
 
 
 class RandomK(pg.Compressor):
-    """Entries drawn by chance, in each step others, on all ranks the same: they add up, and
-    nobody is told where they are.
+    """Sends random entries of each tensor: the same entries on all ranks, others in each step.
+
+    The payloads of all ranks add up, and no message needs the positions of the entries.
     """
 
     ratio: float = pg.option(pg.Decimal(most=1.0))
-    sums = True  # travels along any all-reduce
+    sums = True  # any all-reduce can add the payloads
 
-    # bytes that stand for a tensor, of `item` bytes a number
+    # number of bytes that are sent for a tensor; `item`: bytes of one element
     def sends(self, shape, item):
-        return self.count(shape) * item
+        return self.count_entries(shape) * item
 
-    def codec(self, shape, key):  # key: of the tensor, the same on all ranks
-        return Drawn(shape, self.count(shape), key)
+    # `key`: a number of the tensor, the same on all ranks
+    def codec(self, shape, key):
+        return RandomKCodec(shape, self.count_entries(shape), key)
 
-    def count(self, shape):
+    def count_entries(self, shape):
         return math.ceil(self.ratio * math.prod(shape))
 
 
-class Drawn(pg.Codec):
-    """Of one tensor, whose vectors are flat. memory: how many steps it has made, in
-    checkpoints.
+class RandomKCodec(pg.Codec):
+    """Compresses one tensor, given as a flat vector.
+
+    Attributes:
+        memory: The number of steps so far; a checkpoint saves it.
     """
 
-    def __init__(self, shape, count, key):
+    def __init__(self, shape, entries, key):
         super().__init__(shape)
-        self.count = count
+        self.entries = entries
         self.key = key
 
     def compress(self, vector, agreement=None, seed=0):
-        drawn = torch.Generator().manual_seed(
-            self.key + int(0 if self.memory is None else self.memory)
-        )
-        self.where = torch.randperm(self.elements, generator=drawn)[: self.count].to(vector.device)
-        return (vector[self.where],)
+        steps = 0 if self.memory is None else int(self.memory)
+        generator = torch.Generator().manual_seed(self.key + steps)
+        order = torch.randperm(self.elements, generator=generator)
+        self.positions = order[: self.entries].to(vector.device)
+        return (vector[self.positions],)
 
-    # what was not sent waits: it is taken out of what it was made of
+    # the difference from the compressed vector is the feedback of the next step
     def extract(self, payload, agreement=None):
-        return torch.zeros(
-            self.elements, dtype=payload[0].dtype, device=payload[0].device
-        ).index_copy_(0, self.where, payload[0])
+        zeros = torch.zeros(self.elements, dtype=payload[0].dtype, device=payload[0].device)
+        return zeros.index_copy_(0, self.positions, payload[0])
 
     def adopt_sum(self, payload):
         self.memory = torch.tensor(1) if self.memory is None else self.memory + 1

@@ -1,10 +1,9 @@
-"""A dataset of your own: sentences of different lengths as dicts, a collate that pads, a
-transform that draws.
+"""A dataset of your own: sentences of different lengths, padding, and a random transform.
 
     paragrad train examples/own_dataset.py --strategy "data(2)" --loaders 1
 
-Every sample counts once an epoch, its transform draws the same whoever loads it, and padding
-does not count (-100).
+Each sample is a dict. Every sample counts once in an epoch. Its transform draws the same numbers on
+whichever rank loads it. Padding (label -100) does not count.
 """
 
 import random
@@ -21,7 +20,7 @@ NOISE = 0.1
 
 
 class Sentences(Dataset):
-    """Each word follows from the one before it: twice it, and one."""
+    """Each word is twice the word before it, plus one, modulo the number of words."""
 
     def __len__(self):
         return 500
@@ -30,15 +29,15 @@ class Sentences(Dataset):
         length = 5 + index % 7
         word = index % WORDS
         words = [word := (2 * word + 1) % WORDS for _ in range(length)]
-        # a transform
+        # a random transform: some words are replaced
         inputs = [
             random.randrange(WORDS) if random.random() < NOISE else each for each in words[:-1]
         ]
         return {"words": torch.tensor(inputs), "labels": torch.tensor(words[1:])}
 
 
-def padded(samples):
-    """The samples of a batch, as long as the longest."""
+def pad_samples(samples):
+    """Pads the samples of a batch to the longest one."""
     return {
         name: pad_sequence(
             [sample[name] for sample in samples], batch_first=True, padding_value=filling
@@ -48,7 +47,7 @@ def padded(samples):
 
 
 class Reader(nn.Module):
-    """It is called with what a sample holds, by name."""
+    """Predicts each next word; the entries of a sample are its arguments, by name."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +64,7 @@ job = pg.Job(
     train=Sentences(),
     batch=50,
     epochs=5,
-    collate=padded,
+    collate=pad_samples,
     loss=lambda output, sample: nn.functional.cross_entropy(
         output.flatten(0, 1), sample["labels"].flatten()
     ),

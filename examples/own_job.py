@@ -1,8 +1,10 @@
 """A job of your own, from the command line or from Python.
 
-paragrad train examples/own_job.py --strategy "data(2)"
-paragrad compare examples/own_job.py --strategies "serial; data(2); data(2, reduce=ring)"
-python examples/own_job.py
+    paragrad train examples/own_job.py --strategy "data(2)"
+    paragrad compare examples/own_job.py --strategies "serial; data(2); data(2, reduce=ring)"
+    python examples/own_job.py
+
+The last command trains it from Python.
 """
 
 import torch
@@ -26,7 +28,7 @@ job = pg.Job(
     metric=pg.accuracy,
 )
 
-if __name__ == "__main__":  # every rank runs this file too
+if __name__ == "__main__":  # every rank imports this file too
     run = pg.train(job, "data(2)")
     print(run)
     print(run.model()(torch.tensor([[0.5, 0.5], [-0.5, 0.5]])).argmax(1))

@@ -1,13 +1,12 @@
-"""Your own loop: the same file is serial training under `python` and parallel training under a
-launcher.
+"""Your own loop: serial training under `python`, parallel training under a launcher.
 
     python examples/own_loop.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py
     mpirun -np 2 python examples/own_loop.py
     srun -n 2 python examples/own_loop.py
 
-All end with the same parameters, within the rounding of float64. A file name as argument: where
-to save them.
+All end with the same parameters, within the rounding of float64. With a file name as argument, the
+script saves them there.
 """
 
 import sys
@@ -39,9 +38,8 @@ with pg.parallelize(
         accuracy = trainer.evaluate(digits, pg.accuracy)
         if trainer.world.rank == 0:
             print(
-                f"epoch {epoch}: loss of the last batch {result.loss:.4f}, accuracy {accuracy:.2f} "
-                f"%, "
-                f"{trainer.world.size} worker(s)"
+                f"epoch {epoch}: loss of the last batch {result.loss:.4f}, "
+                f"accuracy {accuracy:.2f} %, {trainer.world.size} worker(s)"
             )
     if trainer.world.rank == 0 and len(sys.argv) > 1:
         save_file(model.state_dict(), sys.argv[1])

@@ -1,6 +1,8 @@
-"""Stop and go on, under another strategy and another number of workers, as if nothing had been.
+"""Stop, and resume under another strategy with another number of workers: the same training.
 
-python examples/resume.py
+    python examples/resume.py
+
+It prints both losses, and how often each sample was used.
 """
 
 import paragrad as pg

@@ -1,8 +1,8 @@
-"""paragrad: train one plain PyTorch model on many workers, any way the field knows, and see
-that it was the same training.
+"""paragrad: train one plain PyTorch model on many workers in any known way, and verify the result.
 
-Importing it is cheap: what a public name needs is imported when the name is first used, so that
-the command can start the server of its ranks before it imports torch itself.
+The training is checked to be the same as serial training. Importing paragrad is cheap: the module
+of a public name is imported when the name is first used. The command can therefore start the server
+of its ranks before it imports torch.
 """
 
 import importlib
@@ -144,9 +144,9 @@ __all__ = [
     "verify",
 ]
 
-# where each public name is, AllReduce and Strategy where all of ours are defined, so that no
-# other takes a name before them; tests/test_structure.py compares it with what type checkers
-# are told above
+# the module of each public name; tests/test_structure.py compares the table with the imports above.
+# AllReduce and Strategy come from the module that imports all built-in ones: no user's class can
+# take a name first
 _HOMES = {
     name: home
     for home, names in {

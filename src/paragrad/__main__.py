@@ -1,5 +1,7 @@
-"""The command. It starts the server of its ranks before it imports torch itself, so that both
-import at once.
+"""The paragrad command.
+
+It starts the server process of its ranks before it imports torch, so that both import torch at the
+same time.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from paragrad.errors import Refused
 from paragrad.runtime.launcher_env import detect_launch
 from paragrad.runtime.stop_signals import exit_on_interrupt
 
-RANK_COMMANDS = ("train", "compare", "verify")  # the verbs that start ranks
-MODULES = {"work": "count_work"}  # commands whose module has another name
-INFORMATION_OPTIONS = ("--help", "-h", "--dry-run")  # and what keeps them from it
+RANK_COMMANDS = ("train", "compare", "verify")  # commands that start ranks
+MODULES = {"work": "count_work"}  # commands with a module of another name
+INFORMATION_OPTIONS = ("--help", "-h", "--dry-run")  # options with which no rank starts
 
 
 def main() -> None:
-    """Run the command line; exits with its code."""
+    """Run the command line, and exit with its code."""
     reopen_standard_streams()
     try:
         os.getcwd()
@@ -36,28 +38,38 @@ def main() -> None:
             processes.get_fork_server()
         from paragrad.commands.cli import run_command_line as run
 
-        # a verb imports what it needs: Ctrl-C amid torch would be a traceback
+        # import what the command needs here, because Ctrl-C while torch is imported would print a
+        # traceback
         if uses_torch(sys.argv[1:]):
             importlib.import_module(f"paragrad.commands.{MODULES.get(sys.argv[1], sys.argv[1])}")
     try:
         run()
     finally:
-        # it ends, and closes what it began: another Ctrl-C is no news
+        # the command is ending and closes its resources: ignore another Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def reopen_standard_streams() -> None:
-    """Standard streams that were closed (`>&-`) lead to nobody: a file that is opened later
-    would get their number.
+    """Open standard streams that were closed (`>&-`) on /dev/null.
+
+    Otherwise a file that is opened later would get their descriptors.
     """
-    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(opened, True)
-    os.close(opened)
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def uses_torch(words: list[str]) -> bool:
+    """Tell whether a command needs torch.
+
+    Args:
+        words: The arguments of the command line.
+
+    Returns:
+        Whether it does.
+    """
     return (
         bool(words)
         and words[0] in (*RANK_COMMANDS, "work")
@@ -66,8 +78,15 @@ def uses_torch(words: list[str]) -> bool:
 
 
 def starts_ranks(words: list[str]) -> bool:
-    """Will this command start ranks? Not where a launcher started it as one, nor where it only
-    asks.
+    """Tell whether a command will start ranks.
+
+    It does not if a launcher started this process as a rank, or if it only prints information.
+
+    Args:
+        words: The arguments of the command line.
+
+    Returns:
+        Whether it will.
     """
     if (
         not words
@@ -77,7 +96,7 @@ def starts_ranks(words: list[str]) -> bool:
         return False
     try:
         return detect_launch() is None
-    except Refused:  # the command itself will say why
+    except Refused:  # the command itself reports the reason
         return False
 
 

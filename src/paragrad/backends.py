@@ -1,5 +1,6 @@
-"""Backends of torch.distributed. Importing this registers them:
-`dist.init_process_group("shm")`.
+"""Backends of torch.distributed. Importing this module registers them.
+
+Example: `dist.init_process_group("shm")`.
 """
 
 from paragrad.shm.process_group import register_backend

@@ -1,6 +1,4 @@
-"""The ways paragrad says no: at the door, before any rank starts; while ranks run; and when it
-is told to stop.
-"""
+"""The errors of paragrad: before any rank starts, while ranks run, and when the user stops it."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ LIBRARY_FOLDERS = (
     Path(__file__).parent,
     *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
 )
-# frames there are no user's; "<": of no file
+# frames in these places are not user code; "<" begins the name of code without a file
 LIBRARY_PREFIXES = (*(f"{folder}{os.sep}" for folder in LIBRARY_FOLDERS), "<")
 
 
@@ -31,14 +29,17 @@ SPACE_REPAIRS = {
 
 
 class Refused(ValueError):
-    """Bad input, found before any rank started. The message holds the repair. The command exits
-    with 2.
+    """Bad input, found before any rank starts.
+
+    The message says how to repair it. The command exits with 2.
     """
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a run or a comparison. folder: where what was done until then is. The command
-    exits with 130.
+    """Ctrl-C during a run or a comparison. The command exits with 130.
+
+    Attributes:
+        folder: The folder that holds the results up to then.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,10 +50,13 @@ class Interrupted(KeyboardInterrupt):
 class RankFailed(RuntimeError):
     """A rank failed while it ran. The command exits with 1.
 
-    rank: which one, or None where it was the server that all come from; step: the training
-    step, or None before the first; tensor: the one to blame, or None; traceback: the text of
-    the failing rank's own traceback; differs: nothing broke, but it is another training than
-    serial's.
+    Attributes:
+        message: What happened.
+        rank: The rank, or None if the server that starts all ranks failed.
+        step: The training step, or None before the first.
+        tensor: The tensor that caused it, or None.
+        traceback: The text of the failing rank's traceback.
+        differs: True if nothing broke, but the training differs from serial's.
     """
 
     def __init__(
@@ -74,7 +78,14 @@ class RankFailed(RuntimeError):
         self.differs = differs
 
     def with_message(self, message: str) -> RankFailed:
-        """The same failure in other words."""
+        """Return the same failure with another message.
+
+        Args:
+            message: The new message.
+
+        Returns:
+            The new error.
+        """
         return RankFailed(
             message,
             rank=self.rank,
@@ -104,10 +115,15 @@ class RankFailed(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """Raised inside a rank when a step cannot go on; the launcher turns it into RankFailed,
-    with what it knows.
+    """Raised in a rank when a step cannot continue; the launcher turns it into RankFailed.
 
-    when: on the host's monotonic clock; of what several ranks say, the first is the cause.
+    Attributes:
+        message: What happened.
+        step: The training step, or None.
+        tensor: The tensor that caused it, or None.
+        differs: True if nothing broke, but the training differs from serial's.
+        when: The time on the host's monotonic clock. If several ranks fail, the first failure is
+            the cause.
     """
 
     def __init__(
@@ -128,14 +144,22 @@ class StepFailed(RuntimeError):
 
     @classmethod
     def wrap_error(cls, error: BaseException, step: int | None = None) -> StepFailed:
-        """Any error, with what it knows; one that is no StepFailed is told with its kind. step:
-        the one under way, where the error names none.
+        """Wrap any error, with the step and tensor that it names.
+
+        The message of an error that is no StepFailed includes its kind.
+
+        Args:
+            error: The error.
+            step: The current step, used if the error names none.
+
+        Returns:
+            The wrapped error.
         """
         message = error.message if isinstance(error, cls) else describe_error(error)
-        own = getattr(error, "step", None)
+        own_step = getattr(error, "step", None)
         return cls(
             message,
-            step=step if own is None else own,
+            step=step if own_step is None else own_step,
             tensor=getattr(error, "tensor", None),
             differs=getattr(error, "differs", False),
             when=getattr(error, "when", None),
@@ -146,7 +170,16 @@ class StepFailed(RuntimeError):
 
 
 def format_location(rank: int | None, step: int | None, tensor: str | None) -> str:
-    """What begins a failure's sentence; what is None is left out."""
+    """Format the beginning of a failure's message; values that are None are left out.
+
+    Args:
+        rank: The rank.
+        step: The step.
+        tensor: The tensor.
+
+    Returns:
+        Such as `rank 1, step 3: `, or an empty text.
+    """
     named = [
         f"{what} {value}"
         for what, value in (("rank", rank), ("step", step), ("tensor", tensor))
@@ -156,31 +189,46 @@ def format_location(rank: int | None, step: int | None, tensor: str | None) -> s
 
 
 def describe_error(error: BaseException) -> str:
-    """An error of somebody's code in a line: its kind, what it says, the one it began with, and
-    where, by the last line that is no library's.
+    """Describe an error of user code in one line.
+
+    The line contains its kind, its message, the first cause, and the last place outside of
+    libraries.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The line.
     """
     if isinstance(error, OSError) and error.filename and error.errno in SPACE_REPAIRS:
         return describe_write_error(error, error.filename)
-    own = [
+    user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(LIBRARY_PREFIXES)
     ]
-    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    place = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
     if isinstance(error, SyntaxError) and error.filename:
-        where = ""  # it says so itself
+        place = ""  # its message names the file
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    said = (getattr(root, "strerror", None) or str(root)) in str(error)
-    began = "" if said else f" (it began with {type(root).__name__}: {root})"
-    return f"{type(error).__name__}: {error}{began}{where}"
+    is_named = (getattr(root, "strerror", None) or str(root)) in str(error)
+    cause = "" if is_named else f" (it began with {type(root).__name__}: {root})"
+    return f"{type(error).__name__}: {error}{cause}{place}"
 
 
 @contextmanager
 def add_file_name(file: Any) -> Iterator[None]:
-    """Around writing: an OSError has the file's name, which Python's own leaves out where it is
-    a write that fails.
+    """Add the name of a file to an OSError of a block.
+
+    Python leaves the name out if a write fails.
+
+    Args:
+        file: The file.
+
+    Raises:
+        OSError: The error with the name.
     """
     try:
         yield
@@ -189,26 +237,39 @@ def add_file_name(file: Any) -> Iterator[None]:
 
 
 def describe_write_error(error: OSError, where: str) -> str:
-    """What could not be written where, and the repair where it is one of room."""
+    """Describe that a file could not be written, with the repair if there is no space.
+
+    Args:
+        error: The error.
+        where: The file or folder.
+
+    Returns:
+        The message.
+    """
     return f"{where}: {error.strerror or error}" + (
         f"; {SPACE_REPAIRS[error.errno]}" if error.errno in SPACE_REPAIRS else ""
     )
 
 
 def format_user_traceback(error: BaseException) -> str:
-    """The traceback of what first went wrong, from the first line of somebody's code on; whole
-    where there is none.
+    """Format the traceback of the first cause, from the first line of user code on.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The text; the whole traceback if it contains no user code.
     """
     while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
         error = error.__cause__
-    found = traceback.TracebackException.from_exception(error)
+    formatted = traceback.TracebackException.from_exception(error)
     first = next(
         (
             place
-            for place, frame in enumerate(found.stack)
+            for place, frame in enumerate(formatted.stack)
             if not frame.filename.startswith(LIBRARY_PREFIXES)
         ),
         0,
     )
-    found.stack = traceback.StackSummary.from_list(found.stack[first:])
-    return "".join(found.format(chain=first == 0))
+    formatted.stack = traceback.StackSummary.from_list(formatted.stack[first:])
+    return "".join(formatted.format(chain=first == 0))

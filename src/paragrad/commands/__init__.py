@@ -1,1 +1,1 @@
-"""The functions and commands that users call."""
+"""The commands of the command line, and the functions of the library behind them."""

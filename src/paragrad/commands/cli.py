@@ -1,6 +1,7 @@
-"""The verbs of the command line; no logic.
+"""The commands of the command line; no logic.
 
-A verb imports what only it needs: torch takes two seconds, in which `simulate` is done.
+A command imports what it alone needs inside its function. Importing torch takes two seconds;
+`simulate` is done in less.
 """
 
 from __future__ import annotations
@@ -225,9 +226,7 @@ def run_join(
     seed: SeedOption = None,
     set_: SetOption = None,
 ) -> None:
-    """Be one worker more of a training that runs elsewhere, of the same JOB, until it is over.
-    Ctrl-C leaves it.
-    """
+    """Join a running training of the same JOB as one more worker. Ctrl-C leaves it."""
     from paragrad.commands.join_training import join_training as joined
 
     with use_exit_codes():
@@ -287,9 +286,7 @@ def run_compare(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train JOB under several strategies and print one table; page.html shows it with its
-    charts.
-    """
+    """Train JOB under several strategies, print one table, and draw page.html with its charts."""
     from paragrad.commands.compare import compare as compared
     from paragrad.report import summaries
     from paragrad.report.comparison_table import Table
@@ -349,9 +346,7 @@ def run_verify(
     inject_fault: InjectFaultOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Is it the same training as serial? 20 steps in float64, tensor by tensor, and a
-    certificate.
-    """
+    """Check a strategy against serial: 20 steps in float64, tensor by tensor, and a certificate."""
     from paragrad.commands.verify import verify as verified
     from paragrad.report import summaries
 
@@ -399,8 +394,9 @@ def run_draw(
     batch: BatchOption = None,
     set_: SetOption = None,
 ) -> None:
-    """Draw what the ranks of a strategy do and send each other, and with --job the parts of its
-    model, or what they hold.
+    """Draw what the ranks of a strategy do and send each other.
+
+    With --job also the parts of its model, or the memory that they hold.
     """
     from paragrad.commands.draw import draw_strategies as drawn
     from paragrad.commands.memory import draw_memory
@@ -428,9 +424,7 @@ def run_work(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Work, depth and bytes of every layer of JOB in one step, and how many processors they
-    could keep busy.
-    """
+    """Count work, depth and bytes of every layer of JOB in one step, with the parallelism."""
     from paragrad.commands.count_work import profile_job
     from paragrad.report.work_report import print_profile as show_work
 
@@ -464,8 +458,9 @@ def run_simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What one exchange of a strategy will cost, on thousands of ranks too: by a clock, by
-    formula, beside the lower bounds.
+    """Predict the cost of one exchange of a strategy, also on thousands of ranks.
+
+    By a clock and by formula, with the lower bounds.
     """
     with use_exit_codes():
         if job:
@@ -492,7 +487,7 @@ def run_simulate(
             return
         with ProgressDisplay(Console(stderr=True), transient=True) as shown:
             show = shown.track_run(f"simulate {strategy}", "message")
-            found = simulated(
+            result = simulated(
                 chosen,
                 parse_bytes(size),
                 load_machine(machine, count_cores()),
@@ -504,9 +499,9 @@ def run_simulate(
                 spans=timeline is not None,
                 progress=lambda done, of: show({"step": done, "steps": of}),
             )
-        simulation_report.print_simulation(found, as_json)
+        simulation_report.print_simulation(result, as_json)
         if timeline is not None:
-            simulation_report.write_timeline(found, timeline)
+            simulation_report.write_timeline(result, timeline)
 
 
 @app.command("measure")
@@ -521,15 +516,16 @@ def run_measure(
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine: alpha, beta, gamma of its links, its memory and its arithmetic.
-    Under torchrun: between hosts.
+
+    Under torchrun it measures the link between hosts.
     """
     from paragrad.planner.link_measurement import measure_machine as measured
 
     with use_exit_codes():
         with Console(stderr=True).status("measuring"):
-            found = measured(backend, interface)
-        if found is not None:  # on rank 0
-            simulation_report.write_machine_file(found, output, as_json)
+            measured_machine = measured(backend, interface)
+        if measured_machine is not None:  # only rank 0 has the machine
+            simulation_report.write_machine_file(measured_machine, output, as_json)
 
 
 @app.command("jobs")
@@ -544,8 +540,9 @@ def run_jobs(as_json: JsonOption = False) -> None:
 
 @app.command("strategies")
 def run_strategies(job: JobFileOption = None, as_json: JsonOption = False) -> None:
-    """List the strategies and algorithms, each with its source; with --job those of its file
-    too.
+    """List the strategies and algorithms, each with its source.
+
+    With --job also those of its file.
     """
     from paragrad.report import summaries
 
@@ -562,14 +559,15 @@ def _load_typed_job(name: str, settings: list[str] | None = None, **changes: Any
 
 
 def run_command_line() -> None:
-    """Run the command. What its terminal cannot show is spelled out, and what is printed is
-    really written.
+    """Run the command.
+
+    Characters that the terminal cannot encode are replaced. All output is flushed.
     """
     codecs.register_error("spelled", replace_unencodable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="spelled")
-    # the last collection would look through all of torch: half a second
+    # without this, the last garbage collection searches all of torch: half a second
     atexit.register(gc.freeze)
     for word in sys.argv[1:]:
         option = word.partition("=")[0]

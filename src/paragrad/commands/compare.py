@@ -1,4 +1,4 @@
-"""compare: one job under many strategies, one table."""
+"""compare: one job under many strategies, in one table."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from paragrad.validation.validate import (
     validate_run,
 )
 
-BASELINE_STEPS = 200  # of a serial run that is there for its speed alone
-DISTANCE_STEPS = 100  # over which the page draws the distance from serial
+BASELINE_STEPS = 200  # steps of a serial run that is trained for its speed alone
+DISTANCE_STEPS = 100  # steps over which the page draws the distance from serial
 
 
 def compare(
@@ -68,19 +68,45 @@ def compare(
     command: str | None = None,
     progress: Callable[[str], Progress | None] | None = None,
 ) -> Table:
-    """Train a job under every strategy, check each against serial in float64 over 20 steps; one
-    table, and one page.html.
+    """Train a job under every strategy and compare the results in one table and one page.html.
 
-    chosen: "serial; data(2)" or a list;  runs: the folder for the comparison's own folder;
-    seeds: trainings of each, with the job's seed and the following ones;  twin: also train
-    serial with every batch back to front, to show what rounding alone does;  resume: the folder
-    of such a comparison that ended early: what it has is kept, the rest is done;  command: what
-    to type to repeat it;  progress(strategy) gives what is told of that run's progress;  the
-    others as in `paragrad.trainer.settings.Settings`. All strategies are checked at the door
-    (Refused) before the first run; one that fails while it runs says so in its row. On SIGTERM,
-    or where nothing can be written any more, the table has the rows that are done and names the
-    others (`table.ended`); Ctrl-C raises Interrupted, of whose folder `Table(folder)` is such a
-    table.
+    Each strategy is checked against serial in float64 over 20 steps. Validation refuses a strategy
+    before the first run. A strategy that fails while it runs has the failure in its row.
+
+    On SIGTERM, or if nothing can be written any more, the table has the finished rows and names the
+    others (`table.ended`).
+
+    Args:
+        job: the job to train.
+        chosen: strategies, as "serial; data(2)" or as a list.
+        runs: the folder in which the comparison's own folder is made.
+        seeds: trainings of each strategy, with the job's seed and the following ones.
+        rounding_baseline: also train serial with every batch in reverse order, which shows what
+            rounding alone does.
+        data: as in `paragrad.trainer.settings.Settings`.
+        device: as in `Settings`.
+        backend: as in `Settings`.
+        overlap: as in `Settings`.
+        loaders: as in `Settings`.
+        until: as in `Settings`.
+        inject_fault: as in `Settings`.
+        skip_schedule_check: as in `Settings`.
+        skip_first_step_check: as in `Settings`.
+        machine: as in `Settings`.
+        slow: as in `Settings`.
+        pace: as in `Settings`.
+        noise_scale: as in `Settings`.
+        resume: the folder of such a comparison that ended early. Its finished runs are kept, the
+            rest is done.
+        command: the command line that repeats the comparison.
+        progress: progress(strategy) returns the function that receives this run's progress.
+
+    Returns:
+        The table.
+
+    Raises:
+        Refused: an argument or a strategy is refused before the first run.
+        Interrupted: on Ctrl-C. `Table(error.folder)` is the table of the finished rows.
     """
     if get_launched_size() is not None:
         raise Refused(
@@ -88,7 +114,7 @@ def compare(
             "python"
         )
     _check_seeds(seeds)
-    how = Settings(
+    settings = Settings(
         data=data,
         device=device,
         backend=backend,
@@ -103,47 +129,49 @@ def compare(
         pace=pace,
         noise_scale=noise_scale,
     )
-    listed = parse_strategies(chosen) if isinstance(chosen, str) else list(chosen)
-    if not listed:
+    requested = parse_strategies(chosen) if isinstance(chosen, str) else list(chosen)
+    if not requested:
         raise Refused("compare needs at least one strategy")
-    facts = inspect_job(job, how.folder)
-    rows, baselines = validate_rows(job, listed, how, rounding_baseline, facts)
-    # it is in some rows alone
-    refuse_unknown_ranks(how.slow_ranks, max(each.size - each.resolved.servers for each in rows))
+    inspection = inspect_job(job, settings.folder)
+    rows, baselines = validate_rows(job, requested, settings, rounding_baseline, inspection)
+    # only some rows have that rank, so that no row refuses it by itself
+    refuse_unknown_ranks(
+        settings.slow_ranks, max(each.size - each.resolved.servers for each in rows)
+    )
     names = [
         [
             f"{place:02}-{make_folder_name(row.requested)}"
             + ("-twin" if row.settings.reverse else "")
-            + (f"-seed-{job.seed + more}" if seeds > 1 else "")
-            for more in range(seeds)
+            + (f"-seed-{job.seed + seed_offset}" if seeds > 1 else "")
+            for seed_offset in range(seeds)
         ]
         for place, row in enumerate(rows, start=1)
     ]
-    asked: Line = {
+    header: Line = {
         "rows": names,
         "strategies": [label_row(row) for row in rows],
-        "until": str(how.goal) if how.goal else None,
+        "until": str(settings.goal) if settings.goal else None,
         "seeds": seeds,
         "command": command,
         "baselines": [name_baseline_folder(row) for row in baselines],
-        "identity": collect_comparison_identity(rows[0], how),
+        "identity": collect_comparison_identity(rows[0], settings),
     }
     folder = (
         create_run_folder(Path(runs), f"{job.name}-compare")
         if resume is None
-        else find_resumed_folder(Path(resume), asked, job)
+        else find_resumed_folder(Path(resume), header, job)
     )
     with (
         Recorder(folder / "compare.jsonl", exclusive=True) as record,
-        Launcher(max(each.size for each in rows)) as ranks,
+        Launcher(max(each.size for each in rows)) as launcher,
     ):
-        comparing = ComparisonRun(
-            ranks, folder, record, progress or make_notebook_progress() or (lambda name: None)
+        comparison = ComparisonRun(
+            launcher, folder, record, progress or make_notebook_progress() or (lambda name: None)
         )
         if resume is None:
-            record.write_line("comparison", **asked)
-        status, why = comparing.train_all_rows(list(zip(rows, names, strict=True)), baselines)
-        with suppress(OSError):  # a full disk has no room for it
+            record.write_line("comparison", **header)
+        status, why = comparison.train_all_rows(list(zip(rows, names, strict=True)), baselines)
+        with suppress(OSError):  # the disk may be full
             record.write_line("end", status=status, seconds=round(record.now(), 6), error=why)
     table = Table(folder)
     with warn_on_write_error(folder / "page.html"):
@@ -166,64 +194,90 @@ def validate_rows(
     rounding_baseline: bool,
     inspection: JobInspection,
 ) -> tuple[list[ValidatedRun], list[ValidatedRun]]:
-    """(rows, what else is trained for its speed): all checked at the door."""
-    honest = replace(settings, inject_fault=None, noise_scale=None)
-    hows = [drop_noise_scale(each, settings) for each in requested]
-    if settings.noise_scale and not any(each.noise_scale for each in hows):
+    """Validate all rows of a comparison.
+
+    Args:
+        job: the job to train.
+        requested: the strategies as they are written.
+        settings: the settings of all rows.
+        rounding_baseline: whether to add serial with every batch in reverse order.
+        inspection: the inspected job.
+
+    Returns:
+        (the rows, further runs that are trained for their speed).
+    """
+    baseline_settings = replace(settings, inject_fault=None, noise_scale=None)
+    row_settings = [drop_noise_scale(each, settings) for each in requested]
+    if settings.noise_scale and not any(each.noise_scale for each in row_settings):
         raise Refused(
             "no strategy here has the gradient of parts and of the whole batch on a rank; add "
             "data(n), or leave out "
             "--noise-scale"
         )
-    if without := [
+    if unmeasured := [
         str(each)
-        for each, own in zip(requested, hows, strict=True)
-        if settings.noise_scale and not own.noise_scale
+        for each, one_settings in zip(requested, row_settings, strict=True)
+        if settings.noise_scale and not one_settings.noise_scale
     ]:
         warnings.warn(
-            f"the noise scale is not measured under {', '.join(without)}: no rank there has the "
+            f"the noise scale is not measured under {', '.join(unmeasured)}: no rank there has the "
             f"gradient of parts "
             "and of the whole batch",
             stacklevel=3,
         )
     rows = [
-        validate_run(job, each, own, inspection) for each, own in zip(requested, hows, strict=True)
+        validate_run(job, each, one_settings, inspection)
+        for each, one_settings in zip(requested, row_settings, strict=True)
     ]
     if rounding_baseline:
-        rows.append(validate_run(job, Serial(), replace(honest, reverse=True), inspection))
-    for_speed = {
+        rows.append(
+            validate_run(job, Serial(), replace(baseline_settings, reverse=True), inspection)
+        )
+    speed_runs = {
         each.resolved: each
         for each in (
-            validate_run(job, each, replace(honest, limit=BASELINE_STEPS), inspection)
+            validate_run(job, each, replace(baseline_settings, limit=BASELINE_STEPS), inspection)
             for each in (Serial(), Serial(threads=1))
         )
     }
-    # the twin's time is not plain serial's
-    timed = [row.resolved for row in rows if not row.settings.reverse]
-    return rows, [each for resolved, each in for_speed.items() if resolved not in timed]
+    # the rounding baseline is not as fast as plain serial
+    timed_strategies = [row.resolved for row in rows if not row.settings.reverse]
+    return rows, [each for resolved, each in speed_runs.items() if resolved not in timed_strategies]
 
 
 def drop_noise_scale(requested: str | Strategy, settings: Settings) -> Settings:
-    """Without the noise scale where that cannot be measured: serial is in most comparisons."""
+    """Drop the noise scale from the settings if the strategy cannot measure it.
+
+    Serial cannot, and serial is in most comparisons.
+
+    Args:
+        requested: the strategy as it is written.
+        settings: the settings of all rows.
+    """
     resolved = resolve_and_check_strategy(strategy(requested), detect_environment(settings))
     return replace(settings, noise_scale=None) if explain_no_measurement(resolved) else settings
 
 
 def collect_comparison_identity(row: ValidatedRun, settings: Settings) -> Line:
-    """What must be equal where a comparison goes on."""
+    """Collect what must be equal when a comparison is resumed.
+
+    Args:
+        row: any row of the comparison.
+        settings: the settings of all rows.
+    """
     job = row.job
-    facts = row.inspection
+    inspection = row.inspection
     return {
-        **build_job_identity(job, facts),
+        **build_job_identity(job, inspection),
         "epochs": job.epochs,
         "metric": job.metric_name,
-        "test samples": facts.test_samples,
+        "test samples": inspection.test_samples,
         **{
             name_in_records(name): str(value)
             for name, value in vars(settings).items()
             if name not in ("until", "data", "memory")
             and (
-                # which earlier versions did not know
+                # earlier versions have no noise_scale
                 name != "noise_scale" or value is not None
             )
         },
@@ -235,13 +289,13 @@ def _format_value_list(value: Any) -> str:
 
 
 def name_baseline_folder(row: ValidatedRun) -> str:
-    """The folder of a run that is made for its speed."""
+    """Name the folder of a run that is made for its speed."""
     return f"baseline-{make_folder_name(row.resolved)}"
 
 
 @contextmanager
 def warn_on_write_error(path: Path) -> Iterator[None]:
-    """Around writing what a comparison can do without."""
+    """Warn if the file cannot be written inside this context; the comparison does not need it."""
     try:
         yield
     except OSError as error:
@@ -249,60 +303,84 @@ def warn_on_write_error(path: Path) -> Iterator[None]:
 
 
 def label_row(row: ValidatedRun) -> str:
+    """The name of a row in the table."""
     return ROUNDING_BASELINE if row.settings.reverse else str(row.requested)
 
 
 def find_resumed_folder(folder: Path, header: Line, job: Job) -> Path:
-    """A comparison's folder, if it is one of the same. Raises Refused."""
-    before = next(
+    """Check that a folder holds the same comparison, and return it.
+
+    Args:
+        folder: the folder of the earlier comparison.
+        header: the first line that this comparison would record.
+        job: the job to train.
+
+    Raises:
+        Refused: the folder holds no comparison, or another one.
+    """
+    earlier = next(
         (line for line in read_lines(folder / "compare.jsonl") if line["kind"] == "comparison"),
         None,
     )
-    if before is None:
+    if earlier is None:
         raise Refused(
             f"{folder} holds no comparison; give the folder that a comparison was written to, as "
             f"it says at its end"
         )
-    if "identity" not in before:
+    if "identity" not in earlier:
         raise Refused(
             f"{folder} is a comparison of an earlier version, which cannot be gone on with; begin "
             f"a new one"
         )
-    refuse_other_training(folder, before["identity"], header["identity"], f"job {job.name} has")
+    refuse_other_training(folder, earlier["identity"], header["identity"], f"job {job.name} has")
     for what, name in (("strategies", "strategies"), ("--until", "until"), ("--seeds", "seeds")):
-        if before[name] != header[name]:
+        if earlier[name] != header[name]:
             raise Refused(
-                f"{folder} is a comparison with {what} {_format_value_list(before[name])}, and "
+                f"{folder} is a comparison with {what} {_format_value_list(earlier[name])}, and "
                 f"here it is with "
                 f"{_format_value_list(header[name])}; go on with the same"
-                + (f": {before['command']}" if before.get("command") else "")
+                + (f": {earlier['command']}" if earlier.get("command") else "")
             )
     return folder
 
 
 @dataclass
 class ComparisonRun:
-    """A comparison under way."""
+    """A running comparison.
+
+    Attributes:
+        launcher: starts the ranks.
+        folder: the folder of the comparison.
+        record: the record of the comparison.
+        progress: progress(strategy) returns the function that receives a run's progress.
+        stop_request: set when the comparison is to stop.
+    """
 
     launcher: Launcher
     folder: Path
     record: Recorder
     progress: Callable[[str], Progress | None]
-    stop_request: StopRequest = field(default_factory=StopRequest)  # to stop
+    stop_request: StopRequest = field(default_factory=StopRequest)
 
     def train_all_rows(
         self, rows: list[tuple[ValidatedRun, list[str]]], baselines: list[ValidatedRun]
     ) -> tuple[str, str | None]:
-        """Every row that is not there yet: how that ended (finished, stopped, interrupted,
-        failed), and why.
+        """Train every row that is not finished yet.
+
+        Args:
+            rows: the rows, each with the folder names of its trainings.
+            baselines: runs that are trained for their speed.
+
+        Returns:
+            (how it ended: finished, stopped, interrupted or failed; the reason of a failure).
         """
 
-        def ask() -> None:
+        def request_stop() -> None:
             self.stop_request.set()
             self.launcher.request_stop()
 
         try:
-            with handle_stop_signals(ask):
+            with handle_stop_signals(request_stop):
                 for row, names in rows:
                     if not self.stop_request.is_set():
                         self.train_row(row, names)
@@ -313,24 +391,31 @@ class ComparisonRun:
                         )
         except KeyboardInterrupt:
             return "interrupted", None
-        # of the record: nothing can be written any more
+        # from the record: nothing can be written any more
         except OSError as error:
             return "failed", f"{error.filename or self.folder}: {error.strerror or error}"
         return ("stopped" if self.stop_request.is_set() else "finished"), None
 
     def train_row(self, row: ValidatedRun, names: list[str]) -> None:
-        """The trainings of one strategy, and its distances from serial; a failure is in the
-        run's own record.
+        """Train one strategy with each seed, and record its distances from serial.
+
+        A failure is in the run's own record.
+
+        Args:
+            row: the strategy.
+            names: the folder name of each training.
         """
         if not all(map(self.is_finished, names)):
             row = choose_by_trial(self.launcher, row)
-        for more, name in enumerate(names):
-            # the trial before, or the seed before, did not hear it
+        for seed_offset, name in enumerate(names):
+            # a stop during the trial or the previous seed
             if self.stop_request.is_set():
                 return
-            seeded = row.replace_seed(row.job.seed + more)
-            told = f"{label_row(row)}, seed {seeded.job.seed}" if len(names) > 1 else label_row(row)
-            if not self.train_unless_finished(seeded, name, told):
+            seeded = row.replace_seed(row.job.seed + seed_offset)
+            label = (
+                f"{label_row(row)}, seed {seeded.job.seed}" if len(names) > 1 else label_row(row)
+            )
+            if not self.train_unless_finished(seeded, name, label):
                 return
         if (
             (row.settings.reverse or not row.resolved.is_reference)
@@ -340,10 +425,20 @@ class ComparisonRun:
             self.record_distances(row, names[0])
 
     def is_finished(self, name: str) -> bool:
+        """Tell whether a run is recorded as finished."""
         return Record(self.folder / name, spans=False).finished
 
     def train_unless_finished(self, row: ValidatedRun, name: str, label: str) -> bool:
-        """Whether the run is there, finished; one that is there and is not, is made anew."""
+        """Train a run that is not finished; an incomplete one starts from the beginning.
+
+        Args:
+            row: the validated run.
+            name: the name of its folder.
+            label: the name that the progress shows.
+
+        Returns:
+            Whether the run is finished.
+        """
         if self.is_finished(name):
             return True
         shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -356,7 +451,14 @@ class ComparisonRun:
             return False
 
     def record_distances(self, row: ValidatedRun, name: str) -> None:
-        """The distances from serial, unless they are there."""
+        """Check a run against serial, and record its distances from serial.
+
+        A run with recorded distances is skipped.
+
+        Args:
+            row: the strategy.
+            name: the folder name of its first training.
+        """
         if any(
             line["kind"] == "distance" and line["run"] == name
             for line in read_lines(self.folder / "compare.jsonl")

@@ -1,6 +1,4 @@
-"""When does compressing pay, by what it costs on this machine? `paragrad simulate` of a
-strategy that compresses.
-"""
+"""When does compressing pay on this machine? `paragrad simulate` of a strategy that compresses."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from paragrad.strategies.compressors import Compressor, find_compressor
 from paragrad.strategies.registry import resolve_strategy
 from paragrad.strategies.strategy import Environment, Strategy, list_factors
 
-MAX_ELEMENTS = 1 << 22  # elements that are compressed to see what it costs
+MAX_ELEMENTS = 1 << 22  # elements at most that are compressed to measure the cost
 
 
 def price_compression(
@@ -30,8 +28,18 @@ def price_compression(
     link: str | None = None,
     costs: tuple[float, float] | None = None,
 ) -> CompressionCost:
-    """The exchange of a strategy with its compressor. costs: `measured` before. Raises
-    Refused.
+    """Predict the exchange of a strategy with its compressor, and without.
+
+    Args:
+        chosen: the strategy.
+        compressor: its compressor.
+        size: bytes of the vector.
+        machine: the measured machine.
+        link: name of the link in the machine file; None for the first.
+        costs: result of an earlier `measure_compression_cost`; None: measure now.
+
+    Raises:
+        Refused: the strategy has no exchange that can be priced.
     """
     if len(factors := list_factors(chosen)) > 1:
         raise Refused(
@@ -60,8 +68,16 @@ def price_compression(
 
 
 def measure_compression_cost(compressor: Compressor, size: int) -> tuple[float, float]:
-    """What compressing a byte costs in seconds, and extracting: tried on a vector of that size,
-    or of 16 MiB where it is longer.
+    """Measure the seconds per byte of compressing and of extracting.
+
+    It is tried on a vector of the given size, or of 16 MiB if the size is larger.
+
+    Args:
+        compressor: the compressor.
+        size: bytes of the vector.
+
+    Returns:
+        (seconds per byte of compressing, seconds per byte of extracting).
     """
     shape = choose_vector_shape(
         compressor, ELEMENT_BYTES * max(1, min(MAX_ELEMENTS, size // ELEMENT_BYTES))

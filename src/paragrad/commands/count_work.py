@@ -19,16 +19,22 @@ from paragrad.validation.inspect_job import inspect_job
 
 
 def profile_job(job: Job, data: Path | None = None) -> JobProfile:
-    """Count one step of a job's global batch. data: folder for jobs that read files. Raises
-    Refused with the repair.
+    """Count one step of a job's global batch.
+
+    Args:
+        job: the job.
+        data: folder of data for jobs that read files.
+
+    Raises:
+        Refused: the job or its model fails; with the repair.
     """
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
     job = _copy_model_function(job)
     with keep_generators():
-        facts = inspect_job(job, data)
-        job = facts.prepare_job(job)
-        order = facts.order
+        inspection = inspect_job(job, data)
+        job = inspection.prepare_job(job)
+        order = inspection.order
         places = order.get_batch(0)
         fetched = separate_target(
             job.make_samples(open_dataset(job.train, data))[0, order.get_indices(0, places)]
@@ -38,7 +44,7 @@ def profile_job(job: Job, data: Path | None = None) -> JobProfile:
         )
         module = LossModule(job.build_model(), job.build_loss())
         try:
-            calls, products, missed = count_model_calls(
+            calls, products, uncounted = count_model_calls(
                 module, inputs, target, len(places), job.autocast
             )
         except (RuntimeError, ValueError, TypeError) as error:
@@ -47,18 +53,19 @@ def profile_job(job: Job, data: Path | None = None) -> JobProfile:
                 f"mend the model, or "
                 "give another --batch"
             ) from error
-    return JobProfile(job.name, len(places), tuple(calls), products, tuple(missed))
+    return JobProfile(job.name, len(places), tuple(calls), products, tuple(uncounted))
 
 
 def _copy_model_function(job: Job) -> Job:
-    """The job with a copy of what its model function builds: that may be a model that somebody
-    holds.
+    """Return the job with a model function that copies its result.
+
+    The original function may return a model that is used elsewhere, too.
     """
 
     def copy_of_model() -> Any:
         try:
             return copy.deepcopy(job.model())
-        # tensors that are results, such as those of the old weight_norm
+        # attributes that are results of autograd, such as those of the old weight_norm
         except RuntimeError as error:
             raise Refused(
                 f"job {job.name}: the model cannot be copied ({error}); keep no tensor with a "

@@ -1,6 +1,4 @@
-"""draw: what the ranks of a strategy do and send each other, and the parts of a model that it
-cuts.
-"""
+"""draw: what the ranks of a strategy do and send, and the stages of a partitioned model."""
 
 from __future__ import annotations
 
@@ -30,20 +28,28 @@ Result = TypeVar("Result")
 def draw_strategies(
     text: str, job: Job | None = None, svg: Path | None = None, data: Path | None = None
 ) -> str:
-    """Strategies, one below the other. job: with the parts of its model;  svg: a file for a
-    space-time diagram of one. Raises Refused.
+    """Draw strategies, one below the other.
+
+    Args:
+        text: the strategies, separated by ;.
+        job: the job with the model that is drawn in parts; None without it.
+        svg: a file for a space-time diagram of one strategy.
+        data: folder of data for jobs that read files.
+
+    Raises:
+        Refused: a strategy cannot be drawn.
     """
-    asked = parse_strategies(text)
-    if svg and len(asked) > 1:
+    requested = parse_strategies(text)
+    if svg and len(requested) > 1:
         raise Refused(f"--svg {svg} takes one picture; give one strategy")
-    found = []
-    for each in asked:
+    drawings = []
+    for each in requested:
         lines = draw_layers(job, each, data) if job else []
         if lines and not each.plan_schedules():
-            found.append("\n".join(lines))
+            drawings.append("\n".join(lines))
             continue
         resolved, plan = find_schedule_use(each, "draw")
-        found.append(
+        drawings.append(
             "\n".join(
                 [
                     *lines,
@@ -52,12 +58,21 @@ def draw_strategies(
                 ]
             )
         )
-    return "\n\n".join(found)
+    return "\n\n".join(drawings)
 
 
 def draw_layers(job: Job, requested: Strategy, data: Path | None = None) -> list[str]:
-    """Layer by layer what a strategy does with a job's model, of a micro-batch of a full batch;
-    nothing of others.
+    """Describe layer by layer what a strategy does with a job's model.
+
+    The description is of a micro-batch of a full batch.
+
+    Args:
+        job: the job.
+        requested: the strategy as it is written.
+        data: folder of data for jobs that read files.
+
+    Returns:
+        The lines; none if the strategy describes no layers.
     """
     if not has_layer_descriptions(requested):
         return []
@@ -74,32 +89,45 @@ def draw_layers(job: Job, requested: Strategy, data: Path | None = None) -> list
 
 
 def list_model_parts(job: Job, chosen: Strategy, data: Path | None = None) -> list[StageSummary]:
-    """The parts into which a resolved strategy cuts a job's model, for a micro-batch of a full
-    batch; none where it cuts none.
+    """List the parts into which a resolved strategy partitions a job's model.
 
-    data: folder for jobs that read files. Raises Refused with the repair.
+    The parts are of a micro-batch of a full batch.
+
+    Args:
+        job: the job.
+        chosen: the resolved strategy.
+        data: folder of data for jobs that read files.
+
+    Returns:
+        The parts; none if the strategy does not partition the model.
+
+    Raises:
+        Refused: with the repair.
     """
     if not (
-        cutting := [
+        partitioning := [
             factor for factor in list_factors(chosen) if isinstance(factor, PartitionedStrategy)
         ]
     ):
         return []
     return _apply_to_model(
-        job, chosen, data, lambda model, inputs, _: summarize_stages(cutting[0], model, inputs)
+        job, chosen, data, lambda model, inputs, _: summarize_stages(partitioning[0], model, inputs)
     )
 
 
 def _apply_to_model(
     job: Job, chosen: Strategy, data: Path | None, function: Callable[[nn.Module, Any, int], Result]
 ) -> Result:
-    """function(model, inputs of a micro-batch, its samples). Raises Refused with the repair."""
+    """Call function(model, inputs of a micro-batch, number of its samples).
+
+    Raises Refused with the repair.
+    """
     with keep_generators():
-        facts = inspect_job(job, data)
-        job = facts.prepare_job(job)
-        first = split_micro_batches(facts.order.get_batch(0), chosen.division)[0][0]
+        inspection = inspect_job(job, data)
+        job = inspection.prepare_job(job)
+        first = split_micro_batches(inspection.order.get_batch(0), chosen.division)[0][0]
         samples = job.make_samples(open_dataset(job.train, data))[
-            0, facts.order.get_indices(0, first)
+            0, inspection.order.get_indices(0, first)
         ]
         inputs, _ = convert_batch(separate_target(samples), CPU, job.parameter_dtype)
         try:

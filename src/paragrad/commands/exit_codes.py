@@ -1,6 +1,4 @@
-"""How the command ends: its exit codes, its last message, and what is printed to those who
-cannot show it or have left.
-"""
+"""How the command ends: exit codes, the last message, and output that cannot be written."""
 
 from __future__ import annotations
 
@@ -21,16 +19,17 @@ from paragrad.runtime.stop_signals import raise_on_stop_signals
 
 @contextmanager
 def use_exit_codes() -> Iterator[None]:
-    """Exit codes: 0 done (or stopped by SIGTERM, and saved), 1 a run failed, 2 refused, 130
-    stopped; the message last.
+    """End the command with an exit code, and print the message last.
+
+    The codes are: 0 done (or stopped by SIGTERM and saved), 1 a run failed, 2 refused, 130 stopped.
     """
     warnings.showwarning = lambda message, *_, **__: print(f"paragrad: {message}", file=sys.stderr)
     try:
-        # a rank that was launched ends at once by SIGTERM: it may wait in C++ for others, where
-        # no handler is called
+        # SIGTERM ends a launched rank at once: it may wait for others in C++, where Python calls
+        # no handler
         with raise_on_stop_signals() if detect_launch() is None else nullcontext():
             yield
-            # a full disk is told of here, not as the interpreter ends
+            # a full disk fails here, not at the interpreter's exit
             sys.stdout.flush()
     except Refused as error:
         print(f"paragrad: {error}", file=sys.stderr)
@@ -44,23 +43,25 @@ def use_exit_codes() -> Iterator[None]:
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    # the reader of a pipe has left, as `| head` does
+    # the reader of the pipe has closed it, as `| head` does
     except BrokenPipeError:
         _redirect_to_null(sys.stdout)
     except OSError as error:  # a full disk, a folder that is gone
-        told = _write_stream(
+        printed = _write_stream(
             sys.stderr,
             f"paragrad: {describe_write_error(error, error.filename or 'what it prints')}\n",
         )
         _write_stream(sys.stdout)
-        # the terminal: no failure of ours
-        closed = not told and error.errno == errno.EIO and error.filename is None
-        raise typer.Exit(0 if closed else 1) from None
+        # a terminal that was closed is no failure of the run
+        terminal_closed = not printed and error.errno == errno.EIO and error.filename is None
+        raise typer.Exit(0 if terminal_closed else 1) from None
 
 
 def _write_stream(stream: TextIO, text: str = "") -> bool:
-    """Write, with what was written before. Where nobody takes it Python would try again at its
-    end, and say so in its words.
+    """Write text and flush the stream; tell whether that worked.
+
+    If it fails, the stream is redirected. Otherwise Python would try again at its end, and print a
+    message of its own.
     """
     try:
         stream.write(text)
@@ -83,6 +84,13 @@ REPLACEMENTS = {
 
 
 def replace_unencodable(error: UnicodeError) -> tuple[str, int]:
-    """What stands for a sign that a terminal or a file cannot show."""
+    """Replace a character that a terminal or a file cannot encode; an error handler for codecs.
+
+    Args:
+        error: the encoding error.
+
+    Returns:
+        (replacement, position after it).
+    """
     assert isinstance(error, UnicodeEncodeError)
     return REPLACEMENTS.get(error.object[error.start], "?"), error.start + 1

@@ -1,5 +1,6 @@
-"""batch="fit": the largest global batch of which no rank holds more than a budget, found by
-what ranks held in single steps.
+"""batch="fit": the largest global batch with which no rank exceeds a memory budget.
+
+It is found from the memory that ranks held in single steps.
 """
 
 from __future__ import annotations
@@ -28,21 +29,32 @@ from paragrad.validation.validate import (
     validate_run,
 )
 
-# samples of each micro-batch in the steps from which it is foretold
+# samples of each micro-batch in the two steps from which memory is extrapolated
 FEW_SAMPLES = 2
 MORE_SAMPLES = 4
-MAX_TRIES = 5  # steps of a batch that was foretold to fit
-MAX_MULTIPLES_BELOW = 64  # multiples below it that the door is asked about
+MAX_TRIES = 5  # steps of batches that are predicted to fit
+MAX_MULTIPLES_BELOW = 64  # multiples below a batch that are validated
 
 
 def fit_job_batch(
     job: Job, requested: str | Strategy, settings: Settings
 ) -> tuple[Job, Settings, str | None]:
-    """(the job with its batch, settings without the budget, why it is as large as that); as
-    they are where the batch is given.
+    """Find the batch of a job with batch="fit".
 
-    Trains two small batches for a step each, extrapolates what every rank held, and makes a
-    step of the batch that was found; a run that is resumed has one. Raises Refused.
+    Trains two small batches for one step each and extrapolates the memory of every rank. Then it
+    makes a step of the batch that was found. A resumed run keeps its batch.
+
+    Args:
+        job: the job.
+        requested: the strategy as it is written.
+        settings: the settings, with the budget.
+
+    Returns:
+        (the job with its batch, the settings without the budget, the reason of the batch size). If
+        the batch is given, job and settings are unchanged and the reason is None.
+
+    Raises:
+        Refused: there is no budget, it does not hold a step, or the strategy is not suitable.
     """
     if not isinstance(job, Job) or job.batch != "fit":
         return job, settings, None
@@ -53,13 +65,17 @@ def fit_job_batch(
             "or give a whole number"
         )
     if settings.resume is not None:
-        saved = find_newest_checkpoint(Path(settings.resume))
-        if (batch := saved.state["identity"].get("batch")) is None:
+        checkpoint = find_newest_checkpoint(Path(settings.resume))
+        if (batch := checkpoint.state["identity"].get("batch")) is None:
             raise Refused(
-                f"{saved.folder} was saved in a loop of its own, and knows no batch; go on with it "
-                f"there"
+                f"{checkpoint.folder} was saved in a loop of its own, and knows no batch; "
+                f"go on with it there"
             )
-        return job.replace(batch=batch), replace(settings, memory=None), f"that of {saved.folder}"
+        return (
+            job.replace(batch=batch),
+            replace(settings, memory=None),
+            f"that of {checkpoint.folder}",
+        )
     if get_launched_size() is not None:
         raise Refused(
             "batch='fit' starts ranks of its own, and cannot under a launcher; find it with plain "
@@ -67,34 +83,45 @@ def fit_job_batch(
             "the number here"
         )
     chosen = strategy(requested)
-    plain = replace(settings, memory=None)
-    resolved = resolve_and_check_strategy(chosen, detect_environment(plain))
+    step_settings = replace(settings, memory=None)
+    resolved = resolve_and_check_strategy(chosen, detect_environment(step_settings))
     if resolved.adapts_shares:
         raise Refused(
             f"{chosen}: batch='fit' fits the largest share, and these change; say the shares, such "
             f"as shares=[3, 1]"
         )
-    left = read_available_memory() if settings.device == "cpu" else None
-    if left is not None and settings.memory_budget * resolved.size > left:
+    free_bytes = read_available_memory() if settings.device == "cpu" else None
+    if free_bytes is not None and settings.memory_budget * resolved.size > free_bytes:
         raise Refused(
             f"job {job.name}: memory {format_bytes(settings.memory_budget)} for each of "
             f"{resolved.size} rank(s) "
             f"is more than the "
-            f"{format_bytes(left)} that this host has left; give at most "
-            f"{left // resolved.size >> 20}MiB"
+            f"{format_bytes(free_bytes)} that this host has left; give at most "
+            f"{free_bytes // resolved.size >> 20}MiB"
         )
     division = resolved.division
-    grain = sum(division.shares) * division.micro
-    facts = inspect_job(job.replace(batch=MORE_SAMPLES * grain), plain.folder)
-    with Launcher(resolved.size) as ranks:
-        found = BatchSearch(ranks, job, chosen, plain, facts, grain, settings.memory_budget)
-        batch, because = found.find_largest_batch()
-    return job.replace(batch=batch), plain, because
+    batch_multiple = sum(division.shares) * division.micro
+    inspection = inspect_job(job.replace(batch=MORE_SAMPLES * batch_multiple), step_settings.folder)
+    with Launcher(resolved.size) as launcher:
+        search = BatchSearch(
+            launcher, job, chosen, step_settings, inspection, batch_multiple, settings.memory_budget
+        )
+        batch, because = search.find_largest_batch()
+    return job.replace(batch=batch), step_settings, because
 
 
 class BatchSearch:
-    """The search. grain: all micro-batches are as large as each other where the batch is a
-    multiple of it.
+    """The search for the largest batch.
+
+    Attributes:
+        launcher: starts the ranks.
+        job: the job.
+        chosen: the strategy.
+        settings: the settings.
+        inspection: the inspected job.
+        batch_multiple: if the batch is a multiple of this, all micro-batches have equal size.
+        budget: bytes that a rank may hold.
+        refusal_note: words for a further condition that the batch has to meet.
     """
 
     def __init__(
@@ -112,66 +139,81 @@ class BatchSearch:
         self.chosen = chosen
         self.settings = settings
         self.inspection = inspection
-        # let: what else the batch had to be
         self.batch_multiple = batch_multiple
         self.budget = budget
         self.refusal_note = ""
 
     def find_largest_batch(self) -> tuple[int, str]:
-        """(the batch, why)."""
+        """Find the largest batch.
+
+        Returns:
+            (the batch, the reason).
+
+        Raises:
+            Refused: the budget does not hold the smallest batch.
+        """
         few, more = (
             min(count * self.batch_multiple, self.inspection.samples)
             for count in (FEW_SAMPLES, MORE_SAMPLES)
         )
-        less = self.measure_totals(few)
-        most = self.measure_totals(more) if more > few else self.measure_totals(few)
-        slopes = [(b - a) / max(1, more - few) for a, b in zip(less, most, strict=True)]
+        few_totals = self.measure_totals(few)
+        more_totals = self.measure_totals(more) if more > few else self.measure_totals(few)
+        slopes = [
+            (b - a) / max(1, more - few) for a, b in zip(few_totals, more_totals, strict=True)
+        ]
         fits = min(
             few + (self.budget - each) / slope
             if slope > 0
             else math.inf
             if each <= self.budget
             else 0
-            for each, slope in zip(less, slopes, strict=True)
+            for each, slope in zip(few_totals, slopes, strict=True)
         )
         batch = self.round_batch_down(min(fits, self.inspection.samples))
         for _ in range(MAX_TRIES):
             if (batch := self.find_valid_batch(batch)) < 1:
                 break
-            held_by = self.measure_batch_step(batch)
-            fullest = max(held_by, key=lambda each: sum(each.values()))
-            if (over := sum(fullest.values()) - self.budget) <= 0:
+            bytes_by_rank = self.measure_batch_step(batch)
+            fullest = max(bytes_by_rank, key=lambda each: sum(each.values()))
+            if (excess := sum(fullest.values()) - self.budget) <= 0:
                 return batch, self.explain_batch(batch, fullest)
             batch = self.round_batch_down(
-                batch - max(self.batch_multiple, over / max(slopes)) if max(slopes) > 0 else 0
+                batch - max(self.batch_multiple, excess / max(slopes)) if max(slopes) > 0 else 0
             )
-        # what came of the line did not fit, and this did
-        if few % self.batch_multiple == 0 and max(less) <= self.budget:
+        # the extrapolated batches did not fit, and this one did
+        if few % self.batch_multiple == 0 and max(few_totals) <= self.budget:
             return few, self.explain_batch(
                 few,
                 max(self.measure_batch_step(few), key=lambda each: sum(each.values())),
                 f"the largest that was seen to fit, for {MAX_TRIES} larger ones held more than was "
                 f"foretold",
             )
-        least = max(
-            a - slope * (few - self.batch_multiple) for a, slope in zip(less, slopes, strict=True)
+        smallest_bytes = max(
+            a - slope * (few - self.batch_multiple)
+            for a, slope in zip(few_totals, slopes, strict=True)
         )
         raise Refused(
             f"job {self.job.name}, {self.chosen}: memory {format_bytes(self.budget)} does not hold "
             f"a step "
             f"of {self.batch_multiple} "
             f"sample{'s' if self.batch_multiple > 1 else ''}, the smallest batch of equal "
-            f"micro-batches: "
-            f"the fullest rank "
-            f"holds about {format_bytes(least)}; give more, or more workers that share the model"
+            f"micro-batches: the fullest rank holds about {format_bytes(smallest_bytes)}; "
+            f"give more, or more workers that share the model"
         )
 
     def round_batch_down(self, batch: float) -> int:
-        """Down to equal micro-batches; all samples where they are fewer than that."""
+        """Round down to equal micro-batches, or to all samples if the dataset has fewer."""
         whole = math.floor(batch) // self.batch_multiple * self.batch_multiple
         return whole or (self.inspection.samples if batch >= self.inspection.samples else 0)
 
     def explain_batch(self, batch: int, fullest: dict[str, int], limit: str = "") -> str:
+        """Explain the batch in words.
+
+        Args:
+            batch: the batch.
+            fullest: bytes of the rank that held most, by kind.
+            limit: what limits the batch; "" for the usual reasons.
+        """
         multiple = (
             f"the largest multiple of {self.batch_multiple}, which makes micro-batches "
             f"equal,{self.refusal_note}"
@@ -193,11 +235,14 @@ class BatchSearch:
         )
 
     def measure_totals(self, batch: int) -> list[int]:
+        """Bytes that each rank held in a step."""
         return [sum(each.values()) for each in self.measure_batch_step(batch)]
 
     def find_valid_batch(self, batch: int) -> int:
-        """The largest multiple up to it whose epochs the door lets in, their short last batch
-        too; itself where none is.
+        """Find the largest multiple up to `batch` that validation accepts.
+
+        Its epochs must be valid, too, with their short last batch. If there is none, `batch` is
+        returned.
         """
         for fewer in range(
             batch, max(0, batch - MAX_MULTIPLES_BELOW * self.batch_multiple), -self.batch_multiple
@@ -211,7 +256,12 @@ class BatchSearch:
         return batch
 
     def validate_batch(self, batch: int, samples: int) -> ValidatedRun:
-        """With that batch, of a dataset of so many samples."""
+        """Validate the run with a batch size.
+
+        Args:
+            batch: the batch size.
+            samples: number of samples of the dataset.
+        """
         job = self.job.replace(batch=batch)
         return validate_run(
             job,
@@ -221,9 +271,9 @@ class BatchSearch:
         )
 
     def measure_batch_step(self, batch: int) -> list[dict[str, int]]:
-        """What each rank held in a step of so many samples, by kind; its process left out."""
-        checked = self.validate_batch(batch, self.inspection.samples // batch * batch)
+        """Bytes that each rank held in a step, by kind, without the process's resident memory."""
+        validated_run = self.validate_batch(batch, self.inspection.samples // batch * batch)
         return [
             {kind: size for kind, size in each.items() if kind != "resident"}
-            for each in measure_step_memory(self.launcher, checked)
+            for each in measure_step_memory(self.launcher, validated_run)
         ]

@@ -1,6 +1,4 @@
-"""hook: our all-reduces, and compressors, for people who use DistributedDataParallel without
-the rest of this library.
-"""
+"""hook: all-reduces and compressors of this library for DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -34,31 +32,44 @@ def hook(
     optimizer: torch.optim.Optimizer | None = None,
     steps_per_epoch: int | None = None,
 ) -> tuple[Any, Any]:
-    """(state, hook) of an all-reduce such as "ring", or of a compressor such as "top_k(0.01)":
-    `ddp.register_comm_hook(*hook("ring"))`.
+    """Build a communication hook for DDP: `ddp.register_comm_hook(*hook("ring"))`.
 
-    Gradients become the mean over ranks, as DDP's own, or what was sent of it. Call it on every
-    rank, after init_process_group: it makes a process group of its own. A schedule is proved
-    first. optimizer, steps_per_epoch: for dgc alone, which takes over the optimizer's momentum,
-    and warms up by epochs. state.close() ends its thread, and gives the momentum back, which
-    begins anew. Raises Refused.
+    Gradients become their mean over ranks, as with DDP's own hook, or what was sent of it. Call it
+    on every rank after init_process_group: it makes a process group of its own. A schedule is
+    proved first. `state.close()` ends the hook's thread. It also returns the momentum to the
+    optimizer, where it starts anew.
+
+    Args:
+        algorithm: an all-reduce such as "ring", or a compressor such as "top_k(0.01)".
+        optimizer: for dgc only, which takes over the optimizer's momentum.
+        steps_per_epoch: for dgc only, which warms up by epochs.
+
+    Returns:
+        (state, hook).
+
+    Raises:
+        Refused: there is no process group, or an argument does not fit.
     """
     world = find_existing_world()
     if world is None:
         raise Refused("hook wants a process group; call torch.distributed.init_process_group first")
-    found = _parse_hook_argument(algorithm)
+    chosen_algorithm = _parse_hook_argument(algorithm)
     size = world.size
-    compressor = found if isinstance(found, Compressor) else None
+    compressor = chosen_algorithm if isinstance(chosen_algorithm, Compressor) else None
     if compressor is not None:
         compressor.refuse_hook(
             None if optimizer is None else InspectedOptimizer(optimizer), steps_per_epoch
         )
     elif optimizer is not None or steps_per_epoch is not None:
         raise Refused(
-            f"hook('{found}') wants no optimizer and no steps_per_epoch, which dgc has a use for; "
-            f"leave them out"
+            f"hook('{chosen_algorithm}') wants no optimizer and no steps_per_epoch, "
+            f"which dgc has a use for; leave them out"
         )
-    chosen = Data(size, reduce=found) if compressor is None else Data(size, compress=compressor)
+    chosen = (
+        Data(size, reduce=chosen_algorithm)
+        if compressor is None
+        else Data(size, compress=compressor)
+    )
     resolved = chosen.resolve(
         Environment(
             ranks=size,
@@ -81,25 +92,35 @@ def _parse_hook_argument(algorithm: str | Choice) -> Any:
         return algorithm
     known: dict[str, type[Choice]] = {**collect_all_reduces(), **Compressor.members}
     try:
-        found = (
+        parsed = (
             build_choice(parse_call(algorithm), known, "hook")
             if isinstance(algorithm, str)
             else algorithm
         )
-        if not isinstance(found, tuple(known.values())):
-            raise Refused(f"got {found!r}")
+        if not isinstance(parsed, tuple(known.values())):
+            raise Refused(f"got {parsed!r}")
     except Refused as error:
         raise Refused(
             "hook takes the name of an all-reduce, such as 'ring' or 'ring_async(segments=4)', or "
             "one of your own; "
             f"or that of a compressor, such as 'top_k(0.01)'; {error}"
         ) from None
-    return found
+    return parsed
 
 
 class CompressedBuckets(BucketQueue):
-    """Compresses buckets, in DDP's order, over its group. A bucket's vector becomes what was
-    sent of the mean of all ranks.
+    """Compresses buckets in DDP's order over its process group.
+
+    A bucket's vector becomes what was sent of the mean over all ranks.
+
+    Attributes:
+        requested: the compressor as it was requested; dgc's ratio changes during its warm-up.
+        steps_per_epoch: steps of an epoch; None without a warm-up.
+        step: number of exchanged steps.
+        parameter_names: name of each parameter.
+        parameters_by_name: parameter of each name.
+        momentum: the momentum that dgc took over; None without it.
+        compression: compresses and exchanges the gradients.
     """
 
     def __init__(
@@ -113,14 +134,14 @@ class CompressedBuckets(BucketQueue):
         self.requested = compressor
         self.steps_per_epoch = steps_per_epoch
         self.step = 0
-        every = (
+        parameters = (
             []
             if optimizer is None
             else [each for group in optimizer.param_groups for each in group["params"]]
         )
         self.parameter_names = dict[Tensor, str]()
         self.parameters_by_name = dict[str, Any]()
-        for each in every:
+        for each in parameters:
             self._name_parameter(each)
         self.momentum = take_over_momentum(compressor, optimizer, self.parameters_by_name)
         super().__init__(algorithm, world)
@@ -137,17 +158,18 @@ class CompressedBuckets(BucketQueue):
         )
 
     def close(self) -> None:
+        """End the queue's thread and return the momentum to the optimizer."""
         super().close()
         if self.momentum is not None:
             self.momentum.release_optimizer()
 
     def _sum_vector(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
-        """A sum over ranks, in the queue's own thread."""
+        """Sum a vector over ranks, in the queue's own thread."""
         self._reduce_vector(vector)
         return lambda: vector
 
     def _name_parameter(self, parameter: Tensor) -> str:
-        """Its name, by the order in which they were seen: DDP tells none."""
+        """Name a parameter by the order of its first use. DDP gives no names."""
         if parameter not in self.parameter_names:
             name = f"parameter {len(self.parameter_names)} of shape {tuple(parameter.shape)}"
             self.parameter_names[parameter] = name
@@ -159,7 +181,7 @@ class CompressedBuckets(BucketQueue):
             self._compress_bucket(bucket)
         except StepFailed as error:
             raise StepFailed.wrap_error(error, bucket.step) from error
-        # of the backend mostly, which does not say so
+        # most of these are errors of the backend, and their messages do not say so
         except RuntimeError as error:
             raise StepFailed(
                 f"gradients could not be compressed and exchanged ({describe_error(error)}); where "
@@ -171,8 +193,10 @@ class CompressedBuckets(BucketQueue):
         return Traffic(0)
 
     def _refuse_second_exchange(self, momentum: DgcMomentum, parameters: Iterable[Tensor]) -> None:
-        """What dgc sent last is a velocity with decay: added to the next gradient it would get
-        momentum once more.
+        """Refuse a second exchange before the optimizer's step.
+
+        dgc last sent a velocity with decay. If it were added to the next gradient, momentum would
+        apply twice.
         """
         for parameter in parameters:
             if (
@@ -224,42 +248,44 @@ class CompressedBuckets(BucketQueue):
 
 
 def _pair_gradients(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Parameters with their gradients, views of DDP's vector: in real numbers where it is of
-    complex ones, and each in its parameter's own strides where these leave no gaps. DDP's own
-    list of them has half of complex ones, and other strides.
+    """Pair parameters with their gradients, which are views of DDP's vector.
+
+    A gradient of complex numbers is viewed as complex if the vector is real. It has its parameter's
+    own strides if these leave no gaps. DDP's own list of gradients has half of a complex gradient,
+    and other strides.
     """
     widths = [2 if each.is_complex() and not vector.is_complex() else 1 for each in parameters]
     pieces = vector.view(-1).split(
         [width * each.numel() for width, each in zip(widths, parameters, strict=True)]
     )
-    found = []
+    pairs = []
     for width, parameter, piece in zip(widths, parameters, pieces, strict=True):
         flat = torch.view_as_complex(piece.view(-1, 2)) if width == 2 else piece
-        # has the same strides where they leave no gaps
-        like = torch.empty_like(parameter, device="meta")
-        found.append(
+        # empty_like has the same strides if these leave no gaps
+        layout = torch.empty_like(parameter, device="meta")
+        pairs.append(
             (
                 parameter,
-                flat.as_strided(like.shape, like.stride())
-                if like.stride() == parameter.stride()
+                flat.as_strided(layout.shape, layout.stride())
+                if layout.stride() == parameter.stride()
                 else flat.view(parameter.shape),
             )
         )
-    return found
+    return pairs
 
 
-# DDP looks at annotations, and wants none or its own
+# DDP checks annotations, and accepts none or its own
 def _compress_in_hook(queue, bucket):  # type: ignore[no-untyped-def]
-    waiting = make_pending_bucket(bucket.index(), bucket.buffer())
-    waiting.step, waiting.pairs = queue.step, _pair_gradients(bucket.parameters(), waiting.vector)
-    queue.put_bucket(waiting)
+    pending = make_pending_bucket(bucket.index(), bucket.buffer())
+    pending.step, pending.pairs = queue.step, _pair_gradients(bucket.parameters(), pending.vector)
+    queue.put_bucket(pending)
     queue.step += bucket.is_last()
-    # raises what was set, which DDP would take for a tensor
-    return waiting.future.then(lambda future: future.value())
+    # value() raises an exception that was set; DDP would take it for a tensor
+    return pending.future.then(lambda future: future.value())
 
 
-# DDP looks at annotations, and wants none or its own
+# DDP checks annotations, and accepts none or its own
 def _average_in_hook(queue, bucket):  # type: ignore[no-untyped-def]
-    waiting = make_pending_bucket(bucket.index(), bucket.buffer())
-    queue.put_bucket(waiting)
-    return waiting.future.then(lambda future: future.value().div_(queue.world.size))
+    pending = make_pending_bucket(bucket.index(), bucket.buffer())
+    queue.put_bucket(pending)
+    return pending.future.then(lambda future: future.value().div_(queue.world.size))

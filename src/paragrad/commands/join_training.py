@@ -1,5 +1,6 @@
-"""join: this process becomes a worker of a training that runs elsewhere, and lets its workers
-come and go.
+"""join: this process becomes a worker of a training that runs elsewhere.
+
+Workers may come and go in such a training.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paragrad.runtime.launcher_env import count_cores
 from paragrad.runtime.rendezvous import join_world
 from paragrad.trainer.settings import Settings
 
-HANDSHAKE_SECONDS = 10.0  # seconds at most for being let in
+HANDSHAKE_SECONDS = 10.0  # seconds at most for the handshake
 
 
 def join_training(
@@ -40,14 +41,22 @@ def join_training(
     threads: int | None = None,
     **settings: Any,
 ) -> tuple[int, Counter[str]]:
-    """Take part in a training until it is over: the number of this worker, and what it did, by
-    kind of ticket.
+    """Take part in a training until it is over.
 
-    address: tcp://HOST:PORT, as the training printed it;  job: the one that is trained there,
-    with its batch and seed; server_key: the training's public key;  key: this host's own pair,
-    which is made where there is none;  threads: of this worker, otherwise as many as this host
-    has cores;  settings: data, device, timeout (seconds without an answer after which it ends).
-    Raises Refused before it takes part, RankFailed afterwards.
+    Args:
+        address: tcp://HOST:PORT, as the training printed it.
+        job: the job that is trained there, with its batch and seed.
+        server_key: file of the training's public key.
+        key: file of this host's own key pair, which is made if there is none.
+        threads: threads of this worker; None: as many as this host has cores.
+        **settings: data, device, and timeout (seconds without an answer after which it ends).
+
+    Returns:
+        (the number of this worker, its finished tickets by kind).
+
+    Raises:
+        Refused: before it takes part.
+        RankFailed: afterwards.
     """
     chosen = Settings(**settings)
     key = Path(key)
@@ -55,7 +64,7 @@ def join_training(
     chosen.check_settings(job)
     if threads is not None and threads not in Integer():
         raise Refused(f"threads must be a whole number from 1, got {threads!r}")
-    place = parse_host_port("join", address)
+    endpoint = parse_host_port("join", address)
     if not key.exists():
         public = make_key_files(key)
         raise Refused(
@@ -64,11 +73,11 @@ def join_training(
             "training was given by --allow, and join again"
         )
     keys = read_key_pair(key)
-    office = Address(str(place), read_public_key("--server-key", server_key))
-    refuse_unreachable_port(place, min(chosen.timeout, HANDSHAKE_SECONDS))
-    if how := try_handshake(office, keys, min(chosen.timeout, HANDSHAKE_SECONDS)):
+    queue_address = Address(str(endpoint), read_public_key("--server-key", server_key))
+    refuse_unreachable_port(endpoint, min(chosen.timeout, HANDSHAKE_SECONDS))
+    if rejection := try_handshake(queue_address, keys, min(chosen.timeout, HANDSHAKE_SECONDS)):
         raise Refused(
-            f"{place} "
+            f"{endpoint} "
             + {
                 "unknown": f"does not let in the key of {key}; have its public half, "
                 f"{key.with_suffix(PUBLIC_SUFFIX)}, put into the "
@@ -77,14 +86,14 @@ def join_training(
                 f"office.key of the run that "
                 "listens there",
                 "silent": "is silent; give the address as the training printed it",
-            }[how]
+            }[rejection]
         )
     allocator.keep_freed_memory()
     torch.set_num_threads(threads or count_cores())
     try:
-        checked, meeting = request_join(office, keys, job, chosen)
+        validated_run, endpoints = request_join(queue_address, keys, job, chosen)
         with join_world(0, 1, Path(), timeout=chosen.timeout, device=chosen.device) as world:
-            return meeting.number, run_joined_worker(world, checked, meeting)
+            return endpoints.number, run_joined_worker(world, validated_run, endpoints)
     except StepFailed as error:
         raise RankFailed(
             error.message,

@@ -1,4 +1,4 @@
-"""What the ranks of a strategy hold in memory: foretold and drawn, and counted in one step."""
+"""The memory that the ranks of a strategy hold: predicted and drawn, and counted in one step."""
 
 from __future__ import annotations
 
@@ -21,56 +21,76 @@ from paragrad.trainer.settings import Settings
 from paragrad.validation.activation_forecast import forecast_activations
 from paragrad.validation.validate import ValidatedRun, validate_run
 
-# of which a step is made to count: more processes are not started for a drawing
+# ranks up to which a step is run to count memory; a drawing starts no more processes
 MAX_COUNTED_RANKS = 16
 
 
 def draw_memory(text: str, job: Job, svg: Path | None = None, data: Path | None = None) -> str:
-    """Strategies, one below the other. svg: a file for the picture of one. Raises Refused."""
+    """Draw the memory of strategies, one below the other.
+
+    Args:
+        text: the strategies, separated by ;.
+        job: the job.
+        svg: a file for the picture of one strategy.
+        data: folder of data for jobs that read files.
+
+    Raises:
+        Refused: a strategy cannot be drawn.
+    """
     if get_launched_size() is not None:
         raise Refused(
             "draw --memory starts its own ranks and cannot run under a launcher; call it with "
             "plain python"
         )
-    asked = parse_strategies(text)
-    if svg and len(asked) > 1:
+    requested = parse_strategies(text)
+    if svg and len(requested) > 1:
         raise Refused(f"--svg {svg} takes one picture; give one strategy")
-    return "\n\n".join(_draw_strategy_memory(job, each, svg, data) for each in asked)
+    return "\n\n".join(_draw_strategy_memory(job, each, svg, data) for each in requested)
 
 
 def _draw_strategy_memory(
     job: Job, requested: Strategy, svg: Path | None, data: Path | None
 ) -> str:
-    checked = validate_run(job, requested, Settings(data=data))
-    found = forecast_activations(checked.job, checked.resolved, checked.inspection, data)
-    counted: list[dict[str, int]] = []
-    if found.strategy.size <= MAX_COUNTED_RANKS:
-        checked = validate_run(job, found.strategy, Settings(data=data), checked.inspection)
-        with Launcher(checked.size) as ranks:
-            counted = measure_step_memory(ranks, checked)
-    ranks_of = [
-        RankMemory(
-            found.first_rank + rank,
-            found.list_moments(rank),
-            found.compute_test_peak(rank),
-            counted[found.first_rank + rank] if counted else None,
+    validated_run = validate_run(job, requested, Settings(data=data))
+    forecast = forecast_activations(
+        validated_run.job, validated_run.resolved, validated_run.inspection, data
+    )
+    counted_bytes: list[dict[str, int]] = []
+    if forecast.strategy.size <= MAX_COUNTED_RANKS:
+        validated_run = validate_run(
+            job, forecast.strategy, Settings(data=data), validated_run.inspection
         )
-        for rank in range(found.ranks)
+        with Launcher(validated_run.size) as launcher:
+            counted_bytes = measure_step_memory(launcher, validated_run)
+    lifetimes = [
+        RankMemory(
+            forecast.first_rank + rank,
+            forecast.list_moments(rank),
+            forecast.compute_test_peak(rank),
+            counted_bytes[forecast.first_rank + rank] if counted_bytes else None,
+        )
+        for rank in range(forecast.ranks)
     ]
-    sizes = sorted(set(found.micro_batch_sizes), reverse=True)
+    sizes = sorted(set(forecast.micro_batch_sizes), reverse=True)
     title = (
-        f"{found.strategy}: bytes that a replica's ranks hold of activations and messages, task by "
-        f"task; a step of "
-        f"{len(found.micro_batch_sizes)} "
-        f"micro-batch{'es' if len(found.micro_batch_sizes) > 1 else ''} of "
+        f"{forecast.strategy}: bytes that a replica's ranks hold of activations and messages, "
+        f"task by task; a step of "
+        f"{len(forecast.micro_batch_sizes)} "
+        f"micro-batch{'es' if len(forecast.micro_batch_sizes) > 1 else ''} of "
         f"{' or '.join(map(str, sizes))} samples"
     )
-    return draw_memory_text(title, ranks_of, svg)
+    return draw_memory_text(title, lifetimes, svg)
 
 
 def measure_step_memory(launcher: Launcher, validated_run: ValidatedRun) -> list[dict[str, int]]:
-    """What each rank held in a training of one step, by kind, as its record says. Raises
-    RankFailed.
+    """Measure the bytes that each rank held in a training of one step, by kind, from its record.
+
+    Args:
+        launcher: starts the ranks.
+        validated_run: the run.
+
+    Raises:
+        RankFailed: a rank failed.
     """
     limited = replace(
         validated_run,
@@ -95,4 +115,4 @@ def measure_step_memory(launcher: Launcher, validated_run: ValidatedRun) -> list
 
 def _read_rank_memory(record: Record, rank: int) -> dict[str, int]:
     lines: list[dict[str, Any]] = record.select_lines("memory", rank)
-    return {kind: held for kind, held in lines[-1].items() if kind != "kind"} if lines else {}
+    return {kind: size for kind, size in lines[-1].items() if kind != "kind"} if lines else {}

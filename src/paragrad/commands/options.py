@@ -1,4 +1,4 @@
-"""Options that several verbs of the command line have."""
+"""Options that several commands of the command line have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from paragrad.schedules.fault_injection import FAULTS
 
-# options that had another name until version 0.1, and the names that they have now
+# options with another name until version 0.1 -> their names now
 RENAMED_OPTIONS = {
     "--sabotage": "--inject-fault",
     "--unproved": "--skip-schedule-check",

@@ -1,5 +1,6 @@
-"""parallelize: a Trainer for people who own their loop, under python (a world of one),
-torchrun, mpirun or srun.
+"""parallelize: a Trainer for a user's own training loop.
+
+It runs under plain python (a world of one), torchrun, mpirun or srun.
 """
 
 from __future__ import annotations
@@ -55,40 +56,60 @@ def parallelize(
 ) -> Iterator[Trainer]:
     """One rank of a strategy over the user's own model, loss and optimizer; a context manager.
 
-    Under plain python the world is one worker; torchrun, mpirun and srun make it larger, and a
-    process group that is there already is taken as it is. All ranks begin with rank 0's
-    parameters and buffers. The loop takes its batches from `trainer.batches(dataset, batch,
-    epoch)` (the global batch size) and hands them to `trainer.step`; loss: the mean over
-    samples, or f(output, target) -> (sum, weight);  scheduler, which counts steps, and
-    clip_norm are the trainer's to apply; autocast: torch.bfloat16, or None;  timeout: seconds
-    to wait for another rank. After `trainer.world.stop.set()` on any rank (in a signal handler,
-    say) `result.stop` is true on all ranks at the same step (of replicas that step alone, once
-    they met). At the end of the context the model is what the run stands for. unchecked: do not
-    compare the first step with one worker's. A strategy that cuts the model takes it: from the
-    first step to the end of the context the user's own has no values, `trainer.state()` has;
-    then it is whole again, on every rank, with parameters that are new objects, and so is the
-    optimizer, which holds them. Raises Refused before the first step.
+    Under plain python the world has one worker. torchrun, mpirun and srun make it larger; an
+    existing process group is used as it is. All ranks begin with rank 0's parameters and buffers.
+
+    The loop takes its batches from `trainer.batches(dataset, batch, epoch)` (the global batch size)
+    and hands them to `trainer.step`. After `trainer.world.stop.set()` on any rank (in a signal
+    handler, for example) `result.stop` is true on all ranks at the same step. Replicas that step
+    alone see it after they have met. At the end of the context the model has the run's effective
+    weights.
+
+    A strategy that partitions the model takes it over. From the first step to the end of the
+    context the user's own model has no values; `trainer.state()` has them. Afterwards the model is
+    whole again on every rank. Its parameters are then new objects, and the optimizer holds these.
+
+    Args:
+        model: the model.
+        loss: the mean over samples, or f(output, target) -> (sum, weight).
+        optimizer: the optimizer of the model's parameters.
+        strategy: the strategy.
+        seed: the seed of the samples' order and of random numbers.
+        scheduler: a learning rate scheduler that counts steps. The trainer steps it.
+        clip_norm: the largest norm of the gradient. The trainer clips it.
+        autocast: torch.bfloat16, or None.
+        collate: makes a batch of samples; None for torch's own.
+        device: cpu or cuda.
+        backend: auto, shm, gloo or nccl.
+        timeout: seconds to wait for another rank.
+        skip_first_step_check: do not compare the first step with one worker's.
+
+    Yields:
+        The trainer.
+
+    Raises:
+        Refused: before the first step.
     """
     settings = Settings(device=device, backend=backend)
     _check_loop_arguments(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen = read_strategy(strategy)
     size = get_launched_size()
-    here = detect_environment(settings, has_own_loop=True)
+    environment = detect_environment(settings, has_own_loop=True)
     if because := chosen.guarantees.jobs_only or (
         chosen.servers and "its servers have no loop of your own; make it a Job"
     ):
-        raise Refused(f"{chosen}: {because}")  # however many ranks were started
-    resolved = resolve_and_check_strategy(chosen, here)
+        raise Refused(f"{chosen}: {because}")  # whatever the number of ranks
+    resolved = resolve_and_check_strategy(chosen, environment)
     with convert_strategy_errors(chosen):
         resolved.refuse_optimizer(InspectedOptimizer(optimizer, clip_norm), chosen)
     prove_strategy_schedules(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
         torch.set_num_threads(choose_thread_count(resolved))
-    with _join_loop_world(here.backend, device, timeout, alone=size is None) as world:
+    with _join_loop_world(environment.backend, device, timeout, alone=size is None) as world:
         model.to(world.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             world.copy_from_first(tensor.data)
-        begun = (
+        initial_model = (
             shared_initialization.share_model_values(world, model)
             if is_shared_per_host(resolved, world)
             else None
@@ -105,7 +126,7 @@ def parallelize(
             autocast=autocast,
             collate=collate,
             skip_first_step_check=skip_first_step_check,
-            initial_model=begun,
+            initial_model=initial_model,
         )
         try:
             yield trainer
@@ -123,8 +144,9 @@ def parallelize(
 def _restore_whole_model(
     trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """The user's model as the parts make it up, and the optimizer over it, with the state that
-    serial's has. Collective.
+    """Restore the user's model from its parts, and the optimizer with the state that serial has.
+
+    Collective.
     """
     layout = trainer.layout
     assert trainer.exchange is not None
@@ -136,7 +158,7 @@ def _restore_whole_model(
     state = layout.world.broadcast_object(
         layout.gather_serial_state(trainer.exchange.gather_optimizer_state())
     )
-    # more, where the user added one
+    # the optimizer has more groups if the user added one
     for group, names in zip(optimizer.param_groups, trainer.group_names, strict=False):
         group["params"] = [parameters[name] for name in names if name in parameters]
     optimizer.state = type(optimizer.state)(dict, select_global_state(optimizer))
@@ -179,6 +201,6 @@ def _check_loop_arguments(
             f"one batch through "
             "the model before, and build the optimizer then"
         )
-    if wrong := explain_untrainable(model, optimizer, scheduler):
-        raise Refused(f"parallelize: {wrong}")
+    if refusal := explain_untrainable(model, optimizer, scheduler):
+        raise Refused(f"parallelize: {refusal}")
     settings.check_settings()

@@ -1,6 +1,4 @@
-"""train: one job under one strategy, on ranks of this host or in the world that a launcher
-made.
-"""
+"""train: one job under one strategy, on ranks of this host or in a launcher's world."""
 
 from __future__ import annotations
 
@@ -55,60 +53,81 @@ def train(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Run:
-    """Train a job under a strategy; returns when it is done.
+    """Train a job under a strategy; returns when the run is done.
 
-    runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps
-    with serial in float64 (`run.difference`);  settings: data, device, backend, overlap,
-    loaders, save, resume, until, tensorboard, trace, memory, machine, sabotage, unproved,
-    unchecked, timeout, slow, pace, listen, allow, limit, as in
-    `paragrad.trainer.settings.Settings`. On SIGTERM the run saves a checkpoint and ends
-    (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
+    On SIGTERM the run saves a checkpoint and ends (`run.stopped`).
+
+    Args:
+        job: the job.
+        strategy: the strategy.
+        runs: the folder in which the run's own folder is made.
+        check: afterwards compare 20 steps with serial in float64 (`run.difference`).
+        progress: receives the progress of the run.
+        **settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard,
+            trace, memory, machine, inject_fault, skip_schedule_check, skip_first_step_check,
+            timeout, slow, pace, listen, allow, limit, as in `paragrad.trainer.settings.Settings`.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        Refused: validation refuses the run.
+        RankFailed: a rank failed.
+        Interrupted: on Ctrl-C.
     """
-    job, how, fits = fit_job_batch(job, strategy, build_settings(settings))
-    checked = replace(validate_run(job, strategy, how), batch_reason=fits)
-    refuse_unknown_ranks(how.slow_ranks, checked.size - checked.resolved.servers)
-    if check and checked.rounds:
+    job, resolved_settings, batch_reason = fit_job_batch(job, strategy, build_settings(settings))
+    validated_run = replace(
+        validate_run(job, strategy, resolved_settings), batch_reason=batch_reason
+    )
+    refuse_unknown_ranks(
+        resolved_settings.slow_ranks, validated_run.size - validated_run.resolved.servers
+    )
+    if check and validated_run.rounds:
         raise Refused(
-            f"a check compares steps with serial's, and {checked.requested} has none: clients "
-            f"train "
-            f"apart for a round; "
+            f"a check compares steps with serial's, and {validated_run.requested} has none: "
+            f"clients train apart for a round; "
             "leave out --check, and judge it by its tests"
         )
-    if checked.settings.machine and not (
-        checked.resolved.has_open_all_reduce() or find_step_schedule(checked.resolved, checked.size)
+    if validated_run.settings.machine and not (
+        validated_run.resolved.has_open_all_reduce()
+        or find_step_schedule(validated_run.resolved, validated_run.size)
     ):
         warnings.warn(
-            f"nobody reads the machine file {checked.settings.machine}: {checked.resolved} has no "
-            f"all-reduce to pick"
+            f"nobody reads the machine file {validated_run.settings.machine}: "
+            f"{validated_run.resolved} has no all-reduce to pick"
             "; leave out --machine, or give data(n, state=replicated) over gloo",
             stacklevel=2,
         )
     if progress is None and (bar := make_notebook_progress()):
-        progress = bar(str(checked.requested))
+        progress = bar(str(validated_run.requested))
     if get_launched_size() is not None:
-        return _train_under_launcher(checked, Path(runs), check, progress)
-    folder = create_run_folder(Path(runs), f"{job.name}-{make_folder_name(checked.requested)}")
-    with Launcher(checked.size) as ranks:
-        asked = StopRequest()
+        return _train_under_launcher(validated_run, Path(runs), check, progress)
+    folder = create_run_folder(
+        Path(runs), f"{job.name}-{make_folder_name(validated_run.requested)}"
+    )
+    with Launcher(validated_run.size) as launcher:
+        stop_request = StopRequest()
 
-        def ask() -> None:
-            asked.set()
-            ranks.request_stop()
+        def request_stop() -> None:
+            stop_request.set()
+            launcher.request_stop()
 
-        with handle_stop_signals(ask):
-            checked = choose_by_trial(ranks, checked)
-            if asked.is_set():
-                # the trial did not listen: the training saves at once
-                ranks.request_stop()
-            finished = train_on_ranks(ranks, checked, folder, progress=progress, stop_request=asked)
-        if finished.stopped or not check or checked.resolved.is_reference:
-            return finished
+        with handle_stop_signals(request_stop):
+            validated_run = choose_by_trial(launcher, validated_run)
+            if stop_request.is_set():
+                # the trial ignores the request; the training then saves at once
+                launcher.request_stop()
+            result = train_on_ranks(
+                launcher, validated_run, folder, progress=progress, stop_request=stop_request
+            )
+        if result.stopped or not check or validated_run.resolved.is_reference:
+            return result
         with Recorder(folder / "run.jsonl") as record:
             try:
-                check_against_serial(ranks, checked, finished.header["id"], record)
+                check_against_serial(launcher, validated_run, result.header["id"], record)
             except RankFailed as error:
                 raise error.with_message(describe_failed_check(folder, error.message)) from error
-    return Run(checked.job, folder)
+    return Run(validated_run.job, folder)
 
 
 def train_on_ranks(
@@ -119,8 +138,18 @@ def train_on_ranks(
     progress: Progress | None = None,
     stop_request: StopRequest | None = None,
 ) -> Run:
-    """Train on ranks that are there already, recording into a folder. asked: set when the run
-    is to stop, for one whose ranks are told so by this process.
+    """Train on ranks that are started already, and record into a folder.
+
+    Args:
+        launcher: has started the ranks.
+        validated_run: the run.
+        folder: the folder of the run.
+        progress: receives the progress of the run.
+        stop_request: set when the run is to stop; for runs that this process stops.
+
+    Raises:
+        RankFailed: a rank failed.
+        Interrupted: on Ctrl-C.
     """
     with Recorder(folder / "run.jsonl") as record:
         _write_run_header(record, validated_run, folder)
@@ -156,7 +185,7 @@ def train_on_ranks(
                     record.origin,
                     on_report=lambda rank, value: progress(value) if progress else None,
                 )
-        # of this process, which leads the others
+        # raised in this process, which coordinates the others
         except StepFailed as error:
             failed = _convert_to_rank_failure(error, None)
             _record_broken_run(record, validated_run, folder, "failed", failed)
@@ -175,7 +204,7 @@ def train_on_ranks(
 
 
 def select_rank_function(validated_run: ValidatedRun) -> Callable[..., str]:
-    """What every rank runs of a training."""
+    """The function that every rank of a training runs."""
     return (
         train_rank
         if validated_run.rounds is None
@@ -186,8 +215,15 @@ def select_rank_function(validated_run: ValidatedRun) -> Callable[..., str]:
 def check_against_serial(
     launcher: Launcher, validated_run: ValidatedRun, run_id: str, record: Recorder
 ) -> None:
-    """Compare a strategy with serial (`lockstep.difference`) and record the answer."""
-    found = validated_run.run_on_ranks(
+    """Compare a strategy with serial (`lockstep.compare_with_serial`) and record the result.
+
+    Args:
+        launcher: has started the ranks.
+        validated_run: the run.
+        run_id: the name of the run in the record.
+        record: receives the result.
+    """
+    difference = validated_run.run_on_ranks(
         launcher,
         compare_with_serial,
         validated_run.job,
@@ -195,17 +231,22 @@ def check_against_serial(
         validated_run.settings,
     )[0]
     record.write_line(
-        "difference", baseline="serial", run=run_id, value=found.value, tensor=found.tensor
+        "difference",
+        baseline="serial",
+        run=run_id,
+        value=difference.value,
+        tensor=difference.tensor,
     )
 
 
 def _train_under_launcher(
     validated_run: ValidatedRun, runs: Path, check: bool, progress: Progress | None
 ) -> Run:
-    """This process is a rank that a launcher started: join, let rank 0 make the folder and the
-    run's own lines.
+    """Train as a rank that a launcher started.
+
+    Rank 0 makes the folder and the run's own lines.
     """
-    leads = get_launched_rank() == 0
+    is_first = get_launched_rank() == 0
     allocator.keep_freed_memory()
     torch.set_num_threads(validated_run.threads)
     with (
@@ -218,20 +259,20 @@ def _train_under_launcher(
             create_run_folder(
                 runs, f"{validated_run.job.name}-{make_folder_name(validated_run.requested)}"
             )
-            if leads
+            if is_first
             else None
         )
         _refuse_unshared_folder(world, folder)
-        origin, clocks = find_common_origin(world)
-        with Recorder(folder / "run.jsonl" if leads else Path("/dev/null"), origin) as record:
+        origin, clock_count = find_common_origin(world)
+        with Recorder(folder / "run.jsonl" if is_first else Path("/dev/null"), origin) as record:
             _write_run_header(record, validated_run, folder)
-            if clocks > 1:
+            if clock_count > 1:
                 record.write_line(
                     "choice",
                     what="origin",
                     bytes=None,
                     picked="a barrier",
-                    because=f"ranks are on {clocks} hosts, each with a clock of its own",
+                    because=f"ranks are on {clock_count} hosts, each with a clock of its own",
                 )
             try:
                 status = select_rank_function(validated_run)(
@@ -242,13 +283,15 @@ def _train_under_launcher(
                 with suppress(OSError):
                     _write_end_line(record, "failed", failed)
                 with suppress(OSError):
-                    _write_trace_file(validated_run, folder, leads)  # until then
+                    _write_trace_file(
+                        validated_run, folder, is_first
+                    )  # of the time until the failure
                 raise failed from error
             _write_end_line(record, status)
-            _write_trace_file(validated_run, folder, leads)
+            _write_trace_file(validated_run, folder, is_first)
             if check and status == "finished" and not validated_run.resolved.is_reference:
                 try:
-                    found = compare_with_serial(
+                    difference = compare_with_serial(
                         world, validated_run.job, validated_run.resolved, validated_run.settings
                     )
                 except StepFailed as error:
@@ -259,13 +302,19 @@ def _train_under_launcher(
                     "difference",
                     baseline="serial",
                     run=folder.name,
-                    value=found.value,
-                    tensor=found.tensor,
+                    value=difference.value,
+                    tensor=difference.tensor,
                 )
     return Run(validated_run.job, folder)
 
 
 def describe_failed_check(folder: Path, message: str) -> str:
+    """The message of a check that failed after the training was done.
+
+    Args:
+        folder: the folder of the run.
+        message: the message of the failure.
+    """
     return f"the training is done ({folder}); its check against serial failed: {message}"
 
 
@@ -276,22 +325,25 @@ def _convert_to_rank_failure(error: StepFailed, rank: int | None) -> RankFailed:
 
 
 def _refuse_unshared_folder(world: World, folder: Path) -> None:
-    """Refuse a run's folder that not every rank sees: each writes its record into it, and
-    whoever reads it reads all. Collective.
+    """Refuse a run's folder that some rank does not see. Collective.
+
+    Each rank writes its record into it, and the records are read together.
     """
-    seen = world.gather_objects(folder.is_dir())
-    if blind := world.broadcast_object([rank for rank, sees in enumerate(seen) if not sees]):
+    visible = world.gather_objects(folder.is_dir())
+    if blind_ranks := world.broadcast_object(
+        [rank for rank, is_visible in enumerate(visible) if not is_visible]
+    ):
         if world.rank == 0:
             folder.rmdir()
         raise Refused(
             f"{folder}, which rank 0 has made for the records of all, is not seen by rank(s) "
-            f"{', '.join(map(str, blind))}; give --runs a folder that all hosts share"
+            f"{', '.join(map(str, blind_ranks))}; give --runs a folder that all hosts share"
         )
 
 
 def _write_run_header(record: Recorder, validated_run: ValidatedRun, folder: Path) -> None:
     job = validated_run.job
-    facts = validated_run.inspection
+    inspection = validated_run.inspection
     settings = validated_run.settings
     record.write_line(
         "run",
@@ -310,8 +362,8 @@ def _write_run_header(record: Recorder, validated_run: ValidatedRun, folder: Pat
             "epochs": job.epochs,
             "metric": job.metric_name,
             "unit": "%" if job.metric is accuracy else "",
-            "samples": facts.samples,
-            "parameters": facts.parameter_count,
+            "samples": inspection.samples,
+            "parameters": inspection.parameter_count,
             "dtype": str(job.dtype).removeprefix("torch."),
         },
         workers=validated_run.size - validated_run.resolved.servers,
@@ -339,7 +391,7 @@ def _write_run_header(record: Recorder, validated_run: ValidatedRun, folder: Pat
 
 
 def _convert_to_json_value(value: Any) -> Any:
-    """A value as JSON holds it, or as text."""
+    """Convert a value to what JSON can hold, or to text."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError):
@@ -347,7 +399,7 @@ def _convert_to_json_value(value: Any) -> Any:
 
 
 def _list_recorded_choices(validated_run: ValidatedRun) -> Iterator[tuple[str, str, str]]:
-    """What was picked and why: (what, picked, because)."""
+    """List what was chosen and why, as (what, picked, because)."""
     settings = validated_run.settings
     if validated_run.resume_checkpoint is not None:
         yield (
@@ -408,13 +460,13 @@ def _list_recorded_choices(validated_run: ValidatedRun) -> Iterator[tuple[str, s
 
 
 def _write_end_line(record: Recorder, status: str, error: RankFailed | None = None) -> None:
-    told = error and {
+    error_fields = error and {
         "rank": error.rank,
         "step": error.step,
         "tensor": error.tensor,
         "message": error.message,
     }
-    record.write_line("end", status=status, seconds=round(record.now(), 6), error=told)
+    record.write_line("end", status=status, seconds=round(record.now(), 6), error=error_fields)
 
 
 def _record_broken_run(
@@ -424,31 +476,38 @@ def _record_broken_run(
     status: str,
     error: RankFailed | None = None,
 ) -> None:
-    """Every rank is gone: what one of them left half-written goes too. A full disk may be what
-    they failed of.
+    """Record the end of a run after its ranks are gone, and remove its half-written files.
+
+    Errors are ignored, because a full disk may be the cause of the failure.
     """
     with suppress(OSError):
         remove_partial_files(folder)
     with suppress(OSError):
         _write_end_line(record, status, error)
     with suppress(OSError):
-        _write_trace_file(validated_run, folder)  # until then
+        _write_trace_file(validated_run, folder)  # of the time until the end
 
 
 def _write_trace_file(validated_run: ValidatedRun, folder: Path, is_first: bool = True) -> None:
-    """leads: of ranks that a launcher started, this one writes it."""
+    """Write the trace if the settings request one.
+
+    Args:
+        validated_run: the run.
+        folder: the folder of the run.
+        is_first: of ranks that a launcher started, whether this one writes it.
+    """
     if is_first and validated_run.settings.trace is not None:
         chrome_trace.write_trace(Record(folder), Path(validated_run.settings.trace))
 
 
 def make_folder_name(chosen: Strategy) -> str:
     """A strategy as part of a folder's name."""
-    kept = "".join(sign if sign.isalnum() or sign in "_." else "-" for sign in str(chosen))
-    return "-".join(part for part in kept.split("-") if part)
+    cleaned = "".join(sign if sign.isalnum() or sign in "_." else "-" for sign in str(chosen))
+    return "-".join(part for part in cleaned.split("-") if part)
 
 
 def describe_this_machine() -> dict[str, Any]:
-    """What a run ran on, and the versions."""
+    """The machine that a run ran on, and the versions."""
     return {
         "cpu": _read_cpu_name(),
         "cores": count_cores(),

@@ -1,6 +1,4 @@
-"""verify: 20 steps of a strategy beside serial and its rounding twin, and a certificate that
-says what was seen.
-"""
+"""verify: 20 steps of a strategy compared with serial and its rounding baseline; a certificate."""
 
 from __future__ import annotations
 
@@ -47,19 +45,35 @@ def verify(
     inject_fault: str | None = None,
     progress: Progress | None = None,
 ) -> Certificate:
-    """Train 20 steps beside serial (`lockstep`), in float64 where the job can, and write the
-    certificate.json below runs.
+    """Train 20 steps, compare each with serial, and write a certificate.
 
-    progress: told {"step", "steps", "difference"} after every step;  the others as in
-    `paragrad.trainer.settings.Settings`. A planted bug is played, whatever the proof says of
-    it. Raises Refused; and RankFailed where the run failed, so that there is nothing to say of
-    its being the same.
+    The comparison is in float64 if the job can. The file certificate.json is written to a new
+    folder in `runs`. An injected fault runs even if the proof of the schedule finds it.
+
+    Args:
+        job: the job.
+        strategy: the strategy.
+        runs: the folder in which the certificate's own folder is made.
+        data: as in `paragrad.trainer.settings.Settings`.
+        device: as in `Settings`.
+        backend: as in `Settings`.
+        overlap: as in `Settings`.
+        loaders: as in `Settings`.
+        inject_fault: as in `Settings`.
+        progress: receives {"step", "steps", "difference"} after every step.
+
+    Returns:
+        The certificate.
+
+    Raises:
+        Refused: the job or the strategy is refused before the first step.
+        RankFailed: the run failed, so whether the training is the same is not known.
     """
     if get_launched_size() is not None:
         raise Refused(
             "verify starts its own ranks and cannot run under a launcher; call it with plain python"
         )
-    checked = validate_run(
+    validated_run = validate_run(
         job,
         strategy,
         Settings(
@@ -73,14 +87,14 @@ def verify(
         ),
     )
     if progress is None and (bar := make_notebook_progress()):
-        progress = bar(f"verify {checked.requested}")
-    found, failure = (
-        _compare_run(checked, progress)
-        if checked.rounds is None
+        progress = bar(f"verify {validated_run.requested}")
+    difference, failure = (
+        _compare_run(validated_run, progress)
+        if validated_run.rounds is None
         else (Difference(float("nan")), NO_COMMON_STEP)
     )
-    tensor = found.first[0] if found.first else None
-    exact = checked.resolved.exact
+    tensor = difference.first[0] if difference.first else None
+    exact = validated_run.resolved.exact
     cause = (
         BY_DESIGN
         if not exact and (failure or tensor)
@@ -88,25 +102,26 @@ def verify(
         if tensor is None
         else diagnose_difference(
             tensor,
-            tensor in checked.inspection.shapes and f"gradient of {tensor}" not in found.tensors,
+            tensor in validated_run.inspection.shapes
+            and f"gradient of {tensor}" not in difference.tensors,
             inject_fault,
         )
     )
     folder = create_run_folder(
-        Path(runs), f"{job.name}-verify-{make_folder_name(checked.requested)}"
+        Path(runs), f"{job.name}-verify-{make_folder_name(validated_run.requested)}"
     )
     certificate = Certificate(
-        **vars(found),
+        **vars(difference),
         job=job.name,
-        digest=compute_training_digest(checked),
-        strategy=str(checked.requested),
-        resolved=str(checked.resolved),
+        digest=compute_training_digest(validated_run),
+        strategy=str(validated_run.requested),
+        resolved=str(validated_run.resolved),
         device=device,
-        backend=checked.backend if checked.size > 1 else "none",
-        steps=0 if checked.rounds else COMPARED_STEPS,
+        backend=validated_run.backend if validated_run.size > 1 else "none",
+        steps=0 if validated_run.rounds else COMPARED_STEPS,
         failure=failure,
         cause=cause,
-        sabotage=checked.settings.inject_fault,
+        sabotage=validated_run.settings.inject_fault,
         folder=folder,
         machine=describe_this_machine(),
     )
@@ -119,63 +134,67 @@ def verify(
 def _compare_run(
     validated_run: ValidatedRun, progress: Progress | None
 ) -> tuple[Difference, str | None]:
-    """(the difference, what a rank said of replicas that are not equal)."""
-    with Launcher(validated_run.size) as ranks:
+    """Return (the difference, the message of a rank with an unequal replica)."""
+    with Launcher(validated_run.size) as launcher:
         try:
             return validated_run.run_on_ranks(
-                ranks,
+                launcher,
                 compare_with_serial,
                 validated_run.job,
                 validated_run.resolved,
                 validated_run.settings,
-                on_report=lambda rank, told: progress(told) if progress else None,
+                on_report=lambda rank, value: progress(value) if progress else None,
             )[0], None
         except RankFailed as error:
             if not error.differs:
-                own = validated_run.inspection.order.steps * validated_run.job.epochs
-                ended = (
+                job_steps = validated_run.inspection.order.steps * validated_run.job.epochs
+                hint = (
                     ""
-                    if error.step is None or error.step < own
+                    if error.step is None or error.step < job_steps
                     else (
-                        f"; a comparison makes {COMPARED_STEPS} steps and the job {own}: if "
+                        f"; a comparison makes {COMPARED_STEPS} steps and the job {job_steps}: if "
                         f"something of it "
                         f"ends with these (a scheduler), "
                         "give it more epochs"
                     )
                 )
                 raise error.with_message(
-                    f"{error.message}{ended} (the run failed, so whether it is the same training "
+                    f"{error.message}{hint} (the run failed, so whether it is the same training "
                     f"is not known)"
                 ) from error
             return Difference(float("nan")), str(error)
 
 
 def compute_training_digest(validated_run: ValidatedRun) -> str:
-    """sha256 of what a training begins with: the job's settings, its model, optimizer,
-    scheduler and loss by what they show of themselves, its initial parameters and its first
-    batch.
+    """The sha256 of what a training begins with.
+
+    This is the job's settings; its model, optimizer, scheduler and loss by what they show of
+    themselves; its initial parameters; and its first batch.
+
+    Args:
+        validated_run: the run.
     """
     job = validated_run.job.replace(dtype=torch.float64)
-    facts = validated_run.inspection
+    inspection = validated_run.inspection
     model = job.build_model()
-    told = {
+    description = {
         "name": job.name,
         "arguments": dict(job.arguments),
         "batch": job.batch,
         "epochs": job.epochs,
         "seed": job.seed,
-        "samples": facts.samples,
+        "samples": inspection.samples,
         "dtype": str(validated_run.job.dtype),
-        **facts.initial_training,
+        **inspection.initial_training,
     }
-    found = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode())
 
     def add(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_nested:
             map_leaves(add, leaf.unbind())
         elif isinstance(leaf, torch.Tensor):
-            found.update(str((leaf.dtype, tuple(leaf.shape))).encode())
-            found.update(
+            digest.update(str((leaf.dtype, tuple(leaf.shape))).encode())
+            digest.update(
                 leaf.detach()
                 .to_dense()
                 .reshape(-1)
@@ -187,8 +206,8 @@ def compute_training_digest(validated_run: ValidatedRun) -> str:
         return leaf
 
     map_leaves(add, dict(model.state_dict()))
-    first = facts.order.get_indices(0, facts.order.get_batch(0))
+    first = inspection.order.get_indices(0, inspection.order.get_batch(0))
     map_leaves(
         add, job.make_samples(open_dataset(job.train, validated_run.settings.folder))[0, first]
     )
-    return found.hexdigest()
+    return digest.hexdigest()

@@ -1,1 +1,1 @@
-"""Data: the exact order of samples."""
+"""Datasets, batches and the order of samples."""

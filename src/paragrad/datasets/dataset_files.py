@@ -1,6 +1,4 @@
-"""Where the files of a data set are: in the given folder, in the cache, or still on the
-network.
-"""
+"""Finds the files of a data set: in the given folder, in the cache, or on the network."""
 
 from __future__ import annotations
 
@@ -18,14 +16,19 @@ from typing import Any
 
 from paragrad.errors import Refused
 
-SOCKET_TIMEOUT = 20.0  # seconds that a server may let us wait for its next bytes
-MAX_DOWNLOAD_SECONDS = 600.0  # seconds that one file may take: 11 MB come through at 20 kB/s
+SOCKET_TIMEOUT = 20.0  # seconds to wait for the next bytes of a server
+MAX_DOWNLOAD_SECONDS = 600.0  # seconds for one file: enough for 11 MB at 20 kB/s
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedFile:
-    """A file as it was published. Files in a folder that is given may differ from it: relatives
-    of MNIST share its names.
+    """A file as its authors published it.
+
+    A file in a given folder may differ from it, because relatives of MNIST use the same names.
+
+    Attributes:
+        url: The address.
+        sha256: The digest of the file as published.
     """
 
     url: str
@@ -33,12 +36,12 @@ class PublishedFile:
 
     @property
     def packed_name(self) -> str:
-        """Its name in the cache."""
+        """The name of the file in the cache."""
         return self.url.rpartition("/")[2]
 
     @property
     def name(self) -> str:
-        """Its name unpacked."""
+        """The name of the unpacked file."""
         return self.packed_name.removesuffix(".gz")
 
 
@@ -74,10 +77,18 @@ PUBLISHED_FILES: dict[str, tuple[PublishedFile, ...]] = {
 
 
 def locate_files(dataset: str, data: Path | None) -> dict[str, Path]:
-    """All files of a data set, by their unpacked names: in data/<dataset> or data; without a
-    folder, from the cache or the network.
+    """Find all files of a data set.
 
-    Raises Refused where some cannot be had, with the names of what to put where.
+    Args:
+        dataset: A key of PUBLISHED_FILES.
+        data: A folder that holds the files, itself or in a folder named after the data set. None
+            means the cache, and the network for files that are not in the cache.
+
+    Returns:
+        The paths, by unpacked file name.
+
+    Raises:
+        Refused: A file cannot be had. The message says which files to put where.
     """
     return (
         {
@@ -90,7 +101,17 @@ def locate_files(dataset: str, data: Path | None) -> dict[str, Path]:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """What is in a file, unpacked where it is gzip, whatever its name says. Raises Refused."""
+    """Read a file and unpack it if it is gzip, whatever its name.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The unpacked bytes.
+
+    Raises:
+        Refused: The file cannot be read, or is damaged.
+    """
     try:
         raw = path.read_bytes()
         return gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
@@ -109,8 +130,9 @@ def read_unpacked(path: Path) -> bytes:
 
 
 def _find_given_files(dataset: str, data: Path) -> dict[str, Path]:
-    """The files that a folder holds: all, or none. No set is put together from two places: it
-    could be two sets.
+    """Find the files in a folder: all or none.
+
+    Files from two places are never combined, because they could belong to two data sets.
     """
     if not data.is_dir():
         raise Refused(
@@ -118,24 +140,24 @@ def _find_given_files(dataset: str, data: Path) -> dict[str, Path]:
             f"cache"
         )
     for folder in (data / dataset, data):
-        held = {}
+        found = {}
         missing = []
         for original in PUBLISHED_FILES[dataset]:
-            plain = folder / original.name
+            unpacked = folder / original.name
             packed = folder / (original.name + ".gz")
-            if plain.is_file() or packed.is_file():
-                held[original.name] = plain if plain.is_file() else packed
+            if unpacked.is_file() or packed.is_file():
+                found[original.name] = unpacked if unpacked.is_file() else packed
             else:
                 missing.append(original.name)
-        if held and missing:
+        if found and missing:
             raise Refused(
                 f"{folder} lacks {_join_names(missing)} of the data set {dataset}; put all its "
                 f"files "
                 f"there, "
                 "each with or without .gz"
             )
-        if held:
-            return held
+        if found:
+            return found
     source = PUBLISHED_FILES[dataset][0].url.rpartition("/")[0]
     raise Refused(
         f"{data} holds no file of the data set {dataset}; put "
@@ -147,9 +169,7 @@ def _find_given_files(dataset: str, data: Path) -> dict[str, Path]:
 
 
 def _fetch_cached_file(dataset: str, original: PublishedFile) -> Path:
-    """The file in the cache, downloaded first where it is not there or is no longer the
-    original.
-    """
+    """Return the file in the cache; download it first if it is missing or is not the original."""
     try:
         import pooch
     except ImportError as error:
@@ -158,7 +178,7 @@ def _fetch_cached_file(dataset: str, original: PublishedFile) -> Path:
         ) from error
     cache = Path(pooch.os_cache("paragrad")) / dataset
     level = pooch.get_logger().level
-    pooch.get_logger().setLevel("ERROR")  # our own line names what is downloaded
+    pooch.get_logger().setLevel("ERROR")  # `_download_file` prints a line of its own
     try:
         return Path(
             pooch.retrieve(
@@ -171,12 +191,12 @@ def _fetch_cached_file(dataset: str, original: PublishedFile) -> Path:
         )
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it holds the connection
-        why = shorten(f"{type(error).__name__}: {error}", 160)
+            error.close()  # the error keeps the connection open
+        reason = shorten(f"{type(error).__name__}: {error}", 160)
         raise _make_unavailable_error(
-            dataset, f"{original.packed_name} could not be got from {original.url} ({why})"
+            dataset, f"{original.packed_name} could not be got from {original.url} ({reason})"
         ) from error
-    except ValueError as error:  # pooch compared, and threw away what it had got
+    except ValueError as error:  # the digest differed, and pooch deleted the file
         raise _make_unavailable_error(
             dataset,
             f"what {original.url} sends is not the original {original.packed_name}: its sha256 "
@@ -187,20 +207,26 @@ def _fetch_cached_file(dataset: str, original: PublishedFile) -> Path:
 
 
 def _download_file(url: str, target: str, _: Any) -> None:
-    """Write to `target` what `url` sends, byte by byte as sent. Raises OSError or
-    HTTPException, in bounded time.
+    """Write what a URL sends to `target`, unchanged and within a limited time.
+
+    Raises:
+        OSError: The connection broke, or took too long.
+        HTTPException: The server did not answer properly.
     """
     print(f"downloading {url}", file=sys.stderr, flush=True)
-    end = time.monotonic() + MAX_DOWNLOAD_SECONDS
-    with urllib.request.urlopen(url, timeout=SOCKET_TIMEOUT) as answer, open(target, "wb") as file:
-        while chunk := answer.read1(1 << 16):
+    deadline = time.monotonic() + MAX_DOWNLOAD_SECONDS
+    with (
+        urllib.request.urlopen(url, timeout=SOCKET_TIMEOUT) as response,
+        open(target, "wb") as file,
+    ):
+        while chunk := response.read1(1 << 16):
             file.write(chunk)
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"not finished after {MAX_DOWNLOAD_SECONDS:g} seconds")
-        promised = answer.headers["Content-Length"]
-        if promised not in (None, str(file.tell())):
+        expected_length = response.headers["Content-Length"]
+        if expected_length not in (None, str(file.tell())):
             raise ConnectionError(
-                f"the connection broke off after {file.tell()} of {promised} bytes"
+                f"the connection broke off after {file.tell()} of {expected_length} bytes"
             )
 
 

@@ -1,5 +1,6 @@
-"""The IDX format of MNIST and its relatives: a header that says type and shape, then the
-elements, big-endian.
+"""Reads the IDX format of MNIST and related data sets.
+
+A header gives the element type and the shape. The elements follow in big-endian order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from paragrad.datasets.dataset_files import read_unpacked
 from paragrad.errors import Refused
 
-# the header's third byte: name, as it lies in the file, as it lies in memory
+# the third byte of the header: (name, type in the file, type in memory)
 ELEMENT_TYPES = {
     0x08: ("ubyte", ">u1", numpy.uint8),
     0x09: ("byte", ">i1", numpy.int8),
@@ -29,43 +30,64 @@ COPY_HINT = "copy or download it again"
 
 
 def read_idx(path: Path) -> Tensor:
-    """The tensor in an IDX file, plain or gzip. Raises Refused where header and contents are
-    not what they should be.
+    """Read the tensor in an IDX file, plain or gzip.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tensor, with the element type and the shape of the header.
+
+    Raises:
+        Refused: The file cannot be read, or header and contents do not agree.
     """
     raw = read_unpacked(path)
     if len(raw) < 4 or raw[:2] != b"\0\0":
-        begins = f"begins with {raw[:4].hex(' ')}" if raw else "is empty"
+        start = f"begins with {raw[:4].hex(' ')}" if raw else "is empty"
         raise Refused(
-            f"{path} is no IDX file: it {begins}, and an IDX file with 00 00, type and dimensions; "
+            f"{path} is no IDX file: it {start}, and an IDX file with 00 00, type and dimensions; "
             f"{COPY_HINT}"
         )
     if raw[2] not in ELEMENT_TYPES:
         known = ", ".join(f"{code:02x} {element[0]}" for code, element in ELEMENT_TYPES.items())
         raise Refused(f"{path}: there is no IDX element type {raw[2]:02x} ({known}); {COPY_HINT}")
-    name, stored, wanted = ELEMENT_TYPES[raw[2]]
+    name, file_type, memory_type = ELEMENT_TYPES[raw[2]]
     shape = _read_idx_shape(path, raw)
-    begin = 4 + 4 * len(shape)
-    expected = begin + math.prod(shape) * numpy.dtype(stored).itemsize
+    offset = 4 + 4 * len(shape)
+    expected = offset + math.prod(shape) * numpy.dtype(file_type).itemsize
     if len(raw) != expected:
-        wrong = "is cut off" if len(raw) < expected else "is too long"
+        problem = "is cut off" if len(raw) < expected else "is too long"
         raise Refused(
-            f"{path} {wrong}: a header and {_format_shape(shape)} elements of type {name} are "
+            f"{path} {problem}: a header and {_format_shape(shape)} elements of type {name} are "
             f"{expected} "
             f"bytes, "
             f"and it holds {len(raw)}; {COPY_HINT}"
         )
     return torch.from_numpy(
-        numpy.frombuffer(raw, stored, offset=begin).astype(wanted).reshape(shape)
+        numpy.frombuffer(raw, file_type, offset=offset).astype(memory_type).reshape(shape)
     )
 
 
 def read_labelled_images(images: Path, labels: Path, classes: int = 10) -> tuple[Tensor, Tensor]:
-    """(images [n, height, width] of uint8, labels [n] of int64), checked against each other.
-    Raises Refused.
+    """Read images and their labels, and check that they belong together.
+
+    Args:
+        images: The IDX file of the images.
+        labels: The IDX file of the labels.
+        classes: The number of classes; labels are numbered from 0.
+
+    Returns:
+        Images [n, height, width] of uint8, and labels [n] of int64.
+
+    Raises:
+        Refused: A file has the wrong shape or type, or the two do not agree.
     """
     pixels = read_idx(images)
     numbers = read_idx(labels)
-    for path, tensor, what, dims in ((images, pixels, "images", 3), (labels, numbers, "labels", 1)):
+    for path, tensor, kind, dims in (
+        (images, pixels, "images", 3),
+        (labels, numbers, "labels", 1),
+    ):
         if tensor.dim() != dims:
             hint = (
                 "are images and labels swapped?"
@@ -74,12 +96,12 @@ def read_labelled_images(images: Path, labels: Path, classes: int = 10) -> tuple
             )
             raise Refused(
                 f"{path} has {tensor.dim()} dimension(s), {_format_shape(tensor.shape)}, and "
-                f"{what} have "
+                f"{kind} have "
                 f"{dims}; {hint}"
             )
         if tensor.dtype != torch.uint8:
             raise Refused(
-                f"{path} holds elements of {tensor.dtype}, and {what} are of type ubyte; give the "
+                f"{path} holds elements of {tensor.dtype}, and {kind} are of type ubyte; give the "
                 f"right file"
             )
     if len(pixels) != len(numbers):
@@ -98,6 +120,7 @@ def read_labelled_images(images: Path, labels: Path, classes: int = 10) -> tuple
 
 
 def _read_idx_shape(path: Path, raw: bytes) -> tuple[int, ...]:
+    """The shape that the header of an IDX file gives."""
     dims = raw[3]
     if not 1 <= dims <= 8:
         raise Refused(
@@ -114,4 +137,5 @@ def _read_idx_shape(path: Path, raw: bytes) -> tuple[int, ...]:
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:
+    """A shape as text, such as `28 x 28`."""
     return " x ".join(map(str, shape))

@@ -1,8 +1,8 @@
-"""Batches that other processes load ahead, handed over in memory without a name (a memfd).
+"""Batches that other processes load ahead, passed on in memory without a name (memfd).
 
-torch's own way makes an entry in /dev/shm for every tensor and removes it a moment later: a
-loader that is killed in between leaves it behind, and where /dev/shm is small, as it is in
-containers, it is soon full.
+torch creates an entry in /dev/shm for each tensor and removes it a moment later. A loader that is
+killed in between leaves the entry behind. Where /dev/shm is small, as in containers, it soon fills
+up.
 """
 
 from __future__ import annotations
@@ -35,8 +35,15 @@ LOADER_REPAIR = "start fewer loaders, or smaller batches"
 
 
 def load_batches(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[Any]:
-    """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads
-    here.
+    """Iterate over samples[key] for each key, in order.
+
+    Args:
+        samples: The dataset to read from.
+        keys: The keys of the batches.
+        loaders: The number of processes that load ahead; 0 loads in this process.
+
+    Returns:
+        An iterator over the batches.
     """
     if loaders == 0:
         return (samples[key] for key in keys)
@@ -45,8 +52,8 @@ def load_batches(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Ite
 
 
 def _load_in_processes(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterator[Any]:
-    # DataLoader draws a seed; not from the generator that the model may use
-    own = torch.Generator()
+    # DataLoader draws a seed: a generator of its own leaves the global one unchanged
+    generator = torch.Generator()
     try:
         for batch in DataLoader(
             TransferredSamples(samples),
@@ -54,7 +61,7 @@ def _load_in_processes(samples: Samples, keys: Iterable[Any], loaders: int) -> I
             sampler=keys,
             num_workers=loaders,  # type: ignore
             collate_fn=_return_unchanged,
-            generator=own,
+            generator=generator,
             worker_init_fn=make_worker_init(),
         ):
             if isinstance(batch, StepFailed):
@@ -82,8 +89,13 @@ def _load_in_processes(samples: Samples, keys: Iterable[Any], loaders: int) -> I
 
 @dataclass(frozen=True)
 class TransferredSamples:
-    """Samples for a process that loads: what fails there is sent as it is, which DataLoader
-    would wrap in two tracebacks.
+    """Samples for a loader process.
+
+    An error in the loader is returned as a value, because DataLoader would wrap it in two
+    tracebacks.
+
+    Attributes:
+        samples: The dataset to read from.
     """
 
     samples: Samples
@@ -100,8 +112,12 @@ class TransferredSamples:
 
 
 class SharedBatch:
-    """A batch whose tensors are in memory that another process maps when it unpickles this:
-    there it is the batch itself.
+    """A batch with its tensors in shared memory; unpickling it in another process gives the batch.
+
+    Attributes:
+        pickle_text: The batch as a pickle without the contents of its tensors.
+        sizes: The size of each storage, in bytes.
+        region: The memory that holds the storages.
     """
 
     def __init__(self, batch: Any) -> None:

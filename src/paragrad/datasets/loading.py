@@ -1,9 +1,9 @@
-"""From indices to tensors: samples of any shape, drawn by (seed, epoch, index), loaded here or
-by other processes (`ahead.py`).
+"""From indices to tensors: samples of any shape, drawn by (seed, epoch, index).
 
-A sample is a pair (input, target) or a dict; inputs and targets may be nested (tuples, lists,
-dicts of tensors). A batch that is a dict is its own target: the model gets its entries by name,
-the loss the whole of it. A named tuple (a PackedSequence too) is one argument of the model.
+Samples are loaded in this process or by others (`loader_processes.py`). A sample is a pair (input,
+target) or a dict. Inputs and targets may be nested tuples, lists and dicts of tensors. A batch that
+is a dict is its own target: the model gets its entries by name, and the loss gets the whole dict. A
+named tuple, such as a PackedSequence, is one argument of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paragrad.runtime.world import DEFAULT_TIMEOUT
 # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Dataset = Any
 Collate = Callable[[list[Any]], Any]
-PROBE_SAMPLES = 5  # samples by which a collate is looked at
+PROBE_SAMPLES = 5  # samples that test a collate
 SHARE_HINT = (
     "; if it drops samples, let it keep them with targets that do not count, or leave them out of "
     "the dataset; if it "
@@ -38,12 +38,15 @@ SHARE_HINT = (
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """A collate that is given the whole global batch on every rank, which then takes its part
-    of the result.
+    """A collate function that gets the whole global batch on each rank.
 
-    For one that draws at random (masking, mixing samples), puts samples in an order of its own
-    (by length), or pads so that the loss counts padding: what it makes of a share alone is not
-    that share of what it makes of the batch. It costs loading every sample on every rank.
+    Each rank then takes its share of the result. Use it for a collate that draws random numbers
+    (masking, mixing samples) or sorts samples (by length). Use it also for one that pads so that
+    the loss counts the padding. For these, collating a share does not give the share of the
+    collated batch. The cost: each rank loads all samples of the batch.
+
+    Attributes:
+        collate: The function, from a list of samples to a batch.
     """
 
     collate: Collate
@@ -54,20 +57,25 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class Samples:
-    """A dataset whose transforms draw the same numbers for a sample, whoever loads it:
-    samples[epoch, indices] -> a batch; samples[epoch, indices, places]: what stands at these
-    places of the batch.
+    """A dataset with seeded transforms: they draw the same numbers for a sample on any rank.
 
-    Before each sample the generators of torch, numpy and random are seeded by (seed, epoch,
-    index); what `collate` draws follows the batch's first sample. Afterwards they are as they
-    were. A plain TensorDataset draws nothing and gives its batch at once; so does a dataset
-    with `whole_batches = True`, unless there is a `collate`.
+    samples[epoch, indices] is a batch; samples[epoch, indices, places] is its rows at these places.
+    Before each sample, the generators of torch, numpy and random are seeded by (seed, epoch,
+    index). Random numbers of `collate` follow the first sample of the batch. Afterwards the
+    generators are restored. A plain TensorDataset draws nothing and returns its batch at once. So
+    does a dataset with `whole_batches = True`, unless there is a `collate`.
+
+    Attributes:
+        dataset: A map-style dataset.
+        seed: The seed of the job.
+        collate: The function from samples to a batch; None means torch's own.
+        sample_timeout: Seconds that a sample may take.
     """
 
     dataset: Dataset
     seed: int = 0
     collate: Collate | None = None
-    sample_timeout: float = DEFAULT_TIMEOUT  # seconds that a sample may take
+    sample_timeout: float = DEFAULT_TIMEOUT
 
     def __post_init__(self) -> None:
         refuse_loader(self.dataset, "the dataset")
@@ -88,7 +96,7 @@ class Samples:
     def _collate_samples(self, epoch: int, indices: list[int], batch: int) -> Any:
         dataset = self.dataset
         if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
-            # torch.tensor of a list, and indexing by one, take far longer
+            # torch.tensor of a list, and indexing by a list, take far longer
             places = torch.from_numpy(numpy.array(indices))
             return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)
         if self.collate is None and getattr(dataset, "whole_batches", False):
@@ -113,14 +121,22 @@ class Samples:
                 ) from error
 
     def draw_samples(self, epoch: int, indices: list[int]) -> list[Any]:
-        """Samples as `collate` is given them, the generators as it finds them."""
-        found = []
+        """Read samples, and leave the generators seeded for `collate`.
+
+        Args:
+            epoch: The epoch.
+            indices: The samples to read.
+
+        Returns:
+            The samples, in the form that `collate` gets.
+        """
+        drawn = []
         for index in indices:
             seed_generators(f"sample {self.seed} {epoch} {index}")
             with limit_time(self.sample_timeout, f"sample {index} of the dataset was not there"):
-                found.append(self._read_sample(index))
+                drawn.append(self._read_sample(index))
         seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
-        return found
+        return drawn
 
     def _read_sample(self, index: int) -> Any:
         try:
@@ -135,36 +151,43 @@ class Samples:
 
 @contextlib.contextmanager
 def use_private_memory() -> Iterator[None]:
-    """Meanwhile default_collate makes batches in memory of this process, not in /dev/shm, as it
-    does where it sees a loader.
+    """Let default_collate make batches in the memory of this process.
+
+    In a loader process it would put them into /dev/shm.
     """
-    before = worker._worker_info
+    worker_info = worker._worker_info
     worker._worker_info = None
     try:
         yield
     finally:
-        worker._worker_info = before
+        worker._worker_info = worker_info
 
 
 def explain_whole_batch(samples: Samples, batch: int) -> str | None:
-    """Why collate must be given whole batches, or None; seen on a few samples from all over the
-    dataset, at most a batch.
+    """Explain why collate must get whole batches, or return None.
 
-    Where it puts samples in an order of its own, a row of a share, or a sample that stands in
-    for an empty part, is not the one it is taken for. What cannot be collated or cut says
-    nothing here; the training says what is wrong with it.
+    A few samples from all over the dataset are collated, at most one batch. If collate sorts
+    samples, a row of a share may belong to another sample than expected. If samples cannot be
+    collated or sliced, the result is None; the training reports the error.
+
+    Args:
+        samples: The dataset with its collate.
+        batch: The global batch size.
+
+    Returns:
+        The reason as text, or None.
     """
     if samples.collate is None or isinstance(samples.collate, WholeBatch):
         return None
     count = min(len(samples), batch, PROBE_SAMPLES)
-    # neighbours are often of one length
+    # spread over the dataset, because neighbours often have the same length
     indices = [len(samples) * number // count for number in range(count)]
     try:
         with keep_generators():
             drawn = samples.draw_samples(0, indices)
-            before = fingerprint_generators()
+            states = fingerprint_generators()
             forwards = samples.collate(drawn)
-            if fingerprint_generators() != before:
+            if fingerprint_generators() != states:
                 return "it draws at random"
             backwards = slice_batch(
                 samples.collate(samples.draw_samples(0, indices[::-1])),
@@ -174,8 +197,8 @@ def explain_whole_batch(samples: Samples, batch: int) -> str | None:
             if is_same_batch(forwards, backwards) or not is_same_batch(
                 forwards, samples.collate(samples.draw_samples(0, indices))
             ):
-                return None  # or it never makes the same of the same
-            # another dimension, by chance?
+                return None  # or collate gives different results for equal samples
+            # raises if the first dimension equals the number of samples by chance only
             slice_batch(
                 samples.collate(samples.draw_samples(0, indices[:-1])), slice(0, 1), count - 1
             )
@@ -185,8 +208,14 @@ def explain_whole_batch(samples: Samples, batch: int) -> str | None:
 
 
 def wrap_collate_if_needed(samples: Samples, batch: int) -> Samples:
-    """The same; where its collate must be given whole batches of that size, with one that
-    is.
+    """Wrap collate in WholeBatch, if it must get whole batches.
+
+    Args:
+        samples: The dataset with its collate.
+        batch: The global batch size.
+
+    Returns:
+        The same samples, or a copy with the wrapped collate.
     """
     return (
         replace(samples, collate=WholeBatch(samples.collate))
@@ -196,8 +225,14 @@ def wrap_collate_if_needed(samples: Samples, batch: int) -> Samples:
 
 
 def refuse_loader(dataset: Any, what: str) -> None:
-    """Refuse a DataLoader or a stream where a dataset is wanted: a rank draws its own share of
-    every batch.
+    """Refuse a DataLoader or a stream; each rank reads its own share of a map-style dataset.
+
+    Args:
+        dataset: The object given as dataset.
+        what: What it is called in the message.
+
+    Raises:
+        Refused: It is a DataLoader or a stream.
     """
     if isinstance(dataset, DataLoader):
         raise Refused(
@@ -219,7 +254,17 @@ def refuse_loader(dataset: Any, what: str) -> None:
 
 
 def separate_target(batch: Any) -> tuple[Any, Any]:
-    """(inputs, target) of a batch; a dict is both."""
+    """Separate a batch into inputs and target; a dict is both.
+
+    Args:
+        batch: The batch.
+
+    Returns:
+        (inputs, target).
+
+    Raises:
+        Refused: The batch is neither a pair nor a dict.
+    """
     if isinstance(batch, Mapping):
         return dict(batch), dict(batch)
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -231,8 +276,14 @@ def separate_target(batch: Any) -> tuple[Any, Any]:
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """model(inputs): a dict by name, a tuple or list in its order; a named tuple is one
-    argument.
+    """Call a model with the inputs of a batch.
+
+    Args:
+        model: The model.
+        inputs: A dict is passed by name, a tuple or list in order; a named tuple is one argument.
+
+    Returns:
+        The output of the model.
     """
     if isinstance(inputs, Mapping):
         return model(**inputs)
@@ -244,8 +295,17 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """value with function(leaf) for every leaf: a tensor, a PackedSequence, a sequence of plain
-    values (such as texts), or any other value.
+    """Apply a function to each leaf of a nested value.
+
+    A leaf is a tensor, a PackedSequence, a sequence of plain values (such as texts), or any other
+    value.
+
+    Args:
+        function: The function.
+        value: Nested tuples, lists and dicts.
+
+    Returns:
+        The same structure with the results.
     """
     if isinstance(value, PackedSequence):
         return function(value)
@@ -261,23 +321,38 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def list_batch_tensors(value: Any) -> list[Tensor]:
-    """The tensors of a batch."""
-    found: list[Tensor] = []
+    """List the tensors of a batch.
 
-    def note(leaf: Any) -> None:
+    Args:
+        value: Nested tuples, lists and dicts.
+
+    Returns:
+        The tensors, in order.
+    """
+    tensors: list[Tensor] = []
+
+    def add_leaf(leaf: Any) -> None:
         leaf = leaf.data if isinstance(leaf, PackedSequence) else leaf
-        found.extend([leaf] if isinstance(leaf, Tensor) else [])
+        tensors.extend([leaf] if isinstance(leaf, Tensor) else [])
 
-    map_leaves(note, value)
-    return found
+    map_leaves(add_leaf, value)
+    return tensors
 
 
 def is_same_batch(one: Any, other: Any) -> bool:
-    """Do two batches hold the same, of all that is by sample? A NaN is one everywhere."""
-    both: tuple[list[Any], list[Any]] = ([], [])
-    for found, value in zip(both, (one, other), strict=True):
-        map_leaves(found.append, value)
-    return len(both[0]) == len(both[1]) and all(map(_is_same_leaf, *both))
+    """Compare two batches in everything that is stored per sample; NaN equals NaN.
+
+    Args:
+        one: A batch.
+        other: Another batch.
+
+    Returns:
+        Whether they are equal.
+    """
+    leaves: tuple[list[Any], list[Any]] = ([], [])
+    for leaf_list, value in zip(leaves, (one, other), strict=True):
+        map_leaves(leaf_list.append, value)
+    return len(leaves[0]) == len(leaves[1]) and all(map(_is_same_leaf, *leaves))
 
 
 def _is_same_leaf(one: Any, other: Any) -> bool:
@@ -289,35 +364,58 @@ def _is_same_leaf(one: Any, other: Any) -> bool:
 
 
 def clone_batch(value: Any) -> Any:
-    """value with its tensors cloned: a model may change its inputs in place. What it holds
-    twice stays one tensor: a loss may differentiate by an input that is also in its target.
+    """Copy a value with its tensors cloned, because a model may change its inputs in place.
+
+    A tensor that occurs twice stays one tensor. A loss may differentiate by an input that is also
+    in its target.
+
+    Args:
+        value: Nested tuples, lists and dicts.
+
+    Returns:
+        The copy.
     """
     clones: dict[int, Tensor] = {}
 
-    def copy(leaf: Any) -> Any:
+    def clone_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
             return leaf._replace(data=leaf.data.clone())
         return clones.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(copy, value)
+    return map_leaves(clone_leaf, value)
 
 
 def convert_batch(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """value on a device (None: where it is), its floating point numbers in dtype, complex ones
-    in its precision; dtype None: as they are.
+    """Move a value to a device and convert its floating point numbers.
+
+    Args:
+        value: Nested tuples, lists and dicts.
+        device: The device; None leaves tensors where they are.
+        dtype: The type of real numbers; complex ones get its precision. None leaves types as they
+            are.
+
+    Returns:
+        The converted value.
     """
 
-    def bring(leaf: Any) -> Any:
+    def convert_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
             return leaf.to(device, choose_dtype(leaf.data, dtype))
         return leaf.to(device, choose_dtype(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(bring, value)
+    return map_leaves(convert_leaf, value)
 
 
 def choose_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """A tensor's type when real numbers are brought to dtype and complex ones to its precision;
-    None: as it is.
+    """Choose the type of a tensor when real numbers are converted to dtype.
+
+    Args:
+        tensor: The tensor.
+        dtype: The type of real numbers; complex ones get its precision. None leaves the type as it
+            is.
+
+    Returns:
+        The type.
     """
     if dtype is None or not (tensor.is_complex() or tensor.is_floating_point()):
         return tensor.dtype
@@ -325,15 +423,24 @@ def choose_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def slice_batch(value: Any, rows: slice | list[int], samples: int) -> Any:
-    """A part of a batch of so many samples, or what stands at some places of it: of every
-    tensor, along its first dimension, and of sequences of plain values.
+    """Take some rows of a batch: of each tensor, and of sequences of plain values.
 
-    Raises ValueError where a tensor's first dimension is not the samples; one without
-    dimensions is every sample's. What value holds twice stays one tensor.
+    A tensor that occurs twice stays one tensor.
+
+    Args:
+        value: The batch, nested tuples, lists and dicts.
+        rows: The rows, as a slice or as a list.
+        samples: The number of samples of the batch.
+
+    Returns:
+        The rows. A tensor without dimensions belongs to each sample and is returned whole.
+
+    Raises:
+        ValueError: The first dimension of a tensor is not the samples.
     """
-    pieces: dict[int, Tensor] = {}
+    sliced: dict[int, Tensor] = {}
 
-    def cut_leaf(leaf: Any) -> Any:
+    def slice_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
             raise ValueError(
                 "a PackedSequence cannot be cut into micro-batches; let collate give padded "
@@ -366,6 +473,6 @@ def slice_batch(value: Any, rows: slice | list[int], samples: int) -> Any:
                 f"cannot be cut "
                 "into micro-batches; let the samples be its first dimension, or train with micro=1"
             )
-        return pieces.setdefault(id(leaf), leaf[rows])
+        return sliced.setdefault(id(leaf), leaf[rows])
 
-    return map_leaves(cut_leaf, value)
+    return map_leaves(slice_leaf, value)

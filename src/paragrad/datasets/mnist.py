@@ -1,4 +1,4 @@
-"""MNIST, and whatever shares its files' names and shapes: 28x28 grey images in ten classes."""
+"""MNIST, and data sets with the same file names and shapes: 28x28 grey images in ten classes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from paragrad.datasets.dataset_files import locate_files
 from paragrad.datasets.idx import read_labelled_images
 from paragrad.errors import Refused
 
-# of the 60,000 training images, pixels in [0, 1]
+# mean and standard deviation of the pixels of the 60,000 training images, scaled to [0, 1]
 MEAN = 0.1307
 DEVIATION = 0.3081
 
 
 class MnistImages(TensorDataset):
-    """dataset[indices] -> (pixels [n, 1, 28, 28] of float32, normalised; labels [n] of int64).
+    """Images and labels: dataset[indices] is normalised pixels [n, 1, 28, 28] and labels [n].
 
-    Kept as bytes, 47 MB for the training set; floating point numbers are made of the batch
-    alone.
+    Pixels are float32, labels int64. Images are stored as bytes, 47 MB for the training set. Only
+    the batch is converted to floating point.
     """
 
     whole_batches = True
@@ -32,13 +32,22 @@ class MnistImages(TensorDataset):
 
 
 def load_mnist(data: Path | None, train: bool) -> MnistImages:
-    """The 60,000 training or the 10,000 test images. data: see files.located. Raises
-    Refused.
+    """Load the 60,000 training images or the 10,000 test images.
+
+    Args:
+        data: The data folder, as in `dataset_files.locate_files`.
+        train: Whether to load the training images.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        Refused: The files cannot be had, or hold other images.
     """
     files = locate_files("mnist", data)
-    part = "train" if train else "t10k"
-    images = files[f"{part}-images-idx3-ubyte"]
-    pixels, labels = read_labelled_images(images, files[f"{part}-labels-idx1-ubyte"])
+    prefix = "train" if train else "t10k"
+    images = files[f"{prefix}-images-idx3-ubyte"]
+    pixels, labels = read_labelled_images(images, files[f"{prefix}-labels-idx1-ubyte"])
     if pixels.shape[1:] != (28, 28):
         raise Refused(
             f"{images} holds images of {pixels.shape[1]}x{pixels.shape[2]} pixels; give images of "

@@ -1,5 +1,6 @@
-"""The exact order of samples: a pure function of (seed, epoch, index), never of the number of
-workers.
+"""The exact order of samples, a pure function of (seed, epoch, index).
+
+The order does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import numpy
 from paragrad.errors import Refused
 from paragrad.runtime.launcher_env import read_available_memory
 
-# bytes a sample while an order is made: key 8, number 8, sorting 4, and 8 of the epoch's before
+# memory for making an order: key 8, index 8, sorting 4, and 8 for the order of the previous epoch
 BYTES_PER_SAMPLE = 28
-MAX_SAMPLES = 10**10  # samples: at a million a second nearly three hours for one look at each
+MAX_SAMPLES = 10**10  # at a million samples a second, one pass takes nearly three hours
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """Every one of `samples` once per epoch, in batches of `batch`; the last batch of an epoch
-    may be short.
+    """An order that contains each sample once per epoch, in batches.
+
+    Attributes:
+        samples: The number of samples of an epoch.
+        batch: The number of samples of a batch; the last batch of an epoch may be shorter.
+        seed: The seed of the order.
     """
 
     samples: int
@@ -32,56 +37,111 @@ class SampleOrder:
 
     @property
     def steps(self) -> int:
-        """Steps per epoch."""
+        """The number of steps per epoch."""
         return -(-self.samples // self.batch)
 
     def get_batch(self, step: int) -> range:
-        """The batch of a step of an epoch as a range of positions in its order."""
+        """Return the positions of a batch in the order of its epoch.
+
+        Args:
+            step: The step within the epoch.
+
+        Returns:
+            The positions as a range.
+        """
         start = step * self.batch
         return range(start, min(start + self.batch, self.samples))
 
     def list_batches(self, start: int = 0) -> Iterator[range]:
-        """The batches of an epoch, from a step on."""
+        """Iterate over the batches of an epoch.
+
+        Args:
+            start: The first step.
+
+        Returns:
+            An iterator over ranges of positions.
+        """
         return map(self.get_batch, range(start, self.steps))
 
     def get_indices(self, epoch: int, positions: range) -> list[int]:
-        """The samples that stand at these positions of an epoch's order."""
+        """Return the samples at some positions of an epoch's order.
+
+        Args:
+            epoch: The epoch.
+            positions: The positions in its order.
+
+        Returns:
+            The indices of the samples in the dataset.
+        """
         order = permute_samples(self.samples, self.seed, epoch)
         indices: list[int] = order[positions.start : positions.stop].tolist()
         return indices
 
 
-@lru_cache(maxsize=2)  # one epoch ends where the next begins
+@lru_cache(maxsize=2)  # two, because batches of two epochs are prepared at the end of an epoch
 def permute_samples(samples: int, seed: int, epoch: int) -> Any:
-    """An array of all of 0..samples-1, shuffled by sorting on random keys. Raises Refused where
-    memory cannot hold it.
+    """Return the order of an epoch: an array of 0..samples-1, sorted by random keys.
 
-    The keys are those of `random.Random(text).random()`, which of Python's generators alone
-    promises the same numbers in every version; numpy's RandomState, which promises it too, goes
-    on from its state, in one call for all.
+    The keys equal those of `random.Random(text).random()`. Of Python's generators, only this one
+    promises the same numbers in every version. The RandomState of numpy promises it too. It
+    continues from that state and draws all keys in one call.
+
+    Args:
+        samples: The number of samples.
+        seed: The seed of the order.
+        epoch: The epoch.
+
+    Returns:
+        A read-only array of int64.
+
+    Raises:
+        Refused: The memory of this host cannot hold the order.
     """
     refuse_oversized_dataset(samples, "an epoch")
     order = shuffle_indices(samples, f"order {seed} {epoch}")
-    order.flags.writeable = False  # it is everybody's
+    order.flags.writeable = False  # the cache hands out this same array
     return order
 
 
 def shuffle_indices(count: int, text: str) -> Any:
-    """An array of all of 0..count-1, as `permutation` makes it, for the text."""
-    # stable: of equal keys the lower sample first
+    """Return an array of 0..count-1, shuffled as `permute_samples` does.
+
+    Args:
+        count: The number of indices.
+        text: The text that seeds the generator.
+
+    Returns:
+        The array.
+    """
+    # stable: if keys are equal, the lower index comes first
     return numpy.argsort(make_random_state(text).random_sample(count), kind="stable")
 
 
 def make_random_state(text: str) -> Any:
-    """numpy's RandomState, beginning as `random.Random` does for the text."""
+    """Create a numpy RandomState in the state of `random.Random` after seeding with a text.
+
+    Args:
+        text: The text that seeds the generator.
+
+    Returns:
+        The generator.
+    """
     _, (*state, position), _ = random.Random(f"paragrad {text}").getstate()
-    found = numpy.random.RandomState()
-    found.set_state(("MT19937", state, position, 0, 0.0))
-    return found
+    generator = numpy.random.RandomState()
+    generator.set_state(("MT19937", state, position, 0, 0.0))
+    return generator
 
 
 def refuse_endless_dataset(samples: int, what: str) -> None:
-    """Refuse a dataset that says it has more samples than anybody will see."""
+    """Refuse a dataset that is too long to ever be passed over.
+
+    Args:
+        samples: The length that the dataset gives.
+        what: What the dataset is called in the message.
+
+    Raises:
+        Refused: There are more than MAX_SAMPLES samples.
+    """
     if samples > MAX_SAMPLES:
         raise Refused(
             f"{what} has {samples} samples, whose end nobody would see; let its __len__ say how "
@@ -91,17 +151,26 @@ def refuse_endless_dataset(samples: int, what: str) -> None:
 
 
 def refuse_oversized_dataset(samples: int, what: str, ranks: int = 1) -> None:
-    """Refuse a dataset so long that this host cannot hold its order, in as many ranks."""
+    """Refuse a dataset that is too long to hold its order in the memory of this host.
+
+    Args:
+        samples: The length that the dataset gives.
+        what: What the dataset is called in the message.
+        ranks: The number of ranks on this host; each holds an order of its own.
+
+    Raises:
+        Refused: There are too many samples.
+    """
     refuse_endless_dataset(samples, what)
-    left = read_available_memory()
-    if left is not None and ranks * BYTES_PER_SAMPLE * samples > left:
-        every, fewer = (
+    available = read_available_memory()
+    if available is not None and ranks * BYTES_PER_SAMPLE * samples > available:
+        on_ranks, repair = (
             (f" in each of {ranks} ranks", ", or start fewer ranks") if ranks > 1 else ("", "")
         )
         raise Refused(
             f"{what} has {samples} samples, whose order takes {BYTES_PER_SAMPLE} bytes a sample "
             f"while it is "
-            f"made{every}, and "
-            f"there is memory for {left // (ranks * BYTES_PER_SAMPLE)}; let its __len__ say no "
-            f"more{fewer}"
+            f"made{on_ranks}, and "
+            f"there is memory for {available // (ranks * BYTES_PER_SAMPLE)}; let its __len__ say "
+            f"no more{repair}"
         )

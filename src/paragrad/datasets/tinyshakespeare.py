@@ -1,5 +1,6 @@
-"""Tiny Shakespeare as numbers of characters, 40,000 lines of plays: one speech a sample, or
-windows of one length.
+"""The text of Tiny Shakespeare, 40,000 lines of plays, as numbers of characters.
+
+A sample is one speech, or one window of a fixed length.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from torch.utils.data import Dataset
 from paragrad.datasets.dataset_files import locate_files, read_unpacked
 from paragrad.errors import Refused
 
-# all 65 of the text, in order
+# all 65 characters of the text, in ascending order
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
 CHARACTER_NUMBERS = {character: number for number, character in enumerate(CHARACTERS)}
-IGNORE_INDEX = -100  # cross-entropy's ignore_index: a target that does not count
-TRAINING_SHARE = 0.9  # of the text; the rest is for validation
+IGNORE_INDEX = -100  # `ignore_index` of cross-entropy: such a target does not count
+TRAINING_SHARE = 0.9  # share of the text to train on; the rest is for validation
 
 
 class Speeches(Dataset):
-    """dataset[index] -> a speech cut at `length` + 1 characters: a 1-D int64 tensor of at least
-    2 numbers of characters.
+    """A dataset of speeches: dataset[index] is a 1-D int64 tensor of at least 2 character numbers.
+
+    Each speech is shortened to `length` + 1 characters.
     """
 
     def __init__(self, speeches: Sequence[str], length: int) -> None:
@@ -43,8 +45,10 @@ class Speeches(Dataset):
 
 
 class Windows(Dataset):
-    """dataset[index] -> (`length` characters of a text, the next ones): two 1-D int64 tensors.
-    Windows follow one another.
+    """A dataset of windows of a text that follow one another.
+
+    dataset[index] is a pair of 1-D int64 tensors: `length` characters, and the next character of
+    each.
     """
 
     def __init__(self, text: str, length: int) -> None:
@@ -62,27 +66,47 @@ class Windows(Dataset):
 
 
 def load_windows(data: Path | None, train: bool, length: int) -> Windows:
-    """Those of the first 90 % of the text, or of the rest. data: see files.located. Raises
-    Refused.
+    """Load windows of the first 90 % of the text, or of the rest.
+
+    Args:
+        data: The data folder, as in `dataset_files.locate_files`.
+        train: True for the first 90 %, False for the rest.
+        length: The number of characters of a window.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        Refused: The text cannot be had, or is shorter than a window.
     """
     text = _read_text(data)
-    cut = int(TRAINING_SHARE * len(text))
-    part = text[:cut] if train else text[cut:]
-    if len(part) <= length:
+    boundary = int(TRAINING_SHARE * len(text))
+    excerpt = text[:boundary] if train else text[boundary:]
+    if len(excerpt) <= length:
         raise Refused(
-            f"tinyshakespeare has {len(part)} characters "
+            f"tinyshakespeare has {len(excerpt)} characters "
             f"{'to train on' if train else 'to test with'}, and a window "
             f"is {length} and the next; give a shorter one"
         )
-    return Windows(part, length)
+    return Windows(excerpt, length)
 
 
 def load_speeches(data: Path | None, train: bool, length: int) -> Speeches:
-    """The speeches that begin in the first 90 % of the text, or the others. data: see
-    files.located. Raises Refused.
+    """Load the speeches that begin in the first 90 % of the text, or the others.
+
+    Args:
+        data: The data folder, as in `dataset_files.locate_files`.
+        train: True for the first 90 %, False for the rest.
+        length: The number of characters to predict, at most.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        Refused: The text cannot be had.
     """
     text = _read_text(data)
-    # lines with no empty one between them
+    # a speech is a block of lines without an empty line
     blocks = list(re.finditer(r".+(?:\n.+)*", text))
     return Speeches(
         [block[0] for block in blocks if (block.start() < TRAINING_SHARE * len(text)) == train],
@@ -91,11 +115,15 @@ def load_speeches(data: Path | None, train: bool, length: int) -> Speeches:
 
 
 def pad_speeches(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Samples of different lengths as one batch: (characters [n, t], the next ones [n, t]), t
-    the longest's length - 1.
+    """Combine speeches of different lengths into one batch.
 
-    Where a sample has ended, its characters are 0 and its targets -100, which no cross-entropy
-    counts.
+    After the end of a speech, characters are 0 and targets are -100, which cross-entropy ignores.
+
+    Args:
+        samples: Character numbers of each speech.
+
+    Returns:
+        Characters [n, t] and the next characters [n, t]; t is the length of the longest speech - 1.
     """
     longest = max(map(len, samples))
     characters = torch.zeros(len(samples), longest, dtype=torch.int64)
@@ -112,16 +140,16 @@ def _read_text(data: Path | None) -> str:
 
 
 def _decode_text(path: Path, raw: bytes) -> str:
-    """The text, lines ending in a bare newline, without any character that has no number."""
+    """Decode the text, with bare newlines, and refuse characters that have no number."""
     try:
         text = raw.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise Refused(
             f"{path} is no UTF-8 text (byte {error.start}); give the text of tinyshakespeare"
         ) from error
-    strange = [text.index(character) for character in set(text) - set(CHARACTERS)]
-    if strange:
-        first = min(strange)
+    unknown_places = [text.index(character) for character in set(text) - set(CHARACTERS)]
+    if unknown_places:
+        first = min(unknown_places)
         line = text.count("\n", 0, first) + 1
         column = first - text.rfind("\n", 0, first)
         raise Refused(

@@ -1,12 +1,13 @@
-"""Batch norm over all ranks: the statistics of one micro-batch as a whole, as one worker would
-take them.
+"""Batch norm over all ranks: the statistics of a whole micro-batch, as one worker computes them.
 
-What is computed is replaced, not modules: while a micro-batch runs, `torch.batch_norm` is ours,
-to which every batch norm comes down (nn.BatchNorm*, subclasses with a forward of their own,
-torch.nn.functional.batch_norm, also imported by name). In training every rank tells (count,
-mean, M2) of its part; they are merged in rank order (Chan, Golub, LeVeque 1979), so all ranks
-get the same statistics, to the bit, however unequal the parts. A rank whose part is empty (it
-runs one sample with weight 0) counts nothing, and nothing flows back through that sample.
+The functions of torch are replaced, not the modules. While a micro-batch runs, `torch.batch_norm`
+is the function of this module. Every batch norm calls it: nn.BatchNorm*, subclasses with their own
+forward, and torch.nn.functional.batch_norm (also if imported by name).
+
+In training, every rank shares (count, mean, M2) of its part. The parts are merged in rank order
+(Chan, Golub, LeVeque 1979). So all ranks get the same statistics, bit for bit, even if their parts
+have unequal sizes. A rank with an empty part runs one sample with weight 0. That rank counts
+nothing, and no gradient flows back through its sample.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from paragrad.runtime.world import World
 TORCH_BATCH_NORM: Callable[..., Tensor] = torch.batch_norm
 TORCH_INSTANCE_NORM: Callable[..., Tensor] = torch.instance_norm
 TORCH_VERIFY_BATCH_SIZE: Callable[..., None] = functional._verify_batch_size  # type: ignore[attr-defined]
-TOO_FEW_VALUES = "Expected more than 1 value per channel when training"  # torch's sentence
+TOO_FEW_VALUES = "Expected more than 1 value per channel when training"  # as torch words it
 _sample_part_worlds: tuple[World, ...] = ()
 SINGLE_SAMPLE_REPAIR = (
     "a micro-batch of one sample has no variance: give fewer micro-batches, or another batch size"
@@ -42,25 +43,51 @@ SINGLE_SAMPLE_REPAIR = (
 
 @contextmanager
 def combine_sample_parts(worlds: tuple[World, ...]) -> Iterator[None]:
-    """Around a batch norm of a part of each sample: the ranks along these lines have the
-    others.
+    """Use this context if each rank holds a part of every sample.
+
+    The statistics then also include the parts on the other ranks of these worlds.
+
+    Args:
+        worlds: For each divided axis, the ranks along it that hold the other parts.
     """
     global _sample_part_worlds
-    before = _sample_part_worlds
+    previous = _sample_part_worlds
     _sample_part_worlds = worlds
     try:
         yield
     finally:
-        _sample_part_worlds = before
+        _sample_part_worlds = previous
 
 
 class BatchNorm:
-    """A context manager around forward and backward (where checkpoints run forwards again) of a
-    micro-batch.
+    """Context manager that makes batch norm use the statistics of all ranks.
 
-    In a world of one, and with `own`, each rank takes its own statistics (with more than one
-    rank, not the serial training); count(bytes, ranks) is told what is gathered otherwise, and
-    among how many. computed: a batch norm was computed in training.
+    It surrounds the forward and backward passes of a micro-batch. Backward is included because
+    gradient checkpointing runs forward passes there.
+
+    In a world of one rank, and with `local_statistics`, each rank uses its own statistics. With
+    more than one rank, local statistics train differently from serial.
+
+    Args:
+        world: All ranks that hold a share of the batch.
+        model: The model; its buffers are the running statistics.
+        count_bytes: Called as count_bytes(bytes, ranks) for each gather, with its size and the
+            number of ranks.
+        local_statistics: Each rank uses the statistics of its own share.
+        samples: Samples of the present micro-batch on this rank. 0: one sample runs with weight 0.
+
+    Attributes:
+        is_local: The statistics are those of this rank only.
+        waited_seconds: Seconds spent in gathers.
+        is_probing: The model is being inspected on this rank only.
+        has_computed: A batch norm has run in training mode.
+        is_compiled: torch.compile has traced a batch norm. Its graphs do not call this class again.
+        samples: As the argument.
+        running_statistics: The running statistics that batch norms in training mode received.
+        per_sample_calls: Indices of the calls in a micro-batch with statistics inside of samples or
+            weights.
+        call_index: Index of the next batch norm call in this micro-batch.
+        saved_functions: The functions of torch to restore, one entry for each nested use.
     """
 
     def __init__(
@@ -74,18 +101,14 @@ class BatchNorm:
         self.world = world
         self.model = model
         self.count_bytes = count_bytes
-        # of the present micro-batch on this rank; 0: one runs, and counts for nothing
         self.samples = samples
         self.local_statistics = local_statistics
         self.is_local = local_statistics or world.size == 1
-        self.waited_seconds = 0.0  # seconds for what others tell
+        self.waited_seconds = 0.0
         self.is_probing = False
         self.has_computed = False
-        # by torch.compile, whose graphs do not come here again
         self.is_compiled = False
-        # the running statistics that batch norms in training were called with
         self.running_statistics = WeakTensorKeyDictionary()
-        # which calls of a micro-batch take statistics inside of samples or weights
         self.per_sample_calls: set[int] = set()
         self.call_index = 0
         self.saved_functions: list[tuple[Any, ...]] = []
@@ -100,7 +123,7 @@ class BatchNorm:
             )
         )
         self.call_index = 0
-        # SyncBatchNorm refuses the CPU
+        # the forward of SyncBatchNorm refuses CPU tensors
         self._replace_functions(
             self.batch_norm, instance_norm, self._verify_part_size, _BatchNorm.forward
         )
@@ -119,19 +142,28 @@ class BatchNorm:
 
     @contextmanager
     def use_probe_mode(self) -> Iterator[None]:
-        """For a look at the model, on this rank alone: no rank is asked, and a part of one
-        sample is no error.
+        """Enter the context to inspect the model on this rank only.
+
+        No statistics are gathered, and a part of one sample is not an error.
         """
-        self.is_probing, before = True, self.is_probing
+        self.is_probing, was_probing = True, self.is_probing
         try:
             with self:
                 yield
         finally:
-            self.is_probing = before
+            self.is_probing = was_probing
 
     def adopt_per_sample_calls(self, per_sample_calls: set[int]) -> None:
-        """After a look: the calls that ask no other rank, as all saw. Raises StepFailed where a
-        compiler would bake them in.
+        """Use the calls that all ranks found to need no statistics of other ranks.
+
+        Call it after the model was inspected.
+
+        Args:
+            per_sample_calls: Indices of these calls in a micro-batch.
+
+        Raises:
+            StepFailed: The model is compiled, so its graphs would contain the statistics of each
+                rank alone.
         """
         if not self.is_local and (self.is_compiled or _has_compiled_batch_norm(self.model)):
             raise StepFailed(
@@ -143,7 +175,7 @@ class BatchNorm:
 
     @property
     def normalized_buffers(self) -> set[str]:
-        """The names of the running statistics that a batch norm in training changed."""
+        """Names of the running statistics that a batch norm in training mode changed."""
         return {
             name
             for name, buffer in self.model.named_buffers(remove_duplicate=False)
@@ -152,11 +184,14 @@ class BatchNorm:
 
     @cached_property
     def gather_world(self) -> World:
-        """Made by the first batch norm in training, which all ranks run together."""
+        """A duplicate of the world, used for the gathers.
+
+        The first batch norm in training mode creates it; all ranks run that call together.
+        """
         return self.world.duplicate()
 
     def _verify_part_size(self, size: Any) -> None:
-        """A part of one sample is no error: over all ranks there are more."""
+        """Accept a part of one sample if there are more samples on other ranks."""
         if self.is_local and self.samples and not self.is_probing:
             try:
                 TORCH_VERIFY_BATCH_SIZE(size)
@@ -175,15 +210,34 @@ class BatchNorm:
         eps: float,
         cudnn_enabled: bool,
     ) -> Tensor:
-        """As torch.batch_norm."""
-        given = input, weight, bias, running_mean, running_var
-        # of a tensor that has a word of its own in torch's functions
-        if has_torch_function(given):
+        """Replace torch.batch_norm; the arguments are those of torch.batch_norm.
+
+        Args:
+            input: Shape (samples, channels, ...).
+            weight: Scale of each channel, or None.
+            bias: Offset of each channel, or None.
+            running_mean: Running mean of each channel, updated in training; or None.
+            running_var: Running variance of each channel, updated in training; or None.
+            training: Whether to use the statistics of the batch.
+            momentum: Weight of the new statistics in the running statistics.
+            eps: Added to the variance.
+            cudnn_enabled: Passed to torch.
+
+        Returns:
+            The normalized input.
+
+        Raises:
+            ValueError: The batch norms run in another order than in the first step, or all ranks
+                together have one value for each channel.
+        """
+        tensors = input, weight, bias, running_mean, running_var
+        # a tensor subclass handles the call with its own __torch_function__
+        if has_torch_function(tensors):
             return handle_torch_function(
-                TORCH_BATCH_NORM, given, *given, training, momentum, eps, cudnn_enabled
+                TORCH_BATCH_NORM, tensors, *tensors, training, momentum, eps, cudnn_enabled
             )  # type: ignore
 
-        def plain(training: bool) -> Tensor:
+        def run_torch(training: bool) -> Tensor:
             return apply_norm_contiguously(
                 TORCH_BATCH_NORM,
                 1 in (input.shape[0], *input.shape[2:]),
@@ -199,9 +253,10 @@ class BatchNorm:
             )
 
         if not training:
-            return plain(False)
+            return run_torch(False)
         self.is_compiled |= torch.compiler.is_compiling()
-        if isinstance(input, FakeTensor):  # for its shape: it is no call of this rank's
+        # only the shape is computed: this does not count as a call
+        if isinstance(input, FakeTensor):
             return TORCH_BATCH_NORM(
                 input,
                 weight,
@@ -217,25 +272,25 @@ class BatchNorm:
         self.running_statistics.update(
             {tensor: None for tensor in (running_mean, running_var) if tensor is not None}
         )
-        number = self.call_index
+        index = self.call_index
         self.call_index = self.call_index + 1
-        inside = self.samples > 1 and not _sample_part_worlds and _is_per_sample(input, weight)
+        per_sample = self.samples > 1 and not _sample_part_worlds and _is_per_sample(input, weight)
         if self.is_probing:
-            self.per_sample_calls |= {number} if inside else set()
+            self.per_sample_calls |= {index} if per_sample else set()
         elif self.is_local and (self.local_statistics or not _sample_part_worlds):
             if self.samples == 0 and running_mean is not None:
-                return plain(False)  # an empty part changes no statistics
-        elif number not in self.per_sample_calls:
-            if inside:
+                return run_torch(False)  # an empty part changes no statistics
+        elif index not in self.per_sample_calls:
+            if per_sample:
                 raise ValueError(
                     "a batch norm inside of samples came where the first step had one over the "
                     "batch; let the "
                     "model call its batch norms in the same order in every step"
                 )
             return self._normalize_globally(
-                input, weight, bias, running_mean, running_var, momentum, eps, plain
+                input, weight, bias, running_mean, running_var, momentum, eps, run_torch
             )
-        return plain(True)
+        return run_torch(True)
 
     def _normalize_globally(
         self,
@@ -248,20 +303,21 @@ class BatchNorm:
         eps: float,
         plain: Callable[[bool], Tensor],
     ) -> Tensor:
+        """Normalize with the statistics of all ranks. `plain(training)` runs the norm of torch."""
         gather = functools.partial(self.gather_rows, worlds=_sample_part_worlds)
-        number, mean, m2 = merge_moments(
+        count, mean, m2 = merge_moments(
             gather(_compute_moments(x.detach(), has_samples=self.samples > 0))
         )
-        if number == 0:  # the part of every rank is empty
+        if count == 0:  # the part of every rank is empty
             return plain(running_mean is None)
-        if number == 1:
+        if count == 1:
             raise ValueError(f"{TOO_FEW_VALUES}, got 1 over all ranks; {SINGLE_SAMPLE_REPAIR}")
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
-            running_var.lerp_((m2 / (number - 1)).to(running_var.dtype), momentum)
-        inverse = (m2 / number + eps).rsqrt()
-        # bfloat16 under autocast: computed as torch does
+            running_var.lerp_((m2 / (count - 1)).to(running_var.dtype), momentum)
+        inverse = (m2 / count + eps).rsqrt()
+        # bfloat16 under autocast: torch also computes in float32
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normal = GlobalNormalize.apply(
             wide,
@@ -269,32 +325,41 @@ class BatchNorm:
             bias,
             mean.to(wide.dtype),
             inverse.to(wide.dtype),
-            number,
+            count,
             gather,
             self.samples == 0,
         )
         return normal.to(x.dtype)
 
     def gather_rows(self, tensor: Tensor, worlds: tuple[World, ...] = ()) -> list[Tensor]:
-        """What all ranks have, along each of the worlds and then over all replicas."""
-        begun = time.perf_counter()
+        """Gather a vector from all ranks: along each of the given worlds, then over all replicas.
+
+        Args:
+            tensor: The vector of this rank.
+            worlds: Worlds of ranks that hold parts of the same samples.
+
+        Returns:
+            One vector for each rank, in rank order.
+        """
+        started = time.perf_counter()
         for world in worlds:
             self.count_bytes(tensor.nbytes, world.size)
             tensor = torch.stack(world.all_gather(tensor))
         if not self.is_local:
             self.count_bytes(tensor.nbytes, self.gather_world.size)
             tensor = torch.stack(self.gather_world.all_gather(tensor))
-        self.waited_seconds += time.perf_counter() - begun
+        self.waited_seconds += time.perf_counter() - started
         return (
             list(tensor.reshape(-1, tensor.shape[-1])) if worlds or not self.is_local else [tensor]
         )
 
 
 def _has_compiled_batch_norm(model: nn.Module) -> bool:
-    """Is there a batch norm in training under what torch.compile made? Its graph may be there
-    already, and is not made anew.
+    """Return whether a module made by torch.compile contains a batch norm in training mode.
+
+    Its graph may exist already, and is not compiled again.
     """
-    made = [
+    compiled = [
         module
         for module in model.modules()
         if type(module).__name__ == "OptimizedModule"
@@ -302,16 +367,16 @@ def _has_compiled_batch_norm(model: nn.Module) -> bool:
     ]
     return any(
         isinstance(inner, _BatchNorm) and inner.training
-        for module in made
+        for module in compiled
         for inner in module.modules()
     )
 
 
 def _is_per_sample(x: Tensor, weight: Tensor | None) -> bool:
-    """Of a part of several samples: are the statistics not over its samples?
+    """Return whether the statistics of a part with several samples are not taken over the samples.
 
-    So instance norms are written with batch_norm (samples x channels as channels), and the
-    standardisation of a weight.
+    Some code uses batch_norm for instance norm (samples x channels as channels), or to standardize
+    a weight.
     """
     return x.shape[0] == 1 and not isinstance(weight, nn.Parameter)
 
@@ -319,10 +384,20 @@ def _is_per_sample(x: Tensor, weight: Tensor | None) -> bool:
 def apply_norm_contiguously(
     norm: Callable[..., Tensor], ambiguous: bool, x: Tensor, *rest: Any
 ) -> Tensor:
-    """A norm of torch. ambiguous: the images or volumes can be taken for both of torch's
-    layouts, as a batch, a height or a width of 1 makes them. Its backward on the CPU (2.13)
-    takes the gradient for one and the input for the other, and is wrong, unless both are
-    contiguous.
+    """Apply a norm of torch so that its backward pass on the CPU is correct.
+
+    If the batch, height or width of images or volumes is 1, both memory layouts of torch fit the
+    strides. The backward pass on the CPU (torch 2.13) then assumes one layout for the gradient and
+    the other for the input. Its result is wrong unless both are contiguous.
+
+    Args:
+        norm: The norm function, called as norm(x, *rest).
+        ambiguous: Whether both layouts fit the strides of x.
+        x: The input.
+        *rest: The other arguments of the norm.
+
+    Returns:
+        The output of the norm.
     """
     if not ambiguous or x.dim() not in (4, 5) or x.device.type != "cpu":
         return norm(x, *rest)
@@ -333,47 +408,61 @@ def apply_norm_contiguously(
 
 
 def instance_norm(x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """As torch.instance_norm, which is a batch norm of one image with samples x channels."""
-    if has_torch_function(given := (x, *rest)):
-        result: Tensor = handle_torch_function(TORCH_INSTANCE_NORM, given, *given, **named)
+    """Replace torch.instance_norm, which is a batch norm of one image with samples x channels.
+
+    Args:
+        x: The input.
+        *rest: The other positional arguments of torch.instance_norm.
+        **named: The keyword arguments of torch.instance_norm.
+
+    Returns:
+        The normalized input.
+    """
+    if has_torch_function(tensors := (x, *rest)):
+        result: Tensor = handle_torch_function(TORCH_INSTANCE_NORM, tensors, *tensors, **named)
         return result
     return apply_norm_contiguously(
-        lambda given, *rest: TORCH_INSTANCE_NORM(given, *rest, **named), True, x, *rest
+        lambda tensors, *rest: TORCH_INSTANCE_NORM(tensors, *rest, **named), True, x, *rest
     )
 
 
 def _compute_moments(x: Tensor, has_samples: bool) -> Tensor:
-    """[count, mean of each channel, M2 of each channel] in float64."""
+    """Return [count, mean of each channel, M2 of each channel] in float64."""
     channels = x.shape[1]
     if not has_samples:
         return torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
     values = x.double().transpose(0, 1).reshape(channels, -1)
     variance, mean = torch.var_mean(values, dim=1, correction=0)
-    number = values.shape[1]
-    return torch.cat([mean.new_tensor([float(number)]), mean, variance * number])
+    count = values.shape[1]
+    return torch.cat([mean.new_tensor([float(count)]), mean, variance * count])
 
 
 def merge_moments(moments: list[Tensor]) -> tuple[float, Tensor, Tensor]:
-    """(count, mean, M2) of all parts together, merged in rank order."""
+    """Merge the moments of all parts in rank order.
+
+    Args:
+        moments: For each part [count, mean of each channel, M2 of each channel].
+
+    Returns:
+        (count, mean, M2) of all parts together.
+    """
     channels = (moments[0].numel() - 1) // 2
-    number = 0.0
+    count = 0.0
     mean = moments[0].new_zeros(channels)
     m2 = moments[0].new_zeros(channels)
     for part in moments:
-        more = float(part[0])
-        if more == 0:
+        part_count = float(part[0])
+        if part_count == 0:
             continue
         difference = part[1 : 1 + channels] - mean
-        mean = mean + difference * (more / (number + more))
-        m2 = m2 + part[1 + channels :] + difference**2 * (number * more / (number + more))
-        number += more
-    return number, mean, m2
+        mean = mean + difference * (part_count / (count + part_count))
+        m2 = m2 + part[1 + channels :] + difference**2 * (count * part_count / (count + part_count))
+        count += part_count
+    return count, mean, m2
 
 
 class GlobalNormalize(torch.autograd.Function):
-    """(x - mean) * inverse * weight + bias, where mean and inverse depend on the x of all
-    ranks.
-    """
+    """(x - mean) * inverse * weight + bias, where mean and inverse depend on the x of all ranks."""
 
     @staticmethod
     def forward(
@@ -387,6 +476,22 @@ class GlobalNormalize(torch.autograd.Function):
         gather: Callable[[Tensor], list[Tensor]],
         empty: bool,
     ) -> Tensor:
+        """Normalize x.
+
+        Args:
+            ctx: The autograd context.
+            x: The input of this rank.
+            weight: Scale of each channel, or None.
+            bias: Offset of each channel, or None.
+            mean: Mean of each channel over all ranks.
+            inverse: 1 / sqrt(variance + eps) of each channel.
+            number: Number of values for each channel over all ranks.
+            gather: Gathers a vector from all ranks.
+            empty: The part of this rank is empty.
+
+        Returns:
+            The normalized input.
+        """
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (x - mean.view(shape)) * inverse.view(shape)
         ctx.save_for_backward(normal, weight, inverse)
@@ -398,36 +503,42 @@ class GlobalNormalize(torch.autograd.Function):
         return result if bias is None else result + bias.view(shape)
 
     @staticmethod
-    @once_differentiable  # what is gathered has no gradient
+    @once_differentiable  # gathered tensors have no gradient
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments of `forward`.
+
+        Args:
+            ctx: The autograd context.
+            *gradients: The gradient of the output.
+        """
         (gradient,) = gradients
         normal, weight, inverse = ctx.saved_tensors
         dims = [dim for dim in range(gradient.dim()) if dim != 1]
-        for_bias = gradient.sum(dims)
-        for_weight = (gradient * normal).sum(dims)
-        for_x = None
+        bias_gradient = gradient.sum(dims)
+        weight_gradient = (gradient * normal).sum(dims)
+        input_gradient = None
         if ctx.needs_input_grad[0]:
-            # d loss / d x: the direct part, less what flows through mean and variance, which
-            # all ranks' x share
+            # d loss / d x: the direct part, minus the parts through mean and variance, which
+            # depend on the x of all ranks
             scale = inverse if weight is None else inverse * weight
             sums = (
-                torch.stack(ctx.gather(torch.cat([for_bias, for_weight]).double())).sum(0)
+                torch.stack(ctx.gather(torch.cat([bias_gradient, weight_gradient]).double())).sum(0)
                 / ctx.number
             )
             through_mean, through_variance = (
                 part.to(gradient.dtype).view(ctx.shape) for part in sums.chunk(2)
             )
             if ctx.empty:
-                for_x = torch.zeros_like(gradient)
+                input_gradient = torch.zeros_like(gradient)
             else:
-                for_x = (gradient - through_mean - normal * through_variance) * scale.view(
+                input_gradient = (gradient - through_mean - normal * through_variance) * scale.view(
                     ctx.shape
                 )
         needs = ctx.needs_input_grad
         return (
-            for_x,
-            for_weight if needs[1] else None,
-            for_bias if needs[2] else None,
+            input_gradient,
+            weight_gradient if needs[1] else None,
+            bias_gradient if needs[2] else None,
             None,
             None,
             None,

@@ -1,9 +1,16 @@
-"""The exchange: from each rank's gradients to the update that all make. Most techniques replace
-this part of the sentence.
+"""The exchange: from the gradients of each rank to the same update on all ranks.
 
-In every step it is asked: begin(); per micro-batch `micro_batch`, with forward and backward of
-`module` inside; finish(); counted(); average(); update(). Between `average` and `update`
-somebody may look (`averaged`).
+Most techniques replace this stage of the training step. In every step the trainer calls, in this
+order:
+
+    begin()
+    micro_batch()           around the forward and backward of `module`, for each micro-batch
+    finish()
+    reduce_totals()
+    average()
+    update()
+
+Between `average` and `update`, `gather_mean_gradients` may be called.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from paragrad.executors.machine import Machine
 from paragrad.jobs.loss import LossModule
 from paragrad.strategies.strategy import Strategy
 
-# by which names bytes count that are sent for a test, and to save
+# names under which the bytes of a test and of a checkpoint are counted
 TEST_TRAFFIC = "tests"
 CHECKPOINT_TRAFFIC = "checkpoints"
 SHARED_PARAMETER_CHANGED = (
@@ -41,11 +48,14 @@ UNCARRIED_PARAMETER_CHANGED = (
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How exchanges go, whatever the technique.
+    """Options of an exchange that do not depend on the technique.
 
-    overlap: exchange while backward runs;  machine: known links, for `auto`;  sabotage: a
-    planted bug, by its name; meeting: where servers are, of a training whose workers come and
-    go.
+    Attributes:
+        overlap: Exchange gradients while backward runs.
+        machine: Known links of the machine, used by `auto`.
+        inject_fault: Name of a fault to inject, or None.
+        endpoints: Where the servers are, in a training that workers can join and leave; otherwise
+            None.
     """
 
     overlap: bool = True
@@ -54,7 +64,12 @@ class ExchangeOptions:
     endpoints: Any = None
 
     def is_server(self, strategy: Strategy, rank: int) -> bool:
-        """Is this rank a server?"""
+        """Return whether a rank is a server.
+
+        Args:
+            strategy: The strategy of the training.
+            rank: The rank to ask about. With endpoints, the answer is for this process.
+        """
         return (
             strategy.is_server(rank)
             if self.endpoints is None
@@ -66,15 +81,27 @@ class ExchangeOptions:
 class Replica:
     """What this rank holds of a training.
 
-    module: the model, or its part, and the loss, whose forward gives the sum of losses;
-    clip_norm: as in Job;  some_unused: some rank's parameters got no gradient when the model
-    was looked at;  layout: which part of the model this is;  forward: one of model and loss on
-    this rank's first micro-batch, which leaves nothing behind (rehearsed=True: without
-    autocast); kept: the whole model is wanted as it is;  steps: that were made before;
-    restored: what exchanges of the strategy of a checkpoint keep (`kept`);  scheduler: the
-    job's, or None;  alike: around calls that draw (an update);  full: samples of a full batch;
-    follows: parameters that are not trained, and that forwards were seen to change;  seed: the
-    job's.
+    Attributes:
+        module: The model (or its part on this rank) and the loss. Its forward pass gives the sum of
+            losses.
+        optimizer: The optimizer of the parameters on this rank.
+        clip_norm: As in Job.
+        has_unused_parameters: On some rank, parameters got no gradient when the model was
+            inspected.
+        layout: Which part of the model this is.
+        forward: Runs model and loss on the first micro-batch of this rank and leaves no changes.
+            With rehearsed=True it runs without autocast.
+        keeps_whole_model: The whole model is needed as it is on this rank.
+        completed_steps: Steps made before this run.
+        restored_tensors: Tensors from a checkpoint that an exchange of its strategy saved
+            (`collect_saved_tensors`).
+        scheduler: The scheduler of the job, or None.
+        draw_alike: Runs a function that may draw (an update), so that all ranks draw the same
+            numbers.
+        full_batch: Number of samples of a full batch.
+        changed_by_forward: Names of parameters that are not trained and that forward passes
+            changed.
+        seed: The seed of the job.
     """
 
     module: LossModule
@@ -96,24 +123,46 @@ class Replica:
 
 
 class Exchange(ABC):
-    """Of a rank that holds all parameters of its part of the model and, before the update,
-    their mean gradients where backward leaves them. Names are the part's own.
+    """Base class of exchanges.
 
-    What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it
-    together. Set in every step, after `begin`: `stop`, this rank was asked to stop, or, from
-    `average` on, some other that it has heard of;  `own_samples`: of its share;  `epoch`;
-    before `finish`, `doubt`: of its weight, what may be that of nothing (`Summed.doubts`);
-    before `average`, `weight`: of what gradients are of, and `share`, what of all is this
-    replica's, as who has the loss told it. To be read: `sent`, bytes by kind in this step;
-    `largest`: bytes it keeps in memory;  `sharing`: ranks that hold parameters together, each
-    all of them;  `again`: its share was applied before;  `apart`: this rank steps by the
-    gradient of its own share, to which no other adds;  `asked`: ranks that were asked to stop,
-    where all heard of it in an update.
+    Each rank holds all parameters of its part of the model. Before the update it holds their mean
+    gradients, in the place where backward leaves gradients. Names are those of the part. A subclass
+    replaces what differs, at least `finish` and `reduce_totals`. The constructor is collective: all
+    ranks call it together.
 
-    shards: where replicas hold the parameters together, each some: of what `parts`, this rank's
-    by name, are parts; so are gradients and state then, no rank can run the model alone but in
-    `evaluating`, and `hollow` is the model without values. keeps: by what names `kept` tells
-    what a checkpoint is to hold beside the optimizer's state.
+    Args:
+        replica: What this rank holds of the training.
+
+    Attributes:
+        sharing_ranks: Number of ranks that share one copy of all parameters in memory.
+        saved_names: Names under which `collect_saved_tensors` saves tensors in a checkpoint, in
+            addition to the optimizer state.
+        shard_layout: Layout of the shards if replicas divide the parameters among them, otherwise
+            None. Then gradients and state are also divided, and a rank can run the model alone only
+            in `use_evaluation_weights`.
+        shard_tensors: If the parameters are divided, the shards of this rank by name.
+        empty_model: If the parameters are divided, the model without values.
+        stop_requested: This rank got a request to stop; from `average` on, also if this rank knows
+            of such a request on another rank. Set in every step after `begin`.
+        local_samples: Samples in the share of this rank. Set in every step after `begin`.
+        epoch: The present epoch. Set in every step after `begin`.
+        already_applied: The share of this rank was applied before.
+        steps_alone: This rank updates with the gradient of its own share only.
+        stop_requests: Number of ranks with a request to stop, if an update shared it.
+        doubtful_weight: The part of the weight that may stand for no sample (`LossModule.doubts`).
+            Set before `finish`.
+        weight: Weight of the samples behind the gradients. Set before `average`.
+        weight_share: Fraction of the whole weight that belongs to this replica, as shared by the
+            rank that holds the loss. Set before `average`.
+        loss_module: The model and the loss.
+        optimizer: The optimizer.
+        clip_norm: As in Job.
+        layout: Which part of the model this rank holds.
+        module: The module that runs forward and backward; a subclass may wrap it.
+        parameters: All parameters of the model on this rank.
+        trained_at_start: (name, parameter, requires_grad) at the first step.
+        sent_bytes: Bytes sent in this step, by kind.
+        peak_bytes: Bytes that the exchange keeps in memory.
     """
 
     sharing_ranks = 1
@@ -136,23 +185,26 @@ class Exchange(ABC):
         self.optimizer = replica.optimizer
         self.clip_norm = replica.clip_norm
         self.layout = replica.layout
-        # what forward and backward run: an exchange may wrap it
         self.module: nn.Module = replica.module
         self.parameters = list(replica.module.model.parameters())
-        # what is trained, from the first step on
+        # the set of trained parameters is fixed at the first step
         self.trained_at_start: list[tuple[str, Tensor, bool]] = []
         self.sent_bytes: dict[str, dict[str, Any]] = {}
         self.peak_bytes = 0
 
     # ---- in a step ---------------------------------------------------------------------------
     def begin(self) -> None:
-        """A step begins: nothing was sent in it yet."""
+        """Start a step: reset the count of bytes, and set the optimizer to training mode."""
         self.sent_bytes = {}
         set_optimizer_mode(self.optimizer, "train")
 
     def refuse_refrozen(self) -> None:
-        """For `begin` of those who exchange what was trained when they were made. Raises
-        StepFailed.
+        """Refuse parameters that were frozen or unfrozen after the first step.
+
+        Exchanges that fix the set of trained parameters at construction call this in `begin`.
+
+        Raises:
+            StepFailed: A parameter was frozen or unfrozen since then.
         """
         self.trained_at_start = self.trained_at_start or [
             (name.removeprefix("model."), each, each.requires_grad)
@@ -169,45 +221,70 @@ class Exchange(ABC):
             )
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward and backward of one micro-batch."""
+        """Return the context around the forward and backward passes of one micro-batch.
+
+        Args:
+            last: Whether this is the last micro-batch of the step.
+        """
         return contextlib.nullcontext()
 
-    # most wait for the end of backward
+    # most exchanges wait for the end of backward
     def mark_ready(self, parameter: nn.Parameter) -> None:  # noqa: B027
-        """Passes of their own may say that a gradient is final, micro-batches summed: it may
-        travel while they go on.
+        """Announce that the gradient of a parameter is final, with all micro-batches summed.
+
+        Passes of a technique may call this, so that the gradient is sent while they continue.
+
+        Args:
+            parameter: The parameter; its gradient is final.
         """
 
     @abstractmethod
     def finish(self, weight: float, loss: float) -> None:
-        """After the last backward, with this rank's own sums over the micro-batches: gradients
-        are summed over ranks.
+        """Sum gradients over ranks, after the last backward pass.
+
+        Args:
+            weight: Weight of the samples of this rank, summed over its micro-batches.
+            loss: Loss of this rank, summed over its micro-batches.
         """
 
     @abstractmethod
     def reduce_totals(self) -> list[float]:
-        """(weight, loss, ranks asked to stop, doubtful weight), summed over replicas; of the
-        wish to stop all ranks hear.
+        """Return the totals over all replicas.
+
+        Returns:
+            (weight, loss, ranks with a request to stop, doubtful weight). All ranks get the number
+            of requests to stop.
         """
 
     def average(self, weight: float) -> None:
-        """The one division by the global weight."""
-        # of some parts, none
+        """Divide the gradients by the global weight; this is the only division.
+
+        Args:
+            weight: The weight summed over all replicas.
+        """
+        # a part of a model may have no gradients
         if gradients := [
             parameter.grad for parameter in self.parameters if parameter.grad is not None
         ]:
             torch._foreach_div_(gradients, weight)
 
     def refuse_zero_weight(self) -> None:
-        """In the place of `average`, where the weight is 0."""
+        """Refuse a batch of weight 0; called in place of `average`.
+
+        Raises:
+            StepFailed: Always, in this class.
+        """
         raise StepFailed("no sample of this batch counts: its weight is 0")
 
     def gather_mean_gradients(self) -> dict[str, Tensor | None]:
-        """The mean gradient of every parameter, between `average` and `update`. Collective."""
+        """Return the mean gradient of every parameter, between `average` and `update`.
+
+        Collective.
+        """
         return self.gather_gradients()
 
     def update(self) -> None:
-        """Clipping and the optimizer."""
+        """Clip the gradients and run the optimizer."""
         if self.clip_norm is not None:
             self.layout.clip_gradients(
                 dict(self.loss_module.model.named_parameters()), self.clip_norm
@@ -215,54 +292,71 @@ class Exchange(ABC):
         self.optimizer.step()
 
     def serve(self) -> None:  # noqa: B027         # most have no servers
-        """Of a rank that is a server: until the workers dismiss it. It has no steps, and no
-        batches.
+        """Run a server rank until the workers dismiss it.
+
+        A server has no steps and no batches.
         """
 
     def dismiss_servers(self) -> None:  # noqa: B027         # most have no servers
-        """Of a worker, when the run has come to its end: let the servers go. Collective of all
-        workers; not after a failure, where some no longer come.
+        """Let the servers end, when the run has ended on this worker.
+
+        Collective over all workers. It is not called after a failure, because some workers may be
+        gone.
         """
 
     def find_cause(self, error: Exception) -> Exception:
-        """What was raised in a step, or what it was raised for, where somebody in between says
-        less.
+        """Return the error that caused another error in a step.
+
+        Args:
+            error: The error that was raised in the step.
+
+        Returns:
+            The original error, if a library in between raised a less specific one.
         """
         return error
 
-    # ---- what others look at -----------------------------------------------------------------
+    # ---- read by the trainer, tests and checkpoints ------------------------------------------
     def use_evaluation_weights(self) -> contextlib.AbstractContextManager[Any]:
-        """The model as what the run stands for (before a test, or when it is saved); afterwards
-        as it was. Collective.
+        """Return a context in which the model has the weights to evaluate or save.
+
+        Afterwards the model is as it was before. Collective.
         """
         return use_optimizer_eval_mode(self.optimizer, self.parameters)
 
     def adopt_effective_weights(self) -> None:  # noqa: B027         # most replicas are equal
-        """From here on the model is what the run stands for, where replicas differ.
+        """Set the model to the effective weights of the run for good, if replicas differ.
+
         Collective.
         """
 
     def use_effective_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The same for a while; afterwards every replica is as it was. Collective."""
+        """Return a context in which the model has the effective weights of the run.
+
+        Afterwards every replica is as it was before. Collective.
+        """
         return contextlib.nullcontext()
 
     def collect_saved_tensors(self) -> OptimizerState:
-        """What a checkpoint is to hold beside the optimizer's state; as `state`, within
-        `standing`. Collective.
+        """Return tensors that a checkpoint saves in addition to the optimizer state.
+
+        The form is that of `gather_optimizer_state`. It is called within `use_effective_weights`.
+        Collective.
         """
         return {}
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of every parameter as the last update used it (mean, clipped); until any
-        rank begins the next step.
+        """Return the gradient of every parameter as the last update used it (mean, clipped).
+
+        The result is valid until any rank begins the next step.
         """
         return {
             name: parameter.grad for name, parameter in self.loss_module.model.named_parameters()
         }
 
     def gather_optimizer_state(self) -> OptimizerState:
-        """The optimizer's state of this part of the model; whole on rank 0 of those that hold
-        the same. Collective.
+        """Return the optimizer state of this part of the model. Collective.
+
+        The state is complete on rank 0 of the ranks that hold the same part.
         """
         names = {parameter: name for name, parameter in self.loss_module.model.named_parameters()}
         return {
@@ -272,52 +366,90 @@ class Exchange(ABC):
         }
 
     def count_bytes(self, kind: str, number: int, *, computed: bool) -> None:
-        """Bytes of a kind that this rank sends in this step; computed: by a closed form."""
-        before = self.sent_bytes.get(kind, {"bytes": 0})["bytes"]
-        self.sent_bytes[kind] = {"bytes": before + number, "computed": computed}
+        """Add bytes that this rank sends in this step.
+
+        Args:
+            kind: Name of the kind of message.
+            number: Bytes to add.
+            computed: Whether the number comes from a formula, not from a measurement.
+        """
+        counted = self.sent_bytes.get(kind, {"bytes": 0})["bytes"]
+        self.sent_bytes[kind] = {"bytes": counted + number, "computed": computed}
 
     def close(self) -> None:  # noqa: B027         # most hold nothing
-        """Let go of what the exchange holds; the model is a plain one again."""
+        """Release what the exchange holds. The model is a plain module again."""
 
 
 @contextlib.contextmanager
 def refuse_moved_parameters(
     exchange: Exchange, parameters: Mapping[str, Tensor], layout: Layout, replicas: int
 ) -> Iterator[None]:
-    """Around the passes of a step. Raises StepFailed where a forward changes a parameter that
-    other ranks have too, in one place or, of a model that is cut, in copies: it may do so for
-    the first time long after the first step (an embedding with max_norm).
+    """Refuse a forward pass that changes a parameter which other ranks have too.
+
+    The context surrounds the passes of a step. The other ranks share the parameter in memory, or
+    they hold copies of it in a divided model. Such a change may come long after the first step (an
+    embedding with max_norm).
+
+    Args:
+        exchange: The exchange of this rank.
+        parameters: The parameters of this rank by name.
+        layout: Which part of the model this rank holds.
+        replicas: Number of replicas.
+
+    Raises:
+        StepFailed: A forward pass has changed such a parameter.
     """
     watched = (
         parameters if exchange.sharing_ranks > 1 else layout.select_copies(parameters, replicas)
     )
-    before = [(name, each, each._version) for name, each in watched.items()]
+    versions = [(name, each, each._version) for name, each in watched.items()]
     yield
-    if moved := [name for name, each, version in before if each._version != version]:
+    if changed := [name for name, each, version in versions if each._version != version]:
         raise StepFailed(
             SHARED_PARAMETER_CHANGED if exchange.sharing_ranks > 1 else UNCARRIED_PARAMETER_CHANGED,
-            tensor=", ".join(moved[:3]),
+            tensor=", ".join(changed[:3]),
         )
 
 
 def check_totals(exchange: Exchange) -> list[float]:
-    """What an exchange, anybody's, says that it counted."""
-    told = list(exchange.reduce_totals())
-    if len(told) != 4:
+    """Return the totals of an exchange, after a check of their number.
+
+    Args:
+        exchange: Any exchange, also one of the user.
+
+    Returns:
+        (weight, loss, ranks with a request to stop, doubtful weight).
+
+    Raises:
+        StepFailed: The exchange returned another number of values.
+    """
+    totals = list(exchange.reduce_totals())
+    if len(totals) != 4:
         raise StepFailed(
-            f"reduce_totals() of {type(exchange).__name__} gives {len(told)} numbers; give four: "
+            f"reduce_totals() of {type(exchange).__name__} gives {len(totals)} numbers; give four: "
             f"weight, "
             f"loss, ranks "
             "asked to stop, doubtful weight"
         )
-    return told
+    return totals
 
 
 class NoExchange(Exchange):
-    """Of one replica, serial's: gradients stay where backward puts them."""
+    """The exchange of a single replica (serial): gradients stay as backward leaves them.
+
+    Attributes:
+        totals: The numbers that `finish` received, as `reduce_totals` returns them.
+    """
 
     def finish(self, weight: float, loss: float) -> None:
+        """Store the totals of this rank.
+
+        Args:
+            weight: Weight of the samples of this rank.
+            loss: Summed loss of this rank.
+        """
         self.totals = [weight, loss, float(self.stop_requested), self.doubtful_weight]
 
     def reduce_totals(self) -> list[float]:
+        """Return the totals of this rank."""
         return self.totals

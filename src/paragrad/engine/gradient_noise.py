@@ -1,10 +1,12 @@
-"""What the gradient noise scale is made of: how long the gradient of a few samples is, and that
-of all.
+"""Measure gradient norms for the gradient noise scale.
 
-Of a rank's first micro-batch it is taken as backward leaves it, before anything is exchanged,
-fed back or clipped; of the whole batch once it is a mean. No message is sent for it: each rank
-writes its own into the record, which makes the scale of all (`record.noise_scale`). In a step
-that is measured every gradient is read twice more.
+The scale compares the norm of the gradient of a few samples with that of the whole batch. The first
+norm is that of the first micro-batch of a rank, as backward leaves the gradient. It is then not yet
+exchanged, compensated or clipped. The second norm is measured once the gradient of the batch is a
+mean.
+
+No message is sent. Each rank writes its norms into the record, which computes the scale from all of
+them (`record.noise_scale`). In a measured step every gradient is read twice more.
 """
 
 from __future__ import annotations
@@ -22,16 +24,27 @@ from paragrad.strategies.strategy import Strategy
 
 
 class GradientNorms:
-    """Of one rank. every: measured in every so many steps, from the first on (0: never);  told:
-    of this step [|g|^2 of the first micro-batch, what that weighs, |g|^2 of the whole batch],
-    or None.
+    """Measures gradient norms on one rank.
+
+    Args:
+        parameters: The parameters of this rank.
+        interval: Measure in the steps 0, interval, 2 * interval, ...; 0: never.
+
+    Attributes:
+        interval: As the argument.
+        measurement: [|g|^2 of the first micro-batch, its weight, |g|^2 of the whole batch] of this
+            step, or None.
+        is_measured: Whether this step is measured.
+        squares: Squared norm of each gradient of the first micro-batch while its backward runs,
+            else None.
+        first_micro_batch: (|g|^2, weight) of the first micro-batch, or None.
+        handles: The hooks on the parameters.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], interval: int) -> None:
         self.interval = interval
         self.measurement: list[float] | None = None
-        self.is_measured = False  # is this step measured?
-        # of the first micro-batch, while its backward runs
+        self.is_measured = False
         self.squares: dict[int, Tensor] | None = None
         self.first_micro_batch: tuple[float, float] | None = None
         self.handles = [
@@ -41,15 +54,23 @@ class GradientNorms:
         ]
 
     def begin_step(self, step: int, rehearsed: bool) -> None:
-        """A step begins. rehearsed: it is put back."""
+        """Start a step.
+
+        Args:
+            step: Number of the step.
+            rehearsed: The step will be undone, so it is not measured.
+        """
         self.is_measured = bool(self.interval) and step % self.interval == 0 and not rehearsed
         self.first_micro_batch = None
         self.measurement = None
 
     @contextlib.contextmanager
     def measure_backward(self, number: int, divisor: float) -> Iterator[None]:
-        """Around the backward of a micro-batch. divisor: by which its gradient becomes a mean,
-        0 where nothing counts.
+        """Measure the gradient of the first micro-batch while its backward pass runs.
+
+        Args:
+            number: Index of the micro-batch; only 0 is measured.
+            divisor: The gradient divided by this is a mean; 0 if no sample counts.
         """
         if number or not self.is_measured:
             yield
@@ -69,22 +90,27 @@ class GradientNorms:
     def measure_mean_gradient(
         self, gather_gradients: Callable[[], Mapping[str, Tensor | None]]
     ) -> None:
-        """The gradients are means now, which that function tells."""
-        found = [
+        """Measure the gradient of the whole batch.
+
+        Args:
+            gather_gradients: Returns the mean gradients by name.
+        """
+        squares = [
             _compute_squared_norm(each)
             for each in (gather_gradients().values() if self.is_measured else ())
             if each is not None
         ]
-        if self.first_micro_batch is not None and found:
-            told = [*self.first_micro_batch, _sum_squares(found)]
-            self.measurement = told if all(map(math.isfinite, told)) else None
+        if self.first_micro_batch is not None and squares:
+            measurement = [*self.first_micro_batch, _sum_squares(squares)]
+            self.measurement = measurement if all(map(math.isfinite, measurement)) else None
 
     @property
     def record_entry(self) -> dict[str, list[float] | None]:
-        """What the record says of the step."""
+        """The entry of the record for this step."""
         return {"noise": self.measurement} if self.interval else {}
 
     def close(self) -> None:
+        """Remove the hooks from the parameters."""
         for handle in self.handles:
             handle.remove()
 
@@ -103,11 +129,18 @@ def _sum_squares(squares: Iterable[Tensor]) -> float:
 
 
 def explain_no_measurement(strategy: Strategy) -> str | None:
-    """Why a resolved strategy's noise scale cannot be measured, with the repair, or None."""
-    divided = any(axis.divides != "samples" for axis in strategy.axes)
+    """Explain why the noise scale of a strategy cannot be measured, with the repair.
+
+    Args:
+        strategy: A resolved strategy.
+
+    Returns:
+        The explanation, or None if it can be measured.
+    """
+    divides_model = any(axis.divides != "samples" for axis in strategy.axes)
     compressed = find_compressor(strategy) is not None
     if (
-        divided
+        divides_model
         or strategy.shards_parameters
         or strategy.servers
         or not (strategy.exact or compressed)

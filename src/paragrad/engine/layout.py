@@ -1,8 +1,8 @@
-"""Layout: which part of which serial tensor a rank holds, and the serial model put together
-again.
+"""The layout: which part of which serial tensor a rank holds, and how to assemble the serial model.
 
-Written once for all techniques that cut: from it follow checkpoints, the comparison with one
-worker, the norm of gradients, the gradients of what several ranks own, and who tells the loss.
+All techniques that divide a model use this module. Several features follow from the layout:
+checkpoints, the comparison with one worker, and the norm of gradients. It also gives the gradients
+of tensors that several ranks own, and the ranks that share the loss.
 """
 
 from __future__ import annotations
@@ -24,20 +24,26 @@ from paragrad.errors import StepFailed
 from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.runtime.world import World
 
-# start to stop along the first dimensions of a tensor; the others whole
+# start to stop along the first dimensions of a tensor; the other dimensions are whole
 TensorBox = tuple[slice, ...]
-# an optimizer's, by the parameter's name, then by what
+# the state of an optimizer, by parameter name, then by entry
 OptimizerState = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a local tensor holds of a serial one, of that name and shape.
+    """Which part of a serial tensor a local tensor is.
 
-    where: all of it (None), elements of it in a row (a range), or boxes, which follow each
-    other along `dim` of the local tensor (the heads of this rank in a fused qkv are three);
-    counts: this copy is the one that counts, in norms, bytes and files: of every element that
-    of exactly one rank does;  owners: worlds over which its gradient is still to be summed.
+    Attributes:
+        name: Name of the serial tensor.
+        shape: Shape of the serial tensor.
+        where: Which elements are here. None: all. A range: these elements of the flat tensor.
+            Boxes: these blocks, joined along `dim` of the local tensor (for a fused qkv, the heads
+            of this rank are three boxes).
+        dim: Dimension of the local tensor along which boxes are joined.
+        is_primary: This copy counts in norms, bytes and files. For each element, exactly one rank
+            has the primary copy.
+        gradient_worlds: Worlds over which its gradient must still be summed.
     """
 
     name: str
@@ -48,7 +54,14 @@ class ShardSpec:
     gradient_worlds: tuple[World, ...] = ()
 
     def extract_shard(self, serial: Tensor) -> Tensor:
-        """The part, out of the serial tensor; a copy."""
+        """Copy the part out of the serial tensor.
+
+        Args:
+            serial: The serial tensor.
+
+        Returns:
+            A new tensor with the local shape.
+        """
         if self.where is None:
             return serial.detach().clone()
         if isinstance(self.where, range):
@@ -56,7 +69,12 @@ class ShardSpec:
         return torch.cat([serial.detach()[box] for box in self.where], self.dim)
 
     def insert_shard(self, part: Tensor, serial: Tensor) -> None:
-        """The part, into its place in the serial tensor."""
+        """Copy the part into its place in the serial tensor.
+
+        Args:
+            part: The local tensor.
+            serial: The serial tensor, changed in place.
+        """
         if self.where is None:
             serial.copy_(part)
         elif isinstance(self.where, range):
@@ -71,23 +89,38 @@ class ShardSpec:
                 place.copy_(each)
 
     def compose_with(self, earlier: ShardSpec) -> ShardSpec:
-        """The same in terms of the serial model, where this is a part of what an earlier cut
-        left of it.
+        """Express this part of an earlier part in terms of the serial model.
+
+        Args:
+            earlier: The part of the serial tensor from which this part is taken.
+
+        Returns:
+            The part in terms of the serial tensor.
+
+        Raises:
+            StepFailed: Both divide the tensor.
         """
         if self.where is not None and earlier.where is not None:
             raise StepFailed("two cuts divide it; leave one of them out", tensor=earlier.name)
-        cut = self if earlier.where is None else earlier
+        divider = self if earlier.where is None else earlier
         return ShardSpec(
             earlier.name,
             earlier.shape,
-            cut.where,
-            cut.dim,
+            divider.where,
+            divider.dim,
             self.is_primary and earlier.is_primary,
             self.gradient_worlds + earlier.gradient_worlds,
         )
 
     def has_overlap(self, other: ShardSpec) -> bool:
-        """Do two parts of one tensor have an element in common?"""
+        """Return whether two parts of one tensor have an element in common.
+
+        Args:
+            other: Another part of the same tensor.
+
+        Raises:
+            StepFailed: One part is a range and the other one is made of boxes.
+        """
         if self.where is None or other.where is None:
             return True
         if isinstance(self.where, range) and isinstance(other.where, range):
@@ -113,51 +146,69 @@ def _get_slice_stop(part: slice, size: int) -> int:
 
 
 def assemble_tensors(parts: Iterable[tuple[ShardSpec, Tensor | None]]) -> dict[str, Tensor | None]:
-    """Serial tensors by name, from parts; None where no part of one is there."""
-    found: dict[str, Tensor | None] = {}
-    for held, part in parts:
-        serial = found.setdefault(held.name, None)
+    """Assemble serial tensors from their parts.
+
+    Args:
+        parts: (spec, part) pairs; the part is None if the tensor has no value.
+
+    Returns:
+        The serial tensors by name; None if no part of a tensor has a value.
+
+    Raises:
+        StepFailed: A part does not have the shape that its spec says.
+    """
+    serial_tensors: dict[str, Tensor | None] = {}
+    for spec, part in parts:
+        serial = serial_tensors.setdefault(spec.name, None)
         if part is not None:
             if serial is None:
-                serial = torch.zeros(held.shape, dtype=part.dtype, device=part.device)
-                found[held.name] = serial
+                serial = torch.zeros(spec.shape, dtype=part.dtype, device=part.device)
+                serial_tensors[spec.name] = serial
             try:
-                held.insert_shard(part, serial)
+                spec.insert_shard(part, serial)
             except RuntimeError as error:
                 raise StepFailed(
                     f"a part of it has the shape {tuple(part.shape)} now, and had another one when "
                     f"the model was "
                     "cut",
-                    tensor=held.name,
+                    tensor=spec.name,
                 ) from error
-    return found
+    return serial_tensors
 
 
 def assemble_optimizer_state(parts: Iterable[tuple[ShardSpec, dict[str, Any]]]) -> OptimizerState:
-    """An optimizer's state in serial shapes, from that of parts; numbers are those of any
-    part.
+    """Assemble an optimizer state in serial shapes from the state of parts.
+
+    Args:
+        parts: (spec, state of the part) pairs.
+
+    Returns:
+        The state by parameter and entry. Entries that are numbers come from any one part.
     """
-    found: OptimizerState = {}
+    assembled: OptimizerState = {}
     tensors = []
-    for held, values in parts:
-        for what, value in values.items():
-            if held.where is None or not isinstance(value, Tensor) or not value.dim():
-                found.setdefault(held.name, {})[what] = value
+    for spec, values in parts:
+        for entry, value in values.items():
+            if spec.where is None or not isinstance(value, Tensor) or not value.dim():
+                assembled.setdefault(spec.name, {})[entry] = value
             else:
-                tensors.append((replace(held, name=f"{held.name}/{what}"), value))
+                tensors.append((replace(spec, name=f"{spec.name}/{entry}"), value))
     for name, value in assemble_tensors(tensors).items():
-        parameter, _, what = name.rpartition("/")
-        found.setdefault(parameter, {})[what] = value
-    return found
+        parameter, _, entry = name.rpartition("/")
+        assembled.setdefault(parameter, {})[entry] = value
+    return assembled
 
 
 def install_shards(
     optimizer: torch.optim.Optimizer, shards: Mapping[Tensor, Sequence[tuple[ShardSpec, Tensor]]]
 ) -> None:
-    """Give an optimizer parts, and their part of the state, in place of parameters: {parameter:
-    [(which, the part)]}.
+    """Replace the parameters of an optimizer by their shards, and divide their state.
+
+    Args:
+        optimizer: The optimizer, changed in place.
+        shards: For each parameter, its (spec, shard) pairs.
     """
-    before = optimizer.state
+    old_state = optimizer.state
     optimizer.state = type(optimizer.state)(dict, select_global_state(optimizer))
     for group in optimizer.param_groups:
         pairs = [
@@ -165,13 +216,13 @@ def install_shards(
             for parameter in group["params"]
             for each in shards.get(parameter, ())
         ]
-        for parameter, which, part in pairs:
-            if parameter in before:
+        for parameter, spec, part in pairs:
+            if parameter in old_state:
                 optimizer.state[part] = {
-                    what: which.extract_shard(value)
+                    entry: spec.extract_shard(value)
                     if isinstance(value, Tensor) and value.dim()
                     else copy.deepcopy(value)
-                    for what, value in before[parameter].items()
+                    for entry, value in old_state[parameter].items()
                 }
         group["params"] = [part for *_, part in pairs]
 
@@ -179,10 +230,20 @@ def install_shards(
 class Layout:
     """What this rank holds of a model, by local name.
 
-    world: the ranks that hold one replica together;  serial: the names of the serial model's
-    tensors;  gives: the output and the loss are on this rank. An uncut model is a layout too,
-    of no parts. To be read: `sent`, bytes of its own messages; `givers`: ranks of a replica
-    that have the loss.
+    A model that is not divided also has a layout, without parts.
+
+    Args:
+        world: The ranks that together hold one replica.
+        specs: For each local tensor, which part of which serial tensor it is; None: the model is
+            not divided.
+        serial_names: Names of the tensors of the serial model.
+        has_output: The output and the loss are on this rank.
+
+    Attributes:
+        is_partitioned: Whether the model is divided.
+        sent_bytes: Bytes of the messages of this layout.
+        output_rank_count: Number of ranks of a replica that have the loss.
+        divided_names: Serial parameters of which several ranks hold a part; None until it is known.
     """
 
     def __init__(
@@ -199,14 +260,22 @@ class Layout:
         self.is_partitioned = specs is not None
         self.sent_bytes = 0
         self.output_rank_count = 1
-        # serial parameters of which several ranks hold a part, once known
         self.divided_names: list[str] | None = None
 
     def gather_serial_tensors(
         self, tensors: Mapping[str, Tensor | None], on_all_ranks: bool = True
     ) -> dict[str, Tensor | None]:
-        """The serial tensors of which these are the local ones, on every rank, or on the first
-        alone. Collective.
+        """Assemble serial tensors from local tensors. Collective.
+
+        Args:
+            tensors: Local tensors by local name.
+            on_all_ranks: Return the result on every rank; otherwise only on the first one.
+
+        Returns:
+            The serial tensors by name.
+
+        Raises:
+            StepFailed: A tensor was created after the model was divided.
         """
         if not self.is_partitioned:
             return dict(tensors)
@@ -217,49 +286,66 @@ class Layout:
                 "constructor, or train it with data(n)",
                 tensor=", ".join(late[:3]),
             )
-        told = self.world.gather_objects(
+        gathered = self.world.gather_objects(
             [
                 (replace(self.specs[name], gradient_worlds=()), copy_to_host(tensor))
                 for name, tensor in tensors.items()
                 if self.specs[name].is_primary
             ]
         )
-        found = assemble_tensors(each for parts in told for each in parts)
-        found = self.world.broadcast_object(found) if on_all_ranks else found
+        serial_tensors = assemble_tensors(each for parts in gathered for each in parts)
+        serial_tensors = (
+            self.world.broadcast_object(serial_tensors) if on_all_ranks else serial_tensors
+        )
         return {
-            name: None if (tensor := found[name]) is None else tensor.to(self.world.device)
+            name: None if (tensor := serial_tensors[name]) is None else tensor.to(self.world.device)
             for name in self.serial_names
-            if name in found
+            if name in serial_tensors
         }
 
     def gather_serial_state(self, state: OptimizerState) -> OptimizerState:
-        """An optimizer's state in serial shapes, on the first rank. Collective."""
+        """Assemble an optimizer state in serial shapes, on the first rank. Collective.
+
+        Args:
+            state: The state of the parameters on this rank.
+        """
         if not self.is_partitioned:
             return state
-        told = self.world.gather_objects(
+        gathered = self.world.gather_objects(
             [
                 (
                     replace(self.specs[name], gradient_worlds=()),
-                    {what: copy_to_host(value) for what, value in values.items()},
+                    {entry: copy_to_host(value) for entry, value in values.items()},
                 )
                 for name, values in state.items()
                 if self.specs[name].is_primary
             ]
         )
-        return assemble_optimizer_state(each for parts in told for each in parts)
+        return assemble_optimizer_state(each for parts in gathered for each in parts)
 
     def select_local_state(self, state: OptimizerState) -> OptimizerState:
-        """What of a state in serial shapes belongs to this rank's parts."""
+        """Return the part of a serial state that belongs to this rank.
+
+        Args:
+            state: A state in serial shapes.
+        """
         if not self.is_partitioned:
             return state
         return {
-            name: {what: held.extract_shard(value) for what, value in state[held.name].items()}
-            for name, held in self.specs.items()
-            if held.name in state
+            name: {entry: spec.extract_shard(value) for entry, value in state[spec.name].items()}
+            for name, spec in self.specs.items()
+            if spec.name in state
         }
 
     def compute_norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
-        """The 2-norm of every serial tensor of which these are the local ones. Collective."""
+        """Compute the 2-norm of every serial tensor from local tensors. Collective.
+
+        Args:
+            tensors: Local tensors by local name.
+
+        Returns:
+            The norm of each serial tensor by name, on all ranks.
+        """
         squares = dict.fromkeys(self.serial_names, 0.0)
         for name, tensor in tensors.items():
             if tensor is not None and self.specs[name].is_primary:
@@ -271,8 +357,13 @@ class Layout:
         return dict(zip(squares, sums.tolist(), strict=True))
 
     def clip_gradients(self, parameters: Mapping[str, Tensor], max_norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, by the norm of the serial gradients.
+        """Clip by the norm of the serial gradients, as torch.nn.utils.clip_grad_norm_ does.
+
         Collective.
+
+        Args:
+            parameters: The parameters of this rank by local name.
+            max_norm: The largest norm that is allowed.
         """
         if not self.is_partitioned:
             nn.utils.clip_grad_norm_(parameters.values(), max_norm)
@@ -284,39 +375,44 @@ class Layout:
         nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total)
 
     def sum_shared_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Gradients of what several ranks own become their sum; a part without one is zero
-        where another part of the same serial tensor has one, as in serial. Collective.
+        """Sum the gradients of tensors that several ranks own. Collective.
+
+        If one part of a serial tensor has a gradient, its other parts get a zero gradient, as in
+        serial.
+
+        Args:
+            parameters: The parameters of this rank by local name.
         """
         if not self.is_partitioned:
             return
         if self.divided_names is None:
-            counted = Counter(self.specs[name].name for name in parameters)
+            local_counts = Counter(self.specs[name].name for name in parameters)
             holders = self._all_reduce(
-                torch.tensor([float(counted[name]) for name in self.serial_names])
+                torch.tensor([float(local_counts[name]) for name in self.serial_names])
             ).tolist()
             self.divided_names = [
                 name for name, count in zip(self.serial_names, holders, strict=True) if count > 1
             ]
         if not self.divided_names:
             return
-        there = dict.fromkeys(self.divided_names, 0.0)
-        mine = {
+        has_gradient = dict.fromkeys(self.divided_names, 0.0)
+        shared = {
             name: parameter
             for name, parameter in parameters.items()
-            if self.specs[name].name in there
+            if self.specs[name].name in has_gradient
         }
-        for name, parameter in mine.items():
+        for name, parameter in shared.items():
             if parameter.grad is not None:
-                there[self.specs[name].name] = 1.0
+                has_gradient[self.specs[name].name] = 1.0
         used = dict(
             zip(
-                there,
-                self._all_reduce(torch.tensor([*there.values()]), "MAX").tolist(),
+                has_gradient,
+                self._all_reduce(torch.tensor([*has_gradient.values()]), "MAX").tolist(),
                 strict=True,
             )
         )
-        # as all owners do
-        for name, parameter in sorted(mine.items(), key=lambda item: self.specs[item[0]].name):
+        # in the same order on all owners
+        for name, parameter in sorted(shared.items(), key=lambda item: self.specs[item[0]].name):
             if not used[self.specs[name].name]:
                 continue
             if parameter.grad is None:
@@ -327,8 +423,15 @@ class Layout:
     def select_copies(
         self, parameters: Mapping[str, Tensor], replicas: int
     ) -> Mapping[str, Tensor]:
-        """Those of a model that is cut of which other ranks hold copies: of this replica, or of
-        so many.
+        """Select the parameters of a divided model that other ranks hold copies of.
+
+        Args:
+            parameters: The parameters of this rank by local name.
+            replicas: Number of replicas. With more than one, every parameter of a divided model has
+                copies.
+
+        Returns:
+            These parameters by local name; none if the model is not divided.
         """
         return {
             name: each
@@ -339,15 +442,19 @@ class Layout:
     def find_unequal_copies(
         self, tensors: Mapping[str, Tensor | None], world: World | None = None
     ) -> tuple[int, int, str] | None:
-        """The first two ranks that hold the same part of a serial tensor with other bits, and
-        its name; None. Collective.
+        """Find two ranks with copies of the same part that differ in some bits. Collective.
 
-        world: of all replicas, otherwise of this one.
+        Args:
+            tensors: Tensors of this rank by local name.
+            world: The ranks to compare: those of all replicas, or by default those of this replica.
+
+        Returns:
+            (first rank, second rank, name of the serial tensor) of the first difference, or None.
         """
         world = world or self.world
-        mine = {}
+        local_digests = {}
         for name, tensor in tensors.items():
-            held = self.specs.get(name)
+            spec = self.specs.get(name)
             bits = (
                 b""
                 if tensor is None
@@ -359,27 +466,38 @@ class Layout:
                 .numpy()
                 .tobytes()
             )
-            mine[held.name if held else name, str((held.where, held.dim)) if held else ""] = (
-                hashlib.sha256(bits).digest()
-            )
+            local_digests[
+                spec.name if spec else name, str((spec.where, spec.dim)) if spec else ""
+            ] = hashlib.sha256(bits).digest()
         first: dict[tuple[str, str], tuple[int, bytes]] = {}
-        found = None
-        for rank, theirs in enumerate(world.gather_objects(mine)):
-            for key, digest in theirs.items():
-                holder, seen = first.setdefault(key, (rank, digest))
-                found = (holder, rank, key[0]) if found is None and seen != digest else found
-        return world.broadcast_object(found)  # type: ignore[no-any-return]
+        difference = None
+        for rank, digests in enumerate(world.gather_objects(local_digests)):
+            for key, digest in digests.items():
+                holder, first_digest = first.setdefault(key, (rank, digest))
+                difference = (
+                    (holder, rank, key[0])
+                    if difference is None and first_digest != digest
+                    else difference
+                )
+        return world.broadcast_object(difference)  # type: ignore[no-any-return]
 
     def share_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of all ranks that hold this replica, first of those that have the loss.
-        Collective.
+        """Gather numbers from all ranks of this replica. Collective.
+
+        Args:
+            numbers: The numbers of this rank.
+
+        Returns:
+            One list for each rank. The ranks that have the loss come first.
         """
         if not self.is_partitioned:
             return [list(numbers)]
-        mine = torch.tensor([not self.has_output, *numbers], dtype=torch.float64)
-        self.sent_bytes += count_collective_bytes("all_gather", mine.nbytes, self.world.size)
-        every = [each.tolist() for each in self.world.all_gather(mine)]
-        return [each[1:] for each in sorted(every, key=lambda each: each[0])]
+        local_numbers = torch.tensor([not self.has_output, *numbers], dtype=torch.float64)
+        self.sent_bytes += count_collective_bytes(
+            "all_gather", local_numbers.nbytes, self.world.size
+        )
+        gathered = [each.tolist() for each in self.world.all_gather(local_numbers)]
+        return [each[1:] for each in sorted(gathered, key=lambda each: each[0])]
 
     def _all_reduce(
         self, tensor: Tensor, operation: str = "SUM", subworld: World | None = None
@@ -390,15 +508,29 @@ class Layout:
 
 
 def copy_to_host(value: Any) -> Any:
-    """A tensor as it goes to another process: through the host, and without what it is a view
-    of.
+    """Copy a tensor to the host, so that it can be sent to another process.
+
+    Args:
+        value: A tensor, or any other value.
+
+    Returns:
+        A copy without the rest of the storage that the tensor is a view of. Other values are
+        returned unchanged.
     """
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def build_empty_model(model: nn.Module) -> nn.Module:
-    """The same modules, their parameters and buffers without values. Raises StepFailed where
-    they keep what torch does not copy.
+    """Copy a model with parameters and buffers that have no values.
+
+    Args:
+        model: The model to copy.
+
+    Returns:
+        The same modules, with tensors on the meta device.
+
+    Raises:
+        StepFailed: The model keeps something that torch cannot copy.
     """
     try:
         return copy.deepcopy(model, dict(_make_placeholders(model)))
@@ -413,7 +545,13 @@ def build_empty_model(model: nn.Module) -> nn.Module:
 
 
 def remove_model_values(model: nn.Module) -> None:
-    """Take the values out of a model: who asks for some is told so."""
+    """Replace all tensors of a model by empty tensors.
+
+    An empty tensor raises an error if its values are used.
+
+    Args:
+        model: The model, changed in place.
+    """
     _swap_tensors(
         model,
         {
@@ -426,25 +564,33 @@ def remove_model_values(model: nn.Module) -> None:
 def set_model_values(
     model: nn.Module, tensors: Mapping[str, Tensor | None]
 ) -> dict[str, nn.Parameter]:
-    """Give a vacated model values, by a tensor's first name, but for what others put in the
-    place of one since; its parameters that have some now.
+    """Give values to a model that has none (`remove_model_values`).
+
+    A tensor that the user has replaced since then stays as it is.
+
+    Args:
+        model: The model, changed in place.
+        tensors: Values by the first name of each tensor.
+
+    Returns:
+        The parameters that have values now, by name.
     """
     values: dict[int, Tensor] = {}
-    found: dict[str, nn.Parameter] = {}
+    filled: dict[str, nn.Parameter] = {}
     for name, each in model.named_buffers():
         if (value := tensors.get(name)) is not None and each.is_meta:
             values[id(each)] = value
     for name, parameter in model.named_parameters():
         if (value := tensors.get(name)) is not None and parameter.is_meta:
-            values[id(parameter)] = found[name] = nn.Parameter(
+            values[id(parameter)] = filled[name] = nn.Parameter(
                 value, requires_grad=parameter.requires_grad
             )
     _swap_tensors(model, values)
-    return found
+    return filled
 
 
 def _make_placeholders(model: nn.Module) -> dict[int, Tensor]:
-    """What stands for each parameter and buffer of a model, without values."""
+    """Map the id of each parameter and buffer to a tensor without values."""
     return {
         **{
             id(each): nn.Parameter(each.to("meta"), requires_grad=each.requires_grad)
@@ -459,13 +605,20 @@ def _swap_tensors(model: nn.Module, replacements: Mapping[int, Tensor]) -> None:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
                 if id(tensor) in replacements:
-                    # by which an LSTM hears of it
+                    # not into the dict: with setattr an LSTM updates its own list of weights
                     setattr(module, name, replacements[id(tensor)])
 
 
 def build_filled_model(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> nn.Module:
-    """A hollow model with values: those under a tensor's first name are under its others
-    too.
+    """Copy an empty model and give the copy values.
+
+    Args:
+        model: A model without values (`build_empty_model`).
+        tensors: Values by the first name of each tensor. A tied tensor gets its value under all its
+            names.
+
+    Returns:
+        The copy.
     """
     whole = copy.deepcopy(model)
     first: dict[int, str] = {}

@@ -1,10 +1,12 @@
-"""Does a loss add up? What a job is asked at the door: a batch as a whole against its two
-parts, unequal and collated anew.
+"""Check before training that a loss adds up over the parts of a batch.
 
-The loss of the whole must be the sums of the parts over their weights; otherwise shares and
-micro-batches would be another training. The model runs anew on each part, in training, with the
-same random draws for a sample, so what mixes samples (a mean over the batch inside the model, a
-contrastive loss) shows, and so does padding. In float64 where the model can.
+A batch as a whole is compared with two parts of unequal size, which are collated separately. The
+loss of the whole must equal the sums of the parts over their weights. Otherwise shares and
+micro-batches would train differently.
+
+The model runs again on each part, in training mode, with the same random draws for a sample. So the
+check finds a model that mixes samples (a mean over the batch inside the model, a contrastive loss),
+and padding. It runs in float64 if the model can.
 """
 
 from __future__ import annotations
@@ -32,32 +34,54 @@ from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_module
 from paragrad.engine.state.values import GeneratorState
 from paragrad.jobs.loss import LossModule
 
-MAX_SAMPLES = 5  # samples of the whole: 2 and 3, since some models take no single sample
+MAX_SAMPLES = 5  # samples of the whole: parts of 2 and 3, because some models refuse one sample
 FLOAT64_TOLERANCE = 1e-9  # relative, in float64
-REPEAT_TOLERANCE = 1e-6  # relative, in any type: of the same operations on the same numbers
+REPEAT_TOLERANCE = 1e-6  # relative, in any type: the same operations on the same numbers
 
 
 @dataclass(frozen=True)
 class BatchExcerpt:
-    """Samples at some places of a batch, as the model and the loss take them."""
+    """Some samples of a batch, in the form that the model and the loss receive.
+
+    Attributes:
+        inputs: The inputs.
+        target: The target.
+        positions: Places of the samples in the batch.
+    """
 
     inputs: Any
     target: Any
     positions: list[int]
 
     def convert(self, dtype: torch.dtype, device: torch.device | None = None) -> BatchExcerpt:
-        """device: otherwise where it is."""
+        """Convert the tensors to a type.
+
+        Args:
+            dtype: Type of floating-point tensors.
+            device: Device of the tensors; None: they stay where they are.
+        """
         inputs, target = convert_batch((self.inputs, self.target), device, dtype)
         return BatchExcerpt(inputs, target, self.positions)
 
     def select_places(self, places: list[int]) -> BatchExcerpt:
-        """What stands at some places of it. Raises ValueError where it cannot be cut."""
+        """Select some samples.
+
+        Args:
+            places: Places of the samples in this excerpt.
+
+        Raises:
+            ValueError: The batch cannot be divided into samples.
+        """
         inputs, target = slice_batch((self.inputs, self.target), places, len(self.positions))
         return BatchExcerpt(inputs, target, [self.positions[place] for place in places])
 
     def split_unequally(self) -> list[BatchExcerpt]:
-        """The whole, and cut out of it two parts of unequal size, where it has so many samples.
-        Raises ValueError.
+        """Return the whole and two parts of unequal size; with one sample, only the whole.
+
+        At most `MAX_SAMPLES` samples are used.
+
+        Raises:
+            ValueError: The batch cannot be divided into samples.
         """
         return [
             self.select_places(places)
@@ -65,16 +89,23 @@ class BatchExcerpt:
         ]
 
     def copy_batch(self) -> tuple[Any, Any]:
-        """(inputs, target) for a model that may change them; what is in both stays one
-        tensor.
+        """Copy (inputs, target) for a model that may change them.
+
+        A tensor that is in both stays one tensor.
         """
         inputs, target = clone_batch((self.inputs, self.target))
         return inputs, target
 
 
 def collect_parts(samples: Samples, indices: Sequence[int]) -> list[BatchExcerpt]:
-    """Some samples as a whole, and in two parts of unequal size; alone where it is one
-    sample.
+    """Collate some samples as a whole and in two parts of unequal size.
+
+    Args:
+        samples: The samples of a dataset.
+        indices: Indices of the samples.
+
+    Returns:
+        The whole and the parts; with one sample, only the whole.
     """
     return [
         BatchExcerpt(*separate_target(samples[0, list(indices), positions]), positions)
@@ -83,7 +114,11 @@ def collect_parts(samples: Samples, indices: Sequence[int]) -> list[BatchExcerpt
 
 
 def list_unequal_places(samples: int) -> list[list[int]]:
-    """All places, the first third of them and the rest; alone where it is one."""
+    """Return the places of all samples, of the first third, and of the rest.
+
+    Args:
+        samples: Number of samples. With one sample, only the whole is returned.
+    """
     places = list(range(samples))
     middle = -(-samples // 3)
     return [places, places[:middle], places[middle:]] if samples > 1 else [places]
@@ -91,20 +126,27 @@ def list_unequal_places(samples: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class LossEvaluation:
-    """What the loss returned for a part, the output that it saw, its (sum, weight), and whether
-    the weight is known.
+    """The result of a loss for one part.
+
+    Attributes:
+        value: What the loss returned.
+        output: The output of the model.
+        total: The sum of the loss.
+        weight: The weight.
+        doubtful_weight: The part of the weight that may stand for no sample.
+        weight_known: The weight comes from the loss; it is not only the number of samples.
     """
 
     value: Any
     output: Any
     total: float
     weight: float
-    doubtful_weight: float  # of the weight, what may be that of nothing
-    weight_known: bool  # was the weight more than the number of samples?
+    doubtful_weight: float
+    weight_known: bool
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """Some models compute their loss in float32, whatever their type."""
+        """Type of the loss. Some models compute it in float32, whatever their own type is."""
         value = _get_loss_number(self.value)
         return value.dtype if isinstance(value, Tensor) else torch.float64
 
@@ -116,70 +158,80 @@ def _get_loss_number(value: Any) -> Any:
 def find_additivity_error(
     module: LossModule, parts: list[BatchExcerpt], draws: Draws, in_float64: bool
 ) -> str | None:
-    """What is wrong with a loss, seen on a whole batch and its parts, or None. Generators are
-    the caller's to keep.
+    """Check that a loss on a whole batch equals the loss from its parts.
 
-    tight: the module is in float64; where not, or where its loss is not, the samples in another
-    order tell what is rounding.
+    The caller must restore the random generators.
+
+    Args:
+        module: The model and the loss.
+        parts: The whole, then its parts.
+        draws: The random calls of a forward pass.
+        in_float64: The module is in float64. If it is not, or its loss is not, the samples in
+            another order show how large rounding is.
+
+    Returns:
+        What is wrong, for a message; or None.
     """
     whole, *halves = [_evaluate_loss(module, part, draws) for part in parts]
     if not halves:
         return None
     sums = sum(half.total for half in halves)
     weights = sum(half.weight for half in halves)
-    without = weights - sum(half.doubtful_weight for half in halves)
-    weights = without if _is_close(whole.weight, without, FLOAT64_TOLERANCE) else weights
+    certain_weights = weights - sum(half.doubtful_weight for half in halves)
+    weights = (
+        certain_weights if _is_close(whole.weight, certain_weights, FLOAT64_TOLERANCE) else weights
+    )
     mean = whole.total / (whole.weight or 1.0)
     expected = sums / (weights or 1.0)
     if all(
         each.total == 0.0 == float(_get_loss_number(each.value).detach())
         for each in (whole, *halves)
     ):
-        return None  # nothing counts, so nothing can be seen
+        return None  # no sample counts, so nothing can be checked
     if not torch.isfinite(torch.tensor([mean, expected])).all():
-        # not finite is a matter of the run, which names rank, step and tensor
+        # the run reports a value that is not finite, with rank, step and tensor
         return None
-    near = (
+    tolerance = (
         FLOAT64_TOLERANCE
         if in_float64 and whole.value_dtype == torch.float64
         else _measure_rounding(module, parts[0], draws, mean)
     )
-    if _is_close(mean, expected, near) and _is_close(whole.weight, weights, near):
+    if _is_close(mean, expected, tolerance) and _is_close(whole.weight, weights, tolerance):
         return None
-    if unsteady := _explain_unrepeatable(module, parts[0], draws, mean, near):
-        return unsteady
-    why = _explain_cause(parts, whole, halves, near)
+    if unrepeatable := _explain_unrepeatable(module, parts[0], draws, mean, tolerance):
+        return unrepeatable
+    cause = _explain_cause(parts, whole, halves, tolerance)
     if isinstance(whole.value, tuple):
-        (total, summed), (weight, added) = (
+        (total, summed), (weight, parts_weight) = (
             _format_numbers(whole.total, sums),
             _format_numbers(whole.weight, weights),
         )
         return (
             f"the pair (sum, weight) does not add up: ({total}, {weight}) over a batch, ({summed}, "
-            f"{added}) over its two "
-            f"parts; return plain sums{why}"
+            f"{parts_weight}) over its two "
+            f"parts; return plain sums{cause}"
         )
-    divided_alike = _is_close(whole.weight, weights, near)
-    if divided_alike and _is_close(
-        float(whole.value.detach()), sum(float(half.value.detach()) for half in halves), near
+    same_divisor = _is_close(whole.weight, weights, tolerance)
+    if same_divisor and _is_close(
+        float(whole.value.detach()), sum(float(half.value.detach()) for half in halves), tolerance
     ):
         return (
             "the loss is a bare sum over the batch; return the mean (reduction='mean'), "
             "or the pair (sum, number of samples)"
         )
-    over, from_parts = _format_numbers(mean, expected)
-    told = (
-        f"{over} over a batch of {len(parts[0].positions)}, {from_parts} from its parts of "
+    from_whole, from_parts = _format_numbers(mean, expected)
+    evidence = (
+        f"{from_whole} over a batch of {len(parts[0].positions)}, {from_parts} from its parts of "
         f"{len(parts[1].positions)} and {len(parts[2].positions)}"
     )
-    if not divided_alike:
+    if not same_divisor:
         of_whole, *of_halves = _format_numbers(
             whole.weight, *(half.weight for half in halves), differ_from=weights
         )
-        told += f", which divide by {of_whole} and {' + '.join(of_halves)}"
+        evidence += f", which divide by {of_whole} and {' + '.join(of_halves)}"
     return (
-        f"the loss is no mean over samples: {told}; return the pair (sum, weight) with the "
-        f"weight it divides by{why}"
+        f"the loss is no mean over samples: {evidence}; return the pair (sum, weight) with the "
+        f"weight it divides by{cause}"
     )
 
 
@@ -204,18 +256,23 @@ def _evaluate_loss(module: LossModule, part: BatchExcerpt, draws: Draws) -> Loss
 
 
 def _measure_rounding(module: LossModule, whole: BatchExcerpt, draws: Draws, mean: float) -> float:
-    """How far, relatively, another order of the samples is from this one: four times that, and
-    some eps at least.
+    """Return the tolerance for rounding.
+
+    It is four times the relative deviation of another order of the samples, and at least some eps.
     """
     places = list(range(len(whole.positions)))[::-1]
     try:
-        twin = _evaluate_loss(module, whole.select_places(places), draws)
+        reversed_evaluation = _evaluate_loss(module, whole.select_places(places), draws)
     except ValueError:
         return 1e-4
-    apart = 4 * abs(twin.total / (twin.weight or 1.0) - mean) / max(abs(mean), 1e-6)
+    deviation = (
+        4
+        * abs(reversed_evaluation.total / (reversed_evaluation.weight or 1.0) - mean)
+        / max(abs(mean), 1e-6)
+    )
     coarsest = max(
         [
-            torch.finfo(twin.value_dtype).eps,
+            torch.finfo(reversed_evaluation.value_dtype).eps,
             *(
                 torch.finfo(parameter.dtype).eps
                 for parameter in module.model.parameters()
@@ -223,27 +280,28 @@ def _measure_rounding(module: LossModule, whole: BatchExcerpt, draws: Draws, mea
             ),
         ]
     )
-    return max(64 * torch.finfo(torch.float32).eps, 8 * coarsest, min(apart, 1e-3))
+    return max(64 * torch.finfo(torch.float32).eps, 8 * coarsest, min(deviation, 1e-3))
 
 
 @contextlib.contextmanager
 def disable_batch_statistics() -> Iterator[None]:
-    """Batch norm in training takes no statistics: those are the one thing that may mix samples,
-    and strategies see to it.
+    """Run batch norm in training mode without statistics of the batch.
+
+    Statistics are the only thing that may mix samples, because strategies handle them.
     """
     original = torch.batch_norm  # type: ignore[attr-defined]
     verify = functional._verify_batch_size  # type: ignore[attr-defined]
 
-    def apart(
-        x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: Any
+    def batch_norm_without_statistics(
+        x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any
     ) -> Tensor:
         if training:
             mean = x.new_zeros(x.shape[1])
             variance = x.new_ones(x.shape[1])
-        result: Tensor = original(x, weight, bias, mean, variance, False, *more)
+        result: Tensor = original(x, weight, bias, mean, variance, False, *rest)
         return result
 
-    torch.batch_norm = apart  # type: ignore[attr-defined]
+    torch.batch_norm = batch_norm_without_statistics  # type: ignore[attr-defined]
     functional._verify_batch_size = lambda size: None  # type: ignore[attr-defined]
     try:
         yield
@@ -255,26 +313,27 @@ def disable_batch_statistics() -> Iterator[None]:
 def _explain_unrepeatable(
     module: LossModule, part: BatchExcerpt, draws: Draws, mean: float, tolerance: float
 ) -> str | None:
-    """Does the same part give another number when it is asked again, or is a generator drawn
-    from that belongs to nobody's samples? States that can be seen are put back, so those of
-    modules and losses themselves are looked at.
+    """Explain why the same part has another loss in a second run, or return None.
+
+    A random generator that draws for the batch and not for samples is also reported. States that
+    can be seen are restored, so the states of model and loss are inspected themselves.
     """
     with (
         preserve_module_state(module),
         disable_batch_statistics(),
         key_draws(draws, 0, 0, part.positions),
     ):
-        before = ModuleSnapshot(module)
+        snapshot = ModuleSnapshot(module)
         inputs, target = part.copy_batch()
         module.loss(call_model(module.model, inputs), target)
-        own = [
+        owned = [
             name
-            for name, value in before.collect_module_changes()[1].items()
+            for name, value in snapshot.collect_module_changes()[1].items()
             if isinstance(value, GeneratorState)
         ]
-    if own:
+    if owned:
         return (
-            f"the random generator {own[0]}, of the model's or the loss's own, draws for a batch "
+            f"the random generator {owned[0]}, of the model's or the loss's own, draws for a batch "
             f"and not for its samples; "
             "draw by torch's functions without generator="
         )
@@ -282,11 +341,20 @@ def _explain_unrepeatable(
 
 
 def explain_changed_loss(module: LossModule, part: BatchExcerpt, draws: Draws) -> str | None:
-    """Why the same samples have another loss when it is asked again, or None."""
-    once, anew = (_compute_mean(_evaluate_loss(module, part, draws)) for _ in range(2))
+    """Explain why the same samples have another loss in a second run.
+
+    Args:
+        module: The model and the loss.
+        part: The samples.
+        draws: The random calls of a forward pass.
+
+    Returns:
+        The explanation for a message, or None if the loss is the same.
+    """
+    first, second = (_compute_mean(_evaluate_loss(module, part, draws)) for _ in range(2))
     return (
-        _compare_repeats(once, anew, REPEAT_TOLERANCE)
-        if torch.isfinite(torch.tensor([once, anew])).all()
+        _compare_repeats(first, second, REPEAT_TOLERANCE)
+        if torch.isfinite(torch.tensor([first, second])).all()
         else None
     )
 
@@ -298,10 +366,10 @@ def _compute_mean(answer: LossEvaluation) -> float:
 def _compare_repeats(mean: float, repeated_mean: float, tolerance: float) -> str | None:
     if _is_close(repeated_mean, mean, tolerance):
         return None
-    once, anew = _format_numbers(mean, repeated_mean)
+    first, second = _format_numbers(mean, repeated_mean)
     return (
-        f"the loss of the same samples is another number each time it is asked: {once}, then "
-        f"{anew}; model or loss keep a "
+        f"the loss of the same samples is another number each time it is asked: {first}, then "
+        f"{second}; model or loss keep a "
         "state or a random generator outside of themselves: draw by torch's functions without "
         "generator=, and count in "
         "attributes or buffers of the model"
@@ -309,8 +377,9 @@ def _compare_repeats(mean: float, repeated_mean: float, tolerance: float) -> str
 
 
 def _format_numbers(number: float, *others: float, differ_from: float | None = None) -> list[str]:
-    """Numbers as texts, of so many digits that the first is seen to differ from `apart`
-    (otherwise from the second).
+    """Format numbers with enough digits to show a difference.
+
+    The first number must differ from `differ_from`, or by default from the second number.
     """
     other = others[0] if differ_from is None else differ_from
     digits = next(
@@ -322,15 +391,15 @@ def _format_numbers(number: float, *others: float, differ_from: float | None = N
 def _explain_cause(
     parts: list[BatchExcerpt], whole: LossEvaluation, halves: list[LossEvaluation], tolerance: float
 ) -> str:
-    """Where it comes from, as far as it can be seen."""
+    """Return the cause of a deviation for a message, if it can be seen."""
     shapes = [
         {tuple(tensor.shape[1:]) for tensor in list_batch_tensors([part.inputs, part.target])}
         for part in parts
     ]
     if shapes[1] != shapes[0] or shapes[2] != shapes[0]:
         return " (the parts are padded otherwise than the whole, and the loss counts padding)"
-    if (more := sum(half.weight for half in halves)) > whole.weight and not _is_close(
-        more, whole.weight, tolerance
+    if (parts_weight := sum(half.weight for half in halves)) > whole.weight and not _is_close(
+        parts_weight, whole.weight, tolerance
     ):
         return (
             " (the divisors do not add up, as where a constant is in each, or keeps it from 0: "
@@ -338,21 +407,21 @@ def _explain_cause(
             "in which a weight of 0 counts for nothing)"
         )
     outputs = [
-        list_batch_tensors(answer.output)
-        if isinstance(answer.output, Tensor | tuple | list | Mapping)
+        list_batch_tensors(evaluation.output)
+        if isinstance(evaluation.output, Tensor | tuple | list | Mapping)
         else []
-        for answer in (whole, *halves)
+        for evaluation in (whole, *halves)
     ]
-    for tensor, *anew in zip(*outputs, strict=False):
-        alike = (
+    for tensor, *part_tensors in zip(*outputs, strict=False):
+        is_comparable = (
             tensor.is_floating_point()
             and tensor.dim()
-            and all(each.shape[1:] == tensor.shape[1:] for each in anew)
+            and all(each.shape[1:] == tensor.shape[1:] for each in part_tensors)
         )
         if (
-            alike
-            and len(tensor) == len(parts[0].positions) == sum(map(len, anew))
-            and not torch.allclose(torch.cat(anew), tensor, rtol=1e-4, atol=1e-6)
+            is_comparable
+            and len(tensor) == len(parts[0].positions) == sum(map(len, part_tensors))
+            and not torch.allclose(torch.cat(part_tensors), tensor, rtol=1e-4, atol=1e-6)
         ):
             return (
                 " (the model mixes samples: its output for a sample depends on the others in "

@@ -1,10 +1,12 @@
-"""The cut: from the serial model to what each rank holds of it. One for every axis that divides
-the model, or its domain.
+"""From the serial model to the shard that each rank holds of it.
 
-A technique's module has a function `share(strategy, model, example, axis) -> Share`, a strategy
-of a user's own a method `share(model, example, axis)`: this rank's share of a model, which may
-be changed; example: inputs of some samples. It is collective over the axis, and raises
-StepFailed with the module where it cannot be divided.
+The same interface serves every axis that divides the model, or the domain of its inputs. The module
+of a technique has a function `shard_model(strategy, model, example, axis) -> ModelShard`. A
+strategy of the user has a method `shard_model(model, example, axis)`.
+
+Both return the shard of this rank. They may change the model. `example` holds the inputs of some
+samples. The call is collective over the axis. It raises StepFailed with the module if the model
+cannot be divided.
 """
 
 from __future__ import annotations
@@ -21,21 +23,32 @@ from paragrad.errors import StepFailed
 
 
 class PassContext(Protocol):
-    """What a technique that splits layers wants around the forwards and backwards of a step, or
-    of a test. name: of its messages in the record;  sent: bytes of them in the last step.
+    """A context that a technique needs during the forward and backward passes of a step or a test.
+
+    Attributes:
+        name: Name of its messages in the record.
+        sent_bytes: Bytes that it sent in the last step.
     """
 
     name: str
     sent_bytes: int
 
-    def enter_passes(self) -> AbstractContextManager[None]: ...
+    def enter_passes(self) -> AbstractContextManager[None]:
+        """Return the context that surrounds the passes."""
+        ...
 
 
 @contextmanager
 def enter_pass_contexts(
     contexts: Iterable[PassContext], count_bytes: Callable[..., None] | None = None
 ) -> Iterator[None]:
-    """Around passes. count(name, bytes, computed): told what was sent for them."""
+    """Enter all contexts around passes, and count what they sent.
+
+    Args:
+        contexts: The contexts of the techniques.
+        count_bytes: Called as count_bytes(name, bytes, computed=True) for each context at the end;
+            None: do not count.
+    """
     with ExitStack() as stack:
         for each in contexts:
             stack.enter_context(each.enter_passes())
@@ -46,13 +59,18 @@ def enter_pass_contexts(
 
 @dataclass(frozen=True)
 class ModelShard:
-    """What a rank holds of a model.
+    """The shard of a model that a rank holds.
 
-    held: which part of which tensor its parameters and buffers are, by their names in `model`;
-    gives: the output, and the loss, are on this rank (where not, passes are the technique's
-    own);  draws: of every random call in its forward, which call of the model before the cut it
-    is; None: the same ones;  chose: what was picked by measure, for the record (what, picked,
-    because);  around: what is wanted around passes.
+    Attributes:
+        model: The module of this rank.
+        specs: For each parameter and buffer of `model`, by name, which part of which serial tensor
+            it is.
+        has_output: The output and the loss are on this rank. If they are not, the technique brings
+            its own passes.
+        draw_calls: For each random call in the forward pass, its index among the calls of the model
+            before the division. None: the calls are the same.
+        choices: Choices made by measurement, for the record: (what, choice, reason).
+        contexts: Contexts that surround the passes.
     """
 
     model: nn.Module
@@ -64,7 +82,11 @@ class ModelShard:
 
     @classmethod
     def build_undivided(cls, model: nn.Module) -> ModelShard:
-        """An uncut model."""
+        """Return the shard that is the whole model.
+
+        Args:
+            model: A model that no technique has divided.
+        """
         return cls(
             model,
             {
@@ -74,7 +96,18 @@ class ModelShard:
         )
 
     def compose_with(self, earlier: ModelShard) -> ModelShard:
-        """Of what an earlier cut left, as a share of the serial model."""
+        """Express this shard of an already divided model as a shard of the serial model.
+
+        Args:
+            earlier: The shard from which this one was made.
+
+        Returns:
+            The shard in terms of the serial model.
+
+        Raises:
+            StepFailed: The shard is malformed, names an unknown tensor, or divides a tensor a
+                second time.
+        """
         if not isinstance(self.model, nn.Module) or not all(
             isinstance(each, ShardSpec) for each in self.specs.values()
         ):
@@ -90,18 +123,18 @@ class ModelShard:
             if self.draw_calls is None
             else tuple(earlier.draw_calls[call] for call in self.draw_calls)
         )
-        if strange := [name for name, each in self.specs.items() if each.name not in earlier.specs]:
+        if unknown := [name for name, each in self.specs.items() if each.name not in earlier.specs]:
             raise StepFailed(
-                f"a cut says that {strange[0]} holds of {self.specs[strange[0]].name}, which the "
+                f"a cut says that {unknown[0]} holds of {self.specs[unknown[0]].name}, which the "
                 f"model does not "
                 "have"
             )
-        held = {
+        specs = {
             name: each.compose_with(earlier.specs[each.name]) for name, each in self.specs.items()
         }
         return ModelShard(
             self.model,
-            held,
+            specs,
             self.has_output and earlier.has_output,
             draws,
             earlier.choices + self.choices,

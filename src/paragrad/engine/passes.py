@@ -1,5 +1,6 @@
-"""The passes: forward and backward of one rank's micro-batches, in an order of their own. A
-trainer has exactly one.
+"""The passes: forward and backward of the micro-batches of one rank, in an order of the technique.
+
+A trainer has exactly one `Passes` object.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import MicroBatch
 
-# steps of a training in which activations are counted: some microseconds for each that is kept
+# activations are counted in so many steps: this costs some microseconds for each saved tensor
 COUNTED_STEPS = 2
 
 
 class LossSums(NamedTuple):
-    """This rank's own sums over its micro-batches. scale: what gradients were multiplied by
-    already.
+    """Sums over the micro-batches of this rank.
+
+    Attributes:
+        loss: Sum of the losses.
+        weight: Sum of the weights.
+        scale: Factor by which the gradients were multiplied already.
     """
 
     loss: float = 0.0
@@ -44,9 +49,17 @@ class LossSums(NamedTuple):
 
 
 class PassesHost(Protocol):
-    """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a
-    sample's place in the global batch (first, calls: as draws.Keyed has them);  draws: all of
-    them;  noise: over backwards;  rehearsing: the step is put back when it was compared.
+    """What a trainer offers to its passes.
+
+    Attributes:
+        world: All ranks of the training.
+        module: The model and the loss.
+        batch_norm: The batch norm over all ranks.
+        draws: All random calls of a forward pass.
+        seed: The seed of the job.
+        log: The record of this rank.
+        noise: Measures gradient norms around backward passes.
+        rehearsing: The step will be undone after it was compared.
     """
 
     world: World
@@ -58,20 +71,40 @@ class PassesHost(Protocol):
     noise: GradientNorms
     rehearsing: bool
 
-    def use_autocast(self) -> AbstractContextManager[Any]: ...
+    def use_autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of autocast, if the job uses it."""
+        ...
 
     def key_draws(
         self, micro: MicroBatch, first_call: int = 0, call_numbers: CallNumbers | None = None
-    ) -> AbstractContextManager[Any]: ...
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which draws depend on the place of each sample in the global batch.
+
+        Args:
+            micro: The micro-batch.
+            first_call: As in `draws.KeyedDraws`.
+            call_numbers: As in `draws.KeyedDraws`.
+        """
+        ...
 
 
 class Passes(ABC):
-    """From a batch to gradients: all forwards and backwards of a step, between `begin` and
-    `finish` of the exchange.
+    """From a batch to gradients: all forward and backward passes of a step.
 
-    alive: counts what is kept for backwards, in the steps in which that is counted;  most:
-    bytes at once, in those so far; forward, on_core: seconds in whole forwards, by the clock
-    without waits for others, and by the core; in all.
+    They run between `begin` and `finish` of the exchange.
+
+    Args:
+        host: The trainer.
+        exchange: The exchange of this rank.
+
+    Attributes:
+        activation_meter: Counts what is kept for backward, in the steps that are counted; otherwise
+            None.
+        peak_bytes: The most bytes kept at once in the counted steps so far.
+        forward_seconds: Wall-clock seconds in whole forward passes, without waits for other ranks,
+            in total.
+        forward_cpu_seconds: CPU seconds in whole forward passes, in total.
+        batches_in_flight: How many batches `compute_outputs` accepts at once.
     """
 
     activation_meter: ActivationMeter | None = None
@@ -87,67 +120,105 @@ class Passes(ABC):
     def compute_gradients(
         self, micros: Iterable[tuple[MicroBatch, Any, Any]], count: int
     ) -> LossSums:
-        """Of `count` micro-batches (micro, inputs, target); sums are of this rank's own losses,
-        zeros where it has none. Raises StepFailed with the tensor.
+        """Run all micro-batches of a step forward and backward.
+
+        Args:
+            micros: (micro-batch, inputs, target) triples.
+            count: Number of micro-batches.
+
+        Returns:
+            The sums of the losses on this rank; zeros if the rank has no loss.
+
+        Raises:
+            StepFailed: A value is not finite; the error names the tensor.
         """
 
     def compute_output(self, inputs: Any) -> Any:
-        """Of the model in eval mode; None where it is on other ranks. Collective of those that
-        hold one replica.
+        """Compute the output of the model in eval mode.
+
+        Collective over the ranks that hold one replica.
+
+        Args:
+            inputs: The inputs of a batch.
+
+        Returns:
+            The output, or None if it is on other ranks.
         """
         return tree_map_only(WrappedTensor, unwrap, call_model(self.host.module.model, inputs))
 
     def close(self) -> None:  # noqa: B027         # most hold nothing
-        """The training has ended: let go of what the passes hold of the model."""
+        """Release what the passes hold of the model, at the end of the training."""
 
     def invalidate_plans(self) -> None:  # noqa: B027         # most conclude nothing
-        """Python attributes of the model were set by its user: what was concluded from them is
-        to be found out again.
-        """
+        """Forget conclusions from Python attributes of the model, because the user has set some."""
 
     def collect_python_numbers(self) -> dict[tuple[str, str], Any]:
-        """Numbers that the model's Python keeps alike on all ranks, by who has them and the
-        attribute.
+        """Return numbers that Python code of the model keeps, and that all ranks must keep equal.
+
+        Returns:
+            The numbers by (name of the owner, name of the attribute).
         """
         return {}
 
-    batches_in_flight = 1  # batches that `outputs` may be given at once
+    batches_in_flight = 1
 
     def compute_outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
-        """The same of several batches of inputs. places: of each batch's samples, in the
-        dataset.
+        """Compute the outputs of several batches, as `compute_output` does.
+
+        Args:
+            batches: The inputs of each batch.
+            places: For each batch, the places of its samples in the dataset.
+
+        Returns:
+            One output for each batch.
         """
-        found = []
-        for inputs, own in zip(batches, places, strict=True):
-            with key_test_draws(self.host.draws, self.host.seed, own):
-                found.append(self.compute_output(inputs))
-        return found
+        outputs = []
+        for inputs, batch_places in zip(batches, places, strict=True):
+            with key_test_draws(self.host.draws, self.host.seed, batch_places):
+                outputs.append(self.compute_output(inputs))
+        return outputs
 
 
 @contextlib.contextmanager
 def count_activations(passes: Passes, model: nn.Module | None) -> Iterator[None]:
-    """Around a step in which what is kept is counted, the tensors of the model left out; None:
-    in this one it is not.
+    """Count what is kept for backward during a step.
+
+    Args:
+        passes: The passes of the step.
+        model: The model; its tensors are not counted. None: do not count in this step.
     """
     if model is None:
         yield
         return
     passes.activation_meter = ActivationMeter([*model.parameters(), *model.buffers()])
-    alive = passes.activation_meter
+    meter = passes.activation_meter
     try:
         yield
     finally:
-        passes.activation_meter, passes.peak_bytes = None, max(passes.peak_bytes, alive.peak_bytes)
+        passes.activation_meter, passes.peak_bytes = None, max(passes.peak_bytes, meter.peak_bytes)
 
 
 def run_passes(
     passes: Passes, micros: Iterator[tuple[MicroBatch, Any, Any]], count: int
 ) -> LossSums:
-    """What passes, anybody's, make of a step."""
-    own = passes.compute_gradients(micros, count)
-    if not isinstance(own, LossSums):
+    """Run the passes of a step and check their result.
+
+    Args:
+        passes: Any passes, also those of the user.
+        micros: (micro-batch, inputs, target) triples.
+        count: Number of micro-batches.
+
+    Returns:
+        The sums of the losses on this rank.
+
+    Raises:
+        StepFailed: The result is not a `LossSums`, a micro-batch was left out, or the loss is not
+            finite.
+    """
+    sums = passes.compute_gradients(micros, count)
+    if not isinstance(sums, LossSums):
         raise StepFailed(
-            f"compute_gradients() of {type(passes).__name__} gives a {type(own).__name__}; give "
+            f"compute_gradients() of {type(passes).__name__} gives a {type(sums).__name__}; give "
             f"paragrad.LossSums(loss, "
             "weight)"
         )
@@ -158,67 +229,82 @@ def run_passes(
             f"of this step; "
             "take all"
         )
-    if not math.isfinite(own.loss):
+    if not math.isfinite(sums.loss):
         raise StepFailed("the loss is not finite", tensor="loss")
-    return own
+    return sums
 
 
 class SequentialPasses(Passes):
-    """A forward and a backward of each micro-batch in turn, as one worker makes them."""
+    """Runs the forward and backward passes of each micro-batch in turn, as one worker does."""
 
     def compute_gradients(
         self, micros: Iterable[tuple[MicroBatch, Any, Any]], count: int
     ) -> LossSums:
-        own = LossSums()
+        """Run each micro-batch forward and backward.
+
+        Args:
+            micros: (micro-batch, inputs, target) triples.
+            count: Number of micro-batches.
+
+        Returns:
+            The sums of the losses on this rank.
+        """
+        sums = LossSums()
         for number, (micro, inputs, target) in enumerate(micros):
-            more = self._run_micro_batch(micro, inputs, target, number, count)
-            own = LossSums(own.loss + more.loss, own.weight + more.weight, more.scale)
-        return own
+            micro_sums = self._run_micro_batch(micro, inputs, target, number, count)
+            sums = LossSums(
+                sums.loss + micro_sums.loss, sums.weight + micro_sums.weight, micro_sums.scale
+            )
+        return sums
 
     def _run_micro_batch(
         self, micro: MicroBatch, inputs: Any, target: Any, number: int, count: int
     ) -> LossSums:
-        within, exchange, summed = self.host, self.exchange, self.host.module
+        host, exchange, loss_module = self.host, self.exchange, self.host.module
         samples = len(micro.positions)
-        within.batch_norm.samples = samples
+        host.batch_norm.samples = samples
         last = number == count - 1
-        with exchange.micro_batch(last), within.key_draws(micro), within.batch_norm:
-            begun = time.perf_counter()
-            on_core = time.thread_time()
-            waited = within.batch_norm.waited_seconds
+        with exchange.micro_batch(last), host.key_draws(micro), host.batch_norm:
+            started = time.perf_counter()
+            cpu_started = time.thread_time()
+            waited_before = host.batch_norm.waited_seconds
             with (
-                within.log.record_span(f"F{number}", "compute"),
-                within.use_autocast(),
+                host.log.record_span(f"F{number}", "compute"),
+                host.use_autocast(),
                 self.track_activations(inputs, target),
             ):
                 total, weight = exchange.module(inputs, target, samples)
             value = float(total.detach())
             self.forward_seconds += (
-                time.perf_counter() - begun - (within.batch_norm.waited_seconds - waited)
+                time.perf_counter() - started - (host.batch_norm.waited_seconds - waited_before)
             )
-            self.forward_cpu_seconds += time.thread_time() - on_core
+            self.forward_cpu_seconds += time.thread_time() - cpu_started
             if not math.isfinite(value):
-                with within.batch_norm.use_probe_mode():
+                with host.batch_norm.use_probe_mode():
                     raise StepFailed(
                         "the loss is not finite",
                         tensor="loss"
                         if exchange.shard_layout is not None
-                        # which is a forward of one rank
-                        else find_nonfinite_tensor(summed.model, inputs, target),
+                        # the search runs a forward pass on this rank alone
+                        else find_nonfinite_tensor(loss_module.model, inputs, target),
                     )
-            # what is not linear in a gradient (a hook that clips) sees on one worker that of
-            # the mean, as without this library
-            alone = count == 1 and (within.world.size == 1 or exchange.steps_alone)
-            scale = 1.0 / weight if alone and weight and not summed.is_linear else 1.0
+            # Code that is not linear in a gradient (a hook that clips) gets the gradient of the
+            # mean on one worker, as without this library.
+            scales_loss = count == 1 and (host.world.size == 1 or exchange.steps_alone)
+            scale = 1.0 / weight if scales_loss and weight and not loss_module.is_linear else 1.0
             with (
-                within.log.record_span(f"B{number}", "compute"),
-                within.noise.measure_backward(number, weight * scale),
+                host.log.record_span(f"B{number}", "compute"),
+                host.noise.measure_backward(number, weight * scale),
             ):
                 total.backward(None if scale == 1.0 else total.new_tensor(scale))
         return LossSums(value, weight, scale)
 
     def track_activations(self, *batch: Any) -> AbstractContextManager[Any]:
-        """Around the forward of a batch."""
+        """Return the context around a forward pass that counts what is saved for backward.
+
+        Args:
+            *batch: The tensors of the batch, which are not counted.
+        """
         if self.activation_meter is None:
             return contextlib.nullcontext()
         self.activation_meter.exclude_tensors(list_batch_tensors(list(batch)))

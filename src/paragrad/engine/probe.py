@@ -1,6 +1,4 @@
-"""Looking at a model without touching it: forwards and backwards that leave nothing behind; the
-search for a value that is not finite.
-"""
+"""Inspect a model with forward and backward passes, and search for values that are not finite."""
 
 from __future__ import annotations
 
@@ -23,24 +21,32 @@ from paragrad.runtime.generators import fingerprint_generators
 
 @dataclass(frozen=True)
 class Probe:
-    """What one forward and backward showed."""
+    """What one forward and backward pass showed.
 
-    has_unused_parameters: bool  # a trainable parameter got no gradient
-    # bytes for each sample that backward keeps besides parameters
+    Attributes:
+        has_unused_parameters: A trainable parameter got no gradient.
+        activation_bytes: Bytes per sample that backward keeps, without the parameters.
+        weight_known: The weight of the loss is known; it is not only the number of samples.
+        has_batch_norm: A batch norm ran in training mode.
+        coarsest_eps: The largest eps of the floating-point types that backward keeps.
+        is_linear: Gradients grow in proportion to the loss.
+        draws: The random calls of a forward pass.
+        changed_by_forward: Names of parameters that are not trained and that forward passes change.
+        replaced_parameters: Names of parameters that a forward pass replaces or creates.
+    """
+
+    has_unused_parameters: bool
     activation_bytes: int
-    weight_known: bool  # the weight of the loss is more than the number of samples
-    has_batch_norm: bool  # a batch norm took statistics
-    coarsest_eps: float  # eps of the coarsest real numbers that backward keeps
-    is_linear: bool  # gradients grow as the loss does
+    weight_known: bool
+    has_batch_norm: bool
+    coarsest_eps: float
+    is_linear: bool
     draws: Draws
-    changed_by_forward: tuple[
-        str, ...
-    ] = ()  # parameters that are not trained, and that forwards change
-    # parameters in whose place a forward puts others, or that it makes
+    changed_by_forward: tuple[str, ...] = ()
     replaced_parameters: tuple[str, ...] = ()
 
     def __or__(self, other: Probe) -> Probe:
-        """What two ranks' looks show together."""
+        """Combine what two ranks found."""
         return Probe(
             self.has_unused_parameters or other.has_unused_parameters,
             max(self.activation_bytes, other.activation_bytes),
@@ -55,8 +61,11 @@ class Probe:
 
 
 class SavedActivations:
-    """What a forward keeps for its backward: bytes by address, and the eps of its coarsest real
-    numbers.
+    """Records what a forward pass keeps for its backward pass.
+
+    Attributes:
+        bytes_by_address: Bytes of each storage that is kept, by its address.
+        coarsest_eps: The largest eps of the floating-point types that are kept.
     """
 
     def __init__(self) -> None:
@@ -64,7 +73,7 @@ class SavedActivations:
         self.coarsest_eps = 0.0
 
     def record_saved_tensors(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward."""
+        """Return the context around a forward pass that records its saved tensors."""
         return torch.autograd.graph.saved_tensors_hooks(
             self._record_tensor, lambda kept: check_tensor_version(*kept)
         )
@@ -77,7 +86,11 @@ class SavedActivations:
         return tensor, tensor._version
 
     def count_without_parameters(self, module: nn.Module) -> int:
-        """Bytes that are not its parameters."""
+        """Return the bytes that are kept, without those of parameters.
+
+        Args:
+            module: The module that owns the parameters.
+        """
         parameters = {
             address for address, _ in filter(None, map(find_storage, module.parameters()))
         }
@@ -94,66 +107,82 @@ def probe_model(
     batch_norm: BatchNorm,
     make_repeated_batch: Callable[[int], tuple[Any, Any]],
 ) -> Probe:
-    """One forward and backward of the module on copies of its inputs; what it leaves behind is
-    the caller's (`untouched`).
+    """Run one forward and backward pass of a module on copies of its inputs.
 
-    norm: entered by the caller;  repeated(n): (inputs, target) of a batch that is n times one
-    sample.
+    The caller must undo the changes that the passes make (`preserve_all_state`).
+
+    Args:
+        module: The model and the loss.
+        inputs: The inputs of a batch.
+        target: The target of the batch.
+        samples: Number of samples in the batch.
+        batch_norm: The batch norm, entered by the caller.
+        make_repeated_batch: make_repeated_batch(n) returns (inputs, target) of a batch that repeats
+            one sample n times.
+
+    Returns:
+        What the passes showed.
     """
-    kept = SavedActivations()
+    saved = SavedActivations()
 
-    def ran(hooks: contextlib.AbstractContextManager[Any]) -> tuple[DrawRecorder, bool]:
-        with hooks, use_draw_source(DrawRecorder()) as recording, _record_tensor_hooks() as hooked:
+    def run_once(hooks: contextlib.AbstractContextManager[Any]) -> tuple[DrawRecorder, bool]:
+        with (
+            hooks,
+            use_draw_source(DrawRecorder()) as recording,
+            _record_tensor_hooks() as hooked_tensors,
+        ):
             total, _ = module(*clone_batch((inputs, target)), samples)
-            own = bool(hooked) or _has_hooks(module) or _has_python_functions(total)
-            total.backward(retain_graph=own)
-            return recording, not own or _is_linear(module, total)
+            has_custom_backward = (
+                bool(hooked_tensors) or _has_hooks(module) or _has_python_functions(total)
+            )
+            total.backward(retain_graph=has_custom_backward)
+            return recording, not has_custom_backward or _is_linear(module, total)
 
-    before = fingerprint_generators()
+    states_before = fingerprint_generators()
     try:
-        recording, linear = ran(kept.record_saved_tensors())
+        recording, linear = run_once(saved.record_saved_tensors())
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
-        # torch.func takes no such hooks: what backward keeps stays unknown
-        kept = SavedActivations()
-        before = fingerprint_generators()
-        recording, linear = ran(contextlib.nullcontext())
-    some_unused = any(
+        # torch.func does not allow saved-tensor hooks: what backward keeps stays unknown
+        saved = SavedActivations()
+        states_before = fingerprint_generators()
+        recording, linear = run_once(contextlib.nullcontext())
+    has_unused = any(
         parameter.requires_grad and parameter.grad is None for parameter in module.parameters()
     )
     draws = Draws()
-    if recording.calls or recording.own_generators or fingerprint_generators() != before:
-        # what loading draws is no matter of the model's
+    if recording.calls or recording.own_generators or fingerprint_generators() != states_before:
+        # load the batches first: what loading draws is not drawn by the model
         batches = {count: make_repeated_batch(count) for count in (2, 3)}
-        # what one sample weighs is no matter
+        # the weight of a sample does not matter here
         draws = inspect_draws(lambda count: module(*clone_batch(batches[count]), 0))
     return Probe(
-        some_unused,
-        kept.count_without_parameters(module) // max(samples, 1),
+        has_unused,
+        saved.count_without_parameters(module) // max(samples, 1),
         module.has_known_weight,
         batch_norm.has_computed,
-        kept.coarsest_eps,
+        saved.coarsest_eps,
         linear,
         draws,
     )
 
 
-# ---- what is not linear in a gradient: hooks and autograd functions that clip it, or divide it by
-# its norm
+# ---- is backward linear in the gradient? Hooks and autograd functions may clip a gradient, or
+# divide it by its norm
 @contextlib.contextmanager
 def _record_tensor_hooks() -> Iterator[list[Tensor]]:
-    """The hidden tensors that get a hook."""
-    noted: list[Tensor] = []
+    """Record the intermediate tensors that get a hook."""
+    hooked: list[Tensor] = []
     original = Tensor.register_hook
 
     def register_hook(tensor: Tensor, hook: Any) -> Any:
-        noted.append(tensor)
+        hooked.append(tensor)
         return original(tensor, hook)
 
     Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
     try:
-        yield noted
+        yield hooked
     finally:
         Tensor.register_hook = original  # type: ignore[method-assign]
 
@@ -165,41 +194,47 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _has_python_functions(total: Tensor) -> bool:
-    """Is a function in Python in its graph?"""
-    waiting = [total.grad_fn]
-    met = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in met:
+    """Return whether the graph of a loss contains an autograd function written in Python."""
+    pending = [total.grad_fn]
+    visited = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return True
-        met.add(node)
-        waiting += [each for each, _ in node.next_functions]
+        visited.add(node)
+        pending += [each for each, _ in node.next_functions]
     return False
 
 
 def _is_linear(module: nn.Module, total: Tensor) -> bool:
-    """Is the gradient of a sixteenth of the loss a sixteenth of its gradient?"""
-    first = [None if each.grad is None else each.grad.clone() for each in module.parameters()]
+    """Return whether the gradient of a sixteenth of the loss is a sixteenth of the gradient."""
+    full_gradients = [
+        None if each.grad is None else each.grad.clone() for each in module.parameters()
+    ]
     for parameter in module.parameters():
         parameter.grad = None
     try:
         total.backward(total.new_tensor(2.0**-4))
-    except RuntimeError:  # a graph that goes backward once
+    except RuntimeError:  # a graph that allows backward only once
         return True
     return all(
-        one is None
+        full is None
         or each.grad is None
-        or torch.allclose(16 * each.grad, one, rtol=1e-3, atol=0.0, equal_nan=True)
-        for one, each in zip(first, module.parameters(), strict=True)
+        or torch.allclose(16 * each.grad, full, rtol=1e-3, atol=0.0, equal_nan=True)
+        for full, each in zip(full_gradients, module.parameters(), strict=True)
     )
 
 
 @contextlib.contextmanager
 def use_model_eval_mode(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards every module is in the mode it was in (a frozen batch norm stays
-    frozen).
+    """Set a model to eval mode; afterwards restore the mode of each module.
+
+    A frozen batch norm stays frozen.
+
+    Args:
+        model: The model.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -211,8 +246,17 @@ def use_model_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def find_nonfinite_tensor(model: nn.Module, inputs: Any, target: Any) -> str:
-    """The first tensor with a value that is not finite: inputs, target, parameters, buffers,
-    then outputs in forward order.
+    """Find the first tensor with a value that is not finite.
+
+    The order is: inputs, target, parameters, buffers, then outputs in forward order.
+
+    Args:
+        model: The model; it runs in eval mode.
+        inputs: The inputs of a batch.
+        target: The target of the batch.
+
+    Returns:
+        The name of the tensor, or "loss" if all of them are finite.
     """
     named = {
         "inputs": inputs,

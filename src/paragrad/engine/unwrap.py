@@ -20,7 +20,11 @@ class WrappedTensor(Tensor):
 
 
 def unwrap(value: Tensor) -> Tensor:
-    """Return the plain tensor that `value` stands for; a plain tensor is returned as it is."""
+    """Return the plain tensor that a tensor stands for.
+
+    Args:
+        value: A wrapped tensor, or a plain tensor, which is returned as it is.
+    """
     return value.unwrap() if isinstance(value, WrappedTensor) else value
 
 
@@ -70,7 +74,11 @@ GLOBAL_ATTRIBUTES = frozenset(
 
 
 def get_function_name(func: Any) -> str:
-    """__get__ of an attribute has the attribute's name."""
+    """Return the name of a torch function, or of the attribute that it gets or sets.
+
+    Args:
+        func: The function that `__torch_function__` receives.
+    """
     name = func.__name__
     result: str = func.__self__.__name__ if name in ("__get__", "__set__") else name
     return result

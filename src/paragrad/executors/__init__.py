@@ -1,1 +1,1 @@
-"""What runs a schedule: interpreter, proof, clock, drawing, transport."""
+"""What executes a schedule: interpreter, proof, clock, drawing, transport."""

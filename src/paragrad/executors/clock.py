@@ -1,11 +1,12 @@
-"""The clock: when does every action of a schedule happen on a cluster? Events in order of time,
-nothing random.
+"""The clock simulates when every action of a schedule happens on a cluster.
 
-A Send posts its message and goes on; the message takes its sender's way out and its receiver's
-way in as soon as both are free: first the one that its receiver waits for, then first come,
-first served. A Recv ends when its message is there; what it adds holds a core, and so does a
-Compute, for as long as the clock is told. Writing a slot waits for its sends, as always. The
-result is a Timeline: the record's span lines, predicted.
+Events are simulated in order of time; nothing is random.
+
+A Send posts its message and continues. The message occupies the out port of its sender and the in
+port of its receiver as soon as both are free. The message that its receiver waits for goes first,
+then first come, first served. A Recv ends when its message has arrived. An addition holds a core,
+and so does a Compute, for the given durations. A write to a slot waits for the sends of the slot,
+as always. The result is a Timeline: a prediction of the span lines of a record.
 """
 
 from __future__ import annotations
@@ -31,21 +32,29 @@ from paragrad.schedules.actions import (
     format_slot,
 )
 
-PROGRESS_INTERVAL = 1000  # messages after which somebody is told how many there were
+PROGRESS_INTERVAL = 1000  # messages between two progress reports
 
-# seconds of a Compute: by its name, or of (rank, action)
+# Seconds of a Compute: by its name, or a function of (rank, action).
 Durations = Mapping[str, float] | Callable[[int, Compute], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took a while, as the record has it; times in seconds from the
-    beginning.
+    """An activity of a rank, as in the record; times in seconds from the beginning.
+
+    Attributes:
+        rank: The rank.
+        name: The slot, or the Compute.
+        lane: send, receive or compute.
+        start: When it begins.
+        seconds: How long it lasts.
+        bytes: The bytes sent, received, added or computed on.
+        peer: The other rank of a message.
     """
 
     rank: int
     name: str
-    lane: str  # send, receive, compute
+    lane: str
     start: float
     seconds: float
     bytes: int
@@ -54,17 +63,38 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a clock saw. seconds: until the last rank was done."""
+    """The result of a clock.
+
+    Attributes:
+        seconds: The time until the last rank ends.
+        ends: The time at which each rank ends, in seconds.
+        messages: The number of messages.
+        spans: The spans, if they were kept.
+    """
 
     seconds: float
-    ends: tuple[float, ...]  # of each rank
+    ends: tuple[float, ...]
     messages: int
     spans: tuple[Span, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A message on its way; `end`: when its receiver can have it, once that is known."""
+    """A message on its way.
+
+    Attributes:
+        send: The action that sends it.
+        source: The rank that sends it.
+        size: Its bytes.
+        link: The link that it takes.
+        slowdown: How many times slower the slower of both ranks is.
+        post_time: When it is posted, in seconds.
+        ports: The out port of the sender and the in port of the receiver, or those of their hosts.
+        part_range: The first part that it carries, and the one after the last.
+        receiver_waits: Whether its receiver has reached the Recv.
+        end: When its receiver can have it, in seconds, once that is known.
+        callbacks: Functions to call with the end.
+    """
 
     send: Send
     source: int
@@ -72,13 +102,10 @@ class Transfer:
     link: Link
     slowdown: float
     post_time: float
-    # out of the sender, into the receiver (or their hosts)
     ports: tuple[Any, Any]
-    # which it carries: first, and the one after the last
     part_range: tuple[int, int]
-    receiver_waits: bool = False  # its receiver has come to it
+    receiver_waits: bool = False
     end: float | None = None
-    # who waits for the end
     callbacks: list[Callable[[float], None]] = field(default_factory=list)
 
 
@@ -93,13 +120,20 @@ def time_schedule(
     keep_spans: bool = False,
     report_progress: Callable[[int], None] | None = None,
 ) -> Timeline:
-    """Play a schedule over a vector of `length` elements of `element` bytes on a cluster of
-    `size` ranks.
+    """Simulate a schedule on a cluster.
 
-    length: or the elements of every slot, by name;  durations: of what is computed, in seconds
-    of a rank that is not slow; spans: also keep every message, addition and Compute;  tell: now
-    and then, how many messages there were. Raises ScheduleError where the ranks wait for one
-    another.
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        length: The elements of the vector, or of every slot by name.
+        cluster: The cluster.
+        element_bytes: The bytes of one element.
+        durations: The seconds of each Compute, on a rank that is not slow.
+        keep_spans: Whether to keep every message, addition and Compute.
+        report_progress: A function that gets the number of messages now and then.
+
+    Raises:
+        ScheduleError: If the ranks wait for one another.
     """
     clock = Clock(
         schedule,
@@ -115,7 +149,17 @@ def time_schedule(
 
 
 class Clock:
-    """The state of a cluster while a schedule is played on it."""
+    """The state of a cluster while a schedule is simulated on it.
+
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        lengths: The elements of every slot.
+        cluster: The cluster.
+        element_bytes: The bytes of one element.
+        durations: The seconds of each Compute, on a rank that is not slow.
+        keep_spans: Whether to keep spans.
+    """
 
     def __init__(
         self,
@@ -136,15 +180,15 @@ class Clock:
         self.programs = [read_program(schedule.program, rank, size) for rank in range(size)]
         self.slowdowns = [cluster.find_slowdown(rank) for rank in range(size)]
         self.ends = [-1.0] * size
-        # ways out and in that a message has taken
+        # Ports that a message occupies.
         self.busy_ports: set[Any] = set()
-        # messages that want a way, as they were posted
+        # Messages that wait for a port, in the order of posting.
         self.waiting_transfers: dict[Any, dict[Transfer, None]] = {}
-        # heaps of times
+        # For each pool of cores, a heap of the times at which each core is free.
         self.cores = [[0.0] * cluster.cores for _ in range(-(-size // cluster.sharing))]
         self.unmatched_sends: dict[tuple[int, int], deque[Transfer]] = {}
         self.unmatched_receives: dict[tuple[int, int], Callable[[Transfer], None]] = {}
-        # sends that may not be over, by rank
+        # Sends that may not be over, by rank.
         self.open_sends: list[list[Transfer]] = [[] for _ in range(size)]
         self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.event_numbers = count()
@@ -152,6 +196,14 @@ class Clock:
         self.spans: list[Span] | None = [] if keep_spans else None
 
     def play_events(self, report_progress: Callable[[int], None] | None = None) -> None:
+        """Simulate all events in order of time.
+
+        Args:
+            report_progress: A function that gets the number of messages now and then.
+
+        Raises:
+            ScheduleError: If a rank waits for ever.
+        """
         for rank in range(len(self.programs)):
             self.schedule_event(0.0, self.advance_program, rank)
         due = PROGRESS_INTERVAL
@@ -167,23 +219,37 @@ class Clock:
     def schedule_event(
         self, time: float, event: Callable[..., None], *arguments: Any, last: bool = False
     ) -> None:
-        """after: when everything else of that time has happened."""
+        """Schedule an event.
+
+        Args:
+            time: When it happens, in seconds.
+            event: The function to call with the time and the arguments.
+            arguments: Its further arguments.
+            last: Whether it happens after everything else of that time.
+        """
         heapq.heappush(self.events, (time, last, next(self.event_numbers), event, arguments))
 
     def occupy_core(self, rank: int, time: float, seconds: float) -> float:
-        """Hold one of a rank's cores from `time` on, or from when one is free; when it is
-        done.
+        """Occupy one of a rank's cores as soon as one is free.
+
+        Args:
+            rank: The rank.
+            time: The earliest beginning, in seconds.
+            seconds: How long, on a rank that is not slow.
+
+        Returns:
+            The time at which the core is free again.
         """
         if seconds == 0.0:
             return time
-        pool = self.cores[rank // self.cluster.sharing]
-        end = max(time, pool[0]) + seconds * self.slowdowns[rank]
-        heapq.heapreplace(pool, end)
+        core_times = self.cores[rank // self.cluster.sharing]
+        end = max(time, core_times[0]) + seconds * self.slowdowns[rank]
+        heapq.heapreplace(core_times, end)
         return end
 
-    # ---- a rank's program --------------------------------------------------------------------
+    # ---- the program of a rank ---------------------------------------------------------------
     def advance_program(self, time: float, rank: int) -> None:
-        """Go on with a program until it has to wait."""
+        """Continue the program of a rank until it has to wait."""
         for action in self.programs[rank]:
             if isinstance(action, Send):
                 message = self.post_send(time, rank, action)
@@ -204,6 +270,7 @@ class Clock:
         self.ends[rank] = time
 
     def post_send(self, time: float, rank: int, action: Send) -> Transfer:
+        """Post the message of a Send and return it."""
         link = self.cluster.find_link(rank, action.to)
         posted = self.occupy_core(rank, time, link.overhead)
         start, stop, size = self.find_extent(action.slot)
@@ -224,22 +291,22 @@ class Clock:
             expecting(message)
         else:
             self.unmatched_sends.setdefault(pair, deque()).append(message)
-        # with wait: when its receiver is there
+        # With wait, the message goes when its receiver has reached the Recv.
         if not action.wait:
             self.schedule_event(posted, self.request_ports, message)
         return message
 
     def find_ports(self, source: int, target: int) -> tuple[Any, Any]:
-        """The way out and the way in of a message: the ranks' own, or that of their hosts."""
+        """Return the out port and the in port of a message: of the ranks, or of their hosts."""
         group = self.cluster.group
         if group > 1 and source // group != target // group:
             return ("out of host", source // group), ("into host", target // group)
         return ("out", source), ("into", target)
 
     def begin_receive(self, time: float, rank: int, action: Recv) -> None:
-        """The rank has come to a receive: go on when its message is there, or comes."""
+        """Begin a Recv; the rank continues when the message has arrived."""
 
-        def matched(message: Transfer) -> None:
+        def match_message(message: Transfer) -> None:
             if message.send.slot != action.slot:
                 raise ScheduleError(
                     f"rank {rank} expects slot {format_slot(action.slot)} from rank {action.frm}, "
@@ -263,54 +330,56 @@ class Clock:
 
         queue = self.unmatched_sends.get((action.frm, rank))
         if queue:
-            matched(queue.popleft())
+            match_message(queue.popleft())
         else:
-            self.unmatched_receives[action.frm, rank] = matched
+            self.unmatched_receives[action.frm, rank] = match_message
 
     # ---- messages ----------------------------------------------------------------------------
     def request_ports(self, time: float, message: Transfer) -> None:
-        """The message wants its ways."""
-        for way in message.ports:
-            self.waiting_transfers.setdefault(way, {})[message] = None
+        """Let a message wait for its ports."""
+        for port in message.ports:
+            self.waiting_transfers.setdefault(port, {})[message] = None
         self.schedule_event(time, self.start_transfer, message.ports[1], last=True)
 
     def start_transfer(self, time: float, in_port: Any) -> None:
-        """Give a free way into a receiver to a message whose way out is free too."""
-        free = [
+        """Give a free in port to a message with a free out port."""
+        candidates = [
             message
             for message in self.waiting_transfers.get(in_port, ())
             if self.busy_ports.isdisjoint(message.ports)
         ]
-        if free:
-            self.carry_message(time, min(free, key=self.compute_priority))
+        if candidates:
+            self.carry_message(time, min(candidates, key=self.compute_priority))
 
     def start_sender_transfers(self, time: float, out_port: Any) -> None:
-        """A way out is free: it may be what a message of its sender waited for."""
+        """Start messages of a sender after its out port became free."""
         for message in list(self.waiting_transfers.get(out_port, ())):
             if out_port in self.busy_ports:
                 return
             self.start_transfer(time, message.ports[1])
 
     def compute_priority(self, message: Transfer) -> tuple[bool, bool]:
-        """Who goes first into a receiver: whom it waits for, then whose sender has nothing to
-        send before.
+        """Return the priority of a message at its receiver; the lowest goes first.
+
+        A message that its receiver waits for comes first. Then comes one that is the next of its
+        sender.
         """
         return not message.receiver_waits, next(
             iter(self.waiting_transfers[message.ports[0]])
         ) is not message
 
     def carry_message(self, time: float, message: Transfer) -> None:
-        """Take both ways, for as long as the message needs."""
+        """Occupy both ports for as long as the message needs."""
         source = message.source
         target = message.send.to
         link = message.link
-        for way in message.ports:
-            self.busy_ports.add(way)
-            del self.waiting_transfers[way][message]
+        for port in message.ports:
+            self.busy_ports.add(port)
+            del self.waiting_transfers[port][message]
         free = time + link.compute_port_seconds(message.size) * message.slowdown
         self.schedule_event(free, self.release_ports, message)
         end = free
-        # on a core of its own a rank works while it sends
+        # A rank with a core of its own works while it sends.
         if self.cluster.sharing > 1:
             work = link.work * message.size
             end = max(
@@ -323,11 +392,11 @@ class Clock:
             self.spans.append(
                 Span(target, text, "receive", time, message.end - time, message.size, source)
             )
-        for told in message.callbacks:
-            told(message.end)
+        for callback in message.callbacks:
+            callback(message.end)
 
     def release_ports(self, time: float, message: Transfer) -> None:
-        """Both ways are free for others."""
+        """Free both ports of a message for others."""
         self.busy_ports.difference_update(message.ports)
         if self.waiting_transfers[message.ports[1]]:
             self.schedule_event(time, self.start_transfer, message.ports[1], last=True)
@@ -335,12 +404,12 @@ class Clock:
             self.schedule_event(time, self.start_sender_transfers, message.ports[0], last=True)
 
     def finish_receive(self, time: float, rank: int, action: Recv, message: Transfer) -> None:
-        """The message is there: take it."""
+        """Write a message that has arrived."""
         self.write_slot(self.occupy_core(rank, time, message.link.overhead), rank, action)
 
     # ---- slots -------------------------------------------------------------------------------
     def find_extent(self, slot: Slot) -> tuple[int, int, int]:
-        """The place of a slot's first part, the one after its last, and its bytes."""
+        """Return the place of a slot's first part, the place after its last part, and its bytes."""
         if slot not in self.slot_extents:
             parts = expand_slot(slot)
             if unknown := [part for part in parts if part not in self.lengths]:
@@ -356,8 +425,9 @@ class Clock:
         return self.slot_extents[slot]
 
     def find_compute_extent(self, slot: Slot) -> tuple[int, int, int]:
-        """The same of what is computed at: also a name that is no buffer, such as the number of
-        a micro-batch.
+        """Return the extent of the slot of a Compute.
+
+        Its name may belong to no buffer, such as the number of a micro-batch.
         """
         parts = expand_slot(slot)
         places = [self.slot_order.setdefault(part, len(self.slot_order)) for part in parts]
@@ -374,12 +444,12 @@ class Clock:
             if isinstance(action, Compute)
             else self.find_extent(action.slot)
         )
-        left = []
+        still_open = []
         for sent in self.open_sends[rank]:
             if sent.part_range[0] >= stop or start >= sent.part_range[1]:
                 if sent.end is None or sent.end > time:
-                    left.append(sent)
-            elif sent.end is None:  # it has not begun
+                    still_open.append(sent)
+            elif sent.end is None:  # the transfer has not begun
                 sent.callbacks.append(
                     lambda end, time=time: self.schedule_event(  # type: ignore[misc]
                         max(time, end), self.write_slot, rank, action
@@ -388,7 +458,7 @@ class Clock:
                 return
             else:
                 time = max(time, sent.end)
-        self.open_sends[rank] = left
+        self.open_sends[rank] = still_open
         if isinstance(action, Compute):
             self.schedule_event(
                 time, self.perform_work, rank, str(action), self.find_duration(rank, action), size
@@ -406,7 +476,7 @@ class Clock:
             self.schedule_event(time, self.advance_program, rank)
 
     def perform_work(self, time: float, rank: int, name: str, seconds: float, size: int) -> None:
-        """Hold a core, then go on."""
+        """Occupy a core, then continue the program."""
         end = self.occupy_core(rank, time, seconds)
         if self.spans is not None:
             seconds *= self.slowdowns[rank]
@@ -414,8 +484,16 @@ class Clock:
         self.schedule_event(end, self.advance_program, rank)
 
     def find_duration(self, rank: int, action: Compute) -> float:
-        """Seconds of a Compute. One that nobody gave is refused: taken for nothing, it would
-        make a bubble look free.
+        """Return the seconds of a Compute.
+
+        A Compute without a duration is refused. If it took no time, a bubble would look free.
+
+        Args:
+            rank: The rank.
+            action: The Compute.
+
+        Raises:
+            ScheduleError: If no duration is given for it.
         """
         if callable(self.durations):
             return self.durations(rank, action)

@@ -1,10 +1,12 @@
-"""A hang, drawn: every rank's last actions, told through the store that the ranks met in.
+"""A report of a deadlock: the last actions of every rank, shared through the store of the world.
 
-rank 0 waits for slot 0 from rank 2, which waits for slot 1 from rank 1, which says nothing:
-Timed out waiting 20000ms ...
-   0 | >1:0 <2:2+ >1:2 [<2:1+] >1:1 <2:0 >1:0 ...
-   1 | says nothing
-   2 | >0:2 [<1:1+] >0:1 <1:0+ ...
+For example:
+
+    rank 0 waits for slot 0 from rank 2, which waits for slot 1 from rank 1, which says nothing:
+    Timed out waiting 20000ms ...
+       0 | >1:0 <2:2+ >1:2 [<2:1+] >1:1 <2:0 >1:0 ...
+       1 | says nothing
+       2 | >0:2 [<1:1+] >0:1 <1:0+ ...
 """
 
 from __future__ import annotations
@@ -17,15 +19,22 @@ from datetime import timedelta
 
 from paragrad.runtime.world import World
 
-# for the others to say where they stand: who waits for this rank fails with it, within
-# milliseconds
+# Time for the other ranks to share their statuses. A rank that waits for this one fails with it,
+# within milliseconds.
 STATUS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank stands. walk: how many it began before, over this group;  peer: the rank it
-    waits for, in this group; in words ranks have the numbers by which they were launched.
+    """The state of a rank when an exchange fails.
+
+    The texts name ranks by their numbers in the launched world.
+
+    Attributes:
+        schedule_number: How many schedules the rank began before, in this group.
+        actions: Its last actions, and the next ones.
+        waits_for: What the rank waits for.
+        peer: The rank of this group that it waits for.
     """
 
     schedule_number: int
@@ -35,8 +44,13 @@ class RankStatus:
 
 
 class DeadlockReport:
-    """What every rank says of itself. Asked for in a thread: a store may be out of reach, or
-    held by whoever waits in it.
+    """The statuses of all ranks, collected in a thread.
+
+    The store may be out of reach, or blocked by a rank that waits in it. Therefore the thread.
+
+    Args:
+        world: The world of the ranks.
+        own_status: The status of this rank.
     """
 
     def __init__(self, world: World, own_status: RankStatus) -> None:
@@ -51,10 +65,10 @@ class DeadlockReport:
 
     def _share_statuses(self) -> None:
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
-        with suppress(Exception):  # then the own line is all there is
+        with suppress(Exception):  # then the report has the line of this rank only
             store = self.world.store
             store.set(_make_status_key(self.world.rank), json.dumps(asdict(self.own_status)))
-            with suppress(RuntimeError):  # somebody says nothing
+            with suppress(RuntimeError):  # a rank does not answer
                 store.wait(
                     [_make_status_key(rank) for rank in others], timedelta(seconds=STATUS_SECONDS)
                 )
@@ -65,32 +79,34 @@ class DeadlockReport:
                     )
 
     def format_report(self, error: Exception) -> str:
-        """Who waits for what, and the schedule around the hang."""
+        """Return which rank waits for what, and the last actions of each.
+
+        Args:
+            error: The error of this rank.
+        """
         self.thread.join(2 * STATUS_SECONDS)
-        standings = dict(self.statuses)
+        statuses = dict(self.statuses)
         margin = len(str(max(self.launched_ranks)))
         lines = [
-            f"   {name:>{margin}} | {self._format_status(standings.get(rank))}"
+            f"   {name:>{margin}} | {self._format_status(statuses.get(rank))}"
             for rank, name in enumerate(self.launched_ranks)
         ]
         return "\n".join(
-            [f"{self._describe_wait_chain(standings, self.world.rank)}: {error}", *lines]
+            [f"{self._describe_wait_chain(statuses, self.world.rank)}: {error}", *lines]
         )
 
     def _describe_wait_chain(self, statuses: dict[int, RankStatus], rank: int) -> str:
-        """From this rank to the one it waits for, and on, to one that waits for nobody, or once
-        around.
-        """
+        """Follow the waits from a rank to a rank that waits for no other, or once around."""
         text = f"rank {self.launched_ranks[rank]}"
         seen = {rank}
         while True:
-            standing = statuses.get(rank)
-            if standing is None:
+            status = statuses.get(rank)
+            if status is None:
                 return f"{text} says nothing"
-            if standing.peer is None:
+            if status.peer is None:
                 return f"{text} fails"
-            rank = standing.peer
-            text = f"{text} waits for {standing.waits_for}"
+            rank = status.peer
+            text = f"{text} waits for {status.waits_for}"
             if rank in seen:
                 return text
             seen.add(rank)
@@ -99,13 +115,13 @@ class DeadlockReport:
     def _format_status(self, status: RankStatus | None) -> str:
         if status is None:
             return "says nothing"
-        apart = status.schedule_number - self.own_status.schedule_number
-        turn = (
-            f" ({abs(apart)} exchange{'s' * (abs(apart) > 1)} {'ahead' if apart > 0 else 'behind'})"
-            if apart
+        ahead = status.schedule_number - self.own_status.schedule_number
+        suffix = (
+            f" ({abs(ahead)} exchange{'s' * (abs(ahead) > 1)} {'ahead' if ahead > 0 else 'behind'})"
+            if ahead
             else ""
         )
-        return status.actions + turn
+        return status.actions + suffix
 
 
 def _make_status_key(rank: int) -> str:

@@ -1,13 +1,13 @@
-"""Walk all programs of a schedule in one process, with any meaning: numbers, contributions, a
-drawing.
+"""Interpret all programs of a schedule in one process.
 
-`walk` visits the ranks in turn and lets each go as far as it can. How sends behave is an
-argument:
+The interpretation is an argument: numbers, contributions, a drawing. `interpret_schedule` visits
+the ranks in turn and lets each go as far as it can. The behaviour of sends is an argument too:
 
-    asynchronous   a Send never blocks (unless it says wait=True) grouped        neighbouring
-    messages that do not depend on each other are posted together, and end together (NCCL)
-    rendezvous     every Send blocks until its Recv is posted (blocking MPI sends of long
-    messages)
+    asynchronous   A Send never blocks (unless it has wait=True).
+    grouped        Neighbouring messages that do not depend on each other are posted together,
+                   and end together (NCCL).
+    rendezvous     Every Send blocks until its Recv is posted (blocking MPI sends of long
+                   messages).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Payload = TypeVar("Payload")
 
 
 class Interpretation(Protocol[Payload]):
-    """What a message carries and what its arrival does. Slots belong to a rank."""
+    """What a message carries, and the effect of its arrival. Slots belong to a rank."""
 
     def read(self, rank: int, send: Send) -> Payload: ...
 
@@ -46,7 +46,14 @@ class Interpretation(Protocol[Payload]):
 
 @dataclass
 class PostedSend(Generic[Payload]):
-    """A posted Send: taken once a Recv has it."""
+    """A posted Send.
+
+    Attributes:
+        send: The action.
+        payload: The content of the message.
+        round: The round of the Send.
+        received: Whether a Recv has the message.
+    """
 
     send: Send
     payload: Payload
@@ -55,38 +62,50 @@ class PostedSend(Generic[Payload]):
 
 
 class RoundCounter:
-    """Which round an action falls into, from 1: a rank starts one send and ends one receive in
-    a round (links carry both ways at once), keeps the order of its own actions, and a message
-    cannot arrive before the round it was sent in.
+    """The round of each action, counted from 1.
 
-    of: the round of each rank's last action, which a Meaning may ask for.
+    In a round, a rank starts one send and ends one receive, as links carry both directions at once.
+    A rank keeps the order of its own actions. A message cannot arrive before the round in which it
+    is sent.
+
+    Attributes:
+        current: The round of each rank's last action, for interpretations that need it.
+        next_send: The first round in which each rank can send.
+        next_receive: The first round in which each rank can receive.
     """
 
     def __init__(self, size: int) -> None:
         self.current = [0] * size
-        # the first in which a rank can
         self.next_send = [1] * size
         self.next_receive = [1] * size
 
     def count_send(self, rank: int, wait: bool) -> int:
-        found = max(self.next_send[rank], self.next_receive[rank])
-        self.current[rank] = found
-        self.next_send[rank] = found + 1
+        """Count a Send of a rank and return its round."""
+        round_ = max(self.next_send[rank], self.next_receive[rank])
+        self.current[rank] = round_
+        self.next_send[rank] = round_ + 1
         if wait:
-            self.next_receive[rank] = found + 1
-        return found
+            self.next_receive[rank] = round_ + 1
+        return round_
 
     def count_receive(self, rank: int, sent: int) -> None:
+        """Count a Recv of a rank.
+
+        Args:
+            rank: The rank that receives.
+            sent: The round in which the message was sent.
+        """
         self.current[rank] = max(sent, self.next_receive[rank])
         self.next_receive[rank] = self.current[rank] + 1
 
     def count_compute(self, rank: int) -> None:
+        """Count a Compute of a rank."""
         self.current[rank] = max(self.next_send[rank], self.next_receive[rank])
         self.next_send[rank] = self.next_receive[rank] = self.current[rank] + 1
 
 
 class Deadlock(ScheduleError):
-    """Nobody can go on."""
+    """No rank can continue."""
 
 
 def interpret_schedule(
@@ -96,16 +115,27 @@ def interpret_schedule(
     send_mode: SendMode = "asynchronous",
     rounds: RoundCounter | None = None,
 ) -> list[list[Action]]:
-    """Play `program(rank, size)` of every rank to its end; what each did. Raises ScheduleError
-    (Deadlock among them) by name.
+    """Run `program(rank, size)` of every rank to its end.
 
-    rounds: counts them, for a meaning that wants to know.
+    Args:
+        program: The program of a rank.
+        size: The number of ranks.
+        interpretation: What messages carry, and the effect of their arrival.
+        send_mode: The behaviour of sends.
+        rounds: The counter of rounds, for an interpretation that uses it.
+
+    Returns:
+        The actions of each rank.
+
+    Raises:
+        ScheduleError: If a message does not match or is never received; it names the ranks.
+        Deadlock: If no rank can continue.
     """
-    pairs: dict[tuple[int, int], deque[PostedSend[Payload]]] = {}
+    channels: dict[tuple[int, int], deque[PostedSend[Payload]]] = {}
     rounds = rounds or RoundCounter(size)
     ranks = [
         RankCursor(
-            rank, read_program(program, rank, size), interpretation, pairs, send_mode, rounds
+            rank, read_program(program, rank, size), interpretation, channels, send_mode, rounds
         )
         for rank in range(size)
     ]
@@ -115,7 +145,7 @@ def interpret_schedule(
         if not any(moved):
             raise Deadlock(_draw_deadlock(waiting, size, send_mode))
         waiting = [cursor for cursor in waiting if not cursor.finished]
-    for (source, target), left in pairs.items():
+    for (source, target), left in channels.items():
         if left:
             raise ScheduleError(
                 f"rank {target} never receives slot {format_slot(left[0].send.slot)} that rank "
@@ -127,7 +157,16 @@ def interpret_schedule(
 
 
 class RankCursor(Generic[Payload]):
-    """One rank on its way: the group of actions it stands at, and what of it is still open."""
+    """The position of one rank in its program: the current group of actions, and its open messages.
+
+    Args:
+        rank: The rank.
+        program: Its program.
+        interpretation: What messages carry, and the effect of their arrival.
+        channels: The posted sends of each (source, target), shared by all ranks.
+        send_mode: The behaviour of sends.
+        rounds: The counter of rounds, shared by all ranks.
+    """
 
     def __init__(
         self,
@@ -147,18 +186,18 @@ class RankCursor(Generic[Payload]):
             _group_actions(program) if send_mode == "grouped" else ([action] for action in program)
         )
         self.open_sends: list[PostedSend[Payload]] = []  # sends that may not be over
-        # of the present group, which wait until those are over
+        # Sends of the current group that wait until the open sends are over.
         self.due_sends: deque[PostedSend[Payload]] = deque()
-        self.due_receives: list[Recv] = []  # of the present group, not yet taken
-        # of the present group, waiting in scratch
+        self.due_receives: list[Recv] = []  # of the current group, not yet received
+        # Receives of the current group that are in scratch.
         self.added_receives: list[Recv] = []
-        # the present group, until the sends of its slot are over
+        # The current group, until the sends of its slot are over.
         self.due_compute: Compute | None = None
         self.finished = False
         self.actions_done: list[Action] = []
 
     def run_until_blocked(self) -> bool:
-        """Go as far as possible; whether anything happened."""
+        """Go as far as possible; return whether anything happened."""
         moved = False
         while not self.finished:
             moved |= self._post_due_sends() | self._take_messages() | self._run_due_compute()
@@ -173,9 +212,7 @@ class RankCursor(Generic[Payload]):
         return moved
 
     def _is_blocked(self) -> bool:
-        """A message has not come, a send blocks, or a slot that is to be written is still being
-        sent.
-        """
+        """Return whether the rank waits for a message, a send, or a slot that is being sent."""
         return (
             bool(self.due_sends or self.due_receives or self.due_compute)
             or any(map(self._is_blocking_send, self.open_sends))
@@ -183,7 +220,7 @@ class RankCursor(Generic[Payload]):
         )
 
     def _find_open_send(self, slot: Slot) -> PostedSend[Payload] | None:
-        """A send of the slot, or of a part of it, that is not over."""
+        """Return a send of the slot, or of a part of it, that is not over."""
         if not self.open_sends:
             return None
         self.open_sends = [message for message in self.open_sends if not message.received]
@@ -210,7 +247,7 @@ class RankCursor(Generic[Payload]):
             self.due_compute = action
 
     def _post_due_sends(self) -> bool:
-        """Post what is due; one that comes after those before it, when they are over."""
+        """Post the due sends; one with `after` waits until the sends before it are over."""
         moved = False
         while self.due_sends and not (
             self.due_sends[0].send.after
@@ -223,7 +260,7 @@ class RankCursor(Generic[Payload]):
         return moved
 
     def _run_due_compute(self) -> bool:
-        """Compute what is due, once the sends of its slot are over."""
+        """Run the due Compute once the sends of its slot are over."""
         if self.due_compute is None or self._find_open_send(self.due_compute.at):
             return False
         self.rounds.count_compute(self.rank)
@@ -235,13 +272,15 @@ class RankCursor(Generic[Payload]):
         return not message.received and (message.send.wait or self.send_mode != "asynchronous")
 
     def _take_messages(self) -> bool:
-        """Take what has come; from one peer in order, from different peers in any."""
-        left: list[Recv] = []
+        """Receive what has arrived: in order from one peer, in any order from several."""
+        still_due: list[Recv] = []
         for recv in self.due_receives:
-            if any(earlier.frm == recv.frm for earlier in left) or not self._take_message(recv):
-                left.append(recv)
-        moved = len(left) < len(self.due_receives)
-        self.due_receives = left
+            if any(earlier.frm == recv.frm for earlier in still_due) or not self._take_message(
+                recv
+            ):
+                still_due.append(recv)
+        moved = len(still_due) < len(self.due_receives)
+        self.due_receives = still_due
         return moved
 
     def _take_message(self, recv: Recv) -> bool:
@@ -265,38 +304,42 @@ class RankCursor(Generic[Payload]):
         return True
 
     def describe_wait(self) -> str:
+        """Return what the rank waits for."""
         first = self.due_receives[0] if self.due_receives else None
         if first and (first.add or not self._find_open_send(first.slot)):
             return f"slot {format_slot(first.slot)} from rank {first.frm}"
         written = [recv.slot for recv in (*self.due_receives, *self.added_receives)] + (
             [self.due_compute.at] if self.due_compute else []
         )
-        to_write = next(filter(None, map(self._find_open_send, written)), None)
-        blocked = to_write or next(message for message in self.open_sends if not message.received)
+        conflicting = next(filter(None, map(self._find_open_send, written)), None)
+        blocked = conflicting or next(
+            message for message in self.open_sends if not message.received
+        )
         return f"rank {blocked.send.to} to take slot {format_slot(blocked.send.slot)}"
 
 
 def _group_actions(program: Program) -> Iterator[list[Action]]:
-    """The messages of a round: sends, then receives (or the other way round), none of which
-    reads or overwrites what an earlier one writes. Receives that add to the same slot can go
-    together: each comes into scratch of its own.
+    """Group the messages of a round: sends, then receives, or the other way round.
+
+    No message of a group reads or overwrites a slot that an earlier one writes. Receives that add
+    to the same slot can go together: each has a scratch buffer of its own.
     """
     group: list[Action] = []
     written: set[Slot] = set()  # parts that a receive of the group overwrites
-    added: set[Slot] = set()  # and those that one adds to
+    added: set[Slot] = set()  # parts that a receive of the group adds to
     for action in program:
         if isinstance(action, Compute):
-            starts_anew = True
+            starts_group = True
         else:
             parts = set(expand_slot(action.slot))
             adds = isinstance(action, Recv) and action.add
-            starts_anew = not parts.isdisjoint(written) or not (adds or parts.isdisjoint(added))
-            starts_anew |= (
+            starts_group = not parts.isdisjoint(written) or not (adds or parts.isdisjoint(added))
+            starts_group |= (
                 type(action) is not type(group[-1]) and type(action) is type(group[0])
                 if group
                 else False
             )
-        if group and (starts_anew or isinstance(group[-1], Compute)):
+        if group and (starts_group or isinstance(group[-1], Compute)):
             yield group
             group = []
             written = set()
@@ -309,7 +352,7 @@ def _group_actions(program: Program) -> Iterator[list[Action]]:
 
 
 def _draw_deadlock(waiting: list[RankCursor[Payload]], size: int, send_mode: SendMode) -> str:
-    """Who waits for what, with the last actions of each: the schedule around the hang."""
+    """Return which rank waits for what, with the last actions of each."""
     first = waiting[0]
     lines = [
         f"deadlock among {size} ranks under {send_mode} sends: rank {first.rank} waits for "

@@ -1,5 +1,6 @@
-"""What a machine is to a clock: links, cores, who shares them; and the file that `paragrad
-measure` writes of it.
+"""The machine model of the clock: links, cores, and which ranks share them.
+
+Also the file that `paragrad measure` writes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ MACHINE_SCHEMA = 2
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of link; seconds per message and per byte (LogGP, Alexandrov et al. 1995, with
-    the names of the field).
+    """One kind of link, with seconds per message and per byte.
 
-    A message of n bytes holds its sender's way out and its receiver's way in for alpha + beta n
-    (single-port, full-duplex), and is in flight for `latency` more. Each of the two holds a
-    core for `overhead` when it posts the message or takes it; where ranks share cores, also for
-    `work` a byte while it travels. The textbook's model is alpha and beta alone. points:
-    (bytes, seconds) that were measured, where a straight line does not fit: the clock goes from
-    point to point. disturbed: the same link as it was in the slowest tenth of the measured
-    rounds; None where nothing was measured.
+    The model is LogGP (Alexandrov et al. 1995), with the names of the field. A message of n bytes
+    occupies its sender's out port and its receiver's in port for alpha + beta n (single-port,
+    full-duplex). The textbook model has alpha and beta only.
+
+    Attributes:
+        alpha: Seconds per message.
+        beta: Seconds per byte.
+        latency: Seconds for which the message is in flight after it has left the ports.
+        overhead: Seconds of a core, at each of both ranks, to post or to receive the message.
+        work: Seconds of a core per byte while the message travels, at each of both ranks, if ranks
+            share cores.
+        points: Measured (bytes, seconds), if a straight line does not fit. The clock interpolates
+            between them.
+        disturbed: The same link in the slowest tenth of the measured rounds; None if not measured.
     """
 
     alpha: float
@@ -40,22 +47,26 @@ class Link:
     disturbed: Link | None = None
 
     def compute_port_seconds(self, size: int) -> float:
-        """How long a message of `size` bytes holds its ways."""
+        """Return how long a message of `size` bytes occupies its ports, in seconds."""
         if not self.points:
             return self.alpha + self.beta * size
-        place = min(max(bisect_right(self.points, (size, float("inf"))), 1), len(self.points) - 1)
-        (low, first), (high, second) = self.points[place - 1 : place + 1]
+        index = min(max(bisect_right(self.points, (size, float("inf"))), 1), len(self.points) - 1)
+        (low, first), (high, second) = self.points[index - 1 : index + 1]
         return max(0.0, first + (second - first) * (size - low) / (high - low))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks, link by link and core by core; neighbouring ranks share.
+    """Ranks with their links and cores; neighbouring ranks share them.
 
-    gamma: seconds of a core per byte added. `group` neighbouring ranks are on a host: they
-    share its link to other hosts, and talk over `inside` among themselves. `sharing`
-    neighbouring ranks share `cores` cores. slow: ranks that are k times slower than the others,
-    at everything, as (rank, k).
+    Attributes:
+        link: The link between ranks, or between hosts.
+        gamma: Seconds of a core per byte added.
+        inside: The link between ranks of one host.
+        group: The number of neighbouring ranks on a host. They share its link to other hosts.
+        sharing: The number of neighbouring ranks that share `cores` cores.
+        cores: The number of cores that they share.
+        slow: Ranks that are k times slower than the others at everything, as (rank, k).
     """
 
     link: Link
@@ -67,19 +78,17 @@ class Cluster:
     slow: tuple[tuple[int, float], ...] = ()
 
     def find_link(self, one: int, other: int) -> Link:
-        """The link of a message between two ranks."""
+        """Return the link of a message between two ranks."""
         return (
             self.inside if self.inside and one // self.group == other // self.group else self.link
         )
 
     def find_slowdown(self, rank: int) -> float:
-        """How many times slower a rank is."""
+        """Return how many times slower than the others a rank is."""
         return dict(self.slow).get(rank, 1.0)
 
     def build_disturbed_cluster(self) -> Cluster | None:
-        """The same with its links as they are when other work disturbs them; None where that
-        was not measured.
-        """
+        """Return the cluster with links disturbed by other work; None if that was not measured."""
         if self.link.disturbed is None:
             return None
         return replace(
@@ -91,24 +100,39 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured of a machine, or assumed of one. links: by name, `gloo` or `shm`; rates
-    per second.
+    """The measurements of a machine, or assumptions about one. Rates are per second.
+
+    Attributes:
+        links: The links by name, `gloo` or `shm`.
+        gamma: Seconds per byte added.
+        cores: The number of cores.
+        measured: When, on what and over which interface it was measured; or "assumed".
+        errors: The largest relative error of the straight line through the points of each link.
+        memory: Bytes read and written.
+        matmul: Operations of one core in a matrix product.
+        hosts: The number of hosts that the links join, one or two.
+        load: The average number of threads that wanted a core in the minute before.
     """
 
     links: dict[str, Link]
-    gamma: float  # seconds per byte added
+    gamma: float
     cores: int
-    measured: str  # when, on what, over which interface; or "assumed"
-    # of the straight line through a link's points: largest relative error
+    measured: str
     errors: dict[str, float] | None = None
-    memory: float | None = None  # bytes read and written
-    matmul: float | None = None  # operations, one core
-    hosts: int | None = None  # that the links join: one, or two
-    # average of the minute before: threads that wanted a core
+    memory: float | None = None
+    matmul: float | None = None
+    hosts: int | None = None
     load: float | None = None
 
     def select_link(self, name: str | None = None) -> Link:
-        """A link by name, or the first. Raises Refused."""
+        """Return a link by name, or the first link.
+
+        Args:
+            name: The name, or None.
+
+        Raises:
+            Refused: If the machine has no link of this name.
+        """
         if name is None:
             return next(iter(self.links.values()))
         if name not in self.links:
@@ -120,11 +144,11 @@ class Machine:
         return self.links[name]
 
     def write_machine_file(self, path: Path) -> None:
+        """Write the machine to a JSON file."""
         path.write_text(json.dumps({"schema": MACHINE_SCHEMA, **asdict(self)}, indent=1) + "\n")
 
 
-# what a simulation takes where no machine was measured: the reference example of
-# docs/all_reduce.md
+# The machine of a simulation if none was measured: the reference example of docs/all_reduce.md.
 ASSUMED_MACHINE = Machine(
     {"network": Link(alpha=20e-6, beta=1 / 2e9)},
     gamma=1 / 8e9,
@@ -134,10 +158,10 @@ ASSUMED_MACHINE = Machine(
 
 
 def _check_machine(machine: Machine) -> None:
-    """Raises ValueError where something is no measured quantity."""
+    """Raise ValueError if a value is no measured quantity."""
     if not machine.links:
         raise ValueError("no link")
-    named = [
+    named_values = [
         ("gamma", machine.gamma),
         ("cores", machine.cores),
         ("memory", machine.memory or 0.0),
@@ -145,22 +169,22 @@ def _check_machine(machine: Machine) -> None:
         ("hosts", machine.hosts or 1),
         ("load", machine.load or 0.0),
     ]
-    named += [(f"error of {name}", error) for name, error in (machine.errors or {}).items()]
+    named_values += [(f"error of {name}", error) for name, error in (machine.errors or {}).items()]
     links = dict(machine.links)
     links |= {
         f"{of}, disturbed": link.disturbed for of, link in machine.links.items() if link.disturbed
     }
     for of, link in links.items():
-        named += [
+        named_values += [
             (f"{name} of {of}", getattr(link, name))
             for name in ("alpha", "beta", "latency", "overhead", "work")
         ]
-        named += [(f"a point of {of}", number) for point in link.points for number in point]
+        named_values += [(f"a point of {of}", number) for point in link.points for number in point]
         if len(link.points) == 1 or sorted({size for size, _ in link.points}) != [
             size for size, _ in link.points
         ]:
             raise ValueError(f"the points of {of} are not at two or more sizes, in order")
-    for name, value in named:
+    for name, value in named_values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
             raise ValueError(f"{name} is {value!r}")
     if (
@@ -172,7 +196,7 @@ def _check_machine(machine: Machine) -> None:
 
 
 def _parse_link(found: dict[str, Any]) -> Link:
-    """A link as the file has it."""
+    """Return the link of an entry of the file."""
     disturbed = found["disturbed"]
     return Link(
         **{
@@ -184,8 +208,16 @@ def _parse_link(found: dict[str, Any]) -> Link:
 
 
 def load_machine(path: Path | None, cores: int) -> Machine:
-    """The machine of a file, or the assumed one; a warning where the file is of another number
-    of cores.
+    """Return the machine of a file, or the assumed one.
+
+    It warns if the file is from a machine with another number of cores.
+
+    Args:
+        path: The machine file, or None for the assumed machine.
+        cores: The number of cores of this host.
+
+    Raises:
+        Refused: If the file cannot be read, with the repair.
     """
     if path is None:
         return ASSUMED_MACHINE
@@ -196,33 +228,42 @@ def load_machine(path: Path | None, cores: int) -> Machine:
 
 
 def read_machine_file(path: Path, cores: int) -> tuple[Machine, str | None]:
-    """(machine, warning or None) of a machine file; cores: those of this host. Raises Refused
-    with the repair.
+    """Read a machine file.
+
+    Args:
+        path: The machine file.
+        cores: The number of cores of this host.
+
+    Returns:
+        (machine, warning or None).
+
+    Raises:
+        Refused: If it is no machine file of this version, with the repair.
     """
-    again = f"write it anew: paragrad measure --output {path}"
+    repair = f"write it anew: paragrad measure --output {path}"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        schema = found.pop("schema")
+        content: dict[str, Any] = json.loads(path.read_text())
+        schema = content.pop("schema")
     except FileNotFoundError:
-        raise Refused(f"there is no machine file {path}; {again}") from None
+        raise Refused(f"there is no machine file {path}; {repair}") from None
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise Refused(f"{path} is no machine file ({error}); {again}") from None
+        raise Refused(f"{path} is no machine file ({error}); {repair}") from None
     if schema != MACHINE_SCHEMA:
         raise Refused(
             f"{path} is a machine file of version {schema}, this paragrad reads version "
             f"{MACHINE_SCHEMA}; "
-            f"{again}"
+            f"{repair}"
         )
     try:
-        links = {name: _parse_link(link) for name, link in found.pop("links").items()}
-        machine = Machine(links=links, **found)
+        links = {name: _parse_link(link) for name, link in content.pop("links").items()}
+        machine = Machine(links=links, **content)
         _check_machine(machine)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise Refused(f"{path} lacks or misnames something ({error}); {again}") from None
+        raise Refused(f"{path} lacks or misnames something ({error}); {repair}") from None
     warning = None
     if machine.cores != cores:
         warning = (
             f"{path} was measured on a machine of {machine.cores} cores, this one has "
-            f"{cores}; {again}"
+            f"{cores}; {repair}"
         )
     return machine, warning

@@ -1,5 +1,6 @@
-"""How many messages a schedule has, before somebody plays them one by one: more than a player
-can are refused.
+"""The number of messages of a schedule, known before an executor plays them one by one.
+
+A schedule with more messages than an executor can play is refused.
 """
 
 from __future__ import annotations
@@ -14,36 +15,58 @@ from paragrad.schedules.actions import Schedule, ScheduleError, Send
 
 
 def count_rank_sends(schedule: Schedule, rank: int, size: int, limit: int) -> int | None:
-    """Messages that a rank sends; None where there are more than `most`. Raises ScheduleError
-    where the program does.
+    """Return the number of messages that a rank sends, or None if it is above a limit.
+
+    Args:
+        schedule: The schedule.
+        rank: The rank.
+        size: The number of ranks.
+        limit: The limit.
+
+    Raises:
+        ScheduleError: If the program is invalid.
     """
     try:
-        found = sum(
+        sent = sum(
             islice(
                 (1 for action in schedule.program(rank, size) if type(action) is Send), limit + 1
             )
         )
     except Exception:
-        found = sum(1 for _ in read_program(schedule.program, rank, size))  # it is named there
-    return found if found <= limit else None
+        sent = sum(1 for _ in read_program(schedule.program, rank, size))  # it names the error
+    return sent if sent <= limit else None
 
 
 def count_messages(schedule: Schedule, size: int, limit: int) -> int | None:
-    """Messages of all ranks; None where there are more than `most`."""
-    if size > limit:  # asking as many ranks would take as long
+    """Return the number of messages of all ranks, or None if it is above a limit.
+
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        limit: The limit.
+    """
+    if size > limit:  # reading so many programs would take as long
         return None
-    left = limit
+    remaining = limit
     for rank in range(size):
-        sent = count_rank_sends(schedule, rank, size, left)
+        sent = count_rank_sends(schedule, rank, size, remaining)
         if sent is None:
             return None
-        left -= sent
-    return limit - left
+        remaining -= sent
+    return limit - remaining
 
 
 class TooManyMessages(ScheduleError):
-    """A schedule of more messages than a player can play. Its message names the largest power
-    of two of ranks that goes.
+    """A schedule has more messages than an executor can play.
+
+    The message names the largest power of two of ranks that is possible.
+
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        limit: The largest number of messages.
+        activity: What the messages were to be, such as "drawn".
+        fits: Whether a smaller number of ranks is possible.
     """
 
     def __init__(
@@ -57,7 +80,7 @@ class TooManyMessages(ScheduleError):
         largest = 1
         fewer = 2
         while fewer < size:
-            with suppress(ScheduleError, Refused):  # a size that it is not for
+            with suppress(ScheduleError, Refused):  # the schedule does not allow this size
                 if not fits(fewer):
                     break
                 largest = fewer
@@ -70,11 +93,19 @@ class TooManyMessages(ScheduleError):
 
 
 def refuse_many_messages(schedule: Schedule, size: int, limit: int, activity: str) -> int:
-    """The messages of a schedule that is to be played one by one (`doing`: drawn). Raises
-    TooLong.
+    """Return the number of messages of a schedule that an executor plays one by one.
+
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        limit: The largest number of messages.
+        activity: What is done with the messages, such as "drawn".
+
+    Raises:
+        TooManyMessages: If there are more messages than the limit.
     """
-    found = count_messages(schedule, size, limit)
-    if found is None:
+    message_count = count_messages(schedule, size, limit)
+    if message_count is None:
         raise TooManyMessages(
             schedule,
             size,
@@ -82,4 +113,4 @@ def refuse_many_messages(schedule: Schedule, size: int, limit: int, activity: st
             activity,
             lambda fewer: count_messages(schedule, fewer, limit) is not None,
         )
-    return found
+    return message_count

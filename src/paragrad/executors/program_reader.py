@@ -1,8 +1,8 @@
-"""A rank's program, read action by action, for the players of one process: what is none is
-refused by name.
+"""Reading a rank's program action by action, for the executors that run in one process.
 
-A schedule may be anybody's: a program that raises or is no iterator, an action that is none, a
-rank that does not exist. The wire reads none of this: it plays what was proved.
+A schedule may be a user's own. An invalid program is refused by name: a program that raises or is
+no iterator, an invalid action, a rank that does not exist. The transport checks none of this: it
+runs schedules that were proved.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from paragrad.schedules.actions import Action, Compute, Program, Recv, ScheduleE
 
 
 def read_program(program: Callable[[int, int], Program], rank: int, size: int) -> Program:
-    """The actions of `program(rank, size)`. Raises ScheduleError that names the rank and the
-    number of its action, from 1.
+    """Generate the actions of `program(rank, size)`.
+
+    Args:
+        program: The program of a rank.
+        rank: The rank.
+        size: The number of ranks.
+
+    Raises:
+        ScheduleError: If the program or an action is invalid. It names the rank and the number of
+            the action, from 1.
     """
     done = 0
     try:
@@ -26,8 +34,8 @@ def read_program(program: Callable[[int, int], Program], rank: int, size: int) -
                 f"its actions"
             )
         for done, action in enumerate(actions, 1):
-            if wrong := _find_action_error(action, rank, size):
-                raise ScheduleError(f"rank {rank}, action {done} of its program: {wrong}")
+            if problem := _find_action_error(action, rank, size):
+                raise ScheduleError(f"rank {rank}, action {done} of its program: {problem}")
             yield action
     except (ScheduleError, Refused):
         raise
@@ -40,7 +48,7 @@ def read_program(program: Callable[[int, int], Program], rank: int, size: int) -
 
 
 def _find_action_error(action: Action, rank: int, size: int) -> str | None:
-    """What is wrong with an action, whatever the schedule is for."""
+    """Return what is wrong with an action, whatever the schedule is for, or None."""
     if isinstance(action, Send):
         peer = action.to
         slot = action.slot

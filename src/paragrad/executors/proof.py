@@ -1,14 +1,13 @@
-"""The proof: does this schedule reach its goal, at this size and length, and on what kind of
-wire?
+"""The proof that a schedule reaches its goal, at a given size and length.
 
-Instead of numbers every slot holds *who contributed* (one bit per rank), so a lost or doubled
-contribution cannot hide behind equal inputs (the idea of msccl-tools' chunk checks). Also
-found: messages that do not match, a mean taken inside the exchange, and who deadlocks under
-which sends. The goal is an argument: what the slots hold before, and what after.
+Instead of numbers, every slot holds which ranks contributed (one bit per rank). So a lost or
+doubled contribution cannot hide behind equal inputs (the idea of the chunk checks of msccl-tools).
+The proof also finds messages that do not match, a mean taken inside the exchange, and deadlocks
+under each kind of sends. The goal is an argument: what the slots hold before, and what after.
 
-The schedule may be anybody's: whatever is wrong with it is a ScheduleError. Only a program that
-goes on for ever without a yield is waited for, and only what differs from process to process is
-not seen.
+The schedule may be a user's own: every error in it is a ScheduleError. There are two exceptions. A
+program that runs for ever without a yield is waited for. A difference between processes is not
+detected.
 """
 
 from __future__ import annotations
@@ -38,25 +37,29 @@ from paragrad.schedules.actions import (
 from paragrad.schedules.pipeline import parse_task_slot
 
 MAX_PROVED_RANKS = 64  # ranks up to which a schedule is proved before it is played
-# messages that a rank may send for every other, beside two of every slot: more have no end
+# Messages that a rank may send for every other rank, besides two of every slot. A program that
+# sends more is taken to be endless.
 MAX_SENDS_PER_PEER = 1000
-SlotBits = dict[Slot, int]  # what a rank's slots hold: the bits of who contributed
+SlotBits = dict[Slot, int]  # what the slots of a rank hold: the bits of the contributing ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is to be proved. before(schedule, size) and after(schedule, size): what the slots of
-    every rank hold.
+    """What is to be proved.
 
-    A slot that is not in `before` begins empty, one that is not in `after` may end with
-    anything. compute(rank, action, held) does to a rank's slots what an action does; without it
-    nothing may be computed.
+    Attributes:
+        initial_slots: A function of (schedule, size): what the slots of every rank hold at first. A
+            slot that is missing there is empty.
+        final_slots: A function of (schedule, size): what they hold at the end. A slot that is
+            missing there may hold anything.
+        compute: A function of (rank, action, slots) that applies a Compute to the slots of a rank.
+            Without it no Compute is allowed.
+        describe_bit: A function that describes a bit.
     """
 
     initial_slots: Callable[[Any, int], list[SlotBits]]
     final_slots: Callable[[Any, int], list[SlotBits]]
     compute: Callable[[int, Compute, SlotBits], None] | None = None
-    # what a bit stands for
     describe_bit: Callable[[int], str] = "the contribution of rank {}".format
 
 
@@ -70,29 +73,26 @@ def _build_all_sums(schedule: Any, size: int) -> list[SlotBits]:
 
 def _build_owned_sums(schedule: Any, size: int) -> list[SlotBits]:
     owned = [schedule.owns(rank, size) for rank in range(size)]
-    if nobodys := set(range(count_parts(schedule, size))).difference(*owned):
-        raise ScheduleError(f"nobody owns slot {min(nobodys)}")
+    if unowned := set(range(count_parts(schedule, size))).difference(*owned):
+        raise ScheduleError(f"nobody owns slot {min(unowned)}")
     return [dict.fromkeys(parts, (1 << size) - 1) for parts in owned]
 
 
-# exactly one contribution of everyone in every slot of every rank
+# Exactly one contribution of each rank in every slot of every rank.
 ALL_REDUCE = Goal(_build_own_bits, _build_all_sums)
-# reduce, reduce_scatter: in what each rank owns, and every slot has an owner
+# reduce, reduce_scatter: the sums in the parts that each rank owns; every slot has an owner.
 FIRST_HALF = Goal(_build_own_bits, _build_owned_sums)
-SECOND_HALF = Goal(
-    _build_owned_sums, _build_all_sums
-)  # broadcast, all_gather: from there to everywhere
+# broadcast, all_gather: from the owners to all ranks.
+SECOND_HALF = Goal(_build_owned_sums, _build_all_sums)
 
 
 def _build_task_marks(schedule: Any, size: int, done: bool) -> list[SlotBits]:
-    """A mark for each task of a rank's stages: forward, and backward, whole or in halves, as
-    its order has it.
-    """
-    every: list[SlotBits] = []
+    """Return a mark for each forward, and for each backward (or its halves), of a rank's stages."""
+    marks: list[SlotBits] = []
     for rank in range(size):
         halves = {what for what, *_ in schedule.list_tasks(rank, size)} & {"I", "W"}
         stages = range(rank, schedule.count_stages(size), size)
-        every.append(
+        marks.append(
             {
                 f"{what}{stage}.{micro}": done << stage
                 for stage in stages
@@ -103,11 +103,11 @@ def _build_task_marks(schedule: Any, size: int, done: bool) -> list[SlotBits]:
                 )
             }
         )
-    return every
+    return marks
 
 
 def _mark_pass(rank: int, action: Compute, held: SlotBits) -> None:
-    """A forward or a backward: what it needs is there, and it is made once."""
+    """Mark a forward or a backward: everything that it needs is there, and it runs once."""
     stage, micro = parse_task_slot(rank, action.at)
     mark = f"{action.what}{stage}.{micro}"
     below = (1 << stage) - 1
@@ -119,21 +119,21 @@ def _mark_pass(rank: int, action: Compute, held: SlotBits) -> None:
         )
     if held[mark]:
         raise ScheduleError(f"rank {rank} makes {action} twice")
-    if lacks := next((what for what in needed if not held[f"{what}{stage}.{micro}"]), None):
+    if missing := next((what for what in needed if not held[f"{what}{stage}.{micro}"]), None):
         raise ScheduleError(
-            f"rank {rank} makes {action} and has not made {lacks}{format_slot(action.at)}"
+            f"rank {rank} makes {action} and has not made {missing}{format_slot(action.at)}"
         )
     held[mark] = 1 << stage
-    came = f"x{stage}.{micro}"
-    back = f"g{stage + 1}.{micro}"
+    input_slot = f"x{stage}.{micro}"
+    gradient_slot = f"g{stage + 1}.{micro}"
     if action.what == "F":
-        if held.get(came, below) != below:
-            raise ScheduleError(f"rank {rank} makes {action} without the activations {came}")
+        if held.get(input_slot, below) != below:
+            raise ScheduleError(f"rank {rank} makes {action} without the activations {input_slot}")
         _set_if_present(held, f"x{stage + 1}.{micro}", below | 1 << stage)
     elif action.what in "BI":
-        if back in held and not held[back] >> (stage + 1) & 1:
-            raise ScheduleError(f"rank {rank} makes {action} without the gradient {back}")
-        _set_if_present(held, f"g{stage}.{micro}", held.get(back, 0) | 1 << stage)
+        if gradient_slot in held and not held[gradient_slot] >> (stage + 1) & 1:
+            raise ScheduleError(f"rank {rank} makes {action} without the gradient {gradient_slot}")
+        _set_if_present(held, f"g{stage}.{micro}", held.get(gradient_slot, 0) | 1 << stage)
 
 
 def _set_if_present(held: SlotBits, slot: Slot, bits: int) -> None:
@@ -141,28 +141,37 @@ def _set_if_present(held: SlotBits, slot: Slot, bits: int) -> None:
         held[slot] = bits
 
 
-# every micro-batch forward and backward once on every stage, when what that needs is there
+# Every micro-batch runs forward and backward once on every stage, after everything that it needs.
 PIPELINE = Goal(
     functools.partial(_build_task_marks, done=False),
     functools.partial(_build_task_marks, done=True),
     _mark_pass,
     "the pass of stage {}".format,
 )
-GOALS = {"all-reduce": ALL_REDUCE, "pipeline": PIPELINE}  # of strategies' plans
+GOALS = {"all-reduce": ALL_REDUCE, "pipeline": PIPELINE}  # the goals of `ScheduleUse`
 
 
 @dataclass(frozen=True, slots=True)
 class ProofResult:
-    """What was proved of a schedule for `length` elements over `size` ranks."""
+    """What was proved of a schedule.
+
+    Attributes:
+        size: The number of ranks.
+        length: The number of elements.
+        messages: The number of messages of all ranks.
+        sent: The elements that are sent by the rank that sends most.
+        scratch: The elements that a rank needs besides its slots, at most.
+        grouped: Whether there is no deadlock when neighbouring messages are posted together.
+        rendezvous: Whether there is no deadlock when every send blocks. Under asynchronous sends
+            there never is.
+    """
 
     size: int
     length: int
-    messages: int  # in all
-    sent: int  # elements, by the rank that sends most
-    scratch: int  # elements a rank needs beside its slots, at most
-    # free of deadlock when neighbouring messages are posted together
+    messages: int
+    sent: int
+    scratch: int
     grouped: bool
-    # free of deadlock when every send blocks; under asynchronous sends it always is
     rendezvous: bool
 
 
@@ -172,18 +181,25 @@ def prove_schedule(
     length: int | Mapping[Slot, int] | None = None,
     goal: Goal = ALL_REDUCE,
 ) -> ProofResult:
-    """That a schedule reaches its goal. Raises ScheduleError by rank, slot and round.
+    """Prove that a schedule reaches its goal.
 
-    length: elements of the vector (otherwise as many as it has parts), or of every slot by
-    name.
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        length: The elements of the vector, or of every slot by name. By default there is one
+            element per part.
+        goal: The goal.
+
+    Raises:
+        ScheduleError: If it does not reach the goal; names rank, slot and round.
     """
     if not callable(getattr(schedule, "program", None)):
         raise ScheduleError(
             f"{type(schedule).__name__} has no program; give it a method program(rank, size) of "
             f"actions"
         )
-    if length is None and (named := getattr(schedule, "slots", None)):
-        length = dict.fromkeys(named(size), 1)
+    if length is None and (list_slots := getattr(schedule, "slots", None)):
+        length = dict.fromkeys(list_slots(size), 1)
     if not isinstance(length, Mapping):
         parts = count_parts(schedule, size)
         if (again := count_parts(schedule, size)) != parts:
@@ -192,25 +208,23 @@ def prove_schedule(
                 f"size alone"
             )
         length = parts if length is None else length
-    found = Contributions.build(schedule, size, length, goal)
-    actions = interpret_schedule(schedule.program, size, found, rounds=found.rounds)
-    found.check_final_slots(goal.final_slots(schedule, size))
+    contributions = Contributions.build(schedule, size, length, goal)
+    actions = interpret_schedule(schedule.program, size, contributions, rounds=contributions.rounds)
+    contributions.check_final_slots(goal.final_slots(schedule, size))
     _check_program_repeats(schedule, size, actions)
     return ProofResult(
         size,
-        sum(found.lengths.values()),
-        found.messages,
-        max(found.sent_elements),
-        found.scratch,
+        sum(contributions.lengths.values()),
+        contributions.messages,
+        max(contributions.sent_elements),
+        contributions.scratch,
         grouped=_is_deadlock_free(schedule, size, "grouped"),
         rendezvous=_is_deadlock_free(schedule, size, "rendezvous"),
     )
 
 
 def _check_program_repeats(schedule: Schedule, size: int, actions: list[list[Action]]) -> None:
-    """Every rank asks for its program in a process of its own, so it must be the same whenever
-    it is asked for.
-    """
+    """Check that a program is the same each time: every rank generates it in its own process."""
     for rank, first in enumerate(actions):
         again = islice(read_program(schedule.program, rank, size), len(first) + 1)
         for number, (one, other) in enumerate(zip_longest(first, again), 1):
@@ -223,8 +237,17 @@ def _check_program_repeats(schedule: Schedule, size: int, actions: list[list[Act
 
 
 def check_schedule(schedule: Schedule, size: int, goal_name: str = "all-reduce") -> None:
-    """Refuse what does not come to the goal of that name; of more than PROVED ranks that takes
-    too long to see.
+    """Refuse a schedule that does not reach a goal.
+
+    Above MAX_PROVED_RANKS ranks the proof would take too long, and is left out.
+
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        goal_name: The name of the goal in GOALS.
+
+    Raises:
+        Refused: If the schedule does not reach the goal.
     """
     if size <= MAX_PROVED_RANKS:
         try:
@@ -244,7 +267,7 @@ def _is_deadlock_free(schedule: Schedule, size: int, send_mode: SendMode) -> boo
 
 
 class NoContent:
-    """Messages without content: only who waits for whom."""
+    """Messages without content, for a check of deadlocks only."""
 
     def read(self, rank: int, send: Send) -> None: ...
 
@@ -255,28 +278,47 @@ class NoContent:
 
 @dataclass
 class Contributions:
-    """Every slot holds a set of ranks, as bits."""
+    """An interpretation in which every slot holds a set of ranks, as bits.
+
+    Attributes:
+        goal: The goal.
+        lengths: The elements of each slot.
+        slots: The slots of each rank.
+        sent_elements: The elements that each rank has sent.
+        action_counts: The sends and Computes of each rank.
+        rounds: The counter of rounds.
+        messages: The number of messages.
+        scratch: The elements of scratch of a rank, at most.
+        last_received: For each (rank, slot), the round of the last Recv, and the Recv.
+        overwritten: The (bits, slot, rank, round, Recv) of each loss of bits.
+    """
 
     goal: Goal
     lengths: dict[Slot, int]
-    slots: list[SlotBits]  # by rank
-    sent_elements: list[int]  # elements, by rank
-    action_counts: list[int]  # sends and Computes, by rank
+    slots: list[SlotBits]
+    sent_elements: list[int]
+    action_counts: list[int]
     rounds: RoundCounter
     messages: int = 0
     scratch: int = 0
-    # by rank and slot: the last, and its round
     last_received: dict[tuple[int, Slot], tuple[int, Recv]] = field(default_factory=dict)
-    # bits, slot, rank, round, by what
     overwritten: list[tuple[int, Slot, int, int, Recv]] = field(default_factory=list)
 
     @classmethod
     def build(
         cls, schedule: Schedule, size: int, length: int | Mapping[Slot, int], goal: Goal
     ) -> Contributions:
+        """Return the contributions before the first action.
+
+        Args:
+            schedule: The schedule.
+            size: The number of ranks.
+            length: The elements of the vector, or of every slot by name.
+            goal: The goal.
+        """
         lengths = compute_slot_lengths(schedule, size, length)
-        held = [dict.fromkeys(lengths, 0) | each for each in goal.initial_slots(schedule, size)]
-        return cls(goal, lengths, held, [0] * size, [0] * size, RoundCounter(size))
+        slots = [dict.fromkeys(lengths, 0) | each for each in goal.initial_slots(schedule, size)]
+        return cls(goal, lengths, slots, [0] * size, [0] * size, RoundCounter(size))
 
     def _list_known_parts(self, rank: int, slot: Slot) -> list[Slot]:
         parts = list(expand_slot(slot))
@@ -290,9 +332,7 @@ class Contributions:
         return parts
 
     def _count_action(self, rank: int) -> None:
-        """Raises where a rank never comes to an end. Receives need not be counted: each needs a
-        send.
-        """
+        """Count a send or a Compute; raise if a rank never ends. Each receive needs a send."""
         self.action_counts[rank] += 1
         size = len(self.slots)
         if self.action_counts[rank] > MAX_SENDS_PER_PEER * size + 2 * size * len(self.lengths):
@@ -304,6 +344,7 @@ class Contributions:
             )
 
     def read(self, rank: int, send: Send) -> list[int]:
+        """Return the bits of the parts that a message carries."""
         self._count_action(rank)
         parts = self._list_known_parts(rank, send.slot)
         self.messages += 1
@@ -311,24 +352,26 @@ class Contributions:
         return [self.slots[rank][part] for part in parts]
 
     def write(self, rank: int, recv: Recv, payload: list[int]) -> None:
+        """Add or overwrite the bits of a message; refuse a contribution that is added twice."""
         parts = self._list_known_parts(rank, recv.slot)
-        held = self.slots[rank]
+        own_slots = self.slots[rank]
         now = self.rounds.current[rank]
         for part, contributions in zip(parts, payload, strict=True):
-            if recv.add and (twice := held[part] & contributions):
+            if recv.add and (twice := own_slots[part] & contributions):
                 raise ScheduleError(
                     f"rank {rank} adds {self._describe_lowest_bit(twice)} to slot {part} twice, in "
                     f"round {now} "
                     f"({recv})"
                 )
-            if not recv.add and (gone := held[part] & ~contributions):
-                self.overwritten.append((gone, part, rank, now, recv))
-            held[part] = contributions | held[part] if recv.add else contributions
+            if not recv.add and (lost := own_slots[part] & ~contributions):
+                self.overwritten.append((lost, part, rank, now, recv))
+            own_slots[part] = contributions | own_slots[part] if recv.add else contributions
             self.last_received[rank, part] = now, recv
         if recv.add:
             self.scratch = max(self.scratch, sum(self.lengths[part] for part in parts))
 
     def compute(self, rank: int, action: Compute) -> None:
+        """Apply a Compute to the slots of a rank, if the goal allows that."""
         self._count_action(rank)
         if self.goal.compute is None:
             raise ScheduleError(
@@ -340,9 +383,16 @@ class Contributions:
         self.goal.compute(rank, action, self.slots[rank])
 
     def check_final_slots(self, final_slots: list[SlotBits]) -> None:
-        """That every rank ends with what it should, and no more."""
-        for rank, wanted in enumerate(final_slots):
-            for slot, contributions in wanted.items():
+        """Check that every rank ends with what it should, and no more.
+
+        Args:
+            final_slots: What the slots of each rank should hold.
+
+        Raises:
+            ScheduleError: If a contribution is missing, or does not belong in a slot.
+        """
+        for rank, expected in enumerate(final_slots):
+            for slot, contributions in expected.items():
                 held = self.slots[rank][slot]
                 if lost := contributions & ~held:
                     raise ScheduleError(
@@ -350,29 +400,29 @@ class Contributions:
                         f"{slot}: "
                         f"{self._explain_slot(rank, slot, lost & -lost)}"
                     )
-                if beside := held & ~contributions:
+                if surplus := held & ~contributions:
                     raise ScheduleError(
-                        f"rank {rank} ends with {self._describe_lowest_bit(beside)} in slot "
+                        f"rank {rank} ends with {self._describe_lowest_bit(surplus)} in slot "
                         f"{slot}, where it "
                         f"does not "
                         f"belong: {self._explain_slot(rank, slot)}"
                     )
 
     def _explain_slot(self, rank: int, slot: Slot, lost: int = 0) -> str:
-        """What came into a slot last, and who first wrote over what is missing there."""
-        told = "it never takes that slot"
+        """Return what came into a slot last, and which rank first overwrote the missing bits."""
+        explanation = "it never takes that slot"
         if (rank, slot) in self.last_received:
-            told = "the last it takes of that slot comes in round {} ({})".format(
+            explanation = "the last it takes of that slot comes in round {} ({})".format(
                 *self.last_received[rank, slot]
             )
-        for gone, part, victim, now, recv in self.overwritten:
-            if part == slot and gone & lost:
+        for bits, part, victim, now, recv in self.overwritten:
+            if part == slot and bits & lost:
                 return (
-                    f"{told}; rank {victim} wrote over it in round {now} ({recv}), where "
+                    f"{explanation}; rank {victim} wrote over it in round {now} ({recv}), where "
                     f"add=True would have added"
                 )
-        return told
+        return explanation
 
     def _describe_lowest_bit(self, bits: int) -> str:
-        """What the lowest of some bits stands for."""
+        """Return what the lowest of some bits stands for."""
         return self.goal.describe_bit((bits & -bits).bit_length() - 1)

@@ -1,10 +1,10 @@
-"""The wire: play one rank's program over torch.distributed.
+"""The transport: run one rank's program over torch.distributed.
 
-A Send is an isend whose Work is kept until its slot is written again or the walk ends. A Recv
-ends in the program's order, but is posted as early as possible, because gloo moves nothing
-before it is: into scratch if it adds, or if what it overwrites is still needed, and otherwise
-in place. So the messages of a round, and of the rounds after it, are under way together, while
-waits, additions and what is computed keep the order of the program.
+A Send is an isend. Its Work is kept until its slot is written again or the program ends. A Recv
+ends in the order of the program, but is posted as early as possible, because gloo moves nothing
+before it is posted. It is posted into scratch if it adds, or if the data that it overwrites is
+still needed, and otherwise in place. So the messages of a round, and of the rounds after it, travel
+at the same time. Waits, additions and computations keep the order of the program.
 """
 
 from __future__ import annotations
@@ -37,23 +37,27 @@ from paragrad.schedules.actions import (
     split_evenly,
 )
 
-# bytes of scratch for receives under way. Short messages need many, as each costs gloo 0.4 ms
-# whatever its length. Of long ones one ahead is enough, and more do harm: what is asked for
-# early comes early, and takes the link from what is waited for.
+# Bytes of scratch for posted receives. Short messages need many receives, as each costs gloo 0.4 ms
+# whatever its length. For long messages one receive ahead is enough, and more do harm. A message
+# that is requested early arrives early, and takes the link from the message that is waited for.
 SCRATCH_BYTES = 1 << 18
-# bytes from which sends in a row to different ranks go one after the other, where they share a
-# link
+# From this length in bytes on, consecutive sends to different ranks go one after the other if they
+# share a link.
 LONG_MESSAGE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What this rank sent in an exchange, in bytes, and where its time went, in seconds: the
-    three add up to its duration.
+    """The bytes that this rank sent in an exchange, and the seconds that it took.
 
-    waiting: blocked until the first message came, as others were late;  transfer: blocked for
-    messages after that;  own: all the rest: posting messages, adding, Python.  computed: the
-    bytes are a closed form's, and nobody knows the times.
+    The three times add up to the duration of the exchange.
+
+    Attributes:
+        bytes: The bytes sent.
+        waiting: Seconds blocked until the first message came, as other ranks were late.
+        transfer: Seconds blocked for messages after that.
+        processing: The remaining seconds: posting messages, adding, Python.
+        computed: Whether the bytes come from a formula; then the times are not known.
     """
 
     bytes: int
@@ -63,13 +67,18 @@ class Traffic:
     computed: bool = False
 
 
-# start: of the monotonic clock
+# A function of (action, lane, start, seconds, bytes); start is on the monotonic clock.
 ReportMessage = Callable[[Send | Recv, str, float, float, int], None]
 
 
 class VectorParts(Mapping[Slot, Tensor]):
-    """A vector as the buffers of a collective: its equal parts by their numbers, neighbouring
-    ones by their range.
+    """A vector as the buffers of a collective.
+
+    Its equal parts have numbers; neighbouring parts have their range.
+
+    Args:
+        vector: The vector, of one dimension.
+        count: The number of parts.
     """
 
     def __init__(self, vector: Tensor, count: int) -> None:
@@ -95,32 +104,47 @@ def run_all_reduce(
 ) -> Traffic:
     """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule.
 
-    compute(action, part): does what the schedule computes on a part of the vector; an exchange
-    only adds.
+    Args:
+        schedule: The schedule.
+        vector: The vector.
+        world: The world of the ranks.
+        compute: A function of (action, part) that runs a Compute on a part of the vector. A correct
+            all-reduce only adds.
+
+    Returns:
+        The bytes sent and the times.
+
+    Raises:
+        StepFailed: If a message fails.
     """
     start = time.monotonic()
     parts = VectorParts(vector, count_parts(schedule, world.size))
-    computes = None if compute is None else lambda action: compute(action, parts[action.at])
-    play = ProgramRun(list(schedule.program(world.rank, world.size)), parts, world, computes)
-    play.play_program()
+    compute_action = None if compute is None else lambda action: compute(action, parts[action.at])
+    run = ProgramRun(list(schedule.program(world.rank, world.size)), parts, world, compute_action)
+    run.play_program()
     return Traffic(
-        play.sent_bytes,
-        play.waiting_seconds,
-        play.transfer_seconds,
-        time.monotonic() - start - play.waiting_seconds - play.transfer_seconds,
+        run.sent_bytes,
+        run.waiting_seconds,
+        run.transfer_seconds,
+        time.monotonic() - start - run.waiting_seconds - run.transfer_seconds,
     )
 
 
 class ProgramRun:
-    """One walk of one rank's program over its buffers: what is sent is read from them, what is
-    received written into them.
+    """One run of one rank's program over its buffers.
 
-    buffers: contiguous tensors by slot; those that are received into are there from the start.
-    compute(action): does a Compute, which comes when the sends of its slot are over.
-    tell(action, lane, start, seconds, bytes): is told what each message cost this rank, one
-    after the other: its posting (lane send), how long it was waited for (receive; of a send,
-    wait). posts: receives that are under way at a time, at most, where buffers are made when
-    they are asked for; nothing is received into one that holds anything then.
+    Messages are sent from the buffers and received into them.
+
+    Args:
+        actions: The program.
+        buffers: Contiguous tensors by slot. Those that are received into exist from the start.
+        world: The world of the ranks.
+        compute: A function that runs a Compute. It is called when the sends of its slot are over.
+        report_message: A function of (action, lane, start, seconds, bytes). It gets the time that
+            each message costs this rank: its posting (lane send), and the wait for it (lane
+            receive; for a send, lane wait).
+        posts: How many receives are posted at a time, at most. It is for buffers that are created
+            when they are requested; none of them is received into while it holds anything.
     """
 
     def __init__(
@@ -143,16 +167,16 @@ class ProgramRun:
         self.position = 0
         # part -> its sends, with their Works
         self.open_sends: dict[Slot, list[tuple[Send, Any]]] = {}
-        # receives under way: their Work and scratch
+        # Posted receives, with their Work and scratch.
         self.posted_receives: deque[tuple[Recv, Any, Tensor | None]] = deque()
-        # the first action that `look_ahead` has not passed
+        # The first action that `post_receives` has not passed.
         self.look_ahead_position = 0
-        # part -> actions from `position` to there that touch it
+        # part -> number of actions from `position` to `look_ahead_position` that touch it
         self.touch_counts: dict[Slot, int] = {}
-        self.scratch_bytes = 0  # bytes
-        # what is received in a row must be asked for before the sends that stand before it, or
-        # it comes after them; also what does not add may need scratch, and be an element longer
-        # than what does
+        self.scratch_bytes = 0
+        # A row of receives must be posted before the sends that precede it; otherwise its messages
+        # come after these. A receive that does not add may need scratch too, and may be an element
+        # longer than one that adds.
         self.scratch_limit = (
             SCRATCH_BYTES
             if posts
@@ -165,7 +189,7 @@ class ProgramRun:
                 SCRATCH_BYTES,
                 min(self.scratch_limit, sum(buffer.nbytes for buffer in buffers.values())),
             )
-        # which messages under way at once share
+        # Whether messages that travel at the same time share a link.
         self.shares_link = world.backend != "shm"
         self.sent_bytes = 0
         self.waiting_seconds = 0.0
@@ -175,16 +199,19 @@ class ProgramRun:
         self.is_computing = False
 
     def count_row_scratch(self, row: Sequence[Action]) -> int:
-        """Bytes that may come into scratch in a row of receives."""
+        """Return the bytes that a row of receives may need in scratch."""
         return sum(self.buffers[each.slot].nbytes for each in row if isinstance(each, Recv))
 
     def play_program(self) -> None:
-        """Play to the end. Raises StepFailed that shows the schedule around the failure, with
-        the last actions of all ranks.
+        """Run the program to its end.
+
+        Raises:
+            StepFailed: If a message fails. It shows the schedule around the failure, with the last
+                actions of all ranks.
         """
         try:
-            for place, action in enumerate(self.actions):
-                self.position = place
+            for index, action in enumerate(self.actions):
+                self.position = index
                 if isinstance(action, Send):
                     self.play_send(action)
                 elif isinstance(action, Recv):
@@ -194,7 +221,7 @@ class ProgramRun:
                     self.is_computing = True
                     self.compute(action)
                     self.is_computing = False
-                if place < self.look_ahead_position:
+                if index < self.look_ahead_position:
                     for part in list_touched_parts(action):
                         self.touch_counts[part] -= 1
             self.position = len(self.actions)
@@ -202,25 +229,28 @@ class ProgramRun:
         except Exception as error:
             if not self.is_computing and not isinstance(error, RuntimeError):
                 raise
-            # no failure of the exchange: it tells its own story, and was first
+            # A failure of a Compute is no failure of the exchange: its own message is raised, and
+            # this rank failed first.
             if self.is_computing:
                 error.when = time.monotonic()  # type: ignore[attr-defined]
-            lines = DeadlockReport(self.world, self.make_status())
+            report = DeadlockReport(self.world, self.make_status())
             self.world.abort()
             if self.is_computing:
                 raise
-            raise StepFailed(lines.format_report(error)) from error
+            raise StepFailed(report.format_report(error)) from error
 
     def play_send(self, action: Send) -> None:
-        # gloo tells a peer that a receive is posted over the connection that carries what is
-        # sent to it: told after the send, the peer hears of it when all of that is through, and
-        # the two directions go one after the other
+        """Post the next receives, then send a slot."""
+        # gloo announces a posted receive to the peer over the connection that carries the messages
+        # to this peer. If the receive is posted after the send, the announcement arrives after the
+        # whole message. Then the two directions go one after the other.
         self.look_ahead_position = max(self.look_ahead_position, self.position)
         self.post_receives()
         tensor = self.buffers[action.slot]
         if tensor.nbytes >= LONG_MESSAGE_BYTES and self.shares_link:
-            # at once they would share the link, and the first come as late as the last
-            before = self.actions[self.position - 1] if self.position else None
+            # At the same time they would share the link, and the first would come as late as the
+            # last.
+            previous = self.actions[self.position - 1] if self.position else None
             if action.after:
                 self.finish_sends(
                     [
@@ -229,8 +259,8 @@ class ProgramRun:
                         if any(sent.to != action.to for sent, _ in sends)
                     ]
                 )
-            elif isinstance(before, Send) and before.to != action.to:
-                self.finish_sends(expand_slot(before.slot))
+            elif isinstance(previous, Send) and previous.to != action.to:
+                self.finish_sends(expand_slot(previous.slot))
         start = time.monotonic()
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
         if self.report_message:
@@ -243,9 +273,10 @@ class ProgramRun:
                 self.open_sends.setdefault(part, []).append((action, work))
 
     def play_recv(self, action: Recv) -> None:
+        """Wait for the message of a receive, then add it or write it."""
         self.look_ahead_position = max(self.look_ahead_position, self.position)
         self.post_receives()
-        # it overwrites what is under way, and scratch is too short
+        # The receive overwrites a slot that is still being sent, and scratch is too short.
         if not self.posted_receives:
             self.finish_sends(expand_slot(action.slot))
             self.post_receives()
@@ -261,9 +292,10 @@ class ProgramRun:
                 self.buffers[action.slot].copy_(buffer)
 
     def post_receives(self) -> None:
-        """Post the receives that come next, as far as scratch goes. Of those that add, whatever
-        their length, also the one that comes next, and one more from the same rank: another's
-        would share the link with it. Each action is passed once.
+        """Post the receives that come next, as far as scratch allows.
+
+        Among receives that add, the next one is posted whatever its length, and one more from the
+        same rank. One from another rank would share the link with it. Each action is passed once.
         """
         while self.look_ahead_position < len(self.actions):
             action = self.actions[self.look_ahead_position]
@@ -273,12 +305,12 @@ class ProgramRun:
                 slot = self.buffers[action.slot]
                 buffer = None
                 if action.add or self.is_needed(action.slot):
-                    others = self.shares_link and any(
+                    has_other_source = self.shares_link and any(
                         each.frm != action.frm for each, *_ in self.posted_receives
                     )
-                    more = not others and len(self.posted_receives) < 2
+                    may_exceed = not has_other_source and len(self.posted_receives) < 2
                     if self.scratch_bytes + slot.nbytes > self.scratch_limit and not (
-                        action.add and more
+                        action.add and may_exceed
                     ):
                         return
                     buffer = torch.empty_like(slot)
@@ -292,29 +324,36 @@ class ProgramRun:
             self.look_ahead_position += 1
 
     def is_needed(self, slot: Slot) -> bool:
-        """Does an action before the one ahead, or a send under way, still touch a part of the
-        slot?
+        """Return whether an earlier action, or an open send, still touches a part of the slot.
+
+        Earlier actions are those before the look-ahead position.
         """
         return any(
             self.touch_counts.get(part) or part in self.open_sends for part in expand_slot(slot)
         )
 
     def finish_sends(self, parts: Sequence[Slot]) -> None:
-        """Wait until the sends of some parts are over, each once: one send may be of several
-        parts.
+        """Wait until the sends of some parts are over.
+
+        Each send is waited for once, though it may be of several parts.
         """
         for part in parts:
             for action, work in self.open_sends.pop(part, ()):
                 for other in expand_slot(action.slot):
-                    if left := [
+                    if remaining := [
                         each for each in self.open_sends.pop(other, ()) if each[1] is not work
                     ]:
-                        self.open_sends[other] = left
+                        self.open_sends[other] = remaining
                 self.wait_for_message(action, work)
 
     def wait_for_message(self, action: Send | Recv, work: Any) -> None:
-        """Wait for a message, once (gloo waits for ever on a send that was waited for before),
-        and not without end.
+        """Wait for a message, once and with a timeout.
+
+        If a send is waited for twice, gloo waits for ever.
+
+        Args:
+            action: The Send or Recv of the message.
+            work: Its Work.
         """
         self.awaited_action = action
         start = time.monotonic()
@@ -329,16 +368,16 @@ class ProgramRun:
         else:
             self.waiting_seconds += seconds
 
-    # ---- when it fails -----------------------------------------------------------------------
+    # ---- failures ----------------------------------------------------------------------------
     def make_status(self) -> RankStatus:
-        """Where this rank stands, for all to see."""
-        around = [
-            f"[{each}]" if at == self.position else str(each)
-            for at, each in enumerate(map(self.use_launched_ranks, self.actions))
+        """Return the status of this rank, for the report of all ranks."""
+        actions = [
+            f"[{each}]" if index == self.position else str(each)
+            for index, each in enumerate(map(self.use_launched_ranks, self.actions))
         ]
         first = max(0, self.position - 3)
         stop = self.position + 4
-        line = ["..."] * (first > 0) + around[first:stop] + ["..."] * (stop < len(around))
+        line = ["..."] * (first > 0) + actions[first:stop] + ["..."] * (stop < len(actions))
         peer = None
         waits_for = ""
         if isinstance(self.awaited_action, Recv):
@@ -356,7 +395,7 @@ class ProgramRun:
         return RankStatus(self.schedule_number, " ".join(line), waits_for, peer)
 
     def use_launched_ranks(self, action: Any) -> Any:
-        """An action as it is told: with the numbers by which ranks were launched."""
+        """Return an action with the numbers of the ranks in the launched world."""
         names = self.world.global_ranks
         if isinstance(action, Send):
             return replace(action, to=names[action.to])
@@ -364,15 +403,15 @@ class ProgramRun:
 
 
 def refuse_compute(action: Compute) -> None:
-    """Of an exchange, which only adds."""
+    """Refuse a Compute: an exchange only adds."""
     raise StepFailed(f"the wire cannot compute {action.what!r} on slot {format_slot(action.at)}")
 
 
 def group_by_kind(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """Actions of one kind in a row: sends, receives."""
+    """Group consecutive actions of one kind: sends, receives."""
     return (list(row) for _, row in groupby(actions, key=type))
 
 
 def list_touched_parts(action: Action) -> Sequence[Slot]:
-    """The parts that an action reads or writes."""
+    """Return the parts that an action reads or writes."""
     return expand_slot(action.at if isinstance(action, Compute) else action.slot)

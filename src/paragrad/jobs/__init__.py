@@ -1,1 +1,1 @@
-"""The Job, its loss, the built-in ones, and finding the one a user names."""
+"""The Job, its loss, the built-in jobs, and how a job is found by name."""

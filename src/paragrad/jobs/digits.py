@@ -1,6 +1,4 @@
-"""The default job, scikit-learn's bundled handwritten digits; and a net with branches on
-them.
-"""
+"""The default job, on scikit-learn's handwritten digits, and a net with branches on them."""
 
 from __future__ import annotations
 
@@ -19,8 +17,15 @@ from paragrad.jobs.job import Job, accuracy
 
 
 def digits(width: int = 64) -> Job:
-    """The 1,797 real 8x8 handwritten digits that scikit-learn bundles; MLP 64-width-10, SGD
-    with momentum.
+    """Train an MLP 64-width-10 on the 1,797 real 8x8 handwritten digits that scikit-learn bundles.
+
+    The optimizer is SGD with momentum.
+
+    Args:
+        width: The size of the hidden layer.
+
+    Returns:
+        The job.
     """
     train, test = _load_halves()
     return Job(
@@ -38,9 +43,19 @@ def digits(width: int = 64) -> Job:
 
 
 def inception_digits(width: int = 8) -> Job:
-    """The same digits as images, and a small net of Inception blocks (Szegedy et al. 2015):
-    twice four branches, of which none needs another, and whose channels are put together.
-    width: channels of a branch. Raises Refused.
+    """Train a small net of Inception blocks on the same digits as images (Szegedy et al. 2015).
+
+    Each of two blocks has four branches that do not depend on each other. Their channels are
+    concatenated.
+
+    Args:
+        width: The channels of a branch.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: The width is below 1.
     """
     if width < 1:
         raise Refused(f"job inception-digits: width must be a whole number from 1, got {width}")
@@ -63,8 +78,9 @@ def inception_digits(width: int = 8) -> Job:
 
 
 class Inception(nn.Module):
-    """Windows of 1, 3 and 5 pixels, and a pool, beside each other: [n, channels, h, w] -> [n, 4
-    x width, h, w].
+    """Convolutions of 1, 3 and 5 pixels and a pool, side by side.
+
+    The shape changes from [n, channels, h, w] to [n, 4 x width, h, w].
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -83,12 +99,11 @@ class Inception(nn.Module):
 
 
 def _inception(width: int) -> nn.Module:
-    return nn.Sequential(  # [n, 1, 8, 8]
+    return nn.Sequential(  # input [n, 1, 8, 8]; other shapes are outputs
         nn.Conv2d(1, 2 * width, 3, padding=1),
         nn.ReLU(),
-        # [n, 4 x width, 4, 4]
         Inception(2 * width, width),
-        nn.MaxPool2d(2),
+        nn.MaxPool2d(2),  # [n, 4 x width, 4, 4]
         Inception(4 * width, width),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
@@ -97,12 +112,12 @@ def _inception(width: int) -> nn.Module:
 
 
 def _load_halves() -> tuple[TensorDataset, TensorDataset]:
-    """Every fifth digit is for testing: 1,437 to train on, 360 to test."""
+    """The digits to train on (1,437) and to test (360): every fifth digit is for testing."""
     images, labels = _load_digits()
     images = torch.tensor(images / 16, dtype=torch.float32)
     labels = torch.tensor(labels)
     testing = torch.arange(len(labels)) % 5 == 4
-    # 1,797 is no multiple of five; the last one is for testing too
+    # 1,797 is not a multiple of five; the last digit is for testing too
     testing[-1] = True
     return TensorDataset(images[~testing], labels[~testing]), TensorDataset(
         images[testing], labels[testing]
@@ -110,11 +125,12 @@ def _load_halves() -> tuple[TensorDataset, TensorDataset]:
 
 
 def _load_digits() -> tuple[Any, Any]:
-    """sklearn.datasets.load_digits: images (1797, 64) of 0 to 16, and labels. Read from its
-    file where that is: scikit-learn takes as long to import as torch.
+    """Return what sklearn.datasets.load_digits does: images (1797, 64) of 0 to 16, and labels.
+
+    The file is read directly if it is found, because scikit-learn takes as long to import as torch.
     """
-    found = find_spec("sklearn")
-    for folder in (found and found.submodule_search_locations) or ():
+    package = find_spec("sklearn")
+    for folder in (package and package.submodule_search_locations) or ():
         if (file := Path(folder, "datasets", "data", "digits.csv.gz")).exists():
             table = numpy.loadtxt(file, delimiter=",")
             return table[:, :-1], table[:, -1].astype(int)

@@ -1,5 +1,6 @@
-"""A job by what the user wrote: a built-in name, path/file.py, path/file.py:name, or
-module:attribute.
+"""Finds a job by what the user typed.
+
+That is a built-in name, path/file.py, path/file.py:name, or module:attribute.
 """
 
 from __future__ import annotations
@@ -33,8 +34,17 @@ JOBS: dict[str, Callable[..., Job]] = {
 
 
 def job(name: str, **arguments: Any) -> Job:
-    """A built-in job; arguments as its function takes them. Raises Refused with the nearest
-    name.
+    """Create a built-in job.
+
+    Args:
+        name: The name of the job.
+        **arguments: The arguments of its function.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: The name or an argument is unknown; the message gives the nearest name.
     """
     if name not in JOBS:
         raise Refused(describe_unknown_name("job", name, JOBS))
@@ -49,8 +59,17 @@ def job(name: str, **arguments: Any) -> Job:
 
 
 def find_job(text: str, settings: Mapping[str, str] | None = None) -> Job:
-    """The job that `text` names. settings: `--set name=value` for a built-in job. Raises
-    Refused.
+    """Find the job that a text names.
+
+    Args:
+        text: A built-in name, path/file.py, path/file.py:name, or module:attribute.
+        settings: The values of `--set name=value` for a built-in job.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: There is no such job.
     """
     settings = settings or {}
     if text in JOBS:
@@ -90,13 +109,13 @@ def _load_job_file(path: Path) -> ModuleType:
 
 
 def _import_job_module(name: str, where: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        # as `python -m` has it: modules of the working directory can be imported
-        sys.path.insert(0, here)
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path and "" not in sys.path:
+        # as with `python -m`, modules of the working directory can be imported
+        sys.path.insert(0, working_directory)
     importlib.invalidate_caches()
-    found: ModuleType = _call_user_code(where, lambda: job_files.import_job_module(name))
-    return found
+    module: ModuleType = _call_user_code(where, lambda: job_files.import_job_module(name))
+    return module
 
 
 def _get_job_attribute(module: ModuleType, name: str, where: str) -> Any:
@@ -124,12 +143,10 @@ def _get_only_job(module: ModuleType, where: str) -> Job:
 
 
 def _resolve_job(found: Any, where: str) -> Job:
-    made = (
-        _call_user_code(where, found) if callable(found) and not isinstance(found, Job) else found
-    )
-    if not isinstance(made, Job):
-        raise Refused(f"{where} is a {type(made).__name__}, not a Job; make it a paragrad.Job(...)")
-    return made
+    job = _call_user_code(where, found) if callable(found) and not isinstance(found, Job) else found
+    if not isinstance(job, Job):
+        raise Refused(f"{where} is a {type(job).__name__}, not a Job; make it a paragrad.Job(...)")
+    return job
 
 
 def _call_user_code(where: str, function: Callable[[], Any]) -> Any:
@@ -149,13 +166,23 @@ def _parse_literal(text: str) -> Any:
 
 
 def build_requested_job(name: str, settings: list[str], **changes: Any) -> Job:
-    """The job of a command: with what was set (NAME=VALUE) of a built-in one, and what was
-    changed of it. Raises Refused.
+    """Build the job of a command.
+
+    Args:
+        name: The job as typed.
+        settings: The texts NAME=VALUE of --set, for a built-in job.
+        **changes: Fields of the job that options change; None leaves a field as it is.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: There is no such job, or a value is wrong.
     """
     pairs = [setting.partition("=") for setting in settings]
-    for each, sign, _ in pairs:
+    for setting_name, sign, _ in pairs:
         if not sign:
-            raise Refused(f"--set {each}: write --set name=value")
+            raise Refused(f"--set {setting_name}: write --set name=value")
     batch = changes.get("batch")
     if isinstance(batch, str) and batch != "fit":
         try:
@@ -164,5 +191,9 @@ def build_requested_job(name: str, settings: list[str], **changes: Any) -> Job:
             raise Refused(
                 f"--batch {batch}: give a whole number, or fit with --memory 2GB"
             ) from None
-    given: dict[str, Any] = {what: value for what, value in changes.items() if value is not None}
-    return find_job(name, {each: value for each, _, value in pairs}).replace(**given)
+    given_changes: dict[str, Any] = {
+        what: value for what, value in changes.items() if value is not None
+    }
+    return find_job(name, {setting_name: value for setting_name, _, value in pairs}).replace(
+        **given_changes
+    )

@@ -1,4 +1,4 @@
-"""What a model or a loss shows of itself, as text: by it a training is known again."""
+"""Texts that describe a model or a loss; a checkpoint is compared by them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import Any
 
 from torch import nn
 
-ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in one process
+ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object: it differs between processes
 
 
 def describe_callable(value: Any) -> str:
-    """A module by its repr; a function by its name, a partial by what it holds. What only code
-    says (a function's body, a forward) is not in it.
+    """Describe a module by its repr, a function by its name, and a partial by its contents.
+
+    The code of a function or of a forward is not part of the text.
+
+    Args:
+        value: A module, a function, a partial or another object.
+
+    Returns:
+        The text.
     """
     if isinstance(value, functools.partial):
         return ", ".join(
@@ -31,10 +38,15 @@ def describe_callable(value: Any) -> str:
 
 
 def describe_loss(loss: Any) -> str:
-    """A loss, with the numbers and texts that it holds: torch's own show none
-    (label_smoothing).
+    """Describe a loss with its numbers and texts; torch's own losses do not show label_smoothing.
+
+    Args:
+        loss: The loss.
+
+    Returns:
+        The text.
     """
-    own = (
+    settings = (
         {
             name: each
             for name, each in vars(loss).items()
@@ -45,11 +57,13 @@ def describe_loss(loss: Any) -> str:
         if isinstance(loss, nn.Module)
         else {}
     )
-    return describe_callable(loss) + "".join(f"\n{name}={each!r}" for name, each in own.items())
+    return describe_callable(loss) + "".join(
+        f"\n{name}={each!r}" for name, each in settings.items()
+    )
 
 
 def _format_value_repr(value: Any) -> str:
     try:
         return ADDRESS_PATTERN.sub("", repr(value))
-    except Exception:  # of somebody's own repr
+    except Exception:  # a repr of the user's class may raise anything
         return type(value).__qualname__

@@ -1,4 +1,4 @@
-"""Job: what to train, in serial words. Nothing in it speaks of ranks."""
+"""Job: what to train, described as serial training. It does not mention ranks."""
 
 from __future__ import annotations
 
@@ -20,31 +20,43 @@ from paragrad.runtime.generators import seed_everything
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-# the models that trainings of this process have changed
+# models that trainings in this process have changed
 TRAINED_MODELS: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One serial training. Callables, because every rank builds its own model and optimizer,
-    under `seed`.
+    """One serial training.
 
-    model: () -> nn.Module;  loss: the mean over samples (torch's ignore_index understood), or
-    f(output, target) -> (sum, weight);  optimizer: parameters -> torch.optim.Optimizer;  train,
-    test: map-style datasets of (input, target) or of dicts, or f(data folder) -> dataset;
-    batch: the global one, the only one, or "fit": as large as the ranks' memory allows
-    (train(..., memory="2GB"));  collate: samples -> batch, where torch's own does not do;
-    scheduler: optimizer -> LRScheduler, which counts steps of the global batch;  clip_norm: the
-    largest norm of all gradients together;  metric: f(output, target) -> (sum, weight), such as
-    paragrad.accuracy;  dtype: float32, float64, or bfloat16 (by autocast: parameters, gradients
-    and optimizer stay in float32).
+    Model, optimizer and scheduler are functions, because each rank builds its own under `seed`. The
+    model is called as model(inputs) with the input of a sample: a tuple in order, a dict by name.
+    If a sample is a dict, the target is the dict.
 
-    scale_lr: "linear" or "sqrt" with the batch, from own_batch on, for which optimizer and
-    scheduler were chosen (`replace` remembers it);  warm_up: epochs in which the rate gets
-    there (`paragrad.optim.Scaled`).
-
-    model(inputs) is called with a sample's input: a tuple in its order, a dict by name. The
-    target of a dict is the dict.
+    Attributes:
+        model: () -> nn.Module.
+        loss: The mean over samples (torch's ignore_index is understood), or f(output, target) ->
+            (sum, weight).
+        optimizer: parameters -> torch.optim.Optimizer.
+        train: A map-style dataset of (input, target) or of dicts, or f(data folder) -> dataset.
+        batch: The global batch size. "fit" means as large as the memory of the ranks allows
+            (train(..., memory="2GB")).
+        epochs: The number of epochs.
+        test: The dataset to test with, in the form of `train`, or None.
+        seed: The seed of initial parameters, sample order and all random numbers.
+        scheduler: optimizer -> LRScheduler; it counts steps of the global batch.
+        clip_norm: The largest norm of all gradients together, or None.
+        metric: f(output, target) -> (sum, weight), such as paragrad.accuracy.
+        dtype: float32, float64, or bfloat16. bfloat16 uses autocast: parameters, gradients and
+            optimizer state stay in float32.
+        collate: A function from samples to a batch, where torch's own does not suffice.
+        scale_lr: "linear" or "sqrt": how the learning rate grows with the batch, starting at
+            own_batch.
+        warm_up: The number of epochs in which the rate reaches the scaled rate
+            (`paragrad.large_batch.Scaled`).
+        own_batch: The batch size that optimizer and scheduler were chosen for; `replace` remembers
+            it.
+        name: The name of the job.
+        arguments: The arguments of a built-in job, for the record.
     """
 
     model: Callable[[], nn.Module]
@@ -64,12 +76,19 @@ class Job:
     warm_up: float = 0.0
     own_batch: int | None = None
     name: str = "job"
-    arguments: tuple[tuple[str, Any], ...] = ()  # of a built-in job, for the record
+    arguments: tuple[tuple[str, Any], ...] = ()
 
     def replace(self, **changes: Any) -> Job:
-        """The same job with some fields changed. Of a batch that is changed it is remembered
-        for which one the optimizer is; another optimizer is for the batch that the job has
-        then.
+        """Return the same job with some fields changed.
+
+        If the batch changes, own_batch keeps the batch that the optimizer was chosen for. A new
+        optimizer belongs to the batch that the job then has.
+
+        Args:
+            **changes: The new values of fields.
+
+        Returns:
+            The new job.
         """
         if "optimizer" in changes:
             changes = {"own_batch": None, **changes}
@@ -78,7 +97,14 @@ class Job:
         return replace(self, **changes)
 
     def build_model(self) -> nn.Module:
-        """The model as every rank builds it: under `seed`, in the parameters' type."""
+        """Build the model as each rank does: under `seed`, in the type of the parameters.
+
+        Returns:
+            The model.
+
+        Raises:
+            Refused: model() did not return a module.
+        """
         seed_everything(self.seed)
         model = self.model()
         if not isinstance(model, nn.Module):
@@ -90,8 +116,13 @@ class Job:
         return convert_model(model, self.parameter_dtype)
 
     def build_model_to_train(self) -> nn.Module:
-        """The same for a training in this process, which is to change it. Raises StepFailed
-        where one did already.
+        """Build the model for a training in this process, which will change it.
+
+        Returns:
+            The model.
+
+        Raises:
+            StepFailed: A training has already changed this model.
         """
         model = self.build_model()
         if model in TRAINED_MODELS:
@@ -104,42 +135,78 @@ class Job:
         return model
 
     def build_loss(self, device: torch.device = CPU) -> Loss:
-        """The loss, its own tensors on a device and in the parameters' type."""
+        """Build the loss with its own tensors on a device and in the type of the parameters.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The loss.
+        """
         return convert_loss(self.loss, device, self.parameter_dtype)
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """What parameters, gradients and optimizer state are kept in."""
+        """The type of parameters, gradients and optimizer state."""
         return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """What forward and loss are computed in, where it is another type."""
+        """The type in which forward and loss are computed, if it differs from `parameter_dtype`."""
         return self.dtype if self.dtype == torch.bfloat16 else None
 
     @property
     def metric_name(self) -> str:
-        """What the test measures: the metric's name, or the loss."""
+        """The name of the test value: the metric's name, or loss."""
         return getattr(self.metric, "__name__", "metric") if self.metric else "loss"
 
     def make_samples(self, dataset: Dataset) -> Samples:
-        """A dataset, drawn from and collated as this job says."""
+        """Combine a dataset with the seed and the collate of this job.
+
+        Args:
+            dataset: A map-style dataset.
+
+        Returns:
+            The samples.
+        """
         return Samples(dataset, self.seed, self.collate)
 
     def make_order(self, samples: int) -> SampleOrder:
+        """Make the order of samples for a dataset of this length.
+
+        Args:
+            samples: The number of samples.
+
+        Returns:
+            The order.
+        """
         return SampleOrder(samples, self.batch, self.seed)
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
-    """Per cent of targets that have the largest output (class dimension 1 or last of one):
-    (sum, weight).
+    """Count the targets with the largest output, in per cent.
+
+    Args:
+        output: The scores; classes are dimension 1, or the last of a single dimension.
+        target: The class numbers.
+
+    Returns:
+        (sum, weight): 100 times the number of right targets, and the number of targets.
     """
     right = output.argmax(1 if output.dim() > 1 else 0) == target
     return 100.0 * float(right.sum()), right.numel()
 
 
 def open_dataset(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | None) -> Dataset:
-    """The dataset itself, or what its function makes of the data folder."""
+    """Return a dataset, or what its function makes of the data folder.
+
+    Args:
+        dataset: A dataset, or f(data folder) -> dataset.
+        data: The data folder.
+
+    Returns:
+        The dataset.
+    """
     is_dataset = (
         hasattr(dataset, "__getitem__")
         and hasattr(dataset, "__len__")
@@ -149,12 +216,14 @@ def open_dataset(dataset: Dataset | Callable[[Path | None], Dataset], data: Path
 
 
 def _apply_train_method(model: nn.Module) -> None:
-    """As a loop does that begins with model.train(), of which a module may have a way of its
-    own (a norm that stays in eval); what was built in eval mode stays in it.
+    """Apply model.train() as a training loop does.
+
+    A module may have a train method of its own, such as a norm that stays in eval mode. A module
+    that was built in eval mode stays in it.
     """
-    before = [(module, module.training) for module in model.modules()]
-    for module, training in before:
+    modes = [(module, module.training) for module in model.modules()]
+    for module, training in modes:
         if type(module).train is not nn.Module.train:
             module.train(training)
-    for module, training in before:
+    for module, training in modes:
         module.training = module.training and training

@@ -1,9 +1,9 @@
-"""The loss as (sum, weight): the form in which it adds up over micro-batches and ranks.
+"""The loss as (sum, weight), the form that adds up over micro-batches and ranks.
 
-A user's loss is a mean over a batch, or a pair f(output, target) -> (sum, weight). The weight
-of a mean is what it divided by: cross-entropy and nll leave out targets equal to ignore_index
-and weigh by class, so theirs is counted from the targets; that of any other mean is read off
-its graph (`divisor.py`). Where the graph does not say, it is the number of samples.
+A user's loss is a mean over a batch, or a pair f(output, target) -> (sum, weight). The weight of a
+mean is what it divided by. Cross-entropy and nll leave out targets equal to ignore_index and weigh
+by class, so their weight is counted from the targets. The weight of any other mean is read from its
+graph (`loss_divisor.py`). If the graph does not show it, the weight is the number of samples.
 """
 
 from __future__ import annotations
@@ -27,8 +27,17 @@ Loss = Callable[[Any, Any], Any]
 
 
 def convert_loss(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
-    """The loss, its own tensors (class weights) on a device and in dtype where it is a module
-    or a partial that shows them.
+    """Move the tensors of a loss, such as class weights, to a device and a type.
+
+    Only a module or a partial shows its tensors; any other loss is returned unchanged.
+
+    Args:
+        loss: The loss.
+        device: The device.
+        dtype: The type of floating point numbers.
+
+    Returns:
+        The converted loss.
     """
     if isinstance(loss, nn.Module):
         return copy.deepcopy(loss).to(device, dtype)
@@ -41,17 +50,29 @@ def convert_loss(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
 
 
 def count_target_weight(loss: Loss, target: Any) -> float | None:
-    """What the mean of torch's own cross-entropy divides by; None for any other loss."""
-    ignoring = _get_cross_entropy_options(loss)
-    if ignoring is None or not isinstance(target, Tensor) or target.is_floating_point():
+    """Count what the mean of torch's own cross-entropy divides by.
+
+    Args:
+        loss: The loss.
+        target: The targets.
+
+    Returns:
+        The weight, or None for any other loss.
+    """
+    options = _get_cross_entropy_options(loss)
+    if options is None or not isinstance(target, Tensor) or target.is_floating_point():
         return None
-    ignore_index, class_weight = ignoring
-    kept = target != ignore_index
-    return float(kept.sum() if class_weight is None else class_weight[target[kept]].sum())
+    ignore_index, class_weight = options
+    counted_targets = target != ignore_index
+    return float(
+        counted_targets.sum()
+        if class_weight is None
+        else class_weight[target[counted_targets]].sum()
+    )
 
 
 def _get_cross_entropy_options(loss: Loss) -> tuple[int, Tensor | None] | None:
-    """(ignore_index, class weights) where the loss is a cross-entropy of torch, else None."""
+    """(ignore_index, class weights) of a torch cross-entropy, or None for any other loss."""
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return loss.ignore_index, loss.weight
     keywords: dict[str, Any] = {}
@@ -64,7 +85,14 @@ def _get_cross_entropy_options(loss: Loss) -> tuple[int, Tensor | None] | None:
 
 
 def describe_bad_loss(value: Any) -> str | None:
-    """What is wrong with the kind of value that a loss returned, or None."""
+    """Describe what is wrong with the kind of value that a loss returned.
+
+    Args:
+        value: The returned value.
+
+    Returns:
+        The message, or None if nothing is wrong.
+    """
     if isinstance(value, tuple):
         if len(value) != 2:
             return (
@@ -86,20 +114,25 @@ def describe_bad_loss(value: Any) -> str | None:
 
 
 class LossModule(nn.Module):
-    """Model and loss as one module: inputs, target -> the summed loss, and its weight.
+    """Model and loss as one module: from inputs and target to the summed loss and its weight.
 
-    traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be,
-    and samples are the weight; None: as it comes (before the first step).  known: whether the
-    last weight was more than the number of samples; doubtful: of its weight, what may be that
-    of nothing (`clamp(min=1)` of the number of labels where there is none);  doubts: their sum,
-    until somebody begins anew; linear: gradients grow as the loss does (as far as it was seen);
-    dtype: of the last loss.
+    Attributes:
+        model: The model.
+        has_traced_divisor: Whether the divisor of the mean is read from its graph. If False, the
+            weight is the number of samples. None is the state before the first step.
+        has_known_weight: Whether the last weight was found, and is not merely the number of
+            samples.
+        doubtful_weight: The part of the last weight that may come from no label, as with
+            `clamp(min=1)` of the number of labels.
+        doubtful_total: The sum of doubtful weights since it was last reset.
+        is_linear: Whether gradients grow in proportion to the loss, as far as observed.
+        loss_dtype: The type of the last loss.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model = model
-        # in a tuple: a loss that is a module is not part of the model
+        # in a tuple, so that a loss that is a module is not registered as a part of the model
         self._loss = (loss,)
         self.has_traced_divisor: bool | None = None
         self.has_known_weight = True
@@ -110,16 +143,25 @@ class LossModule(nn.Module):
 
     @property
     def loss(self) -> Loss:
+        """The loss function."""
         return self._loss[0]
 
     @property
     def state_owner(self) -> Any:
-        """Who keeps what the loss does: itself, or the object whose method it is."""
+        """The object with the state of the loss: the loss itself, or the object of its method."""
         return self.loss.__self__ if isinstance(self.loss, types.MethodType) else self.loss
 
     def wrap_model(self, model: nn.Module, loss: Loss | None = None) -> LossModule:
-        """The same around another model, such as a part of this one; what was seen of the loss
-        stays.
+        """Combine the loss with another model, such as a part of this one.
+
+        Observations of the loss are kept.
+
+        Args:
+            model: The other model.
+            loss: Another loss, or None for the same.
+
+        Returns:
+            The new module.
         """
         other = LossModule(model, loss or self.loss)
         other.has_traced_divisor = self.has_traced_divisor
@@ -128,30 +170,55 @@ class LossModule(nn.Module):
 
     @property
     def uses_graph_divisor(self) -> bool:
-        """Is the weight of a mean read off its graph?"""
+        """Whether the weight of a mean is read from its graph."""
         return (
             self.has_traced_divisor is not False and _get_cross_entropy_options(self.loss) is None
         )
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """The sum over the first `samples` (0: everything weighs nothing) and its local
-        weight.
+        """Compute the summed loss and its local weight.
+
+        Args:
+            inputs: The inputs of the model.
+            target: The targets.
+            samples: How many samples count, from the first on; 0 gives everything the weight 0.
+
+        Returns:
+            (sum, weight).
         """
         return self.compute_loss_sum(call_model(self.model, inputs), target, samples)
 
     def compute_loss_sum(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """The loss of an output as (sum, weight): of samples, tokens, elements, whatever it is
-        a mean of.
+        """Compute the loss of an output as (sum, weight).
+
+        Args:
+            output: The output of the model.
+            target: The targets.
+            samples: How many samples count.
+
+        Returns:
+            (sum, weight). The weight counts what the loss is a mean of: samples, tokens or
+            elements.
         """
         return self.weigh_loss(self.loss(output, target), target, samples)
 
     def weigh_loss(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """What a loss returned, as (sum, weight). Raises StepFailed where it is neither a
-        number nor such a pair.
+        """Convert what a loss returned to (sum, weight).
+
+        Args:
+            value: The value that the loss returned.
+            target: The targets.
+            samples: How many samples count.
+
+        Returns:
+            (sum, weight).
+
+        Raises:
+            StepFailed: The value is neither a number nor such a pair.
         """
-        if wrong := describe_bad_loss(value):
-            raise StepFailed(wrong, tensor="loss")
-        # Module's own way of setting attributes takes microseconds
+        if message := describe_bad_loss(value):
+            raise StepFailed(message, tensor="loss")
+        # setting attributes by nn.Module takes microseconds
         self.__dict__.update(
             has_known_weight=True,
             doubtful_weight=0.0,
@@ -172,7 +239,7 @@ class LossModule(nn.Module):
                 self.doubtful_total += self.doubtful_weight
             return total, weight
         if isinstance(value, tuple) and samples and total != 0 and total.isfinite():
-            return total, 0.0  # a sum that counts without a weight of its own
+            return total, 0.0  # a sum that counts without weight of its own
         if samples and has_zero_weight(total):
             raise StepFailed(
                 "the targets of a share all weigh 0, and its loss has a smoothed part all the "
@@ -188,7 +255,7 @@ class LossModule(nn.Module):
         if weight is None and self.has_traced_divisor is not False and value.requires_grad:
             weight = find_loss_divisor(value)
             if float(value.detach()) == 0.0 and (weight is None or weight <= 1.0):
-                # a guarded division, or output.sum() * 0: is there a label?
+                # a guarded division, or output.sum() * 0: there may be no label
                 weight = weight or 1.0
                 self.doubtful_weight = weight
             if weight is None and self.has_traced_divisor:

@@ -1,13 +1,14 @@
-"""What the mean in a loss divided by: read off autograd's graph, which holds it.
+"""Finds what the mean in a loss divided by, in the graph of autograd.
 
-A loss of the user's kind (a function around cross_entropy, the `output.loss` of a Hugging Face
-model, a masked mean) is a mean over something: samples, tokens that are not ignored, elements.
-To add up over shares and micro-batches it must be split into a sum and what that was divided
-by. The tensor that the loss returned leads there, whatever code made it: its last nodes are a
-mean, a sum divided by something, or one of torch's losses with reduction="mean", times
-constants. Nothing is watched while the model runs, and nothing is guessed; a loss whose graph
-says something else (several means of unequal divisors, own autograd functions, scripted code)
-is untraced.
+A user's loss is often a mean: a function around cross_entropy, the `output.loss` of a Hugging Face
+model, a masked mean. It is a mean over samples, tokens that are not ignored, or elements. To add up
+over shares and micro-batches, it must be separated into a sum and its divisor.
+
+The graph of the returned tensor shows the divisor, whatever code computed the loss. Its last nodes
+are a mean, a sum divided by something, or a torch loss with reduction="mean", times constants. The
+model runs unobserved, and nothing is guessed. If the graph shows something else, the divisor is not
+found. Examples are several means with different divisors, custom autograd functions and scripted
+code.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# nodes that hand on one number unchanged, or times a constant, or the sum of ranks that have a
-# part of it (pairs.py, lone.py)
+# nodes that pass one number on: unchanged, times a constant, or as the sum of the parts of several
+# ranks (autograd_collectives.py, single_rank_tensor.py)
 PASS_THROUGH_NODES = (
     "Neg",
     "ToCopy",
@@ -41,30 +42,42 @@ PASS_THROUGH_NODES = (
     "ValueBroadcast",
 )
 SUM_NODES = ("Sum", "Nansum", "Dot", "Vdot", "Mv", "Mm", "Bmm")
-# their mean is over rows, not over elements
+# losses with a mean over rows, not over elements
 ROW_MEAN_LOSSES = ("MultiMarginLoss", "MultilabelMarginLoss")
-MAX_GRAPH_DEPTH = 200  # nodes from the loss on after which nobody has a mean
+MAX_GRAPH_DEPTH = 200  # nodes from the loss on; a mean is never deeper
 
 DivisorTrace = tuple[str, Any] | None  # ("mean", divisor), ("sum", None), or untraced
 
 
 def find_loss_divisor(loss: Tensor) -> float | None:
-    """What the mean in a loss (a tensor without dimensions, with its graph) divided by; None
-    where it is untraced.
+    """Find what the mean in a loss divided by.
+
+    Args:
+        loss: A tensor without dimensions, with its graph.
+
+    Returns:
+        The divisor, or None if the graph does not show it.
     """
     try:
-        found = _trace_divisor(loss.grad_fn, MAX_GRAPH_DEPTH, [])
-    except RuntimeError:  # what a node saved is freed, or comes from a recomputation
+        traced = _trace_divisor(loss.grad_fn, MAX_GRAPH_DEPTH, [])
+    except RuntimeError:  # the saved values are freed, or come from a recomputation
         return None
-    if found is None or found[0] != "mean":
+    if traced is None or traced[0] != "mean":
         return None
-    value = float(found[1])
+    value = float(traced[1])
     return value if value >= 0 else None
 
 
 def make_zero_loss(total: Tensor) -> Tensor:
-    """0 for a total of no weight, such as a mean over no label: its gradient is 0 too, where
-    0/0 would be no number.
+    """Replace a total without weight, such as a mean over no label, by 0.
+
+    The gradient is 0 too, where 0/0 would give NaN.
+
+    Args:
+        total: The loss, with its graph.
+
+    Returns:
+        A zero that is connected to the graph of the total.
     """
     divisions: list[Any] = []
     _trace_divisor(total.grad_fn, MAX_GRAPH_DEPTH, divisions)
@@ -78,9 +91,16 @@ def make_zero_loss(total: Tensor) -> Tensor:
 
 
 def has_zero_weight(total: Tensor) -> bool:
-    """Is something lost with a mean of no weight? Where all classes of a share weigh 0, the
-    smoothed part of a cross-entropy is a sum divided by that 0, beside the part of the
-    targets.
+    """Tell whether a mean without weight loses a part of the loss.
+
+    If all classes of a share weigh 0, the smoothed part of a cross-entropy is a sum divided by that
+    0. It stands next to the part of the targets.
+
+    Args:
+        total: The loss, with its graph.
+
+    Returns:
+        Whether a part is lost.
     """
     divisions: list[Any] = []
     _trace_divisor(total.grad_fn, MAX_GRAPH_DEPTH, divisions)
@@ -91,7 +111,7 @@ def has_zero_weight(total: Tensor) -> bool:
     ]
     for node in divisions:
         if hasattr(node, "_saved_total_weight"):
-            # it is told without its sign
+            # the index is stored as an unsigned number
             ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63
             scores = _find_softmax_inputs(node, 3)
             if (node._saved_target != ignored).any() and any(
@@ -105,12 +125,12 @@ def has_zero_weight(total: Tensor) -> bool:
 
 
 def _find_softmax_inputs(node: Any, length: int) -> list[Any]:
-    """The logarithms of a softmax among a node's first inputs."""
-    found = []
+    """The log-softmax nodes among the first inputs of a node, up to a number of nodes."""
+    nodes = []
     for _ in range(length):
         node = node.next_functions[0][0] if node is not None and node.next_functions else None
-        found += [node] if node is not None and node.name().startswith("LogSoftmax") else []
-    return found
+        nodes += [node] if node is not None and node.name().startswith("LogSoftmax") else []
+    return nodes
 
 
 class _ZeroLoss(torch.autograd.Function):
@@ -124,11 +144,11 @@ class _ZeroLoss(torch.autograd.Function):
 
 
 def _trace_divisor(node: Any, depth: int, divisions: list[Any]) -> DivisorTrace:
-    """What a node divided by; its divisions are noted."""
+    """Trace what a node divided by, and collect its division nodes in `divisions`."""
     if node is None or depth == 0:
         return None
     name = node.name().rstrip("0123456789").removesuffix("Backward")
-    behind = [each for each, _ in node.next_functions if each is not None]
+    inputs = [each for each, _ in node.next_functions if each is not None]
     if hasattr(node, "_saved_reduction"):
         divisions.append(node)
         return {1: ("mean", _read_loss_divisor(name, node)), 2: ("sum", None)}.get(
@@ -141,16 +161,16 @@ def _trace_divisor(node: Any, depth: int, divisions: list[Any]) -> DivisorTrace:
         return "sum", None
     if name == "Div":
         divisions.append(node)
-        inner = _trace_divisor(behind[0], depth - 1, divisions) if len(behind) == 1 else None
+        inner = _trace_divisor(inputs[0], depth - 1, divisions) if len(inputs) == 1 else None
         return (
             ("mean", node._saved_other)
             if inner == ("sum", None)
             else _scale_divisor(inner, node._saved_other)
         )
     if name in ("Add", "Sub"):
-        return _combine_terms([_trace_divisor(each, depth - 1, divisions) for each in behind])
-    if name in PASS_THROUGH_NODES and len(behind) == 1:
-        inner = _trace_divisor(behind[0], depth - 1, divisions)
+        return _combine_terms([_trace_divisor(each, depth - 1, divisions) for each in inputs])
+    if name in PASS_THROUGH_NODES and len(inputs) == 1:
+        inner = _trace_divisor(inputs[0], depth - 1, divisions)
         if name == "Mul":
             saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
             return functools.reduce(
@@ -167,8 +187,10 @@ def _trace_divisor(node: Any, depth: int, divisions: list[Any]) -> DivisorTrace:
 
 
 def _scale_divisor(inner: DivisorTrace, by: Any) -> DivisorTrace:
-    """Of a mean divided by more: a tensor is of this batch, as in (losses * mask).mean() /
-    mask.mean(); constants cancel.
+    """The divisor of a mean that is divided once more.
+
+    Only tensors that depend on the batch change it, as in (losses * mask).mean() / mask.mean().
+    Constants cancel.
     """
     if inner is None or inner[0] != "mean" or _is_constant(by):
         return inner
@@ -176,8 +198,9 @@ def _scale_divisor(inner: DivisorTrace, by: Any) -> DivisorTrace:
 
 
 def _is_constant(factor: Any) -> bool:
-    """Is it a number of Python's? Autograd keeps those as tensors, which do not count where
-    types are promoted.
+    """Whether a factor is a Python number.
+
+    Autograd stores such numbers as tensors that do not take part in type promotion.
     """
     if not isinstance(factor, Tensor) or factor.dim():
         return not isinstance(factor, Tensor)
@@ -188,7 +211,7 @@ def _is_constant(factor: Any) -> bool:
 
 
 def _read_loss_divisor(name: str, node: Any) -> Any:
-    # cross-entropy: what is not ignored, by class weights
+    # cross-entropy: the targets that are not ignored, by class weights
     if hasattr(node, "_saved_total_weight"):
         return node._saved_total_weight
     values = node._saved_self
@@ -196,8 +219,9 @@ def _read_loss_divisor(name: str, node: Any) -> Any:
 
 
 def _combine_terms(terms: list[DivisorTrace]) -> DivisorTrace:
-    """Of a sum of terms: the divisor of its means where they have one in common; a term without
-    any, such as a weight penalty, is as good in every share.
+    """The divisor of a sum of terms, if its means share one.
+
+    A term without a mean, such as a weight penalty, is equal in each share.
     """
     divisors = [term[1] for term in terms if term is not None and term[0] == "mean"]
     if not divisors:

@@ -1,5 +1,6 @@
-"""Jobs on MNIST: a feed-forward network whose width sets the size of a message, a small
-convolutional one, and a residual one.
+"""Jobs on MNIST: a feed-forward, a convolutional and a residual network.
+
+The width of the feed-forward network sets the size of a message.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from paragrad.errors import Refused
 from paragrad.jobs.job import Job, accuracy
 from paragrad.notation.choices import describe_unknown_name
 
-# with its learning rate: a sigmoid's slope is a quarter at most, and the gradient passes two of
-# them
+# activation and learning rate: the slope of a sigmoid is at most a quarter, and the gradient passes
+# two sigmoids
 ACTIVATIONS: dict[str, tuple[type[nn.Module], float]] = {
     "relu": (nn.ReLU, 0.05),
     "sigmoid": (nn.Sigmoid, 0.2),
@@ -26,11 +27,19 @@ NORMS = ("none", "batch", "weight")
 
 
 def mnist_mlp(width: int = 256, activation: str = "relu") -> Job:
-    """The four-layer feed-forward network 784-512-width-10 of the ring-versus-tree experiment,
-    on MNIST.
+    """Train the feed-forward network 784-512-width-10 of the ring-versus-tree experiment on MNIST.
 
-    Its gradients are 4 x (401,930 + 523 x width) bytes, 2,143,272 at width 256. activation:
-    relu, or sigmoid as in the original. Raises Refused.
+    Its gradients take 4 x (401,930 + 523 x width) bytes, 2,143,272 at width 256.
+
+    Args:
+        width: The size of the second hidden layer.
+        activation: relu, or sigmoid as in the original.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: The activation is unknown, or the width is below 1.
     """
     if activation not in ACTIVATIONS:
         raise Refused(
@@ -54,11 +63,19 @@ def mnist_mlp(width: int = 256, activation: str = "relu") -> Job:
 
 
 def mnist_cnn(norm: str = "none") -> Job:
-    """Two convolutions with pooling and two linear layers on MNIST: LeNet with rectifiers.
+    """Train two convolutions with pooling and two linear layers on MNIST: LeNet with rectifiers.
 
-    The learning rate falls by 0.05 % a step, to a tenth within the five epochs of 938 steps.
-    norm: batch (after each layer but the last), weight (of each layer but the last: Salimans
-    and Kingma 2016), or none. Raises Refused.
+    The learning rate falls by 0.05 % per step, to a tenth within the five epochs of 938 steps.
+
+    Args:
+        norm: `batch` (after each layer but the last), `weight` (of each layer but the last:
+            Salimans and Kingma 2016), or `none`.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: The norm is unknown.
     """
     if norm not in NORMS:
         raise Refused("job mnist-cnn: " + describe_unknown_name("norm", norm, NORMS))
@@ -80,8 +97,16 @@ def mnist_cnn(norm: str = "none") -> Job:
 
 
 def mnist_resnet(width: int = 8) -> Job:
-    """A residual network of three blocks with batch norm on MNIST. width: channels of the first
-    block, half of the next one's. Raises Refused.
+    """Train a residual network of three blocks with batch norm on MNIST.
+
+    Args:
+        width: The channels of the first block; each block has twice the channels of the one before.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: The width is below 1.
     """
     if width < 1:
         raise Refused(f"job mnist-resnet: width must be a whole number from 1, got {width}")
@@ -113,7 +138,7 @@ def _feed_forward(width: int, activation: type[nn.Module]) -> nn.Module:
 
 
 def _convolutional(norm: str) -> nn.Module:
-    def normed(layer: nn.Module, after: nn.Module) -> list[nn.Module]:
+    def add_norm(layer: nn.Module, after: nn.Module) -> list[nn.Module]:
         return (
             [weight_norm(layer)]
             if norm == "weight"
@@ -122,25 +147,23 @@ def _convolutional(norm: str) -> nn.Module:
             else [layer]
         )
 
-    # [n, 1, 28, 28]
+    # input [n, 1, 28, 28]; other shapes are outputs
     return nn.Sequential(
-        # [n, 8, 12, 12]
-        *normed(nn.Conv2d(1, 8, 5), nn.BatchNorm2d(8)),
+        *add_norm(nn.Conv2d(1, 8, 5), nn.BatchNorm2d(8)),
         nn.MaxPool2d(2),
-        nn.ReLU(),
-        # [n, 32, 4, 4]
-        *normed(nn.Conv2d(8, 32, 5), nn.BatchNorm2d(32)),
+        nn.ReLU(),  # [n, 8, 12, 12]
+        *add_norm(nn.Conv2d(8, 32, 5), nn.BatchNorm2d(32)),
         nn.MaxPool2d(2),
-        nn.ReLU(),
+        nn.ReLU(),  # [n, 32, 4, 4]
         nn.Flatten(),
-        *normed(nn.Linear(512, 64), nn.BatchNorm1d(64)),
+        *add_norm(nn.Linear(512, 64), nn.BatchNorm1d(64)),
         nn.ReLU(),
         nn.Linear(64, 10),
     )
 
 
 class Block(nn.Module):
-    """Two convolutions with batch norm, and what goes around them (He et al. 2016)."""
+    """Two convolutions with batch norm and a skip connection (He et al. 2016)."""
 
     def __init__(self, channels: int, out: int, stride: int = 1) -> None:
         super().__init__()
@@ -159,15 +182,14 @@ class Block(nn.Module):
 
 
 def _residual(width: int) -> nn.Module:
-    # [n, 1, 28, 28]
+    # input [n, 1, 28, 28]; other shapes are outputs
     return nn.Sequential(
         nn.Conv2d(1, width, 3, 1, 1, bias=False),
         nn.BatchNorm2d(width),
         nn.ReLU(),
-        # [n, 4 x width, 7, 7]
         Block(width, width),
         Block(width, 2 * width, 2),
-        Block(2 * width, 4 * width, 2),
+        Block(2 * width, 4 * width, 2),  # [n, 4 x width, 7, 7]
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(4 * width, 10),

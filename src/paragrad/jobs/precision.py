@@ -1,4 +1,4 @@
-"""The type of a model's numbers: real ones, and complex ones of their precision."""
+"""The number types of a model: real numbers, and complex numbers of the same precision."""
 
 from __future__ import annotations
 
@@ -9,23 +9,41 @@ from paragrad.datasets.loading import choose_dtype
 
 
 def convert_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model with real numbers in dtype and complex ones in the complex type of its
-    precision.
+    """Convert a model to a precision.
+
+    Args:
+        model: The model; it is changed in place.
+        dtype: The type of real numbers; complex ones get the complex type of its precision.
+
+    Returns:
+        The model.
     """
     # Module.to(dtype) would drop the imaginary parts of complex buffers
     return model._apply(lambda tensor: tensor.to(choose_dtype(tensor, dtype)))
 
 
 def find_shared_dtype(model: nn.Module) -> torch.dtype | None:
-    """The type of all real parameters of a model; None where they have several, or there are
-    none.
+    """Find the type that all real parameters of a model share.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The type, or None if there are several types or no real parameters.
     """
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return types.pop() if len(types) == 1 else None
 
 
 def find_coarsest_dtype(model: nn.Module) -> torch.dtype:
-    """Of the types of its parameters that are trained."""
+    """Find the coarsest type among the trained parameters of a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The type with the largest rounding error.
+    """
     return max(
         (each.dtype for each in model.parameters() if each.requires_grad),
         key=lambda dtype: torch.finfo(dtype).eps,
@@ -34,7 +52,12 @@ def find_coarsest_dtype(model: nn.Module) -> torch.dtype:
 
 @torch.no_grad()
 def perturb_parameters(model: nn.Module, signs: torch.Generator) -> None:
-    """Every parameter up or down by about one unit in its last place."""
+    """Move each parameter up or down by about one unit in its last place.
+
+    Args:
+        model: The model; it is changed in place.
+        signs: The generator that draws the directions.
+    """
     for parameter in model.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
             up = torch.randint(2, parameter.shape, generator=signs).to(

@@ -1,4 +1,4 @@
-"""The jobs on tiny Shakespeare: which character comes next."""
+"""Jobs on Tiny Shakespeare: predict the next character."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from paragrad.jobs.job import Job
 
 
 class NextCharacter(nn.Module):
-    """Numbers of characters [n, t] -> a score for every character that may come next [n, 65,
-    t].
-    """
+    """An LSTM from character numbers [n, t] to a score for each next character [n, 65, t]."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -29,11 +27,20 @@ class NextCharacter(nn.Module):
 
 
 def shakespeare_lstm(hidden: int = 256, length: int = 128) -> Job:
-    """A one-layer LSTM that reads a speech of Shakespeare's, at most `length` characters of it,
-    and guesses the next.
+    """Train a one-layer LSTM that predicts the next character of a speech of Shakespeare's plays.
 
-    The loss is in nats per character; a batch's weight is its characters, so padding counts for
-    nothing. Raises Refused.
+    The loss is in nats per character. The weight of a batch is its number of characters, so padding
+    does not count.
+
+    Args:
+        hidden: The size of the hidden state.
+        length: The number of characters of a speech, at most.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: An argument is below 1.
     """
     _refuse_below_one("shakespeare-lstm", hidden=hidden, length=length)
     return Job(
@@ -52,9 +59,7 @@ def shakespeare_lstm(hidden: int = 256, length: int = 128) -> Job:
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear layers, each beside a way around it; norms
-    come first.
-    """
+    """Causal attention, then two linear layers, each with a skip connection; norms come first."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -86,9 +91,9 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """GPT-2 in small (Radford et al. 2019): numbers of characters [n, t] -> a score for every
-    character that may come next [n, 65, t]. Scores are products with the embeddings: one
-    weight, used at both ends.
+    """A small GPT-2 (Radford et al. 2019): characters [n, t] to scores of the next ones [n, 65, t].
+
+    Scores are products with the embeddings: one weight is used at both ends.
     """
 
     def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
@@ -113,10 +118,22 @@ class SmallGPT(nn.Module):
 def shakespeare_gpt(
     layers: int = 4, width: int = 128, heads: int = 4, context: int = 64, dropout: float = 0.1
 ) -> Job:
-    """A small GPT with tied weights and dropout on windows of Shakespeare's plays, `context`
-    characters each.
+    """Train a small GPT with tied weights and dropout on windows of Shakespeare's plays.
 
-    The loss is in nats per character. Raises Refused.
+    The loss is in nats per character.
+
+    Args:
+        layers: The number of blocks.
+        width: The size of the embeddings.
+        heads: The number of attention heads; it must divide the width.
+        context: The number of characters of a window.
+        dropout: The dropout probability.
+
+    Returns:
+        The job.
+
+    Raises:
+        Refused: An argument is out of range.
     """
     _refuse_below_one("shakespeare-gpt", layers=layers, width=width, heads=heads, context=context)
     if width % heads:

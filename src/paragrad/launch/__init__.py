@@ -1,4 +1,4 @@
-"""Start, watch and reap the ranks of this host."""
+"""The launcher: start the ranks of this host, watch them, and end them."""
 
 from paragrad.launch.launcher import Launcher
 

@@ -1,13 +1,17 @@
-"""The server of ranks: a process that has imported what ranks need and forks them, 10 ms each.
+"""The fork server: a process that has imported what ranks need, and forks a rank in 10 ms.
 
-Started by `processes.py` as `python -m paragrad.launch.fork_server FD LOCK FOLDER
-fork|spawn`; by the descriptor LOCK, which its ranks inherit, FOLDER is known to be in use
-(`folders.py`). One byte on the socket FD asks for a rank and brings three descriptors: the
-rank's socket, a socket for what is told of it (its pid, at its end its exit code), and the
-launcher's standard error. Before a fork this process has run no operation of torch, has asked
-nothing of CUDA and has one thread: a child would get the locks and the pools of others without
-their threads, and hang. When its launcher is gone it ends its ranks and removes the launcher's
-FOLDER; when it is killed, the system kills its ranks (PR_SET_PDEATHSIG).
+`processes.py` starts it as `python -m paragrad.launch.fork_server FD LOCK FOLDER fork|spawn`.
+
+* FD is the socket of requests. One byte requests a rank and brings three descriptors: the rank's
+  socket, a socket for the rank's status, and the launcher's standard error. The status is the
+  rank's pid and at its end its exit code.
+* LOCK is a descriptor that ranks inherit. It shows that FOLDER is in use (`launcher_folder.py`).
+
+Before a fork this process has run no operation of torch, has not initialized CUDA, and has one
+thread. Otherwise a child would get the locks and pools of threads that it lacks, and hang.
+
+When the launcher is gone, the server ends its ranks and removes the launcher's FOLDER. When the
+server is killed, the system kills its ranks (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ from typing import NoReturn
 from paragrad.launch.protocol import NUMBER_FORMAT
 from paragrad.runtime.stop_signals import exit_with_parent
 
-# what `train`, `compare` and `verify` run in a rank, and what torch itself imports at the first
-# step of an optimizer
+# the modules that `train`, `compare` and `verify` run in a rank, and the one that torch imports at
+# the first step of an optimizer
 PRELOADED_MODULES = (
     "paragrad.launch.rank_process",
     "paragrad.loops.synchronous",
@@ -41,31 +45,31 @@ PRELOADED_MODULES = (
 
 
 def run_server() -> None:
-    """Serve until the launcher is gone. In each forked child: be a rank."""
+    """Serve until the launcher is gone. In each forked child: serve as a rank."""
     launcher = socket.socket(fileno=int(sys.argv[1]))
     lock = int(sys.argv[2])
     folder = sys.argv[3]
-    how = sys.argv[4]
+    start_method = sys.argv[4]
     launcher.set_inheritable(False)
     os.set_inheritable(lock, False)
-    # they reach the launcher too, which ends its ranks or lets them save
+    # SIGINT and SIGTERM also reach the launcher, which ends its ranks or lets them save.
     for sent in (
         signal.SIGINT,
         signal.SIGTERM,
-        # may come to a rank before it has said what it does then
+        # can reach a rank before the rank has installed its handler
         signal.SIGUSR1,
     ):
         signal.signal(sent, signal.SIG_IGN)
     gc.disable()
-    forks = how == "fork"
-    if forks:
+    can_fork = start_method == "fork"
+    if can_fork:
         with watch_launcher(launcher, lambda: exit_server(folder)):
             for name in PRELOADED_MODULES:
                 importlib.import_module(name)
-        forks = is_single_threaded()
-        # no look at what is imported: it would copy the pages that ranks share
+        can_fork = is_single_threaded()
+        # A collection over the imported objects would copy the pages that ranks share.
         gc.freeze()
-    server = ForkServer(launcher, forks)
+    server = ForkServer(launcher, can_fork)
     link = server.serve_requests()
     if link is None:
         server.kill_all_ranks()
@@ -78,33 +82,42 @@ def run_server() -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        os._exit(1)  # never back into what belongs to the server
+        os._exit(1)  # a child never returns into the server's code
 
 
 def exit_server(folder: str) -> NoReturn:
-    """End this process at once, with what its launcher can no longer remove."""
+    """End this process at once, and remove the folder that its launcher can no longer remove.
+
+    Args:
+        folder: The launcher's folder.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
 @contextlib.contextmanager
 def watch_launcher(launcher: socket.socket, on_end: Callable[[], None]) -> Iterator[None]:
-    """While this process imports, call `end` when the launcher's socket closes: the system
-    tells by SIGIO.
+    """Call a function when the launcher's socket closes, while the context is active.
+
+    The server is busy with imports meanwhile; the system signals the end by SIGIO.
+
+    Args:
+        launcher: The socket of requests.
+        on_end: The function to call.
     """
 
-    def look(*_: object) -> None:
-        # of each look its own: one signal may come amid the look for another
-        ends = select.poll()
-        ends.register(launcher, 0)  # POLLHUP is always told
-        if ends.poll(0):
+    def check_launcher(*_: object) -> None:
+        # a new poll object each time: a signal can interrupt the handler of an earlier one
+        poll = select.poll()
+        poll.register(launcher, 0)  # POLLHUP is always reported
+        if poll.poll(0):
             on_end()
 
-    signal.signal(signal.SIGIO, look)
+    signal.signal(signal.SIGIO, check_launcher)
     fcntl.fcntl(launcher, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(launcher, fcntl.F_GETFL)
     fcntl.fcntl(launcher, fcntl.F_SETFL, flags | os.O_ASYNC)
-    look()
+    check_launcher()
     try:
         yield
     finally:
@@ -113,43 +126,53 @@ def watch_launcher(launcher: socket.socket, on_end: Callable[[], None]) -> Itera
 
 
 def is_single_threaded() -> bool:
-    """Is this process down to one thread? numpy's OpenBLAS starts some when imported and ends
-    them before a fork. Without /proc nobody can say.
+    """Tell whether this process has only one thread left.
+
+    numpy's OpenBLAS starts threads when it is imported, and ends them before a fork. Without /proc
+    the answer is unknown, and the result is False.
     """
     if not os.path.isdir("/proc/self/task"):
         return False
     if not (child := os.fork()):
         os._exit(0)
     os.waitpid(child, 0)
-    until = time.monotonic() + 1.0  # an ended thread is listed for a moment
-    while count_threads() > 1 and time.monotonic() < until:
-        # nothing can be waited for: /proc alone says when it is gone
+    deadline = time.monotonic() + 1.0  # an ended thread stays listed for a moment
+    while count_threads() > 1 and time.monotonic() < deadline:
+        # no event marks the end of a thread: only /proc shows it
         time.sleep(0.001)
     return count_threads() == 1
 
 
 def count_threads() -> int:
+    """Count the threads of this process."""
     return len(os.listdir("/proc/self/task"))
 
 
 class ForkServer:
-    """Starts ranks as it is asked to, tells of their ends. forks: fork them; otherwise each is
-    a fresh Python.
+    """Starts ranks on request and reports their ends.
+
+    Attributes:
+        launcher: The socket of requests.
+        can_fork: Whether ranks are forked; otherwise each is a fresh Python.
+        status_sockets: The socket for the status of each rank, by pid.
+        wakeup_reader: The end of a pipe that has data when a child has ended.
+        wakeup_writer: The end into which Python writes when a signal arrives.
+        parent_pidfd: A pidfd of the launcher. It shows its end also where other processes hold the
+            launcher's end of the socket open.
     """
 
     def __init__(self, launcher: socket.socket, can_fork: bool) -> None:
         self.launcher = launcher
         self.can_fork = can_fork
-        # pid -> where its launcher is told of it
         self.status_sockets: dict[int, socket.socket] = {}
-        # the system writes into it when a child ends
         self.wakeup_reader, self.wakeup_writer = os.pipe()
-        # tells of its end also where others hold its end of the socket open
         self.parent_pidfd = open_pidfd(os.getppid())
 
     def serve_requests(self) -> int | None:
-        """Returns in the server when the launcher is gone; in each forked child at once, with
-        its socket.
+        """Serve requests until the launcher is gone.
+
+        Returns:
+            None in the server, when the launcher is gone; the rank's socket in each forked child.
         """
         os.set_blocking(self.wakeup_writer, False)
         signal.set_wakeup_fd(self.wakeup_writer)
@@ -163,69 +186,79 @@ class ForkServer:
             if self.wakeup_reader in events:
                 os.read(self.wakeup_reader, 4096)
                 self.report_ended_ranks()
-            asked = events.get(self.launcher.fileno(), 0)
-            if self.parent_pidfd in events or asked & select.POLLHUP:
+            request = events.get(self.launcher.fileno(), 0)
+            if self.parent_pidfd in events or request & select.POLLHUP:
                 return None
-            if asked and (link := self.start_rank()) is not None:
+            if request and (link := self.start_rank()) is not None:
                 return link
 
     def start_rank(self) -> int | None:
-        """Start the rank that is asked for. Returns its socket in a forked child."""
-        _, (link, told, errors), *_ = socket.recv_fds(self.launcher, 1, 3)
-        for descriptor in (link, told, errors):
+        """Start the requested rank.
+
+        Returns:
+            None in the server; the rank's socket in a forked child.
+        """
+        _, (link, status, errors), *_ = socket.recv_fds(self.launcher, 1, 3)
+        for descriptor in (link, status, errors):
             os.set_inheritable(descriptor, False)
-        notes = socket.socket(fileno=told)
+        status_socket = socket.socket(fileno=status)
         server = os.getpid()
         pid = os.fork() if self.can_fork else spawn_rank(link, errors)
         if not pid:
-            notes.close()
+            status_socket.close()
             self.prepare_child(server, errors)
             return link
         os.close(link)
         os.close(errors)
-        with contextlib.suppress(OSError):  # also in the child: whoever comes first
+        with contextlib.suppress(OSError):  # the child does it too; either can be first
             os.setpgid(pid, pid)
-        self.status_sockets[pid] = notes
-        with contextlib.suppress(OSError):  # the launcher no longer listens
-            if (process := open_pidfd(pid)) is not None:
-                socket.send_fds(notes, [NUMBER_FORMAT.pack(pid)], [process])
-                os.close(process)
+        self.status_sockets[pid] = status_socket
+        with contextlib.suppress(OSError):  # the launcher may no longer read
+            if (pidfd := open_pidfd(pid)) is not None:
+                socket.send_fds(status_socket, [NUMBER_FORMAT.pack(pid)], [pidfd])
+                os.close(pidfd)
             else:
-                notes.sendall(NUMBER_FORMAT.pack(pid))
+                status_socket.sendall(NUMBER_FORMAT.pack(pid))
         return None
 
     def prepare_child(self, server: int, errors: int) -> None:
-        """In a forked child: die with the server, be a process group, and keep nothing that is
-        the server's.
+        """Detach a forked child from the server's state.
+
+        The child dies with the server, has a process group of its own, and closes what belongs to
+        the server.
+
+        Args:
+            server: The pid of the server.
+            errors: The descriptor of the launcher's standard error.
         """
         exit_with_parent(server)
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.launcher.close()
-        for notes in self.status_sockets.values():
-            notes.close()
+        for status_socket in self.status_sockets.values():
+            status_socket.close()
         for descriptor in (self.wakeup_reader, self.wakeup_writer, self.parent_pidfd):
             if descriptor is not None:
                 os.close(descriptor)
         os.dup2(errors, 1)
         os.dup2(errors, 2)
         os.close(errors)
-        # its state is a copy, the same in all ranks; Python's own starts anew
+        # numpy's generator is a copy, equal in all ranks; Python seeds its own again after a fork
         if random := sys.modules.get("numpy.random"):
             random.seed()
 
     def report_ended_ranks(self) -> None:
-        """Tell of the ranks that ended; what they started and left behind ends too."""
-        for pid, notes in list(self.status_sockets.items()):
+        """Report the ranks that ended, and kill the processes that they left behind."""
+        for pid, status_socket in list(self.status_sockets.items()):
             code = reap_child(pid)
             if code is not None:
-                with notes, contextlib.suppress(OSError):
-                    notes.sendall(NUMBER_FORMAT.pack(code))
+                with status_socket, contextlib.suppress(OSError):
+                    status_socket.sendall(NUMBER_FORMAT.pack(code))
                 del self.status_sockets[pid]
 
     def kill_all_ranks(self) -> None:
-        """Kill every rank, with what it started."""
+        """Kill all ranks and the processes that they started."""
         for pid in self.status_sockets:
             kill_process_group(pid)
         for pid in self.status_sockets:
@@ -233,7 +266,15 @@ class ForkServer:
 
 
 def spawn_rank(link: int, errors: int) -> int:
-    """A rank in a fresh Python, where this process cannot fork: its pid."""
+    """Start a rank in a fresh Python, where this process cannot fork.
+
+    Args:
+        link: The descriptor of the rank's socket.
+        errors: The descriptor of the launcher's standard error.
+
+    Returns:
+        The pid of the rank.
+    """
     os.set_inheritable(link, True)
     return os.posix_spawn(
         sys.executable,
@@ -245,8 +286,13 @@ def spawn_rank(link: int, errors: int) -> int:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor of a process (pidfd), where the system has them: it never comes to mean
-    another, as a pid does.
+    """Open a descriptor of a process. Unlike a pid it never refers to another process.
+
+    Args:
+        pid: The process.
+
+    Returns:
+        The pidfd; None where the system has none or the process is gone.
     """
     try:
         return os.pidfd_open(pid)
@@ -255,23 +301,33 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def reap_child(pid: int) -> int | None:
-    """The exit code of a child that ended, minus the signal if one killed it; its process group
-    is killed.
+    """Return the exit code of an ended child, and kill its process group.
+
+    Args:
+        pid: The child.
+
+    Returns:
+        The exit code, or minus the number of the signal that killed it; None while it runs.
     """
-    # kill the group while the child's number still belongs to it
+    # kill the group before the child is reaped, while its number still belongs to it
     if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
         kill_process_group(pid)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    found, status = os.waitpid(pid, os.WNOHANG)
-    if not found:
+    ended_pid, status = os.waitpid(pid, os.WNOHANG)
+    if not ended_pid:
         return None
     kill_process_group(pid)
     return os.waitstatus_to_exitcode(status)
 
 
 def kill_process_group(group: int) -> None:
+    """Kill all processes of a group, if there are any.
+
+    Args:
+        group: The number of the group.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 

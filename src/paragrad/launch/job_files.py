@@ -1,12 +1,12 @@
-"""Job files: Python files that launcher and ranks run alike, each as a module of a name of its
-own.
+"""Job files: Python files that the launcher and the ranks run, each as a module of its own name.
 
-The launcher reads a file once, and what it read goes to the ranks with every task that names
-something of it: an edit in between mixes nothing. There it is run before the task is unpickled,
-as an import does, so registrations and other effects of its top level are there too. What a top
-level draws from torch, numpy and random is the same everywhere; what it prints is shown by the
-launcher alone. Functions of such a module find its globals, whether it holds them by a name or
-not (lambdas).
+The launcher reads a file once. A task that refers to the file carries the text that was read, so an
+edit in between causes no mixture. A rank runs the file before it unpickles the task, as an import
+would. Registrations and other effects of the top level are therefore there too.
+
+The top level draws the same values from torch, numpy and random on all ranks, and only the launcher
+shows what it prints. Functions of such a module find its globals, also functions without a name in
+the module (lambdas).
 """
 
 from __future__ import annotations
@@ -30,48 +30,74 @@ import cloudpickle
 
 from paragrad.errors import Refused
 
-# globals that are sent again where they changed after the load
+# globals of these types are sent again if they changed after the load
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """A module that jobs come from. source: what was read of its file; None where ranks import
-    it by its name.
+    """A module that jobs come from.
+
+    Attributes:
+        name: The name of the module.
+        path: The path of the file.
+        source: The text of the file; None where ranks import the module by its name.
+        changed_globals: Plain globals that changed after the top level ran.
     """
 
     name: str
     path: str = ""
     source: bytes | None = None
-    # plain globals that are no longer what the top level made them
     changed_globals: dict[str, Any] = field(default_factory=dict)
 
 
 known_files: dict[str, JobFile] = {}
-running_files: list[str] = []  # files whose top level runs at this moment
-# the plain globals of each when its top level had run
+running_files: list[str] = []  # files with a top level that is running now
+# the plain globals of each module after its top level ran
 _initial_globals: dict[str, dict[str, Any]] = {}
 
 
 def load_job_file(path: Path) -> ModuleType:
-    """Run a file in the launcher."""
+    """Run a job file in the launcher.
+
+    Args:
+        path: The path of the file.
+
+    Returns:
+        The module.
+    """
     source = path.read_bytes()
-    place = str(path.resolve())
-    digest = hashlib.sha256(place.encode() + source).hexdigest()[:8]
-    return _import_job_file(JobFile(f"paragrad_job_{path.stem}_{digest}", place, source))
+    full_path = str(path.resolve())
+    digest = hashlib.sha256(full_path.encode() + source).hexdigest()[:8]
+    return _import_job_file(JobFile(f"paragrad_job_{path.stem}_{digest}", full_path, source))
 
 
 def import_job_module(name: str) -> ModuleType:
-    """Import a module by its name; ranks will do so too."""
+    """Import a module by its name, in the launcher now and in the ranks later.
+
+    Args:
+        name: The name of the module.
+
+    Returns:
+        The module.
+    """
     return _import_job_file(JobFile(name))
 
 
 def pickle_task(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
-    """A task pickled, and the files that a rank must have run to unpickle it. Raises Refused
-    where it cannot be pickled.
+    """Pickle a task for the ranks.
+
+    Args:
+        task: The task.
+
+    Returns:
+        The pickled task, and the job files that a rank must run before it unpickles the task.
+
+    Raises:
+        Refused: The task cannot be pickled.
     """
     try:
-        call = _pickle_value(task)
+        pickled_task = _pickle_value(task)
     except Exception as error:
         raise Refused(
             f"{_find_unpicklable(task)} cannot be sent to the ranks ({type(error).__name__}: "
@@ -81,16 +107,18 @@ def pickle_task(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
             "target), for what "
             "functions of a job file name is not sent: every rank runs the file"
         ) from error
-    return call, tuple(
+    return pickled_task, tuple(
         replace(file, changed_globals=_find_changed_globals(file.name))
         for file in known_files.values()
-        if _mentions_module(call, file.name)
+        if _mentions_module(pickled_task, file.name)
     )
 
 
 def _mentions_module(call: bytes, module: str) -> bool:
-    """Does a pickle name a module, or one inside of it? As a string that begins so, and ends
-    there or goes on with a dot: another's name may have it within.
+    """Tell whether a pickle names a module or a part of it.
+
+    The name must begin a string, and the string must end there or continue with a dot. The name of
+    another module could contain it.
     """
     return (
         re.search(rb"(?:\x8c.|X.{4})" + re.escape(module.encode()) + rb"[\x94.]", call, re.DOTALL)
@@ -105,7 +133,7 @@ def _pickle_value(value: Any) -> bytes:
 
 
 def _find_unpicklable(value: Any, name: str = "what they are to do") -> str:
-    """What of a value cannot be pickled: the innermost field by its name."""
+    """Find what in a value cannot be pickled: the name of the innermost field."""
     parts = (
         [(name, each) for each in value]
         if isinstance(value, tuple)
@@ -122,8 +150,12 @@ def _find_unpicklable(value: Any, name: str = "what they are to do") -> str:
 
 
 def run_job_files(files: Sequence[JobFile]) -> None:
-    """In a rank: run the files of a task, unless they were run for an earlier one; silent, for
-    the launcher was not.
+    """Run the job files of a task in a rank, unless an earlier task ran them.
+
+    The output is suppressed, because the launcher has shown it already.
+
+    Args:
+        files: The job files.
     """
     for file in files:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -149,16 +181,16 @@ def _select_plain_globals(module: ModuleType) -> dict[str, Any]:
 
 
 def _find_changed_globals(name: str) -> dict[str, Any]:
-    made = _initial_globals[name]
+    initial = _initial_globals[name]
     return {
         name: value
         for name, value in _select_plain_globals(sys.modules[name]).items()
-        if name not in made or made[name] is not value
+        if name not in initial or initial[name] is not value
     }
 
 
 class _JobFileFinder(MetaPathFinder, Loader):
-    """Finds job files by the names they have as modules, and runs what was read of them."""
+    """Finds job files by their module names, and runs the text that the launcher read."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         file = known_files.get(name)
@@ -169,14 +201,14 @@ class _JobFileFinder(MetaPathFinder, Loader):
         )
 
     def exec_module(self, module: ModuleType) -> None:
-        # imports torch; the command starts its server before
+        # not at the top: it imports torch, and the command starts its server before torch
         from paragrad.runtime.generators import use_seeded_generators
 
         file = known_files[module.__name__]
         assert file.source is not None
         folder = str(Path(file.path).parent)
         if folder not in sys.path:
-            # as `python path/file.py` has it: its neighbours can be imported
+            # as with `python path/file.py`: the file can import modules beside it
             sys.path.insert(0, folder)
         running_files.append(file.path)
         try:
@@ -187,31 +219,32 @@ class _JobFileFinder(MetaPathFinder, Loader):
 
 
 class JobPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """As cloudpickle, which sends functions without a name in a module by value; those of job
-    files keep the file's globals.
+    """Pickles as cloudpickle does, but functions of job files keep the globals of their file.
+
+    cloudpickle sends functions without a name in a module by value.
     """
 
     def reducer_override(self, value: Any) -> Any:
-        found = super().reducer_override(value)
+        reduced = super().reducer_override(value)
         if (
             isinstance(value, FunctionType)
-            and isinstance(found, tuple)
+            and isinstance(reduced, tuple)
             and value.__module__ in known_files
             and (value.__globals__ is vars(sys.modules[value.__module__]))
         ):
-            make, (code, _, *more), (attributes, slots), *rest = found
+            make, (code, _, *arguments), (attributes, slots), *remaining = reduced
             return (
                 make,
-                (code, _ModuleGlobals(value.__module__), *more),
+                (code, _ModuleGlobals(value.__module__), *arguments),
                 (attributes, {**slots, "__globals__": {}}),
-                *rest,
+                *remaining,
             )
-        return found
+        return reduced
 
 
 @dataclass(frozen=True)
 class _ModuleGlobals:
-    """Stands for the globals of a module, wherever it is unpickled."""
+    """Stands for the globals of a module in a pickle."""
 
     module: str
 

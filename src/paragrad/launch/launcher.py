@@ -1,9 +1,8 @@
-"""The launcher: processes of this host that serve as ranks, one after another task, until
-closed.
+"""The launcher: processes of this host that serve as ranks, for one task after another.
 
-When one rank fails all are stopped, and what is raised is the failure that came first. A rank
-notices the end of its launcher by the end of their socket, and so does the server it came from,
-so nobody outlives it, whatever kills it.
+When a rank fails, all ranks are stopped, and the failure that came first is raised. The ranks and
+the fork server notice the end of the launcher by the end of their socket. No process outlives the
+launcher, however it ends.
 """
 
 from __future__ import annotations
@@ -26,15 +25,23 @@ from paragrad.launch.processes import ForkServerProcess, RankProcess
 from paragrad.launch.protocol import RankTask, StopMessage, TaskFailure
 from paragrad.runtime.launcher_env import count_cores
 
-# seconds in which a killed rank must show, before a peer's complaint counts as the cause
+# Within these seconds the death of a rank must show; afterwards the failure that another rank
+# reported counts as the cause.
 DEATH_GRACE_SECONDS = 0.5
 
 
 class Launcher:
-    """Up to `size` ranks of this host; `run` plays a function on them. A context manager that
-    leaves no rank.
+    """Up to `size` ranks of this host. As a context manager it leaves no rank behind.
 
-    server: where they come from; otherwise this process's own, which stays for the next Ranks.
+    Attributes:
+        size: The largest number of ranks.
+        server: The fork server that starts the ranks; None takes this process's own, which stays
+            for the next launcher.
+        processes: The processes of the ranks, in rank order.
+        folder: The folder that they share, once it exists.
+        task_count: The number of tasks and extra processes so far.
+        is_sending: Whether a task is being sent to the ranks.
+        stop_requested: Whether the task under way must stop.
     """
 
     def __init__(self, size: int, server: ForkServerProcess | None = None) -> None:
@@ -64,20 +71,36 @@ class Launcher:
         deadline: float | None = None,
         on_report: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
-        """function(world, *arguments) on ranks 0..size-1; their results. Raises RankFailed.
+        """Call function(world, *arguments) on ranks 0 to size - 1.
 
-        threads: of each rank, otherwise the cores are divided; timeout: seconds a rank waits
-        for another; deadline: seconds for everything; on_report: called with (rank, value)
-        whenever the function calls report(value).
+        Args:
+            function: The function; it must be picklable by cloudpickle.
+            arguments: Its arguments after the world.
+            size: The number of ranks; None takes all.
+            backend: The torch.distributed backend.
+            device: The kind of device, cpu or cuda.
+            threads: The number of torch's threads in each rank; None divides the cores.
+            timeout: Seconds that a rank waits for another; None takes the default.
+            deadline: Seconds for the whole task; None for no limit.
+            on_report: Is called with (rank, value) when the function calls report(value).
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            RankFailed: A rank failed, or the deadline passed.
+            Refused: The function or its arguments cannot be pickled.
         """
         size = size or self.size
-        # here: the command imports this module to start its server, before torch itself
+        # not at the top: the command imports this module to start its server, before torch
         import torch
 
-        call, needed = job_files.pickle_task((torch.get_default_dtype(), function, arguments))
+        pickled_call, needed_files = job_files.pickle_task(
+            (torch.get_default_dtype(), function, arguments)
+        )
         self.is_sending = True
         self.task_count += 1
-        each = threads or max(1, count_cores() // size)
+        threads_per_rank = threads or max(1, count_cores() // size)
         store: Path | None = None
         try:
             store = self._start_ranks(size) / f"meeting-{self.task_count}"
@@ -88,13 +111,13 @@ class Launcher:
                     store,
                     backend,
                     device,
-                    each,
+                    threads_per_rank,
                     timeout,
-                    needed,
-                    call,
+                    needed_files,
+                    pickled_call,
                     on_report is not None,
                 )
-                # it died: collecting will say how
+                # if the process died, the collector reports how
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     process.socket.send(task)
             self.is_sending = False
@@ -111,11 +134,12 @@ class Launcher:
                 store.unlink(missing_ok=True)
 
     def request_stop(self) -> None:
-        """Ask the task under way to finish its step, save and end: its ranks see `world.stop`.
-        A signal handler may call it.
+        """Ask the task under way to finish its step, save and end.
+
+        The ranks see the request as `world.stop`. A signal handler may call this method.
         """
         self.stop_requested = True
-        # a message would land inside another: `run` does it when it has sent its own
+        # A message now could land inside the one that `run` sends. `run` requests the stop later.
         if self.is_sending:
             return
         for process in self.processes:
@@ -123,7 +147,7 @@ class Launcher:
                 process.socket.send(StopMessage())
 
     def _start_ranks(self, size: int) -> Path:
-        """Have processes for that many ranks; the folder they share."""
+        """Start processes until there are `size` of them; return the folder that they share."""
         server = self.server or processes.get_fork_server()
         folder = self.open_shared_folder()
         self.processes += server.start_processes(
@@ -132,17 +156,24 @@ class Launcher:
         return folder
 
     def start_extra_process(self) -> RankProcess:
-        """One process more, that is nobody's rank. Raises RankFailed."""
+        """Start one more process, which is not a rank of this launcher.
+
+        Returns:
+            The process.
+
+        Raises:
+            RankFailed: The server ended.
+        """
         server = self.server or processes.get_fork_server()
         folder = self.open_shared_folder()
-        # which goes with the server that the others came from
+        # the folder is removed with the server that started the other processes
         if not folder.is_dir():
             raise RankFailed("the server of the ranks ended, and its ranks with it", rank=None)
         self.task_count += 1
         return server.start_processes([folder / f"stacks-apart-{self.task_count}"])[0]
 
     def open_shared_folder(self) -> Path:
-        """The folder of what they share."""
+        """Return the folder that the ranks share; create it at the first call."""
         server = self.server or processes.get_fork_server()
         if self.folder is None:
             self.folder = tempfile.TemporaryDirectory(
@@ -151,7 +182,7 @@ class Launcher:
         return Path(self.folder.name)
 
     def kill_ranks(self) -> None:
-        """Kill every rank; the next `run` starts fresh ones."""
+        """Kill all ranks. The next `run` starts new ones."""
         for process in self.processes:
             process.send_signal(signal.SIGKILL)
         for process in self.processes:
@@ -162,13 +193,22 @@ class Launcher:
             self.folder = None
 
     def close(self) -> None:
-        """End the ranks and forget their folder."""
+        """End the ranks and remove their folder."""
         self.kill_ranks()
 
 
 @dataclass
 class ResultCollector:
-    """The answers of the ranks to one task, as they come."""
+    """Collects the answers of the ranks to one task.
+
+    Attributes:
+        processes: The processes of the ranks, in rank order.
+        deadline: Seconds for the whole task; None for no limit.
+        on_report: Is called with (rank, value) for each report.
+        answers: The results so far, by rank.
+        failures: The failures so far.
+        ended_ranks: The ranks that failed or died.
+    """
 
     processes: list[RankProcess]
     deadline: float | None
@@ -178,6 +218,14 @@ class ResultCollector:
     ended_ranks: set[int] = field(default_factory=set)
 
     def collect_results(self) -> list[Any]:
+        """Wait for the results of all ranks.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            RankFailed: A rank failed, or the deadline passed.
+        """
         end = time.monotonic() + self.deadline if self.deadline else None
         while len(self.answers) < len(self.processes) and not self.failures:
             if not self.receive_messages(None if end is None else max(0.0, end - time.monotonic())):
@@ -187,27 +235,38 @@ class ResultCollector:
         return [self.answers[rank] for rank in range(len(self.processes))]
 
     def receive_messages(self, seconds: float | None) -> bool:
-        """Take what ranks have sent within some seconds; False if none did."""
-        silent = {
+        """Receive the messages that ranks send within a time limit.
+
+        Args:
+            seconds: The time limit; None for no limit.
+
+        Returns:
+            False if no rank sent anything.
+        """
+        waiting = {
             rank: process
             for rank, process in enumerate(self.processes)
             if rank not in self.answers and rank not in self.ended_ranks
         }
         ready = wait(
-            [end for process in silent.values() for end in (process.socket, process.status_socket)],
+            [
+                connection
+                for process in waiting.values()
+                for connection in (process.socket, process.status_socket)
+            ],
             seconds,
         )
-        for rank, process in silent.items():
+        for rank, process in waiting.items():
             if process.socket not in ready and process.status_socket not in ready:
                 continue
             try:
-                # it ended, and what it started holds its socket open
+                # The rank ended, and a process that it started holds its socket open.
                 if process.socket not in ready:
                     raise EOFError
                 kind, value = process.socket.recv()
             except (EOFError, OSError):
                 self.ended_ranks.add(rank)
-                # a death is the cause of what others say
+                # a death counts first (time 0.0): it causes the failures that others report
                 self.failures.append(TaskFailure(process.make_rank_failure(rank), 0.0))
                 continue
             if kind == "report":
@@ -221,8 +280,10 @@ class ResultCollector:
         return bool(ready)
 
     def find_first_failure(self) -> RankFailed:
-        """The failure that came first. A complaint is given a moment for a death to show: that
-        would be its cause.
+        """Return the failure that came first.
+
+        If no rank has died, this method waits a moment: a death that shows later is the cause of
+        the failures that other ranks reported.
         """
         end = time.monotonic() + DEATH_GRACE_SECONDS
         while (
@@ -234,13 +295,11 @@ class ResultCollector:
         return min(self.failures, key=lambda failure: failure.when).error
 
     def make_timeout_failure(self) -> RankFailed:
-        """Nobody answered in time: name the first silent rank, with the stacks of all of
-        them.
-        """
+        """Make the failure of a passed deadline. It names silent ranks and holds their stacks."""
         silent = [rank for rank in range(len(self.processes)) if rank not in self.answers]
         for rank in silent:
             self.processes[rank].send_signal(signal.SIGUSR1)
-        # time to write their stacks
+        # give the ranks time to write their stacks
         wait([self.processes[rank].socket for rank in silent], DEATH_GRACE_SECONDS)
         stacks = "\n".join(
             f"rank {rank} stands at:\n{self.processes[rank].stack_file.read_text()}"

@@ -1,6 +1,4 @@
-"""Processes of which each does a task of its own: one may end, and another be started, while
-the others go on.
-"""
+"""Processes that run tasks of their own: one can end, or another start, while the others go on."""
 
 from __future__ import annotations
 
@@ -27,11 +25,17 @@ TASK_REPORTED = "said"
 
 
 class ProcessPool:
-    """Members by number; threads, device, timeout: as `Ranks.run` has them. A context manager
-    that leaves none.
+    """A pool of processes by number. As a context manager it leaves no process behind.
 
-    To be read: folder, of what they share, which only their owner may enter (mode 0700), and
-    which is cleared with them, also where this process is killed.
+    Attributes:
+        launcher: The launcher that starts the processes.
+        threads: The number of torch's threads in each process.
+        device: The kind of device, cpu or cuda.
+        timeout: Seconds that a process waits for another.
+        members: The processes at work, by number.
+        finished: The processes of ended tasks; those of failed tasks still wait where they failed.
+        folder: A folder that the processes share. Only its owner can enter it (mode 0700). It is
+            removed with the pool, or by the next start if this process is killed.
     """
 
     def __init__(self, launcher: Launcher, threads: int, device: str, timeout: float) -> None:
@@ -47,11 +51,11 @@ class ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Who has not ended does now: a stopped process too."""
-        every = [*self.members.values(), *self.finished]
-        for process in every:
+        """Kill all processes, also stopped ones, and remove the folder."""
+        processes = [*self.members.values(), *self.finished]
+        for process in processes:
             process.send_signal(signal.SIGKILL)
-        for process in every:
+        for process in processes:
             process.kill_and_wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -64,17 +68,31 @@ class ProcessPool:
         store: Path | None = None,
         backend: str = "gloo",
     ) -> None:
-        """Have a member do function(world, *arguments), in a world of its own; or as that rank
-        of those that meet in a file, which says what it reports: function(world, *arguments,
-        report=...). Raises RankFailed.
+        """Start a process and let it call function(world, *arguments).
+
+        Without a store the process is in a world of its own. With a store it is the rank `number`
+        of the ranks that meet there, and it can report: function(world, *arguments, report=...).
+
+        Args:
+            number: The number of the process, and its rank.
+            function: The function to call.
+            arguments: Its arguments after the world.
+            size: The number of ranks that meet in the store.
+            store: The file in which the ranks meet; None for a world of one.
+            backend: The torch.distributed backend.
+
+        Raises:
+            RankFailed: The process could not be started.
         """
-        # here: the command imports this room to start its server, before torch itself
+        # not at the top: the command imports this module to start its server, before torch
         import torch
 
-        call, needed = job_files.pickle_task((torch.get_default_dtype(), function, arguments))
+        pickled_call, needed_files = job_files.pickle_task(
+            (torch.get_default_dtype(), function, arguments)
+        )
         process = self.launcher.start_extra_process()
         self.members[number] = process
-        # it died: who looks will see how
+        # if the process died, `receive_event` reports how
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             process.socket.send(
                 RankTask(
@@ -85,50 +103,76 @@ class ProcessPool:
                     self.device,
                     self.threads,
                     self.timeout,
-                    needed,
-                    call,
+                    needed_files,
+                    pickled_call,
                     store is not None,
                 )
             )
 
     def request_stop(self, numbers: Iterable[int]) -> None:
-        """As `Ranks.ask_to_stop`."""
+        """Ask members to finish their step, save and end, as `Launcher.request_stop` does.
+
+        Args:
+            numbers: The numbers of the members.
+        """
         for number in numbers:
             with contextlib.suppress(OSError):
                 self.members[number].socket.send(StopMessage())
 
     def kill_members(self, numbers: Iterable[int]) -> None:
-        """Members are none any more; nor are those that have ended, of which some wait where
-        they failed.
+        """Kill members, and the processes of all ended tasks.
+
+        Args:
+            numbers: The numbers of the members.
         """
-        gone = [*(self.members.pop(number) for number in [*numbers]), *self.finished]
+        processes = [*(self.members.pop(number) for number in [*numbers]), *self.finished]
         self.finished = []
-        for process in gone:
+        for process in processes:
             process.send_signal(signal.SIGKILL)
-        for process in gone:
+        for process in processes:
             process.kill_and_wait()
 
     @property
     def descriptors(self) -> dict[int, int]:
-        """What to wait for, and whose it is."""
+        """The descriptors to wait for, each with the number of its member."""
         return {
-            end: number
+            descriptor: number
             for number, process in self.members.items()
-            for end in (process.socket.fileno(), process.status_socket.fileno())
+            for descriptor in (process.socket.fileno(), process.status_socket.fileno())
         }
 
     def wait_members(self, seconds: float) -> set[int]:
-        """Of whom something can be read, once there is somebody, or after so many seconds."""
-        whose = self.descriptors
-        return {whose[each] for each in wait(list(whose), seconds) if isinstance(each, int)}
+        """Wait until members have something to read.
+
+        Args:
+            seconds: The time limit.
+
+        Returns:
+            The numbers of these members; empty after the time limit.
+        """
+        numbers = self.descriptors
+        return {
+            numbers[descriptor]
+            for descriptor in wait(list(numbers), seconds)
+            if isinstance(descriptor, int)
+        }
 
     def receive_event(self, number: int) -> tuple[str, Any]:
-        """What a member says, of which something can be read: (what, value); where that was its
-        end it is none any more, and a process that failed is held until all are closed.
+        """Read the next event of a member that has something to read.
+
+        After its end a process is no member any more. The process of a failed task is kept until
+        the pool kills it.
+
+        Args:
+            number: The number of the member.
+
+        Returns:
+            The kind of event and its value: (TASK_DONE, result), (TASK_REPORTED, reported value),
+            (TASK_FAILED, RankFailed) or (PROCESS_DIED, RankFailed).
         """
         process = self.members[number]
         try:
-            # it ended, and what it started holds its socket open
+            # The process ended, and a process that it started holds its socket open.
             if not process.socket.poll(0):
                 raise EOFError
             kind, value = process.socket.recv()
@@ -142,6 +186,6 @@ class ProcessPool:
         del self.members[number]
         self.finished.append(process)
         if kind == "failed":
-            found: TaskFailure = value
-            return TASK_FAILED, found.error
+            task_failure: TaskFailure = value
+            return TASK_FAILED, task_failure.error
         return TASK_DONE, cloudpickle.loads(value)

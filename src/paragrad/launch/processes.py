@@ -1,9 +1,8 @@
-"""The launcher's side: the server that ranks come from, and each rank's process as seen from
-here.
+"""The fork server and the processes of ranks, as the launcher sees them.
 
-A server lives until the process that started it ends, so that the next ranks start in some 10
-ms; no two threads or processes share one by accident: it is kept by the process, and by the
-variables that libraries read when they are loaded.
+A fork server lives until the process that started it ends, so that the next ranks start in about 10
+ms. It belongs to one process, and to one value of the variables that libraries read when they are
+loaded. No other process shares it by accident.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from paragrad.errors import RankFailed
 from paragrad.launch.launcher_folder import create_locked_folder
 from paragrad.launch.protocol import NUMBER_FORMAT, ProcessSetup
 
-# seconds for the server to import torch, on a slow disk with everything else at work
+# time for the server to import torch, also from a slow disk on a busy host
 START_SECONDS = 120.0
-END_SECONDS = 5.0  # seconds for a killed process to be gone
-# variables read once, when a library is loaded: a server that was started with others is not
-# the one to fork
+END_SECONDS = 5.0  # time for a killed process to be gone
+# Libraries read these variables once, when they are loaded. A server that was started with other
+# values cannot be used.
 LOAD_TIME_PREFIXES = ("OMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_")
 
 _servers: dict[object, ForkServerProcess] = {}
@@ -37,11 +36,12 @@ _server_lock = threading.Lock()
 
 
 def get_fork_server() -> ForkServerProcess:
-    """This process's server, started if there is none: then it imports torch while the caller
-    goes on.
+    """Return this process's fork server; start it at the first call.
+
+    A new server imports torch while the caller goes on.
     """
     with _server_lock:
-        kind = (
+        key = (
             os.getpid(),
             tuple(
                 sorted(
@@ -51,45 +51,63 @@ def get_fork_server() -> ForkServerProcess:
                 )
             ),
         )
-        found = _servers.get(kind)
-        if found is None or found.popen.poll() is not None:
-            if found is not None:
-                found.close()
-            found = ForkServerProcess()
-            _servers[kind] = found
-        return found
+        fork_server = _servers.get(key)
+        if fork_server is None or fork_server.popen.poll() is not None:
+            if fork_server is not None:
+                fork_server.close()
+            fork_server = ForkServerProcess()
+            _servers[key] = fork_server
+        return fork_server
 
 
 @atexit.register
 def close_fork_servers() -> None:
-    """End the servers of this process, with all their ranks. It happens at exit; the next ranks
-    start a new one.
+    """End the fork servers of this process, with all their ranks.
+
+    Runs at exit. The next ranks start a new server.
     """
     while _servers:
         _servers.popitem()[1].close()
 
 
 class ForkServerProcess:
-    """The process that ranks come from. how: "fork", or "spawn" for a fresh Python each; what
-    this system can by default.
+    """The process that starts ranks.
+
+    Attributes:
+        owner_pid: The process that started the server.
+        folder: The server's temporary folder.
+        lock_descriptor: The descriptor that holds the folder's lock.
+        socket: The socket for requests to the server.
+        popen: The server's process.
     """
 
     def __init__(self, start_method: str | None = None) -> None:
+        """Start the server.
+
+        Args:
+            start_method: "fork", or "spawn" to start each rank in a fresh Python; None takes what
+                this system can do.
+        """
         start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         self.owner_pid = os.getpid()
         self.folder, self.lock_descriptor = create_locked_folder()
-        self.socket, theirs = socket.socketpair()
-        with theirs:
+        self.socket, server_socket = socket.socketpair()
+        with server_socket:
             environment = {
                 **_copy_environment(),
                 "PYTHONPATH": os.pathsep.join(_list_import_paths()),
-                # should an import ask for GPUs: without CUDA itself
+                # if an import looks for GPUs, torch must not initialize CUDA
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }
-            told = [str(theirs.fileno()), str(self.lock_descriptor), str(self.folder), start_method]
+            server_arguments = [
+                str(server_socket.fileno()),
+                str(self.lock_descriptor),
+                str(self.folder),
+                start_method,
+            ]
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "paragrad.launch.fork_server", *told],
-                pass_fds=[theirs.fileno(), self.lock_descriptor],
+                [sys.executable, "-m", "paragrad.launch.fork_server", *server_arguments],
+                pass_fds=[server_socket.fileno(), self.lock_descriptor],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 env=environment,
@@ -97,8 +115,16 @@ class ForkServerProcess:
             )
 
     def start_processes(self, stack_files: list[Path]) -> list[RankProcess]:
-        """Processes that wait for tasks, one for each of the files to write their stacks into.
-        Raises RankFailed.
+        """Start processes that wait for tasks.
+
+        Args:
+            stack_files: For each process the file into which it writes its stacks.
+
+        Returns:
+            The processes.
+
+        Raises:
+            RankFailed: A process could not be started.
         """
         processes: list[RankProcess] = []
         try:
@@ -113,15 +139,17 @@ class ForkServerProcess:
         return processes
 
     def make_server_failure(self) -> RankFailed:
-        """What to raise when it ended."""
+        """Make the failure to raise when the server has ended."""
         try:
-            how = describe_exit_code(self.popen.wait(END_SECONDS))
+            ending = describe_exit_code(self.popen.wait(END_SECONDS))
         except subprocess.TimeoutExpired:
-            how = f"closed its socket and is still there after {END_SECONDS:g} s"
-        return RankFailed(f"the server of the ranks {how}, and its ranks ended with it", rank=None)
+            ending = f"closed its socket and is still there after {END_SECONDS:g} s"
+        return RankFailed(
+            f"the server of the ranks {ending}, and its ranks ended with it", rank=None
+        )
 
     def close(self) -> None:
-        """End the server, and with it every rank that came from it."""
+        """End the server, and with it all its ranks."""
         self.socket.close()
         os.close(self.lock_descriptor)
         if os.getpid() == self.owner_pid:  # not in a child that the user forked
@@ -131,44 +159,59 @@ class ForkServerProcess:
 
 
 class RankProcess:
-    """A rank's process: this end of its socket, what the server tells of it, and the file of
-    its stacks.
+    """A rank's process.
+
+    Attributes:
+        server: The server that started it.
+        stack_file: The file into which it writes its stacks.
+        pid: The process id; 0 when it has not started yet or has ended.
+        pidfd: A descriptor of the process, where the system has them. A pid can belong to another
+            process by the time it is used; a pidfd cannot.
+        code: The exit code, once the server has reported it.
+        socket: The connection for tasks and answers.
+        status_socket: The socket on which the server reports the pid and the exit code.
     """
 
     def __init__(self, server: ForkServerProcess, stack_file: Path) -> None:
+        """Request the process from its server.
+
+        Args:
+            server: The server.
+            stack_file: The file into which the process writes its stacks.
+        """
         self.server = server
         self.stack_file = stack_file
         stack_file.touch()
         self.pid = 0
-        # a pidfd: a pid may be another's by the time it is used
         self.pidfd: int | None = None
-        # its exit code, when the server has told it
         self.code: int | None = None
-        ours, link = socket.socketpair()
-        self.status_socket, told = socket.socketpair()
-        self.socket = Connection(ours.detach())
-        # `settle` will say how it ended
-        with link, told, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(server.socket, [b"+"], [link.fileno(), told.fileno(), 2])
+        own_end, rank_end = socket.socketpair()
+        self.status_socket, status_end = socket.socketpair()
+        self.socket = Connection(own_end.detach())
+        # if the server has ended, `finish_start` reports how
+        with rank_end, status_end, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(server.socket, [b"+"], [rank_end.fileno(), status_end.fileno(), 2])
 
     def finish_start(self) -> None:
-        """Wait for it to be there and let it take over what a child of this process would.
-        Raises RankFailed.
+        """Wait until the process has started, and send it the state that a child would inherit.
+
+        Raises:
+            RankFailed: The process did not start.
         """
         self.status_socket.settimeout(START_SECONDS)
         try:
-            told, handles, *_ = socket.recv_fds(self.status_socket, NUMBER_FORMAT.size, 1)
+            message, pidfds, *_ = socket.recv_fds(self.status_socket, NUMBER_FORMAT.size, 1)
         except TimeoutError:
             raise RankFailed(
                 f"the server of the ranks has not started one within {START_SECONDS:g} s", rank=None
             ) from None
         except ConnectionResetError:
-            told = b""
-            handles = []
-        if not told:
+            message = b""
+            pidfds = []
+        if not message:
             raise self.server.make_server_failure()
-        self.pid = NUMBER_FORMAT.unpack(told)[0]
-        self.pidfd = handles[0] if handles else None
+        self.pid = NUMBER_FORMAT.unpack(message)[0]
+        self.pidfd = pidfds[0] if pidfds else None
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.socket.send(
@@ -182,6 +225,11 @@ class RankProcess:
             )
 
     def send_signal(self, sent: signal.Signals) -> None:
+        """Send a signal to the process, unless it has ended.
+
+        Args:
+            sent: The signal.
+        """
         with contextlib.suppress(ProcessLookupError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, sent)
@@ -189,18 +237,30 @@ class RankProcess:
                 os.kill(self.pid, sent)
 
     def wait_exit_code(self, seconds: float) -> int | None:
-        """Its exit code, waited for; None where the server is gone and cannot tell. Raises
-        TimeoutError.
+        """Wait for the exit code.
+
+        Args:
+            seconds: The time limit.
+
+        Returns:
+            The exit code, negative for a signal; None if the server is gone and cannot report it.
+
+        Raises:
+            TimeoutError: The process has not ended in time.
         """
         if self.code is None:
             self.status_socket.settimeout(seconds)
             with contextlib.suppress(ConnectionResetError):
-                if told := self.status_socket.recv(NUMBER_FORMAT.size):
-                    self.code = NUMBER_FORMAT.unpack(told)[0]
+                if message := self.status_socket.recv(NUMBER_FORMAT.size):
+                    self.code = NUMBER_FORMAT.unpack(message)[0]
         return self.code
 
     def make_rank_failure(self, rank: int) -> RankFailed:
-        """What to raise when it ended, as rank `rank`: how it ended, or that the server did."""
+        """Make the failure to raise when the process has ended: how it or the server ended.
+
+        Args:
+            rank: The rank that the process served as.
+        """
         try:
             code = self.wait_exit_code(END_SECONDS)
         except TimeoutError:
@@ -216,27 +276,32 @@ class RankProcess:
         )
 
     def kill_and_wait(self) -> None:
-        """Kill it and wait until it is gone, and what it started too."""
+        """Kill the process and the processes that it started, and wait until it is gone."""
         self.send_signal(signal.SIGKILL)
-        # it ends by this too, should it not have told its pid yet
+        # this also ends a process that has not reported its pid yet
         self.socket.close()
         if self.pid:
             with contextlib.suppress(TimeoutError, ProcessLookupError):
-                # no server is left to do it; whoever is in the group keeps its number
+                # The server is gone and cannot kill the group. The group's number stays reserved
+                # while a process is in it.
                 if self.wait_exit_code(END_SECONDS) is None:
                     os.killpg(self.pid, signal.SIGKILL)
         self.status_socket.close()
         if self.pidfd is not None:
-            gone = select.poll()
-            gone.register(self.pidfd, select.POLLIN)
-            gone.poll(1000 * END_SECONDS)
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            poll.poll(1000 * END_SECONDS)
             os.close(self.pidfd)
             self.pidfd = None
         self.pid = 0
 
 
 def describe_exit_code(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code in words.
+
+    Args:
+        code: The exit code; minus the number of the signal that killed the process.
+    """
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 

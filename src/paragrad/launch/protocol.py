@@ -1,4 +1,4 @@
-"""What the launcher, its ranks and the server they come from say to each other."""
+"""Messages between the launcher, the fork server and the ranks."""
 
 from __future__ import annotations
 
@@ -9,27 +9,46 @@ from pathlib import Path
 from paragrad.errors import RankFailed
 from paragrad.launch.job_files import JobFile
 
-# what the server tells of a rank: its pid, and at its end its exit code
+# the format of what the server reports of a rank: its pid, and later its exit code
 NUMBER_FORMAT = struct.Struct("q")
 
 
 @dataclass(frozen=True)
 class ProcessSetup:
-    """What a rank's process takes over from its launcher before its first task, as a child of
-    it would.
+    """The state that a rank's process takes over from its launcher before its first task.
+
+    A child process would inherit the same state.
+
+    Attributes:
+        environment: The environment variables.
+        import_paths: The launcher's sys.path, so that a rank can import the same modules.
+        working_folder: The working directory.
+        affinity: The cores on which the rank may run; None where the system does not say.
+        stack_file: Where SIGUSR1 writes the stacks of all threads.
     """
 
     environment: dict[str, str]
-    import_paths: list[str]  # sys.path, so that what is importable there is here
-    working_folder: str  # the working directory
-    affinity: set[int] | None  # the cores it may run on, where the system says
-    stack_file: Path  # where SIGUSR1 writes the stacks of all threads
+    import_paths: list[str]
+    working_folder: str
+    affinity: set[int] | None
+    stack_file: Path
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """What a rank is asked to do: call(world, *arguments) in a world of `size` ranks that meet
-    in the file `store`.
+    """A call for a rank: function(world, *arguments), in a world of ranks that meet in a file.
+
+    Attributes:
+        rank: The number of this rank.
+        size: The number of ranks.
+        store: The file in which the ranks meet.
+        backend: The torch.distributed backend.
+        device: The kind of device, cpu or cuda.
+        threads: The number of torch's threads in this rank.
+        timeout: Seconds to wait for another rank; None takes the default.
+        job_files: Files that the rank must run before it unpickles the call.
+        pickled_call: (torch's default dtype, function, arguments), by cloudpickle.
+        has_reports: Whether the function gets an argument `report`.
     """
 
     rank: int
@@ -38,21 +57,24 @@ class RankTask:
     backend: str
     device: str
     threads: int
-    timeout: float | None  # seconds a rank waits for another; None: the world's own
-    job_files: tuple[JobFile, ...]  # to be run before the call is unpickled
-    pickled_call: bytes  # (torch's default type, function, arguments), by cloudpickle
-    has_reports: bool  # pass report=... to the function
+    timeout: float | None
+    job_files: tuple[JobFile, ...]
+    pickled_call: bytes
+    has_reports: bool
 
 
 @dataclass(frozen=True)
 class StopMessage:
-    """The launcher was asked to stop: finish the step, save, and end the task."""
+    """A request of the launcher to stop: finish the step, save, and end the task."""
 
 
 @dataclass(frozen=True)
 class TaskFailure:
-    """Why a task failed, and when on the host's monotonic clock (the first one is the one to
-    show).
+    """The failure of a task. The failure that came first is the one to show.
+
+    Attributes:
+        error: The failure.
+        when: The time of the failure on the host's monotonic clock; 0.0 for an ended process.
     """
 
     error: RankFailed

@@ -1,8 +1,7 @@
-"""A rank's own process: wait for a task, join the world, run it, answer; end when the launcher
-is gone.
+"""A rank's process: wait for a task, join the world, run the task, and answer.
 
-Forked by `server.py`, or started by it as `python -m paragrad.launch.rank_process FD`; the
-socket FD carries pickled tasks and answers.
+The process ends when its launcher is gone. `fork_server.py` forks it, or starts it as `python -m
+paragrad.launch.rank_process FD`. The socket FD carries pickled tasks and answers.
 """
 
 from __future__ import annotations
@@ -31,17 +30,19 @@ from paragrad.runtime.world import DEFAULT_TIMEOUT
 
 
 def serve_tasks(launcher: Connection) -> None:
-    """Take over what the launcher says of itself, then serve tasks until it closes its end of
-    the socket.
+    """Apply the launcher's state, then run tasks until the launcher closes its end of the socket.
+
+    Args:
+        launcher: The connection to the launcher.
     """
-    # they reach the launcher too, which ends its ranks or lets them save
+    # these signals also reach the launcher, which ends its ranks or lets them save
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
     try:
         setup: ProcessSetup = launcher.recv()
         _apply_setup(setup)
         allocator.keep_freed_memory()
-    except (EOFError, OSError):  # it is gone already
+    except (EOFError, OSError):  # the launcher is gone already
         os._exit(1)
     with setup.stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -50,11 +51,11 @@ def serve_tasks(launcher: Connection) -> None:
         threading.Thread(
             target=_receive_messages, args=(launcher, tasks, stop), daemon=True
         ).start()
-        # what is imported stays: no need to look through it again after every task
+        # imported objects stay: the collection after every task need not visit them
         gc.freeze()
         while True:
             launcher.send(_run_task(tasks.get(), launcher, stop))
-            # process groups in circles of references keep their threads and sockets
+            # process groups in reference cycles keep their threads and sockets
             gc.collect()
             allocator.return_freed_memory()
 
@@ -63,10 +64,10 @@ def _apply_setup(setup: ProcessSetup) -> None:
     for name in os.environ.keys() - setup.environment.keys():
         del os.environ[name]
     os.environ.update(setup.environment)
-    # its loaders' sockets go where the launcher clears, however this ends:
-    own: Any = multiprocessing.current_process()
-    # Python's own folder (pymp-...) is left behind by a kill
-    own._config["tempdir"] = str(setup.stack_file.parent)
+    process: Any = multiprocessing.current_process()
+    # The launcher clears this folder, however the rank ends. A kill would leave Python's own
+    # folder (pymp-...) behind, which has the sockets of data loaders.
+    process._config["tempdir"] = str(setup.stack_file.parent)
     sys.path[:] = setup.import_paths
     sys.argv[:] = [""]
     os.chdir(setup.working_folder)
@@ -77,14 +78,14 @@ def _apply_setup(setup: ProcessSetup) -> None:
 def _receive_messages(
     launcher: Connection, tasks: queue.SimpleQueue[RankTask], stop: StopRequest
 ) -> None:
-    """Hand tasks over; when the launcher is gone, end this process whatever it is doing."""
+    """Queue tasks and stop requests; when the launcher is gone, end this process at once."""
     try:
         while True:
             message = launcher.recv()
             if isinstance(message, StopMessage):
                 stop.set()
             else:
-                stop.clear()  # it was meant for an earlier task
+                stop.clear()  # an earlier request was for an earlier task
                 tasks.put(message)
     except (EOFError, OSError):
         os._exit(1)
@@ -96,7 +97,7 @@ def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[
         job_files.run_job_files(task.job_files)
         dtype, function, arguments = cloudpickle.loads(task.pickled_call)
         torch.set_default_dtype(dtype)
-        more = (
+        keywords = (
             {"report": lambda value: launcher.send(("report", value))} if task.has_reports else {}
         )
         with join_world(
@@ -109,11 +110,11 @@ def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[
             stop,
         ) as world:
             try:
-                result = function(world, *arguments, **more)
-            # also SystemExit: a task never ends its rank
+                result = function(world, *arguments, **keywords)
+            # also for SystemExit: a task never ends its rank
             except BaseException as error:
                 launcher.send(("failed", _make_task_failure(task, error)))
-                # not out of a world where others may wait: the launcher ends us
+                # Stay in the world, where other ranks may wait; the launcher ends this process.
                 threading.Event().wait()
         return "done", cloudpickle.dumps(result)
     except BaseException as error:
@@ -121,16 +122,16 @@ def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[
 
 
 def _make_task_failure(task: RankTask, error: BaseException) -> TaskFailure:
-    told = StepFailed.wrap_error(error)
+    failure = StepFailed.wrap_error(error)
     failed = RankFailed(
-        told.message,
+        failure.message,
         rank=task.rank,
-        step=told.step,
-        tensor=told.tensor,
-        differs=told.differs,
+        step=failure.step,
+        tensor=failure.tensor,
+        differs=failure.differs,
         traceback=format_user_traceback(error),
     )
-    return TaskFailure(failed, told.when)
+    return TaskFailure(failed, failure.when)
 
 
 if __name__ == "__main__":

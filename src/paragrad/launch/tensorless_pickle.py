@@ -1,4 +1,4 @@
-"""Pickles without values: of tensors, the numbers of their storages stand in them."""
+"""Pickle values without the data of their tensors: a tensor's storage is replaced by a number."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from paragrad.launch.job_files import JobPickler
 def dump_tensorless(
     value: Any, storages: list[UntypedStorage], compact_views: bool = False
 ) -> tuple[bytes, list[UntypedStorage]]:
-    """(a value pickled, in which storages are their numbers, all storages: those known before
-    first). cut_out: of a tensor that is a part of a larger storage, that part alone.
+    """Pickle a value, with a number in the place of each tensor's storage.
+
+    Args:
+        value: The value.
+        storages: Storages that have their numbers already: their positions in this list.
+        compact_views: If a tensor is a part of a larger storage, take only this part.
+
+    Returns:
+        The pickled value, and all storages by number: the given ones first.
     """
     with io.BytesIO() as out:
         pickler = _TensorlessPickler(out, storages, compact_views)
@@ -40,15 +47,15 @@ class _TensorlessPickler(JobPickler):
         if not isinstance(value, TypedStorage) or value._untyped_storage.device.type != "cpu":
             return None
         storage = value._untyped_storage
-        # of a tensor that is no parameter and no buffer
+        # the storage of a tensor that is neither a parameter nor a buffer
         if storage._cdata not in self.storage_numbers:
             self.storage_numbers[storage._cdata] = len(self.storages)
             self.storages.append(storage)
         return self.storage_numbers[storage._cdata], value.dtype
 
     def reducer_override(self, value: Any) -> Any:
-        # what a launched script defines is there on every rank, under its name; cloudpickle
-        # would make another class of it
+        # What a launched script defines exists on every rank under its name. cloudpickle would
+        # create a second class.
         if isinstance(value, type | FunctionType) and _is_defined_in_script(value):
             return NotImplemented
         if (
@@ -62,10 +69,10 @@ class _TensorlessPickler(JobPickler):
 
 
 def _is_defined_in_script(value: type | FunctionType) -> bool:
-    found: Any = sys.modules.get("__main__") if value.__module__ == "__main__" else None
+    attribute: Any = sys.modules.get("__main__") if value.__module__ == "__main__" else None
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value
+        attribute = getattr(attribute, name, None)
+    return attribute is value
 
 
 class _TensorlessUnpickler(pickle.Unpickler):
@@ -79,5 +86,13 @@ class _TensorlessUnpickler(pickle.Unpickler):
 
 
 def load_tensorless(text: bytes, storages: Sequence[UntypedStorage]) -> Any:
-    """The value, over these storages."""
+    """Unpickle a value over given storages.
+
+    Args:
+        text: The pickled value.
+        storages: The storages by number.
+
+    Returns:
+        The value.
+    """
     return _TensorlessUnpickler(io.BytesIO(text), storages).load()

@@ -1,9 +1,8 @@
-"""Joining a running training from elsewhere: what it must have in common, asking to be let in,
-and taking part.
+"""Join a running training from elsewhere: the request, its check, and the work.
 
-Who joins brings its own job and data; nothing but numbers and texts of known form comes from
-either side. It is let in where its job is the training's, by what a checkpoint would be known
-by.
+A joining worker brings its own job and data. Neither side sends anything but numbers and texts of
+a known form. The worker is admitted if its job is that of the training, by the identity that a
+checkpoint would have.
 """
 
 from __future__ import annotations
@@ -37,13 +36,18 @@ from paragrad.validation.validate import (
 )
 from paragrad.version import __version__
 
-MAX_IDENTITY_BYTES = 2**20  # bytes that a job may need to be known by
+MAX_IDENTITY_BYTES = 2**20  # the largest identity of a job, in bytes
 VERSION_KEY = "paragrad"
 
 
 def build_join_identity(job: Job, inspection: JobInspection) -> dict[str, Any]:
-    """What a worker's job must have in common with the training's: as a checkpoint's, and what
-    tests are of.
+    """Build the identity that a worker's job must share with the training's.
+
+    It is the identity of a checkpoint, with the version and the test.
+
+    Args:
+        job: The job.
+        inspection: What validation found out about the job.
     """
     return {
         VERSION_KEY: __version__,
@@ -54,21 +58,27 @@ def build_join_identity(job: Job, inspection: JobInspection) -> dict[str, Any]:
 
 
 def refuse_other_job(identity: Mapping[str, Any], text: bytes) -> None:
-    """For the training, whose job is known by `ours`: refuse what somebody else's is known by,
-    as it came. Raises Unfit.
+    """Refuse a worker with another job than the training's.
+
+    Args:
+        identity: The identity of the training's job.
+        text: The identity of the worker's job, as it was received.
+
+    Raises:
+        InvalidMessage: If the text cannot be read, or if it describes another job.
     """
     try:
-        theirs = dict(json.loads(text))
-        if more := len(theirs.keys() - identity.keys()):
+        other_identity = dict(json.loads(text))
+        if extra := len(other_identity.keys() - identity.keys()):
             raise InvalidMessage(
-                f"a job that is known by {more} thing(s) more than the one that is trained"
+                f"a job that is known by {extra} thing(s) more than the one that is trained"
             )
         for name, value in identity.items():
             try:
                 refuse_other_training(
                     "the training",
                     {name: value},
-                    {name: theirs.get(name)},
+                    {name: other_identity.get(name)},
                     "here it is",
                     "has",
                     "install that version"
@@ -86,13 +96,25 @@ def refuse_other_job(identity: Mapping[str, Any], text: bytes) -> None:
 def request_join(
     queue_address: Address, keys: KeyPair, job: Job, settings: Settings
 ) -> tuple[ValidatedRun, ServerEndpoints]:
-    """Ask a training to take part in it. Raises Refused, in its words; StepFailed where it does
-    not answer.
+    """Request to join a training.
+
+    Args:
+        queue_address: The address of the training's work queue.
+        keys: The keys of this worker.
+        job: The job.
+        settings: The settings of this worker.
+
+    Returns:
+        The validated run, and the endpoints of the training.
+
+    Raises:
+        Refused: If the training rejects the worker, with its reason.
+        StepFailed: If the training does not answer.
     """
-    # of whatever launcher's
-    facts = inspect_job(job, settings.folder)
-    here = replace(detect_environment(settings), ranks=None)
-    text = json.dumps(build_join_identity(job, facts)).encode()
+    inspection = inspect_job(job, settings.folder)
+    # A joining worker is one process, whatever launcher started it.
+    environment = replace(detect_environment(settings), ranks=None)
+    text = json.dumps(build_join_identity(job, inspection)).encode()
     if len(text) > MAX_IDENTITY_BYTES:
         raise Refused(
             f"job {job.name} is known by {len(text):,} bytes, and a training hears of "
@@ -100,7 +122,7 @@ def request_join(
             f"most; shorten what "
             "its model or loss shows of itself (repr)"
         )
-    calling = ServerClient(
+    client = ServerClient(
         [queue_address],
         MAX_REPLY_BYTES,
         keys,
@@ -109,42 +131,51 @@ def request_join(
         f"the training at {queue_address.endpoint}",
     )
     try:
-        ((_, _, rest),) = calling.send_requests(
+        ((_, _, rest),) = client.send_requests(
             [(0, Header(MessageType.JOIN, 0, secrets.randbits(63)), (text,))]
         )
-        told = json.loads(bytes(rest[0]))
+        answer = json.loads(bytes(rest[0]))
     except RequestRejected as error:
         raise Refused(f"{queue_address.endpoint}: {error.reason}") from None
     finally:
-        calling.close()
-    settings = replace(settings, slow=told["slow"], pace=told["pace"])
-    asked = strategy(told["strategy"])
-    meeting = ServerEndpoints(
-        told["job"],
+        client.close()
+    settings = replace(settings, slow=answer["slow"], pace=answer["pace"])
+    requested = strategy(answer["strategy"])
+    endpoints = ServerEndpoints(
+        answer["job"],
         "",
-        len(told["servers"]),
-        told["number"],
+        len(answer["servers"]),
+        answer["number"],
         keys=keys,
         known_addresses=(
             queue_address,
-            *(Address(at, key.encode()) for at, key in told["servers"]),
+            *(Address(at, key.encode()) for at, key in answer["servers"]),
         ),
     )
     return ValidatedRun(
-        facts.prepare_job(job),
-        asked,
-        resolve_and_check_strategy(asked, here),
+        inspection.prepare_job(job),
+        requested,
+        resolve_and_check_strategy(requested, environment),
         settings,
-        facts,
-        here,
+        inspection,
+        environment,
         "gloo",
-    ), meeting
+    ), endpoints
 
 
 def run_joined_worker(
     world: World, validated_run: ValidatedRun, endpoints: ServerEndpoints
 ) -> Counter[str]:
-    """Take part until it is over; what was done, by kind of ticket. It has no folder of the
-    run, and keeps nothing.
+    """Take part in a training until its work queue is finished.
+
+    The worker has no folder of the run and saves nothing.
+
+    Args:
+        world: This process's own world.
+        validated_run: The validated run.
+        endpoints: The endpoints of the training.
+
+    Returns:
+        The number of tickets of each kind.
     """
     return run_worker_or_server(world, validated_run, Path("/nowhere"), endpoints)

@@ -1,9 +1,9 @@
-"""Who joins a running training from elsewhere, from its side: who is let in, what it is told,
-what is recorded of it.
+"""Workers that join a running training from elsewhere, on the side of the training.
 
-A step line of such a worker is written here: where its share stands in the order is the
-ticket's, which was ours, and the rest are numbers that it says with its next question. Its
-clock is not ours: a step ended when that question came.
+The coordinator decides which workers may join, what they are sent, and what is recorded of them. It
+also writes the step lines of such a worker. The position of its share in the order comes from the
+ticket, which is the queue's own. The other numbers come with the worker's next request. Its clock
+is another one, so a step ends when that request arrives.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from paragrad.record.record import Recorder
 from paragrad.trainer.batch import make_rank_batch
 from paragrad.validation.validate import ValidatedRun
 
-MAX_JOINED = 10_000  # that join in a training
-MAX_STEP_SECONDS = 1e9  # of a step
+MAX_JOINED = 10_000  # workers that may join one training
+MAX_STEP_SECONDS = 1e9
 REPORT_KEYS = ("became", "loss", "weight", "seconds", "lr", "sent")
 
 
 def locate_share(validated_run: ValidatedRun, ticket: Ticket) -> list[int]:
-    """Where a ticket's share stands in the order, as the record has it."""
+    """Locate a ticket's share in the sample order, in the form of the record.
+
+    Args:
+        validated_run: the run.
+        ticket: the ticket.
+    """
     order = validated_run.inspection.order
     batch = make_rank_batch(
         order,
@@ -49,8 +54,17 @@ def write_step_line(
     ticket: Ticket,
     report: dict[str, float],
 ) -> None:
-    """The line of a step of somebody else's, by what is said of it. Of how many, nobody knows:
-    a file is open for a line.
+    """Write the step line of another process, from its report.
+
+    The number of such workers is not known, so the file is open only while one line is written.
+
+    Args:
+        folder: the folder of the run.
+        origin: the origin of the record's clock.
+        number: the worker.
+        validated_run: the run.
+        ticket: the ticket of the step.
+        report: the worker's report of it.
     """
     seconds = report.get("seconds", 0.0)
     with Recorder(folder / f"rank-{number}.jsonl", origin) as record:
@@ -68,7 +82,21 @@ def write_step_line(
 
 
 class JoinCoordinator:
-    """Of one training. number: the next of a process;  event: writes one into the record."""
+    """Admits workers to one training, and records their steps.
+
+    Attributes:
+        validated_run: the run.
+        folder: the folder of the run.
+        origin: the origin of the record's clock.
+        endpoints: where workers and servers connect.
+        allowed_keys: public keys of workers that may join.
+        allocate_number: returns the number of one more process.
+        record_event: writes an event into the record.
+        join_identity: the job as text, which a worker's own must equal.
+        keys: the key of each worker that joined, by number.
+        joined_numbers: numbers by (key, number that the worker drew for itself).
+        last_recorded: the last ticket with a written line, by worker.
+    """
 
     def __init__(
         self,
@@ -89,18 +117,29 @@ class JoinCoordinator:
         self.record_event = record_event
         self.join_identity = build_join_identity(validated_run.job, validated_run.inspection)
         self.keys: dict[int, bytes] = {}
-        # by its key, and the number that it drew for itself
         self.joined_numbers: dict[tuple[bytes, int], int] = {}
-        self.last_recorded: dict[int, int] = {}  # ticket whose line is written
+        self.last_recorded: dict[int, int] = {}
         endpoints.joined_folder.mkdir()
 
     def admit_worker(self, key: bytes, sender: int, text: bytes) -> bytes | None:
-        """What one is told that asks to take part; None until all servers are there. Raises
-        Unfit.
+        """Answer a worker that requests to join.
+
+        Args:
+            key: the worker's public key.
+            sender: the number that the worker drew for itself.
+            text: the job that the worker would train, as text.
+
+        Returns:
+            The answer as JSON; None until all servers are there.
+
+        Raises:
+            InvalidMessage: the job is another one, or too many workers have joined.
         """
         servers = [
-            entrance and entrance.address
-            for entrance in map(self.endpoints.build_join_endpoint, range(self.endpoints.servers))
+            join_endpoint and join_endpoint.address
+            for join_endpoint in map(
+                self.endpoints.build_join_endpoint, range(self.endpoints.servers)
+            )
         ]
         refuse_other_job(self.join_identity, text)
         if not all(servers):
@@ -111,7 +150,7 @@ class JoinCoordinator:
             number = self._register_worker(key)
             self.joined_numbers[key, sender] = number
         settings = self.validated_run.settings
-        told = {
+        answer = {
             "number": number,
             "job": self.endpoints.job,
             "strategy": str(self.validated_run.resolved),
@@ -119,7 +158,7 @@ class JoinCoordinator:
             "pace": settings.pace,
             "servers": [[each.endpoint, (each.key or b"").decode()] for each in servers if each],
         }
-        return json.dumps(told).encode()
+        return json.dumps(answer).encode()
 
     def _register_worker(self, key: bytes) -> int:
         number = self.allocate_number()
@@ -134,8 +173,16 @@ class JoinCoordinator:
         return number
 
     def check_report(self, ticket: Ticket, report: dict[str, float]) -> None:
-        """What is said of a test may be the loss of a model that has no finite one. Raises
-        Unfit.
+        """Check that the reported numbers of a ticket are possible.
+
+        The sum of a test may be infinite or NaN, because a model may have no finite loss.
+
+        Args:
+            ticket: the ticket.
+            report: the numbers that the worker reports.
+
+        Raises:
+            InvalidMessage: a number is missing, or impossible.
         """
         if not all(
             math.isfinite(value)
@@ -156,7 +203,13 @@ class JoinCoordinator:
             raise InvalidMessage("numbers of a step that cannot be")
 
     def record_ticket(self, number: int, ticket: Ticket, report: dict[str, float]) -> None:
-        """A step line, of a share that was applied and has none yet."""
+        """Write the step line of a share that was applied and has no line yet.
+
+        Args:
+            number: the worker.
+            ticket: the ticket.
+            report: the worker's report of it.
+        """
         if (
             ticket.what == TRAIN
             and report["became"] == APPLIED
@@ -166,7 +219,7 @@ class JoinCoordinator:
             self.last_recorded[number] = ticket.number
 
     def record_departure(self, number: int) -> None:
-        """It said so: nobody else comes in by that number."""
+        """Record that a worker has left. No other worker can join by its number."""
         self.keys.pop(number, None)
         (self.endpoints.joined_folder / f"{number}{PUBLIC_SUFFIX}").unlink(missing_ok=True)
         self.record_event("left", f"worker {number} left; others get what it was at", rank=number)

@@ -1,10 +1,12 @@
-"""A training whose workers come and go, from this side: processes are started, and started
-anew; the office hands out samples.
+"""The launching process of a training in which workers come and go.
 
-All of it is one loop in the launching process, which waits for whatever comes first: a question
-to the office, a word of a process, or its end. A worker that dies is replaced, and of one that
-is silent for too long the ticket is somebody else's; a server that dies is started again from
-its last snapshot. What any of them raises ends the run, as under every strategy.
+It starts processes and restarts them, and its work queue hands out the samples. All of this is one
+loop, which waits for whatever comes first: a request to the queue, a message of a process, or its
+end.
+
+A worker that dies is replaced. If a worker is silent for too long, its ticket goes to another
+worker. A server that dies restarts from its last snapshot. An exception that any of them raises
+ends the run, as under every strategy.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from paragrad.record.tensorboard import open_event_files
 from paragrad.runtime.stop_signals import StopRequest
 from paragrad.validation.validate import ValidatedRun
 
-POLL_SECONDS = 0.2  # seconds after which somebody looks whether a worker is late
-CLOSE_SECONDS = 30.0  # seconds at most for processes to end in, when all is saved
-# times as many processes as there are may be started anew while no batch more is done
+POLL_SECONDS = 0.2  # seconds at most between two checks for late workers
+CLOSE_SECONDS = 30.0  # seconds at most for processes to end when everything is saved
+# Restarts per process before the run fails, if no batch more is done.
 RESTARTS_PER_PROCESS = 5
 
 
@@ -53,23 +55,72 @@ def run_queue_training(
     stop_request: StopRequest,
     progress: Progress | None,
 ) -> str:
-    """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
+    """Train with a work queue.
+
+    Args:
+        launcher: starts the processes.
+        validated_run: the run.
+        folder: the folder of the run.
+        record: the run's own record.
+        stop_request: set when the run is to stop.
+        progress: receives the progress of the run.
+
+    Returns:
+        "finished" or "stopped".
+
+    Raises:
+        RankFailed: a process failed.
+    """
     with (
-        contextlib.ExitStack() as at_last,
+        contextlib.ExitStack() as exit_stack,
         ProcessPool(
             launcher,
             validated_run.threads,
             validated_run.settings.device,
             validated_run.settings.timeout,
-        ) as crew,
+        ) as pool,
     ):
-        run = QueueCoordinator(validated_run, folder, record, crew, stop_request, progress)
-        at_last.callback(run.write_missing_steps)  # when nobody writes any more
-        return run.run_training()
+        coordinator = QueueCoordinator(validated_run, folder, record, pool, stop_request, progress)
+        exit_stack.callback(coordinator.write_missing_steps)  # when no process writes any more
+        return coordinator.run_training()
 
 
 class QueueCoordinator:
-    """One training."""
+    """Coordinates one training with a work queue.
+
+    Attributes:
+        strategy: the resolved strategy.
+        validated_run: the run.
+        folder: the folder of the run.
+        record: the run's own record.
+        pool: the processes of workers and servers.
+        stop_request: set when the run is to stop.
+        progress: receives the progress of the run.
+        endpoints: where workers and servers connect.
+        order: the order of the samples.
+        shares: shares of a global batch.
+        queue: the work queue.
+        next_process: the number of the next process.
+        listener: receives requests to the queue.
+        address: where workers from other hosts join; None if they may not.
+        restarts: processes that were restarted, in all.
+        restarts_without_progress: restarts since so many shares were done.
+        furthest_done: done shares when `restarts_without_progress` was last reset.
+        servers: which server a process is, by the number of the process.
+        ticket_count: the number of the next training ticket.
+        test_totals: sum and weight of the current test.
+        close_seconds: seconds at most that processes may take to end.
+        loss: the last reported loss.
+        done_shares: shares that are done.
+        reported_at: when progress was last reported.
+        shown_step: the step of that report.
+        unrecorded_shares: shares that servers had already applied, with the reports and the workers
+            that had them. Their step lines may be missing.
+        step: steps of the training with tickets given out, in all.
+        saved_items: (kind, step) of what was saved.
+        write_events: writes TensorBoard values of a step.
+        overdue_since: since when workers are late, by number.
+    """
 
     def __init__(
         self,
@@ -108,27 +159,29 @@ class QueueCoordinator:
         self.queue.updates_made = (
             validated_run.resume_checkpoint.step if validated_run.resume_checkpoint else 0
         )
-        self.next_process = self.strategy.size  # the next number of a process
-        entrance = self.endpoints.build_join_endpoint(None, Path(allow)) if allow else None
-        if entrance is not None:
+        self.next_process = self.strategy.size
+        join_endpoint = self.endpoints.build_join_endpoint(None, Path(allow)) if allow else None
+        if join_endpoint is not None:
             self.queue.join_handler = JoinCoordinator(
                 validated_run,
                 folder,
                 record,
                 self.endpoints,
-                entrance.allowed_folder,
+                join_endpoint.allowed_folder,
                 self.allocate_number,
                 self.record_event,
             )
         self.listener = Listener(
-            MAX_REPLY_BYTES, None, KeyPair.generate_pair(), self.endpoints.queue_address, entrance
+            MAX_REPLY_BYTES,
+            None,
+            KeyPair.generate_pair(),
+            self.endpoints.queue_address,
+            join_endpoint,
         )
-        self.address = entrance.address if entrance is not None else None
-        # started anew: in all, and since so many shares were done
+        self.address = join_endpoint.address if join_endpoint is not None else None
         self.restarts = 0
         self.restarts_without_progress = 0
         self.furthest_done = 0
-        # number of a process -> which server it is
         self.servers: dict[int, int] = {}
         self.ticket_count = (
             validated_run.resume_checkpoint.step if validated_run.resume_checkpoint else 0
@@ -139,9 +192,7 @@ class QueueCoordinator:
         self.done_shares = 0
         self.reported_at = -1.0
         self.shown_step = 0
-        # of which servers had the share; who had it
         self.unrecorded_shares: list[tuple[Ticket, dict[str, Any], list[int]]] = []
-        # of the training: steps that were given out, in all
         self.step = self.queue.updates_made
         self.saved_items = (
             {("checkpoint", self.step)}
@@ -149,9 +200,10 @@ class QueueCoordinator:
             else set[tuple[str, int]]()
         )
         self.write_events: Callable[..., None] = lambda step, **values: None
-        self.overdue_since: dict[int, float] = {}  # since when workers are late
+        self.overdue_since: dict[int, float] = {}
 
     def run_training(self) -> str:
+        """Train until the end; returns "finished" or "stopped"."""
         try:
             for number in range(self.strategy.size):
                 server = number - self.strategy.workers if self.strategy.is_server(number) else None
@@ -170,23 +222,29 @@ class QueueCoordinator:
         return status
 
     def allocate_number(self) -> int:
-        """Of one more process."""
+        """Allocate the number of one more process."""
         self.next_process += 1
         return self.next_process - 1
 
     def announce_join_address(self, address: Address) -> None:
-        """How others join: in the record, and to whoever started it."""
+        """Record and print how workers from other hosts join."""
         assert address.key is not None
         key = self.folder / "office.key"
         write_public_key(address.key, key)
-        said = (
+        instructions = (
             f"others join by: paragrad join {address.endpoint} JOB --server-key {key} --key "
             f"ME{SECRET_SUFFIX}"
         )
-        self.record_event("open", said)
-        print(f"paragrad: {said}", file=sys.stderr, flush=True)
+        self.record_event("open", instructions)
+        print(f"paragrad: {instructions}", file=sys.stderr, flush=True)
 
     def start_process(self, number: int, server: int | None) -> None:
+        """Start a worker or a server.
+
+        Args:
+            number: the number of the process.
+            server: which server it is; None for a worker.
+        """
         if server is not None:
             self.servers[number] = server
         self.pool.start_task(
@@ -198,21 +256,23 @@ class QueueCoordinator:
             self.endpoints.assign_rank(number, server),
         )
 
-    # ---- what is to be done ------------------------------------------------------------------
+    # ---- epochs and tickets ------------------------------------------------------------------
     def train_epochs(self) -> str:
-        """As `Training.run` has it: a test after each, checkpoints, and how the training
-        ended.
+        """Train all epochs, with a test after each and checkpoints, as `Training.run` does.
+
+        Returns:
+            "finished" or "stopped".
         """
-        checked, save = self.validated_run, self.validated_run.settings.save
+        validated_run, save = self.validated_run, self.validated_run.settings.save
         first, start = divmod(self.step, self.order.steps)
-        # a run that was stopped with an epoch's last step made no test of it
-        over = self.has_enough_steps or (
+        # a run that stopped with the last step of an epoch has not tested it
+        is_over = self.has_enough_steps or (
             first > 0 and not start and self.finish_saved_epoch(first - 1)
         )
-        for epoch in range(first, checked.job.epochs) if not over else ():
-            begun = self.record.now()
+        for epoch in range(first, validated_run.job.epochs) if not is_over else ():
+            epoch_start = self.record.now()
             if not self.train_epoch(epoch, start if epoch == first else 0) or self.finish_epoch(
-                epoch, begun
+                epoch, epoch_start
             ):
                 break
         status = "stopped" if self.stop_request.is_set() else "finished"
@@ -224,34 +284,48 @@ class QueueCoordinator:
 
     @property
     def has_enough_steps(self) -> bool:
-        """Are as many steps made as were asked for?"""
+        """Whether as many steps are made as the settings request."""
         return self.validated_run.settings.has_reached_limit(self.step)
 
     def train_epoch(self, epoch: int, start: int) -> bool:
-        """The epoch's batches from there on, share by share. False where the run ends before
-        the epoch's test, with a whole batch.
+        """Train an epoch's batches, share by share.
+
+        Args:
+            epoch: the epoch.
+            start: its first batch.
+
+        Returns:
+            False if the run ends before the epoch's test, with a whole batch.
         """
         save = self.validated_run.settings.save
         end = (epoch + 1) * self.order.steps
         self.step = epoch * self.order.steps + start
         while self.step < end and not self.stop_request.is_set() and not self.has_enough_steps:
             samples = len(self.order.get_batch(self.step % self.order.steps))
-            # numbers follow each other: servers remember where from
+            # Ticket numbers are consecutive: servers remember up to which all are applied.
             for share in range(min(self.shares, samples)):
                 self.queue.add_tickets([Ticket(TRAIN, self.ticket_count, epoch, self.step, share)])
                 self.ticket_count += 1
             self.step += 1
-            # somebody can always be given something
+            # enough tickets wait that every worker gets one at once
             while len(self.queue.waiting_tickets) >= 3 * self.shares:
                 self.poll_events(epoch)
             if save and self.step % save == 0:
-                self.wait_until_idle(epoch)  # what is kept is of whole steps
+                self.wait_until_idle(epoch)  # a checkpoint is of whole steps
                 self.save_once("checkpoint")
         self.wait_until_idle(epoch)
         return not self.stop_request.is_set() and not self.has_enough_steps
 
     def finish_epoch(self, epoch: int, start: float) -> bool:
-        """The test after an epoch; True where the goal is reached."""
+        """Test after an epoch, and record it.
+
+        Args:
+            epoch: the epoch.
+            start: when it began, on the clock of the record.
+
+        Returns:
+            Whether the goal is reached.
+        """
         test = self.run_test(epoch)
         self.record.write_line(
             "epoch",
@@ -267,8 +341,15 @@ class QueueCoordinator:
         return self.validated_run.settings.has_reached_goal(test)
 
     def finish_saved_epoch(self, epoch: int) -> bool:
-        """Going on from the last step of an epoch: its test, unless the run that was saved made
-        it; True where the goal is reached.
+        """Finish an epoch after its last step was saved.
+
+        It is tested unless the saved run has tested it.
+
+        Args:
+            epoch: the epoch.
+
+        Returns:
+            Whether the goal is reached.
         """
         line = (
             self.validated_run.resume_checkpoint
@@ -279,12 +360,17 @@ class QueueCoordinator:
         return self.validated_run.settings.has_reached_goal(line["test"])
 
     def save_once(self, what: str) -> None:
-        """Once of a step."""
+        """Save a checkpoint or the model, once for each step."""
         if (what, self.step) not in self.saved_items:
             self.saved_items.add((what, self.step))
             self.run_tickets([Ticket(KEEP, step=self.step, keep=what)])
 
     def run_test(self, epoch: int) -> dict[str, float] | None:
+        """Test the model on all workers.
+
+        Returns:
+            The value and its weight; None if the job has no test.
+        """
         if self.validated_run.job.test is None:
             return None
         self.test_totals = {"sum": 0.0, "weight": 0.0}
@@ -299,22 +385,30 @@ class QueueCoordinator:
         }
 
     def run_tickets(self, tickets: list[Ticket]) -> None:
+        """Give out tickets, and wait until they are done."""
         self.queue.add_tickets(tickets)
         self.wait_until_idle(None)
 
     def wait_until_idle(self, epoch: int | None) -> None:
-        """Wait until all is done that was given."""
+        """Wait until all tickets are done."""
         while not self.queue.is_idle:
             self.poll_events(epoch)
 
     def handle_report(self, number: int, ticket: Ticket, report: dict[str, Any]) -> None:
+        """Handle the report of a finished ticket.
+
+        Args:
+            number: the worker.
+            ticket: the ticket.
+            report: values that the worker reports.
+        """
         if ticket.what == TEST:
             self.test_totals = {
                 name: self.test_totals[name] + report.get(name, 0.0) for name in self.test_totals
             }
         elif ticket.what == TRAIN:
             self.done_shares, self.loss = self.done_shares + 1, report.get("loss", self.loss)
-            if ticket.share == 0:  # one of those that make a batch
+            if ticket.share == 0:  # once for each batch
                 self.write_events(
                     ticket.step + 1,
                     **{name: report[name] for name in ("loss", "lr") if name in report},
@@ -324,14 +418,18 @@ class QueueCoordinator:
                     (ticket, report, [*self.queue.earlier_workers.get(ticket.number, ()), number])
                 )
 
-    # ---- what comes --------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------
     def poll_events(self, epoch: int | None) -> None:
-        """Wait for what comes first, and do what it asks for."""
+        """Wait for the first event, and handle it.
+
+        Args:
+            epoch: the epoch of the progress; None reports no progress.
+        """
         poller = zmq.Poller()
         for socket in self.listener.poll_sockets:
             poller.register(socket, zmq.POLLIN)
-        whose = self.pool.descriptors
-        for descriptor in whose:
+        numbers = self.pool.descriptors
+        for descriptor in numbers:
             poller.register(descriptor, zmq.POLLIN)
         self.queue.hand_out_tickets(self.listener)
         ready = dict(poller.poll(int(1000 * POLL_SECONDS)))
@@ -348,7 +446,7 @@ class QueueCoordinator:
                     f"was at",
                     rank=number,
                 )
-        for number in {whose[each] for each in ready if each in whose}:
+        for number in {numbers[each] for each in ready if each in numbers}:
             self.handle_process_event(number)
         for number in self.queue.drop_late_workers():
             self.record_event(
@@ -363,11 +461,18 @@ class QueueCoordinator:
         self.report_progress(epoch)
 
     def handle_process_event(self, number: int) -> None:
-        """A process said something, or is gone. Raises RankFailed."""
-        what, value = self.pool.receive_event(number)
-        if what == TASK_FAILED:
+        """Handle a message or the end of a process.
+
+        Args:
+            number: the number of the process.
+
+        Raises:
+            RankFailed: the process raised, or too many restarts made no progress.
+        """
+        kind, value = self.pool.receive_event(number)
+        if kind == TASK_FAILED:
             raise value
-        if what != PROCESS_DIED:
+        if kind != PROCESS_DIED:
             return
         self.restarts = self.restarts + 1
         self.restarts_without_progress = self.restarts_without_progress + 1
@@ -380,11 +485,11 @@ class QueueCoordinator:
         if server is None:
             self.queue.drop_worker(number)
             if not self.queue.is_ended:
-                another = self.allocate_number()
+                replacement = self.allocate_number()
                 self.record_event(
-                    "replaced", f"{value}; worker {another} is there for it", rank=number
+                    "replaced", f"{value}; worker {replacement} is there for it", rank=number
                 )
-                self.start_process(another, None)
+                self.start_process(replacement, None)
         else:
             self.record_event(
                 "again",
@@ -395,8 +500,9 @@ class QueueCoordinator:
             self.start_process(number, server)
 
     def kill_overdue(self) -> None:
-        """Where those who are left are too few to make a step, and nobody who is late came back
-        within the limit once more, others come for them.
+        """Kill late workers if the others are too few to make a step.
+
+        A worker is killed if it has not come back within one more limit. Others replace it.
         """
         self.overdue_since = {
             number: since
@@ -417,26 +523,35 @@ class QueueCoordinator:
             del self.overdue_since[number]
 
     def write_missing_steps(self) -> None:
-        """The lines of shares that servers had when who came with them asked: whoever had
-        brought them first may have died, or left, before it wrote one.
+        """Write step lines of shares that servers had applied when a worker sent them again.
+
+        The worker that first sent such a share may have died, or left, before it wrote a line.
         """
 
         @functools.cache
-        def written(number: int) -> set[tuple[int, ...]]:
+        def read_written_places(number: int) -> set[tuple[int, ...]]:
             lines = read_lines(self.folder / f"rank-{number}.jsonl", spans=False)
             return {(line["step"], *line["order"]) for line in lines if line["kind"] == "step"}
 
-        for ticket, said, who in self.unrecorded_shares:
+        for ticket, report, workers in self.unrecorded_shares:
             place = (ticket.step, *locate_share(self.validated_run, ticket))
-            if not any(place in written(number) for number in who):
+            if not any(place in read_written_places(number) for number in workers):
                 write_step_line(
-                    self.folder, self.record.origin, who[0], self.validated_run, ticket, said
+                    self.folder, self.record.origin, workers[0], self.validated_run, ticket, report
                 )
 
     def record_event(self, name: str, message: str, **numbers: float) -> None:
+        """Write an event into the record.
+
+        Args:
+            name: the kind of event.
+            message: the event in words.
+            **numbers: numbers of the event, such as its rank.
+        """
         self.record.write_line("event", name=name, numbers=numbers, message=message)
 
     def report_progress(self, epoch: int | None) -> None:
+        """Report progress, at most ten times a second."""
         now = self.record.now()
         step = self.done_shares // self.shares
         steps = self.validated_run.job.epochs * self.order.steps
@@ -447,17 +562,21 @@ class QueueCoordinator:
             self.shown_step = step
             self.progress({"epoch": epoch, "step": step, "steps": steps, "loss": self.loss})
 
-    # ---- its end -----------------------------------------------------------------------------
+    # ---- the end -----------------------------------------------------------------------------
     def close_processes(self) -> None:
-        """Workers end, then servers; who does not in time is left to be killed."""
+        """End the workers, then the servers.
+
+        A process that does not end in time is killed later.
+        """
         workers = [number for number in self.pool.members if number not in self.servers]
         self.wait_for_exit(workers)
-        # one that is gone by now has told all that it had to tell
+        # a server that has ended by now has nothing more to report
         with contextlib.suppress(StepFailed):
             stop_servers(self.endpoints, self.close_seconds)
         self.wait_for_exit(list(self.servers))
 
     def wait_for_exit(self, numbers: list[int]) -> None:
+        """Handle events until these processes end, at most `close_seconds`."""
         end = time.monotonic() + self.close_seconds
         while time.monotonic() < end and any(number in self.pool.members for number in numbers):
             self.poll_events(None)

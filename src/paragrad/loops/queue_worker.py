@@ -1,10 +1,11 @@
-"""What a worker, or a server, of a training does whose samples are handed out
-(`techniques.served.office`): each is in a world of its own, and may die, stall, or come late.
+"""A worker or a server of a training with a work queue (`parallel.server.work_queue`).
 
-A worker asks the office for a ticket, does what it says, and says so with its next question.
-The learning rate that it records is that of the ticket's step; the servers' scheduler counts
-the samples that were applied. One that joined from elsewhere has not the run's folder: it says
-the numbers of its steps with its questions, and the launching process records them.
+Each one is in a world of its own. It may fail, stall, or join late.
+
+A worker requests a ticket, does its task, and reports the result with its next request. The
+learning rate in its record is that of the ticket's step. The scheduler of the servers counts the
+samples that were applied. A worker that joined from elsewhere has no folder of the run. It sends
+the numbers of its steps with its requests, and the launching process records them.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from paragrad.trainer.trainer import Trainer
 from paragrad.validation import resume_check
 from paragrad.validation.validate import ValidatedRun
 
-MAX_REPLY_BYTES = 2**16  # bytes of what the office says
-LEAVE_TIMEOUT = 2.0  # seconds for the office to hear that a worker leaves
+MAX_REPLY_BYTES = 2**16  # the largest answer of the work queue, in bytes
+LEAVE_TIMEOUT = 2.0  # the seconds in which the work queue must answer a worker that leaves
 
 
 def run_queue_rank(
@@ -52,8 +53,17 @@ def run_queue_rank(
     origin: float,
     endpoints: ServerEndpoints,
 ) -> str:
-    """What every rank does, until the office has nothing more to do; or, of a server, until it
-    is dismissed.
+    """Run a worker until the work queue is finished, or a server until it is dismissed.
+
+    Args:
+        world: This process's own world.
+        validated_run: The validated job, strategy and settings.
+        folder: The folder of the run.
+        origin: The start of the record's clock.
+        endpoints: The endpoints of the work queue and the servers.
+
+    Returns:
+        "finished".
     """
     with Recorder(folder / f"rank-{endpoints.number}.jsonl", origin) as record:
         cpu = CpuMeter()
@@ -69,13 +79,24 @@ def run_worker_or_server(
     endpoints: ServerEndpoints,
     record: Recorder | None = None,
 ) -> Counter[str]:
-    """Until the office has nothing more to do; what was done, by kind of ticket."""
+    """Run a worker until the work queue is finished, or a server until it is dismissed.
+
+    Args:
+        world: This process's own world.
+        validated_run: The validated job, strategy and settings.
+        folder: The folder of the run.
+        endpoints: The endpoints of the work queue and the servers.
+        record: The record, or None.
+
+    Returns:
+        The number of tickets of each kind.
+    """
     settings = validated_run.settings
-    done = Counter[str]()
-    # from where messages are sent
-    here = world if endpoints.server is None else replace(world, device=CPU)
+    counts = Counter[str]()
+    # A server holds its parameters on the CPU, from where messages are sent.
+    local_world = world if endpoints.server is None else replace(world, device=CPU)
     trainer = Trainer.build_for_job(
-        here,
+        local_world,
         validated_run.job,
         validated_run.resolved,
         settings,
@@ -89,7 +110,7 @@ def run_worker_or_server(
             world.device.type != "cpu",
         ),
     )
-    # its rank is the first, of a world of its own
+    # In its own world, its rank is 0; the seed is that of its number.
     seed_everything(validated_run.job.seed + 1 + endpoints.number)
     trainer.log.always_detailed = settings.trace is not None
     trainer.batch_size = min(validated_run.job.batch, validated_run.inspection.samples)
@@ -99,17 +120,31 @@ def run_worker_or_server(
         if endpoints.server is not None:
             set_up_exchange(trainer, False, None).serve()
         else:
-            done = QueueWorker(trainer, validated_run, folder, endpoints).process_tickets()
+            counts = QueueWorker(trainer, validated_run, folder, endpoints).process_tickets()
         log_memory(trainer)
     except Exception as error:
         raise trainer.report_failure(error) from error
     finally:
         trainer.close()
-    return done
+    return counts
 
 
 class QueueWorker:
-    """Does what it is told, ticket after ticket."""
+    """A worker that does one ticket after another.
+
+    Attributes:
+        trainer: The trainer of this worker.
+        validated_run: The validated job, strategy and settings.
+        folder: The folder of the run.
+        endpoints: The endpoints of the work queue and the servers.
+        train_dataset: The training set.
+        test_dataset: The test set, or None.
+        samples: The source of the training samples.
+        scheduler: The job's scheduler, or None.
+        rate_step: The step of the current learning rate.
+        is_joined: Whether the worker joined from elsewhere.
+        queue_client: The client of the work queue.
+    """
 
     def __init__(
         self,
@@ -131,9 +166,10 @@ class QueueWorker:
         self.samples = Samples(self.train_dataset, job.seed, job.collate, trainer.world.timeout)
         self.scheduler = trainer.scheduler
         trainer.scheduler = None
-        self.rate_step = trainer.steps  # of which step the learning rate is
-        self.is_joined = bool(endpoints.known_addresses)  # it joined from elsewhere
-        # the launching process ends its own ranks; of another's there is nobody who would
+        self.rate_step = trainer.steps
+        self.is_joined = bool(endpoints.known_addresses)
+        # The launching process ends its own ranks. A joined worker needs a timeout, because no
+        # process would end it.
         self.queue_client = ServerClient(
             [endpoints.queue_address],
             MAX_REPLY_BYTES,
@@ -144,17 +180,17 @@ class QueueWorker:
         )
 
     def process_tickets(self) -> Counter[str]:
-        """Until the office says that it is over; what was done, by kind of ticket."""
-        does: dict[str, Callable[[Ticket], dict[str, Any]]] = {
+        """Do tickets until the work queue is finished; return the number of each kind."""
+        actions: dict[str, Callable[[Ticket], dict[str, Any]]] = {
             TRAIN: self.train_ticket,
             TEST: self.evaluate_ticket,
             KEEP: self.save_ticket,
         }
-        done: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
+        finished: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
         count = Counter[str]()
         try:
-            while (ticket := self.request_ticket(*done)).what != END:
-                done = asdict(ticket), does[ticket.what](ticket)
+            while (ticket := self.request_ticket(*finished)).what != END:
+                finished = asdict(ticket), actions[ticket.what](ticket)
                 count[ticket.what] += 1
         except BaseException:
             if self.is_joined:
@@ -167,8 +203,16 @@ class QueueWorker:
     def request_ticket(
         self, finished_ticket: dict[str, Any] | None, report: dict[str, Any]
     ) -> Ticket:
-        """The office takes as long as it wants: it has nothing to do while others still
-        train.
+        """Request the next ticket.
+
+        The work queue may take long to answer: it has no ticket while other workers still train.
+
+        Args:
+            finished_ticket: The ticket that was done, or None.
+            report: The result of that ticket.
+
+        Raises:
+            StepFailed: If the answer is no ticket, or if there is none.
         """
         text = json.dumps([self.endpoints.number, finished_ticket, report]).encode()
         for _, header, rest in self.queue_client.send_requests(
@@ -180,7 +224,7 @@ class QueueWorker:
         raise StepFailed("the office does not answer")
 
     def leave_queue(self) -> None:
-        """What it was at is somebody else's at once."""
+        """Leave the work queue, so that another worker gets this worker's ticket at once."""
         self.queue_client.seconds = min(self.queue_client.seconds, LEAVE_TIMEOUT)
         with suppress(StepFailed):
             text = json.dumps([self.endpoints.number, None, {}]).encode()
@@ -191,6 +235,7 @@ class QueueWorker:
             )
 
     def train_ticket(self, ticket: Ticket) -> dict[str, Any]:
+        """Train on the samples of a ticket, and return the report."""
         trainer = self.trainer
         order = self.validated_run.inspection.order
         self.advance_schedule(ticket.step)
@@ -209,13 +254,13 @@ class QueueWorker:
             trainer.division,
             trainer.replicas,
         )
-        said: dict[str, Any] = {}
-        begun = time.monotonic()
+        report: dict[str, Any] = {}
+        start = time.monotonic()
         rate = trainer.optimizer.param_groups[0]["lr"]
-        for fetched in trainer.feed.iterate_batches(self.samples, [batch], 0):
-            result = trainer.step(*separate_target(fetched))
+        for loaded in trainer.feed.iterate_batches(self.samples, [batch], 0):
+            result = trainer.step(*separate_target(loaded))
             assert isinstance(trainer.exchange, WorkerExchange)
-            said = {
+            report = {
                 "loss": result.loss,
                 "weight": result.weight,
                 "became": trainer.exchange.push_outcome,
@@ -223,37 +268,39 @@ class QueueWorker:
                 "lr": float(rate),
             }
             if self.is_joined:
-                said |= {
-                    "seconds": time.monotonic() - begun,
+                report |= {
+                    "seconds": time.monotonic() - start,
                     "sent": trainer.exchange.sent_bytes["gradients"]["bytes"],
                 }
-        return said
+        return report
 
     def advance_schedule(self, step: int) -> None:
-        """The learning rate of a step."""
-        # schedulers want to know, and servers step
+        """Step the scheduler to the learning rate of a step."""
+        # Schedulers warn if the optimizer has made no step; here the servers make the steps.
         self.trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
         for number in range(self.rate_step, step if self.scheduler is not None else 0):
             self.trainer.draw_alike("schedule", number, self.scheduler.step)
         self.rate_step = max(self.rate_step, step)
 
     def evaluate_ticket(self, ticket: Ticket) -> dict[str, Any]:
+        """Evaluate a part of the test set, and return the report."""
         assert self.test_dataset is not None
         self.ensure_exchange()
-        found = self.trainer.evaluate_with_weight(
+        result = self.trainer.evaluate_with_weight(
             self.test_dataset, self.validated_run.job.metric, part=(ticket.part, ticket.parts)
         )
         return {
-            "sum": found["value"] * found["weight"] if found["weight"] else 0.0,
-            "weight": found["weight"],
+            "sum": result["value"] * result["weight"] if result["weight"] else 0.0,
+            "weight": result["weight"],
         }
 
     def ensure_exchange(self) -> None:
-        """Where nobody has trained yet (a run that goes on with a test)."""
+        """Set up the exchange if there was no step yet, as in a run that resumes with a test."""
         if self.trainer.exchange is None:
             set_up_exchange(self.trainer, False, None)
 
     def save_ticket(self, ticket: Ticket) -> dict[str, Any]:
+        """Save the model or a checkpoint, and return an empty report."""
         trainer = self.trainer
         self.ensure_exchange()
         self.advance_schedule(ticket.step)

@@ -1,9 +1,8 @@
-"""A worker that goes on where others were, with whom the servers are left
-(`loops/failure_recovery.py`).
+"""Restart a worker of a recovered training, of which the servers survived.
 
-The model is what the servers have, and the learning rate that of their step. Who was there
-before may have been ended between a step and the line of its record: then that line is written
-now, of what the servers know.
+See `loops.failure_recovery`. The model and the learning rate are those of the servers' step. The
+previous worker may have ended between a step and its record line. That line is then written from
+what the servers know.
 """
 
 from __future__ import annotations
@@ -24,12 +23,19 @@ from paragrad.trainer.trainer import Trainer
 def resume_from_servers(
     trainer: Trainer, order: SampleOrder, folder: Path, endpoints: ServerEndpoints
 ) -> None:
-    """Before the first step here. order: of the samples;  folder: of the run."""
+    """Resume a training from its servers, before the first step of this worker.
+
+    Args:
+        trainer: The trainer of this worker.
+        order: The order of the samples.
+        folder: The folder of the run.
+        endpoints: The endpoints of the servers, with the step that they reached.
+    """
     assert endpoints.step is not None
     with use_temporary_exchange(trainer):
         assert isinstance(trainer.exchange, WorkerExchange)
         trainer.exchange.adopt_server_state()
-    # schedulers want to know
+    # Schedulers warn if the optimizer has made no step.
     trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
     rate = get_learning_rate(trainer)
     for step in range(trainer.steps, endpoints.step if trainer.scheduler is not None else 0):
@@ -60,21 +66,26 @@ def resume_from_servers(
 
 @contextlib.contextmanager
 def use_temporary_exchange(trainer: Trainer) -> Iterator[None]:
-    """With an exchange where no step was made here: for what the servers have, a test, a
-    checkpoint. The first step looks at the model before it makes its own, so this one goes
-    again. Collective.
+    """Use an exchange before the first step: for the servers' state, a test, or a checkpoint.
+
+    Collective. The first step probes the model before it builds its own exchange, so this one is
+    closed again. Without servers, or after a first step, nothing is done.
+
+    Args:
+        trainer: The trainer of this worker.
     """
     if trainer.exchange_options.endpoints is None or trainer.exchange is not None:
         yield
         return
-    found = set_up_exchange(trainer, False, None)
+    exchange = set_up_exchange(trainer, False, None)
     try:
         yield
     finally:
-        found.close()
+        exchange.close()
         trainer.exchange = None
         trainer.passes = None
 
 
 def get_learning_rate(trainer: Trainer) -> float:
+    """Return the learning rate of the first group."""
     return float(trainer.optimizer.param_groups[0]["lr"])

@@ -1,10 +1,11 @@
-"""A training in rounds: in each some clients train, each over its own samples on its own
-worker, and the workers meet.
+"""A training in rounds: in each round, some clients train, and their weights are averaged.
 
-A round is what the record calls an epoch. A step is a batch of one client; steps are numbered
-as if the clients of a round came one after the other, and what is drawn in one goes by that
-number, so it does not matter how many workers there are. What goes on between rounds
-(scheduler, checkpoints) counts by the steps that serial makes over as many samples.
+Each client trains over its own samples, on its own worker.
+
+A round is an epoch in the record. A step is a batch of one client. Steps are numbered as if the
+clients of a round trained one after the other. Random draws are keyed by that number, so the
+number of workers does not matter. What happens between rounds (scheduler, checkpoints) counts in
+steps that serial makes over as many samples.
 """
 
 from __future__ import annotations
@@ -35,14 +36,23 @@ ZERO_RATE = (
     "the rate is 0, and stays so in a round: its clients train for nothing; let the "
     "warm-up begin above 0"
 )
-# of the seconds that workers wait for each other: a sample that is late loses its client, not
+# fraction of the timeout for other workers: a sample that is late then costs its client, and not
 # the run
 LOADING_PATIENCE = 0.5
 ALL_CLIENTS_LOST = "no client of any round came back; of the last one that was lost: {}"
 
 
 class RoundTraining(TrainingLoop):
-    """The loop over rounds, on one rank."""
+    """The loop over rounds on one rank.
+
+    Attributes:
+        rounds: The rounds.
+        finished_rounds: The number of finished rounds.
+        scheduler: The scheduler, which is stepped between rounds.
+        samples: The source of the training samples.
+        has_returned_client: Whether any client finished its training.
+        failure_cause: Why the last lost client of this worker was lost.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -54,29 +64,33 @@ class RoundTraining(TrainingLoop):
         self.epochs = rounds.count
         self.steps = rounds.round_starts[-1]
         self.finished_rounds = 0
-        # which goes on between rounds
+        # The scheduler is stepped between rounds, not by the trainer.
         self.scheduler = trainer.scheduler
         trainer.scheduler = None
         self.samples = Samples(
             self.train_dataset, job.seed, job.collate, LOADING_PATIENCE * trainer.world.timeout
         )
-        # did a client come back?  why one of this worker's did not
         self.has_returned_client = False
         self.failure_cause = ""
 
     @property
     def exchange(self) -> FederatedExchange:
+        """The exchange of the clients' weights."""
         assert isinstance(self.trainer.exchange, FederatedExchange)
         return self.trainer.exchange
 
     @property
     def progress(self) -> int:
-        """Rounds: one may be shorter than a step of serial, by which a checkpoint is called."""
+        """The number of finished rounds.
+
+        It is finer than the name of a checkpoint, because a round may be shorter than a step of
+        serial.
+        """
         return self.finished_rounds
 
     @property
     def serial_steps(self) -> int:
-        """Of the rounds that are made."""
+        """The steps of serial over the samples of the finished rounds."""
         return self.rounds.count_serial_steps(self.finished_rounds)
 
     def find_start(self, saved: SavedCheckpoint | None) -> tuple[int, int]:
@@ -84,7 +98,7 @@ class RoundTraining(TrainingLoop):
             self.finished_rounds = self._find_finished_rounds(saved)
             self.has_returned_client = self.finished_rounds > 0
             self.saved_progress = self.finished_rounds
-            # another strategy's may be of a step before
+            # A checkpoint of another strategy may be of an earlier step.
             self._advance_scheduler(saved.step, self.serial_steps)
         self.trainer.steps = self.rounds.round_starts[self.finished_rounds]
         if self.finished_rounds < self.rounds.count:
@@ -92,20 +106,21 @@ class RoundTraining(TrainingLoop):
         return self.finished_rounds, 0
 
     def _find_finished_rounds(self, saved: SavedCheckpoint) -> int:
-        """The rounds behind a checkpoint: its own, or, of one made otherwise, as many as come
-        to its steps.
+        """Return the number of rounds that a checkpoint completed.
+
+        For a checkpoint of another strategy, it is the number of rounds that cover its steps.
         """
         rounds = self.rounds.match_checkpoint(saved.step, saved.state.get("rounds"))
         if rounds is not None:
             return rounds
-        found = self.rounds.count_finished_rounds(saved.step)
+        finished = self.rounds.count_finished_rounds(saved.step)
         self.trainer.log.write_choice(
             "rounds",
-            f"from round {found} on",
+            f"from round {finished} on",
             "the first that begins after as many samples as "
             f"{saved.step} steps of serial pass over",
         )
-        return found
+        return finished
 
     def resume_from_checkpoint(self, saved: SavedCheckpoint) -> None:
         self.trainer.scheduler = self.scheduler
@@ -118,12 +133,16 @@ class RoundTraining(TrainingLoop):
             )
 
     def finish_resumed_epoch(self, epoch: int) -> bool:
-        """A checkpoint of another strategy is of no round's end."""
+        """Finish the last round of a checkpoint, if it is at the end of a round.
+
+        A checkpoint of another strategy is not.
+        """
         saved = self.validated_run.resume_checkpoint
         return saved is not None and "rounds" in saved.state and super().finish_resumed_epoch(epoch)
 
     def _set_up_exchange(self) -> None:
-        """Look at the model, on a batch of this worker's first client, and make the exchange.
+        """Probe the model on a batch of this worker's first client, and build the exchange.
+
         Collective.
         """
         try:
@@ -133,45 +152,43 @@ class RoundTraining(TrainingLoop):
             raise self.trainer.report_failure(error) from error
 
     def _find_first_batch(self) -> Any:
-        """Of one that has one: of this worker's clients, or where none can be read of
-        another's.
-        """
-        own = self.trainer.samples_world.rank
-        failed = StepFailed("there are no clients")
+        """Return the first batch that can be read, of this worker's clients if possible."""
+        own_worker = self.trainer.samples_world.rank
+        failure = StepFailed("there are no clients")
         for client in sorted(
             range(len(self.rounds.clients)),
-            key=lambda client: self.rounds.client_workers[client] != own,
+            key=lambda client: self.rounds.client_workers[client] != own_worker,
         ):
             try:
-                part = ClientTurn(
+                turn = ClientTurn(
                     client, 0, self.trainer.steps, self.rounds.count_client_steps(client)
                 )
                 with contextlib.closing(
-                    self._load_client_batches(part, self.finished_rounds)
+                    self._load_client_batches(turn, self.finished_rounds)
                 ) as batches:
                     return next(batches)
             except Exception as error:
-                failed = StepFailed.wrap_error(error)
-        raise failed
+                failure = StepFailed.wrap_error(error)
+        raise failure
 
     # ---- a round -----------------------------------------------------------------------------
     def train_epoch(self, epoch: int, start: int) -> bool:
         trainer = self.trainer
         exchange = self.exchange
         rounds = self.rounds
-        parts = rounds.plan_turns(epoch)
-        exchange.begin_round(len(parts))
+        turns = rounds.plan_turns(epoch)
+        exchange.begin_round(len(turns))
         if self.scheduler is not None and not any(
             float(group["lr"]) for group in exchange.central_optimizer.param_groups
         ):
             trainer.log.write_event(IDLE_ROUND, f"round {epoch}: {ZERO_RATE}", round=epoch)
-        for place, part in enumerate(parts):
-            if rounds.client_workers[part.client] == trainer.samples_world.rank:
+        for place, turn in enumerate(turns):
+            if rounds.client_workers[turn.client] == trainer.samples_world.rank:
                 try:
-                    self._train_client(part, epoch)
-                    exchange.end_client(place, len(rounds.clients[part.client]))
+                    self._train_client(turn, epoch)
+                    exchange.end_client(place, len(rounds.clients[turn.client]))
                 except Exception as error:
-                    self._record_lost_client(place, part, epoch, error)
+                    self._record_lost_client(place, turn, epoch, error)
         trainer.optimizer = exchange.central_optimizer
         trainer.steps = rounds.round_starts[epoch + 1]
         exchange.stop_requested = trainer.world.stop.is_set()
@@ -183,8 +200,9 @@ class RoundTraining(TrainingLoop):
             )
         except Exception as error:
             raise trainer.report_failure(error) from error
-        trainer.log.write_failed_step(trainer.steps - 1)  # its spans: they are of no step
-        self._record_round(parts, counts, epoch)
+        # The spans recorded since then belong to no step.
+        trainer.log.write_failed_step(trainer.steps - 1)
+        self._record_round(turns, counts, epoch)
         return True
 
     def _train_client(self, turn: ClientTurn, round_number: int) -> None:
@@ -193,13 +211,13 @@ class RoundTraining(TrainingLoop):
         trainer.steps = turn.first_step
         with use_seeded_generators(f"client {trainer.seed} {round_number} {turn.client}"):
             exchange.begin_client()
-            # which may keep where it begins
+            # An optimizer may keep the weights with which it begins.
             exchange.optimizer = self._make_client_optimizer(exchange.central_optimizer)
             trainer.optimizer = exchange.optimizer
             rate = trainer.optimizer.param_groups[0]["lr"]
             with contextlib.closing(self._load_client_batches(turn, round_number)) as batches:
-                for fetched in batches:
-                    result = trainer.step(*separate_target(fetched))
+                for batch in batches:
+                    result = trainer.step(*separate_target(batch))
                     self.write_scalars(trainer.steps, loss=result.loss, lr=rate)
                     self.report_step(round_number, result.loss)
         self.peak_optimizer_bytes = max(
@@ -207,28 +225,30 @@ class RoundTraining(TrainingLoop):
         )
 
     def _make_client_optimizer(self, central: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """An optimizer as the job makes it, with this round's rates where a scheduler sets
-        them.
-        """
-        found = self.validated_run.job.optimizer(self.trainer.model.parameters())
+        """Build the job's optimizer, with the rates of this round if a scheduler sets them."""
+        optimizer = self.validated_run.job.optimizer(self.trainer.model.parameters())
         if self.scheduler is None:
-            return found
-        for group, rates in zip(found.param_groups, central.param_groups, strict=True):
+            return optimizer
+        for group, rates in zip(optimizer.param_groups, central.param_groups, strict=True):
             group.update(
                 copy.deepcopy({name: value for name, value in rates.items() if name != "params"})
             )
-        return found
+        return optimizer
 
     def _load_client_batches(self, turn: ClientTurn, round_number: int) -> Generator[Any]:
         batches = (
             Batch(
                 round_number,
-                piece.positions,
-                piece.indices,
-                [MicroBatch(list(piece.positions), list(range(len(piece.positions))))],
-                piece.epoch,
+                client_batch.positions,
+                client_batch.indices,
+                [
+                    MicroBatch(
+                        list(client_batch.positions), list(range(len(client_batch.positions)))
+                    )
+                ],
+                client_batch.epoch,
             )
-            for piece in self.rounds.iterate_client_batches(turn, round_number)
+            for client_batch in self.rounds.iterate_client_batches(turn, round_number)
         )
         yield from self.trainer.feed.iterate_batches(
             self.samples, batches, self.validated_run.settings.loaders
@@ -251,7 +271,7 @@ class RoundTraining(TrainingLoop):
     def _record_round(
         self, turns: list[ClientTurn], counts: list[float], round_number: int
     ) -> None:
-        lost = [part.client for part, count in zip(turns, counts, strict=True) if count < 0]
+        lost = [turn.client for turn, count in zip(turns, counts, strict=True) if count < 0]
         self.has_returned_client |= len(lost) < len(turns)
         if len(lost) == len(turns):
             self.trainer.log.write_event(
@@ -260,45 +280,45 @@ class RoundTraining(TrainingLoop):
                 round=round_number,
             )
         self.epoch_fields = {
-            "clients": [part.client for part in turns],
-            "samples": [len(self.rounds.clients[part.client]) for part in turns],
+            "clients": [turn.client for turn in turns],
+            "samples": [len(self.rounds.clients[turn.client]) for turn in turns],
             "lost": lost,
         }
         self.finished_rounds = round_number + 1
 
     def _advance_scheduler(self, begin: int, end: int) -> None:
-        """The scheduler's steps, by those of serial."""
+        """Step the scheduler once for each step of serial."""
         if self.scheduler is None:
             return
         for step in range(begin, end):
-            # schedulers want to know
+            # Schedulers warn if the optimizer has made no step.
             self.trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
             self.trainer.draw_alike("schedule", step, self.scheduler.step)
 
     # ---- between rounds ----------------------------------------------------------------------
     def end_epoch(self, epoch: int, start_time: float) -> bool:
-        save = self.validated_run.settings.save
-        over = super().end_epoch(epoch, start_time) or self.status == "stopped"
+        interval = self.validated_run.settings.save
+        is_over = super().end_epoch(epoch, start_time) or self.status == "stopped"
         if (
-            not over
-            and save
-            and self.serial_steps // save
-            > self.rounds.count_serial_steps(self.finished_rounds - 1) // save
+            not is_over
+            and interval
+            and self.serial_steps // interval
+            > self.rounds.count_serial_steps(self.finished_rounds - 1) // interval
         ):
             self.save_progress()
-        last = over or self.finished_rounds == self.rounds.count or self.has_reached_limit
-        # which all know, and each of its own clients why
-        if last and not self.has_returned_client:
+        is_last = is_over or self.finished_rounds == self.rounds.count or self.has_reached_limit
+        # Every rank knows that no client returned, and the cause for its own clients.
+        if is_last and not self.has_returned_client:
             causes = self.trainer.world.broadcast_object(
                 self.trainer.world.gather_objects(self.failure_cause)
             )
             raise self.trainer.report_failure(
                 StepFailed(ALL_CLIENTS_LOST.format(next(filter(None, causes))))
             )
-        return last
+        return is_last
 
     def get_sent_counts(self, what: str) -> dict[str, Any]:
-        """Of the meeting, with what a test adds up; to save, nothing is."""
+        """Return what the averaging and the test sent; a checkpoint sends nothing."""
         exchange = self.trainer.exchange
         if exchange is None or what != TEST_TRAFFIC:
             return {}
@@ -311,17 +331,17 @@ class RoundTraining(TrainingLoop):
         return dict(exchange.sent_bytes)
 
     def is_stop_requested(self) -> bool:
-        """As the meeting told; without one, nobody."""
+        """Return whether a stop was requested at the last averaging."""
         return self.trainer.exchange is not None and self.exchange.stop_requests > 0
 
     def save_progress(self) -> None:
-        """Of the rounds behind it, under the step that serial would have come to."""
-        own = self.trainer.steps
+        """Save a checkpoint of the finished rounds under the corresponding step of serial."""
+        client_steps = self.trainer.steps
         self.trainer.steps = self.serial_steps
         self.trainer.scheduler = self.scheduler
         self.checkpoint_fields = {"rounds": self.finished_rounds}
         try:
             super().save_progress()
         finally:
-            self.trainer.steps = own
+            self.trainer.steps = client_steps
             self.trainer.scheduler = None

@@ -1,6 +1,4 @@
-"""What every rank of a training does: all batches of all epochs in the exact order, a test
-after each epoch.
-"""
+"""The synchronous training loop of a rank: batches of all epochs, and a test after each epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from paragrad.trainer.trainer import Trainer
 from paragrad.validation import resume_check
 from paragrad.validation.validate import ValidatedRun
 
-# told {"epoch", "step", "steps", "loss"} some times a second
+# receives {"epoch", "step", "steps", "loss"}, at most ten times a second
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -49,13 +47,26 @@ def train_rank(
     report: Progress | None = None,
     loop_class: Callable[..., TrainingLoop] | None = None,
 ) -> str:
-    """What every rank does; how it ended: "finished" or "stopped". meeting: where servers are,
-    of a training that goes on when ranks die;  loop: in place of Training.
+    """Run a training on one rank.
+
+    Args:
+        world: The ranks.
+        validated_run: The validated job, strategy and settings.
+        folder: The folder of the run.
+        origin: The start of the record's clock.
+        endpoints: The endpoints of the servers, for a training that survives failures of ranks.
+        report: Receives the progress of the training, or None.
+        loop_class: The class of the loop; TrainingLoop if None.
+
+    Returns:
+        "finished" or "stopped".
     """
     settings = validated_run.settings
     with (
         Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record,
-        open_event_files(folder if settings.tensorboard and world.rank == 0 else None) as show,
+        open_event_files(
+            folder if settings.tensorboard and world.rank == 0 else None
+        ) as write_scalars,
     ):
         trainer = Trainer.build_for_job(
             world,
@@ -68,28 +79,39 @@ def train_rank(
         )
         trainer.log.always_detailed = settings.trace is not None
         try:
-            training = (loop_class or TrainingLoop)(
-                trainer, validated_run, folder, record, report or (lambda told: None), show
+            loop = (loop_class or TrainingLoop)(
+                trainer,
+                validated_run,
+                folder,
+                record,
+                report or (lambda progress: None),
+                write_scalars,
             )
             cpu = CpuMeter()
-            status = training.run_training()
+            status = loop.run_training()
             record.write_line("cpu", **cpu.measure_usage())
-            log_memory(trainer, training.peak_optimizer_bytes)
+            log_memory(trainer, loop.peak_optimizer_bytes)
             if not trainer.is_server:
                 if status == "finished":
                     save_trained_model(trainer, folder / "model.safetensors")
                 dismiss_run_servers(trainer)
-            status = world.broadcast_object(status)  # a server hears how it ended
+            status = world.broadcast_object(status)  # Servers have no status of their own.
         finally:
             trainer.close()
     return status
 
 
 def save_trained_model(trainer: Trainer, path: Path) -> None:
-    """The model as it is to be used: by rank 0, in the eval mode of an optimizer that has one.
+    """Save the trained model on rank 0, with evaluation weights if the optimizer has them.
+
     Collective.
+
+    Args:
+        trainer: The trainer.
+        path: The file to write.
     """
-    # what is sharded is put together on rank 0 alone, and not on every rank, as for a test
+    # Sharded parameters are gathered on rank 0 only. The evaluation weights of a test would be
+    # gathered on every rank.
     sharded = trainer.exchange is not None and trainer.exchange.shard_layout is not None
     with (
         use_optimizer_eval_mode(trainer.optimizer, trainer.all_parameters)
@@ -101,15 +123,34 @@ def save_trained_model(trainer: Trainer, path: Path) -> None:
             partial = path.with_name(path.name + ".partial")
             try:
                 save_weights(model, partial)
-            except BaseException:  # a full disk, say
+            except BaseException:  # for example if the disk is full
                 partial.unlink(missing_ok=True)
                 raise
             partial.rename(path)
 
 
 class TrainingLoop:
-    """The loop over a job's epochs, on one rank: every batch in the exact order, a test after
-    each epoch.
+    """The loop over a job's epochs on one rank, with a test after each epoch.
+
+    Attributes:
+        trainer: The trainer of this rank.
+        validated_run: The validated job, strategy and settings.
+        folder: The folder of the run.
+        record: The record of this rank.
+        report_progress: Receives the progress of the training.
+        write_scalars: Writes TensorBoard scalars.
+        last_report_time: The time of the last progress report, in seconds.
+        last_step: (epoch, loss) of the last step, or None.
+        train_dataset: The training set.
+        test_dataset: The test set, or None.
+        steps_per_epoch: The number of steps of an epoch.
+        steps: The number of steps of the training.
+        epochs: The number of epochs.
+        status: "finished" or "stopped".
+        saved_progress: The progress of the last checkpoint, or None.
+        peak_optimizer_bytes: The most bytes of state of optimizers that no longer exist.
+        epoch_fields: Further fields of an epoch's line in the record.
+        checkpoint_fields: Further fields of a checkpoint's state.json.
     """
 
     def __init__(
@@ -128,7 +169,7 @@ class TrainingLoop:
         self.report_progress = report_progress
         self.write_scalars = write_scalars
         self.last_report_time = -1.0
-        self.last_step: tuple[int, float] | None = None  # (epoch, loss) of the last step
+        self.last_step: tuple[int, float] | None = None
         job = validated_run.job
         settings = validated_run.settings
         self.train_dataset: Dataset = open_dataset(job.train, settings.folder)
@@ -136,19 +177,18 @@ class TrainingLoop:
             None if job.test is None else open_dataset(job.test, settings.folder)
         )
         self.steps_per_epoch = validated_run.inspection.order.steps
-        # a run may go on with a test
+        # A resumed run may begin with a test, before any step sets the batch size.
         trainer.batch_size = min(job.batch, validated_run.inspection.samples)
         self.steps = min(settings.limit or 2**62, job.epochs * self.steps_per_epoch)
         self.epochs = job.epochs
         self.status = "finished"
         self.saved_progress: int | None = None
-        # bytes of state that optimizers had which are gone
         self.peak_optimizer_bytes = 0
-        # what else the record says of an epoch, and a checkpoint of itself
         self.epoch_fields: dict[str, Any] = {}
         self.checkpoint_fields: dict[str, Any] = {}
 
     def run_training(self) -> str:
+        """Run the training to its end, and return its status."""
         settings = self.validated_run.settings
         if self.validated_run.resume_checkpoint is not None:
             self.resume_from_checkpoint(self.validated_run.resume_checkpoint)
@@ -156,72 +196,80 @@ class TrainingLoop:
             run_parameter_server(self.trainer)
             return self.status
         if (
-            meeting := self.trainer.exchange_options.endpoints
-        ) is not None and meeting.step is not None:
+            endpoints := self.trainer.exchange_options.endpoints
+        ) is not None and endpoints.step is not None:
             resume_from_servers(
-                self.trainer, self.validated_run.inspection.order, self.folder, meeting
+                self.trainer, self.validated_run.inspection.order, self.folder, endpoints
             )
             self.save_due_checkpoint()
         first, start = self.find_start(self.validated_run.resume_checkpoint)
-        over = self.has_reached_limit
-        if first and not start and not over:
+        is_over = self.has_reached_limit
+        if first and not start and not is_over:
             with use_temporary_exchange(self.trainer):
-                over = self.finish_resumed_epoch(first - 1)
-        for epoch in range(first, self.epochs) if not over else ():
-            begun = self.record.now()
+                is_over = self.finish_resumed_epoch(first - 1)
+        for epoch in range(first, self.epochs) if not is_over else ():
+            start_time = self.record.now()
             if not self.train_epoch(epoch, start if epoch == first else 0) or self.end_epoch(
-                epoch, begun
+                epoch, start_time
             ):
                 break
-        # no step is left to those who begin again here
-        if meeting is not None and self.trainer.exchange is None:
+        # If no step is left after a recovery, no step has set up the exchange.
+        if endpoints is not None and self.trainer.exchange is None:
             set_up_exchange(self.trainer, False, None)
         if settings.save and self.status == "finished":
             self.save_progress()
-        # the goal was reached before
+        # The goal was reached before the last step.
         if self.status == "finished" and self.last_step and self.trainer.steps < self.steps:
             self.steps = self.trainer.steps
             self.report_step(*self.last_step)
         return self.status
 
     def save_due_checkpoint(self) -> None:
-        """By those who died over it."""
+        """Save the checkpoint that was due when the previous ranks failed."""
         steps = self.trainer.steps
-        every = self.validated_run.settings.save
+        interval = self.validated_run.settings.save
         if (self.folder / f"checkpoint-{steps:08}").is_dir():
             self.saved_progress = steps
-        elif every and steps and steps % every == 0:
+        elif interval and steps and steps % interval == 0:
             with use_temporary_exchange(self.trainer):
                 self.save_progress()
 
     @property
     def progress(self) -> int:
-        """How far it is: a checkpoint is of one place."""
+        """The progress of the training; there is at most one checkpoint for each value."""
         return self.trainer.steps
 
     @property
     def serial_steps(self) -> int:
-        """Steps of serial that are behind it."""
+        """The completed steps, in steps of serial."""
         return self.trainer.steps
 
     @property
     def has_reached_limit(self) -> bool:
-        """Are as many steps made as were asked for?"""
+        """Whether the number of steps in the settings is completed."""
         return self.validated_run.settings.has_reached_limit(self.serial_steps)
 
     def find_start(self, saved: SavedCheckpoint | None) -> tuple[int, int]:
-        """(epoch, step of it) with which the training goes on."""
+        """Return (epoch, step of it) at which the training starts."""
         return divmod(self.trainer.steps, self.steps_per_epoch)
 
     def train_epoch(self, epoch: int, start: int) -> bool:
-        """Train to the end of an epoch; False where the run ends before."""
+        """Train to the end of an epoch.
+
+        Args:
+            epoch: The epoch.
+            start: The step of the epoch at which to start.
+
+        Returns:
+            False if the run ends before the end of the epoch.
+        """
         settings = self.validated_run.settings
         job = self.validated_run.job
-        for fetched in self.trainer.batches(
+        for batch in self.trainer.batches(
             self.train_dataset, job.batch, epoch, start=start, loaders=settings.loaders
         ):
             rate = self.trainer.optimizer.param_groups[0]["lr"]
-            result = self.trainer.step(*separate_target(fetched))
+            result = self.trainer.step(*separate_target(batch))
             self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
             self.report_step(epoch, result.loss)
             if result.stop:
@@ -235,7 +283,15 @@ class TrainingLoop:
         return True
 
     def end_epoch(self, epoch: int, start_time: float) -> bool:
-        """The test after an epoch; True where the goal is reached."""
+        """Run the test after an epoch, and record the epoch.
+
+        Args:
+            epoch: The epoch.
+            start_time: The time at which the epoch began, in seconds of the record's clock.
+
+        Returns:
+            True if the goal is reached or the run stops.
+        """
         job = self.validated_run.job
         test = (
             self.trainer.evaluate_with_weight(
@@ -255,7 +311,7 @@ class TrainingLoop:
             **self.epoch_fields,
         )
         if not self.trainer.strategy.guarantees.replicas_equal and self.is_stop_requested():
-            self.status = "stopped"  # they might not meet before the end
+            self.status = "stopped"  # The replicas might not average before the end of the run.
             self.save_progress()
             return True
         if test is not None:
@@ -263,7 +319,7 @@ class TrainingLoop:
         return self.validated_run.settings.has_reached_goal(test)
 
     def get_sent_counts(self, what: str) -> dict[str, Any]:
-        """What was sent beside the steps, for tests or checkpoints."""
+        """Return what was sent outside of steps, for tests or checkpoints."""
         exchange = self.trainer.exchange
         return {
             kind: number
@@ -272,26 +328,34 @@ class TrainingLoop:
         }
 
     def is_stop_requested(self) -> bool:
-        """Was any rank asked to stop? Collective."""
+        """Return whether a stop of any rank was requested. Collective."""
         world = self.trainer.world
         with explain_independent_steps():
             return bool(world.all_reduce(tensor(float(world.stop.is_set()))) > 0)
 
     def finish_resumed_epoch(self, epoch: int) -> bool:
-        """Going on from the last step of an epoch: its test, unless it was made before, here or
-        by the run that was saved; True where the goal is reached.
+        """Finish an epoch of which the last step was already completed.
+
+        Its test is made now, unless this run or the saved run made it.
+
+        Args:
+            epoch: The epoch.
+
+        Returns:
+            True if the goal is reached or the run stops.
         """
         saved = self.validated_run.resume_checkpoint
-        in_rounds = self.validated_run.resolved.trains_clients
+        trains_clients = self.validated_run.resolved.trains_clients
         line = self.trainer.world.broadcast_object(
             find_recorded_epoch(self.folder, epoch)
-            or (saved and saved.find_epoch_record(epoch, in_rounds))
+            or (saved and saved.find_epoch_record(epoch, trains_clients))
         )
         if line is None:
             return self.end_epoch(epoch, self.record.now())
         return self.validated_run.settings.has_reached_goal(line["test"])
 
     def report_step(self, epoch: int, loss: float) -> None:
+        """Report the progress on rank 0, at most ten times a second."""
         self.last_step = epoch, loss
         if self.trainer.world.rank == 0 and (
             self.record.now() - self.last_report_time > 0.1 or self.trainer.steps == self.steps
@@ -302,8 +366,15 @@ class TrainingLoop:
             )
 
     def resume_from_checkpoint(self, saved: SavedCheckpoint) -> None:
-        """Go on from a checkpoint, the same on every rank (hosts may have looked at folders of
-        their own).
+        """Resume from a checkpoint, after a check that every rank has the same one.
+
+        Hosts may have read different folders.
+
+        Args:
+            saved: The checkpoint.
+
+        Raises:
+            StepFailed: If this rank found another checkpoint than rank 0.
         """
         if self.trainer.world.broadcast_object(saved.checksums) != saved.checksums:
             raise StepFailed(
@@ -315,7 +386,7 @@ class TrainingLoop:
         self.saved_progress = self.progress
 
     def save_progress(self) -> None:
-        """A checkpoint of this place, unless it is there already."""
+        """Save a checkpoint, unless there is one of the current progress."""
         if self.saved_progress == self.progress:
             return
         self.trainer.save(
@@ -329,12 +400,15 @@ class TrainingLoop:
 
 
 def log_memory(trainer: Trainer, other_optimizer_bytes: int = 0) -> None:
-    """Write the bytes that a rank holds into the record. held: by other optimizers than the
-    trainer's, before.
+    """Write the bytes that a rank holds to the record.
+
+    Args:
+        trainer: The trainer.
+        other_optimizer_bytes: The most bytes of state that earlier optimizers had.
     """
     exchange = trainer.exchange
     activations = trainer.passes.peak_bytes if trainer.passes else 0
-    # passes of a user's own: what a look at the model showed
+    # Passes of the user measure nothing; the probe's value is used.
     if not activations and not trainer.layout.is_partitioned:
         activations = trainer.activation_bytes
     trainer.log.write_memory(
@@ -344,7 +418,7 @@ def log_memory(trainer: Trainer, other_optimizer_bytes: int = 0) -> None:
         gradients=_count_tensor_bytes(
             each for each in trainer.parameters.values() if each.requires_grad
         ),
-        # nobody looked
+        # Without a measurement, the field is left out.
         **(
             {"activations": activations} if activations or not trainer.layout.is_partitioned else {}
         ),
@@ -353,13 +427,14 @@ def log_memory(trainer: Trainer, other_optimizer_bytes: int = 0) -> None:
 
 
 def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of what it keeps."""
-    # or no parameter's
-    every = (
-        each.values() if isinstance(each, dict) else (each,) for each in optimizer.state.values()
+    """Count the bytes of an optimizer's state."""
+    # The state may contain entries that belong to no parameter and are no dictionaries.
+    entries = (
+        entry.values() if isinstance(entry, dict) else (entry,)
+        for entry in optimizer.state.values()
     )
     return _count_tensor_bytes(
-        value for values in every for value in values if isinstance(value, Tensor)
+        value for values in entries for value in values if isinstance(value, Tensor)
     )
 
 

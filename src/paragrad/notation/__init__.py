@@ -1,3 +1,1 @@
-"""Strategies as text: the grammar, and choices as frozen values that print as the call that
-makes them.
-"""
+"""Strategies as text: the grammar, and choices as frozen values that print as calls."""

@@ -1,10 +1,9 @@
-"""The notation of strategies: choices are frozen values that print as the call that makes them,
-and parse back.
+"""The notation of strategies: choices are frozen values that print as a call and parse back.
 
-A choice is a class whose fields are made by `option(...)`: which kinds of value it takes, and
-its default. A bare word (`auto`, `replicated`) is a string; `none` is None; a technique
-(`ring`, `top_k(0.01)`) is a choice itself. How text becomes calls is in `grammar.py`; here
-calls become choices.
+A choice is a class with fields that are made by `option(...)`. An option has a default and the
+kinds of value that it accepts. A bare word (`auto`, `replicated`) is a string, and `none` is None.
+A technique (`ring`, `top_k(0.01)`) is itself a choice. `grammar.py` turns text into calls; this
+module turns calls into choices.
 """
 
 from __future__ import annotations
@@ -20,16 +19,20 @@ from typing import Any, ClassVar, dataclass_transform
 from paragrad.errors import Refused
 from paragrad.notation.grammar import CallExpression, parse_call
 
-RESERVED_FIELDS = ("name", "members")  # what a choice has beside its options
-# what people say elsewhere, too far from our word to be found as a slip
+RESERVED_FIELDS = ("name", "members")  # attributes of a choice that are not options
+# words of other libraries, too far from the word here to be recognized as a typing error
 SYNONYMS = {"gpu": "cuda"}
 
 
-# ---- what a field takes ----------------------------------------------------------------------
+# ---- kinds of value ---------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Integer:
-    """A whole number from `least` to `most`: of ranks, segments, micro-batches there are no
-    more anywhere.
+    """A whole number in a range.
+
+    Attributes:
+        least: The smallest number.
+        most: The largest number. The default is above any number of ranks, segments or
+            micro-batches.
     """
 
     least: int = 1
@@ -50,7 +53,12 @@ class Integer:
 
 @dataclass(frozen=True)
 class Decimal:
-    """A number above `above`, at most `most`."""
+    """A number in a range.
+
+    Attributes:
+        above: The number must be larger than this.
+        most: The largest number.
+    """
 
     above: float = 0.0
     most: float = float("inf")
@@ -71,7 +79,7 @@ class Decimal:
 
 @dataclass(frozen=True)
 class Flag:
-    """true or false."""
+    """True or false."""
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, bool)
@@ -82,7 +90,11 @@ class Flag:
 
 @dataclass(frozen=True)
 class IntegerList:
-    """A list of whole numbers from `least`, such as [3, 1]."""
+    """A list of whole numbers, such as [3, 1].
+
+    Attributes:
+        least: The smallest number.
+    """
 
     least: int = 1
 
@@ -113,7 +125,7 @@ class NameList:
 
 
 class Word:
-    """One of some bare words; `none` stands for None."""
+    """One of several bare words; `none` stands for None."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -126,8 +138,9 @@ class Word:
 
 
 class OneOf:
-    """One of some choices: `One(Ring, Tree)` takes Ring(), "ring" and ring(...); a family
-    stands for its members.
+    """One of several choices: `OneOf(Ring, Tree)` accepts Ring(), "ring" and ring(...).
+
+    A family stands for its members.
     """
 
     def __init__(self, *given: type[Choice]) -> None:
@@ -135,6 +148,7 @@ class OneOf:
 
     @property
     def classes(self) -> list[type[Choice]]:
+        """The classes that are accepted, with families replaced by their members."""
         return list(
             dict.fromkeys(
                 cls
@@ -155,7 +169,7 @@ class OneOf:
 
 
 class ManyOf:
-    """Choices of a kind, one or more: the factors of a product."""
+    """One or more choices of a class: the factors of a product."""
 
     def __init__(self, cls: type[Choice]) -> None:
         self.cls = cls
@@ -175,18 +189,27 @@ OptionKind = Integer | Decimal | Flag | IntegerList | NameList | Word | OneOf | 
 
 
 def option(*kinds: OptionKind, default: Any = MISSING) -> Any:
-    """A field of a choice: the kinds of value it takes."""
+    """Declare a field of a choice.
+
+    Args:
+        *kinds: The kinds of value that the field accepts.
+        default: The default; without one, the option is required.
+
+    Returns:
+        The field of a dataclass.
+    """
     return field(default=default, metadata={"kinds": kinds})
 
 
 # ---- choices ---------------------------------------------------------------------------------
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
 class Choice:
-    """A frozen value that checks its fields, prints as the call that makes it and parses back
-    to an equal value.
+    """A frozen value that checks its fields, prints as the call that makes it and parses back.
 
-    Subclasses are made frozen dataclasses; `abstract=True`: this one is only there to be
-    derived from.
+    Subclasses become frozen dataclasses. A subclass with `abstract=True` only serves as a base.
+
+    Attributes:
+        name: The name in the notation: the name of the class in snake case.
     """
 
     __slots__ = ()
@@ -209,14 +232,18 @@ class Choice:
 
     def __post_init__(self) -> None:
         for spec in list_options(type(self)):
-            given = getattr(self, spec.name)
-            value = _convert_option_value(given, spec, self.name)
-            if value is not given:
+            given_value = getattr(self, spec.name)
+            value = _convert_option_value(given_value, spec, self.name)
+            if value is not given_value:
                 object.__setattr__(self, spec.name, value)
         self.check_options()
 
     def check_options(self) -> None:
-        """Refuse options that do not fit together."""
+        """Refuse options that do not fit together.
+
+        Raises:
+            Refused: They do not.
+        """
 
     def __str__(self) -> str:
         shown = self._format_arguments(_format_option_value)
@@ -226,8 +253,10 @@ class Choice:
         return f"{type(self).__name__}({', '.join(self._format_arguments(repr))})"
 
     def _format_arguments(self, text: Callable[[object], str]) -> list[str]:
-        """The arguments that the call needs: those without a default by place, of the others
-        what differs, by name.
+        """The arguments that the call needs.
+
+        Options without a default are positional. Of the others, those that differ from the default
+        are given by name.
         """
         return [
             text(value) if spec.default is MISSING else f"{spec.name}={text(value)}"
@@ -237,10 +266,13 @@ class Choice:
 
 
 class Family(Choice, abstract=True):
-    """Choices of one kind that are known by their names. A user's own joins by being defined.
+    """Choices of one kind that are known by their names; a user's class joins when it is defined.
 
-    Defining two of one name raises Refused (defining one anew, as a notebook does, or a file
-    that is both run and imported, replaces it).
+    Two classes with one name are refused. A class that is defined again replaces the old one, as in
+    a notebook, or in a file that is both run and imported.
+
+    Attributes:
+        members: The classes, by name.
     """
 
     __slots__ = ()
@@ -257,20 +289,20 @@ class Family(Choice, abstract=True):
                     f"{cls.__name__} would be called {cls.name}, a word of the notation; give it "
                     f"another name"
                 )
-            other = next(
+            same_named = next(
                 (each.members[cls.name] for each in families if cls.name in each.members), None
             )
-            if other is not None and not _is_same_definition(other, cls):
+            if same_named is not None and not _is_same_definition(same_named, cls):
                 raise Refused(
                     f"{cls.__module__}.{cls.__qualname__} would be called {cls.name}, as "
-                    f"{other.__module__}."
-                    f"{other.__qualname__} is; give it another name"
+                    f"{same_named.__module__}."
+                    f"{same_named.__qualname__} is; give it another name"
                 )
             cls.members[cls.name] = cls
 
 
 def _is_same_definition(one: type, other: type) -> bool:
-    """Is it the same definition, made twice?"""
+    """Whether two classes come from the same definition, executed twice."""
     if one.__qualname__ != other.__qualname__:
         return False
     files = [getattr(sys.modules.get(each.__module__), "__file__", None) for each in (one, other)]
@@ -282,6 +314,14 @@ RESERVED_NAMES = ("auto", "true", "false", "none")
 
 
 def list_options(cls: type[Choice]) -> tuple[Field[Any], ...]:
+    """List the options of a choice.
+
+    Args:
+        cls: The class of the choice.
+
+    Returns:
+        The fields, in order.
+    """
     return fields(cls)  # type: ignore[arg-type]
 
 
@@ -296,8 +336,9 @@ def _format_option_value(value: object) -> str:
 
 
 def _convert_option_value(value: object, spec: Field[Any], owner: str) -> object:
-    """The value as the field keeps it (a list as a tuple, text and calls resolved), or
-    Refused.
+    """Convert a value to the form that the field stores, or raise Refused.
+
+    A list becomes a tuple; texts and calls are resolved.
     """
     kinds: tuple[OptionKind, ...] = spec.metadata["kinds"]
     if isinstance(value, list):
@@ -316,23 +357,25 @@ def _convert_option_value(value: object, spec: Field[Any], owner: str) -> object
     if value == "none" and any(None in kind for kind in kinds):
         value = None
     if not any(value in kind for kind in kinds):
-        takes = " or ".join(map(str, kinds))
+        accepted = " or ".join(map(str, kinds))
         if isinstance(value, type) and issubclass(value, Choice):
             raise Refused(
                 f"{owner}({spec.name}=...) got the class {value.__name__}; write {value.__name__}()"
             )
-        raise Refused(f"{owner}({spec.name}=...) takes {takes}; got {_format_option_value(value)}")
+        raise Refused(
+            f"{owner}({spec.name}=...) takes {accepted}; got {_format_option_value(value)}"
+        )
     return value
 
 
 def _resolve_call(call: CallExpression, kinds: Iterable[OptionKind], where: str) -> object:
-    """A call in the place of a value: a bare word of the field, or one of its choices."""
+    """Resolve a call in the place of a value: a bare word of the field, or one of its choices."""
     words = [name for kind in kinds if isinstance(kind, Word) for name in kind.names]
     classes = [cls for kind in kinds if isinstance(kind, OneOf) for cls in kind.classes]
     if call.name in words and not call.positional and not call.named:
         return call.name
     if not classes:
-        # no such word: the message about the field's kinds says it best
+        # not a word of the field: the caller's message about the kinds of value is clearest
         return call
     return build_choice(call, {cls.name: cls for cls in classes}, where, words)
 
@@ -344,8 +387,20 @@ def build_choice(
     words: Iterable[str] = (),
     elsewhere: Mapping[str, str] | None = None,
 ) -> Choice:
-    """The choice that a call names, or Refused with the nearest name. elsewhere: what to say of
-    names that stand in other places, or that people know from elsewhere.
+    """Build the choice that a call names.
+
+    Args:
+        call: The call.
+        classes: The classes that may be named, by name.
+        where: The place of the call, for messages.
+        words: Bare words that are also known there, for messages.
+        elsewhere: Messages for names that belong in other places or to other libraries, by name.
+
+    Returns:
+        The choice.
+
+    Raises:
+        Refused: The name or an argument is wrong; the message gives the nearest name.
     """
     if elsewhere and call.name not in classes and call.name.lower() in elsewhere:
         raise Refused(f"{where}: no name {call.name!r}; {elsewhere[call.name.lower()]}")
@@ -376,19 +431,39 @@ def build_choice(
 
 
 def describe_unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """The message about a name nobody knows, with the nearest one offered."""
+    """Describe an unknown name, and offer the nearest known one.
+
+    Args:
+        what: What the name should name.
+        name: The unknown name.
+        known: The known names.
+
+    Returns:
+        The message.
+    """
     known = list(known)
-    near = (
+    close_names = (
         [SYNONYMS[name]]
         if SYNONYMS.get(name) in known
         else difflib.get_close_matches(name, known, n=1, cutoff=0.51)
     )
-    offer = f"did you mean {near[0]}?" if near else "known: " + (", ".join(known) or "none")
+    offer = (
+        f"did you mean {close_names[0]}?"
+        if close_names
+        else "known: " + (", ".join(known) or "none")
+    )
     return f"no {what} {name!r}; {offer}"
 
 
 def iterate_options(value: object) -> Iterator[tuple[Choice, Field[Any], object]]:
-    """Every field of a choice and of the choices inside it: (owner, field, value)."""
+    """Iterate over all options of a choice and of the choices inside it.
+
+    Args:
+        value: A choice, a tuple of choices, or any other value.
+
+    Yields:
+        (owner, field, value).
+    """
     if isinstance(value, Choice):
         for spec in list_options(type(value)):
             inner = getattr(value, spec.name)

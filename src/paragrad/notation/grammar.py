@@ -1,4 +1,4 @@
-"""The grammar of strategies: text into calls, not yet resolved.
+"""The grammar of strategies: from text to calls that are not resolved yet.
 
 strategies = strategy { ";" strategy }          strategy = call { "*" call }
 call       = name [ "(" [ argument { "," argument } ] ")" ]
@@ -18,7 +18,13 @@ from paragrad.errors import Refused
 
 @dataclass(frozen=True)
 class CallExpression:
-    """A call as written, not yet resolved: name, positional values, named values."""
+    """A call as written, not resolved yet.
+
+    Attributes:
+        name: The name.
+        positional: The positional values.
+        named: The named values, as (name, value).
+    """
 
     name: str
     positional: tuple[object, ...] = ()
@@ -37,7 +43,13 @@ QUOTES = ("'", '"')
 
 
 class StrategyParser:
-    """One pass over the tokens of a text; every method reads one rule of the grammar."""
+    """One pass over the tokens of a text; each parse method reads one rule of the grammar.
+
+    Attributes:
+        text: The text.
+        position: The index of the next token.
+        tokens: The tokens.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -51,26 +63,60 @@ class StrategyParser:
                 self.refuse_syntax(f"cannot read {match.group('wrong')!r}", match.start("wrong"))
 
     def refuse_syntax(self, why: str, column: int | None = None) -> None:
+        """Raise Refused with the text and a mark at a column.
+
+        Args:
+            why: The message.
+            column: The column, or None for the next token.
+
+        Raises:
+            Refused: Always.
+        """
         if column is None:
             token = self.tokens[self.position] if self.position < len(self.tokens) else None
             column = token.start(token.lastgroup or 0) if token else len(self.text)
         raise Refused(f"{why}\n    {self.text}\n    {' ' * column}^")
 
     def peek_token(self) -> str:
+        """Return the next token, or an empty text at the end."""
         return (
             self.tokens[self.position].group().strip() if self.position < len(self.tokens) else ""
         )
 
     def accept_token(self, sign: str) -> bool:
-        self.position += (found := self.peek_token() == sign)
-        return found
+        """Go past the next token if it is this sign.
+
+        Args:
+            sign: The sign.
+
+        Returns:
+            Whether it was.
+        """
+        self.position += (is_sign := self.peek_token() == sign)
+        return is_sign
 
     def expect_token(self, sign: str) -> None:
+        """Go past this sign.
+
+        Args:
+            sign: The sign.
+
+        Raises:
+            Refused: The next token is another one.
+        """
         if not self.accept_token(sign):
             self.refuse_syntax(f"expected {sign!r} here")
 
     def parse_list(self, rule: Any, until: str) -> tuple[Any, ...]:
-        """rule { "," rule } [ "," ] until a closing sign; may be empty."""
+        """Parse rule { "," rule } [ "," ] up to a closing sign; the list may be empty.
+
+        Args:
+            rule: The method that parses an item.
+            until: The closing sign.
+
+        Returns:
+            The items.
+        """
         items: list[Any] = []
         while not self.accept_token(until):
             if items:
@@ -82,6 +128,7 @@ class StrategyParser:
         return tuple(items)
 
     def parse_call_rule(self) -> CallExpression:
+        """Parse a call."""
         token = self.tokens[self.position] if self.position < len(self.tokens) else None
         if token is None or token.lastgroup != "name":
             self.refuse_syntax("expected a name here")
@@ -96,18 +143,20 @@ class StrategyParser:
         )
 
     def parse_argument(self) -> tuple[str | None, object]:
-        after = (
+        """Parse an argument: (name or None, value)."""
+        next_token = (
             self.tokens[self.position + 1].group().strip()
             if self.position + 1 < len(self.tokens)
             else ""
         )
-        if after == "=":
+        if next_token == "=":
             key = self.peek_token()
             self.position += 2
             return key, self.parse_value()
         return None, self.parse_value()
 
     def parse_value(self) -> object:
+        """Parse a value."""
         if self.accept_token("["):
             return self.parse_list(self.parse_value, "]")
         token = self.tokens[self.position] if self.position < len(self.tokens) else None
@@ -121,12 +170,27 @@ class StrategyParser:
         return call
 
     def expect_end(self) -> None:
+        """Check that the text ends here.
+
+        Raises:
+            Refused: There is more text.
+        """
         if self.position < len(self.tokens):
             self.refuse_syntax("nothing more was expected here")
 
 
 def parse_call(text: str) -> CallExpression:
-    """One call, such as `ring_async(segments=4)`."""
+    """Parse one call, such as `ring_async(segments=4)`.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The call.
+
+    Raises:
+        Refused: The text has another form.
+    """
     reader = StrategyParser(text)
     call = reader.parse_call_rule()
     reader.expect_end()
@@ -134,7 +198,17 @@ def parse_call(text: str) -> CallExpression:
 
 
 def parse_products(text: str) -> tuple[tuple[CallExpression, ...], ...]:
-    """`a * b; c` as ((a, b), (c,)); a trailing `;` is allowed."""
+    """Parse strategies: `a * b; c` becomes ((a, b), (c,)). A trailing `;` is allowed.
+
+    Args:
+        text: The text.
+
+    Returns:
+        For each strategy its factors.
+
+    Raises:
+        Refused: The text has another form.
+    """
     reader = StrategyParser(text)
     products: list[tuple[CallExpression, ...]] = []
     while reader.peek_token():

@@ -1,6 +1,8 @@
-"""What a job needs whose batch is larger than the one it was written for: another learning
-rate, reached gradually (`Scaled`, asked for by `job.replace(batch=..., scale_lr=...,
-warm_up=...)`), or an optimizer with a rate for every layer (`Lars`, `Lamb`).
+"""Learning rates and optimizers for batches larger than the one a job was written for.
+
+`Scaled` scales the learning rate and reaches it gradually. It is requested by
+`job.replace(batch=..., scale_lr=..., warm_up=...)`. `Lars` and `Lamb` have a learning rate for each
+layer.
 """
 
 from paragrad.optim.lamb import Lamb

@@ -1,4 +1,4 @@
-"""LAMB: Adam, whose move of every layer is as long as the layer says."""
+"""LAMB: Adam with updates that are scaled to the length of each layer's weights."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from paragrad.optim.layerwise import LayerwiseOptimizer
 
 
 class Lamb(LayerwiseOptimizer):
-    """Layer-wise adaptive moments for batch training (You et al. 2020, arXiv 1904.00962,
-    algorithm 2). In step t, for a parameter w with gradient g,
+    """Layer-wise adaptive moments for batch training.
+
+    The source is You et al. 2020, arXiv 1904.00962, algorithm 2. In step t, for a parameter w with
+    gradient g,
 
         m = b1 m + (1 - b1) g           v = b2 v + (1 - b2) g^2
         r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w
         w = w - lr |w| / |r| r          lr r where |w| or |r| is 0
 
-    betas: (b1, b2);  adapted: False in a group whose parameters are AdamW's (biases, norms).
-    The paper's function phi of |w| is the identity. The norms are those of whole tensors, as
-    Lars says. Raises ValueError.
+    The paper's function phi of |w| is the identity. The norms are those of whole tensors, as in
+    Lars.
     """
 
     def __init__(
@@ -33,6 +34,19 @@ class Lamb(LayerwiseOptimizer):
         weight_decay: float = 0.0,
         adapted: bool = True,
     ) -> None:
+        """Create the optimizer.
+
+        Args:
+            params: The parameters, as torch's optimizers take them.
+            lr: The learning rate.
+            betas: The decay rates (b1, b2) of the two moments.
+            eps: A small number that is added to the divisor.
+            weight_decay: The weight decay.
+            adapted: False in a parameter group that is updated as in AdamW (biases, norms).
+
+        Raises:
+            ValueError: A number is out of range.
+        """
         if len(betas) != 2 or not all(0 <= each < 1 for each in betas):
             raise ValueError(f"betas must be two numbers from 0 and below 1, got {betas}")
         super().__init__(
@@ -62,6 +76,6 @@ class Lamb(LayerwiseOptimizer):
         move.add_(parameter, alpha=group["weight_decay"])
         if group["adapted"]:
             length = torch.linalg.vector_norm(parameter)
-            far = torch.linalg.vector_norm(move)
-            move.mul_(torch.where((length > 0) & (far > 0), length / far, 1.0))
+            move_length = torch.linalg.vector_norm(move)
+            move.mul_(torch.where((length > 0) & (move_length > 0), length / move_length, 1.0))
         parameter.sub_(group["lr"] * move)

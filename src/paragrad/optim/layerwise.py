@@ -1,4 +1,4 @@
-"""Optimizers that go tensor by tensor, and look at the length of each."""
+"""Base of optimizers that update one tensor at a time and use its length."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from torch.optim import Optimizer
 
 
 class LayerwiseOptimizer(Optimizer):
-    """An update of each parameter that has a gradient. numbers: of the defaults, those that are
-    to be from 0. Raises ValueError.
-    """
+    """An optimizer that updates each parameter with a gradient by itself."""
 
     def __init__(self, params: Any, non_negative: dict[str, float], **other_defaults: Any) -> None:
+        """Check the options and create the optimizer.
+
+        Args:
+            params: The parameters, as torch's optimizers take them.
+            non_negative: The defaults that must be finite numbers from 0.
+            **other_defaults: The other defaults.
+
+        Raises:
+            ValueError: A number is negative or not finite.
+        """
         for name, value in non_negative.items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be a number from 0, got {value}")
@@ -23,7 +31,14 @@ class LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """One update. closure: makes the loss anew, as torch's optimizers take it."""
+        """Update all parameters once.
+
+        Args:
+            closure: Computes the loss again, as torch's optimizers take it.
+
+        Returns:
+            The loss of the closure, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -36,4 +51,4 @@ class LayerwiseOptimizer(Optimizer):
 
     @abstractmethod
     def _update_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Of one parameter, in place."""
+        """Update one parameter in place."""

@@ -1,4 +1,4 @@
-"""The learning rate of a job whose batch is another than the one it was written for."""
+"""Learning rates for a batch of another size than the one the job was written for."""
 
 from __future__ import annotations
 
@@ -16,29 +16,36 @@ from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.notation.choices import describe_unknown_name
 
-MAX_WARM_UP = 1_000_000  # epochs of warm-up
+MAX_WARM_UP = 1_000_000  # the largest number of epochs of warm-up
 
-# what the rate is multiplied by where the batch is so many times as large
+# the factor of the rate, by how many times the batch is larger
 SCALING_RULES: dict[str, Callable[[float], float]] = {
     "linear": lambda times: times,  # Goyal et al. 2017, arXiv 1706.02677
-    # Krizhevsky 2014, arXiv 1404.5997: the variance of an update stays
+    # Krizhevsky 2014, arXiv 1404.5997: this keeps the variance of an update
     "sqrt": math.sqrt,
 }
 
 
 class Scaled(LRScheduler):
-    """Rates of a job's own schedule, times a factor that is reached gradually: in step t of the
-    larger batch
+    """The rates of a job's own schedule, times a factor that is reached gradually.
+
+    In step t of the larger batch
 
         rate(t) = own(floor(t before / steps)) (1 + (factor - 1) min(1, t / warm_up))
 
-    optimizer: at the job's own rates;  factor: see RULES;  warm_up: steps (0: none), as Goyal
-    et al. 2017 have it from the own rate on, in even parts;  own: the job's scheduler over the
-    same optimizer, or None;  before, steps: steps of an epoch by the batch it counts, and by
-    this one: it is stepped so often that both end an epoch together.
+    torch's SGD needs no correction of its momentum when the rate changes. Its buffer holds
+    gradients, and each step multiplies the whole buffer by the current rate. Lars needs one (see
+    its docstring).
 
-    torch's SGD needs no correction of its momentum for a rate that changes: its buffer holds
-    gradients, and each step multiplies all of it by the rate of now. Lars says how it does.
+    Attributes:
+        own: The job's scheduler over the same optimizer, or None.
+        factor: The factor (SCALING_RULES).
+        warm_up: The steps in which the factor is reached, in equal parts (Goyal et al. 2017); 0
+            means at once.
+        before: The steps of an epoch with the batch that `own` counts.
+        steps: The steps of an epoch with this batch. `own` is stepped so often that both end an
+            epoch together.
+        rates: The rates of the own schedule, by parameter group.
     """
 
     def __init__(
@@ -50,48 +57,69 @@ class Scaled(LRScheduler):
         before: int = 1,
         steps: int = 1,
     ) -> None:
+        """Create the scheduler.
+
+        Args:
+            optimizer: The optimizer, at the job's own rates.
+            factor: The factor of the rates (SCALING_RULES).
+            warm_up: The steps in which the factor is reached; 0 means at once.
+            own: The job's scheduler over the same optimizer, or None.
+            before: The steps of an epoch with the batch that `own` counts.
+            steps: The steps of an epoch with this batch.
+        """
         self.own = own
         self.factor = factor
         self.warm_up = warm_up
         self.before = before
         self.steps = steps
-        # of the own schedule
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer)
 
     def step(self, epoch: int | None = None) -> None:
-        """A step of the larger batch is done. Raises ValueError where it is sent to an
-        epoch.
+        """Count a finished step of the larger batch.
+
+        Args:
+            epoch: Must be None; it exists because torch's schedulers have it.
+
+        Raises:
+            ValueError: An epoch was given.
         """
         if epoch is not None:
             raise ValueError(
                 "Scaled counts steps of the batch, and goes to no epoch; leave it out, one step() "
                 "a step"
             )
-        due = (
+        own_steps = (
             [(self.last_epoch + more) * self.before // self.steps for more in (0, 1)]
             if self.last_epoch >= 0
             else [0, 0]
         )
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            _set_rate(group, rate)  # as it left it: some go on from there
-        for _ in range(due[1] - due[0] if self.own is not None else 0):
+            # restore the rate that `own` set, because some schedulers continue from it
+            _set_rate(group, rate)
+        for _ in range(own_steps[1] - own_steps[0] if self.own is not None else 0):
             self.own.step()  # type: ignore[union-attr]
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         super().step()
 
     def get_lr(self) -> list[float | Tensor]:
-        """Of the step that comes, by group."""
+        """Return the rates of the next step, by parameter group."""
         reached = min(1.0, self.last_epoch / self.warm_up) if self.warm_up else 1.0
         return [rate * (1.0 + (self.factor - 1.0) * reached) for rate in self.rates]
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the state of the job's own scheduler."""
         return {
             **super().state_dict(),
             "own": self.own.state_dict() if self.own is not None else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned.
+
+        Args:
+            state_dict: The state.
+        """
         own = self.own
         super().load_state_dict(
             {name: value for name, value in state_dict.items() if name != "own"}
@@ -109,8 +137,18 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def rescale_job(job: Job, samples: int) -> tuple[Job, str | None]:
-    """(the job with the rates of its batch, what they are and why), where it is trained on so
-    many samples; itself where nobody asks for others. Raises Refused.
+    """Give a job the rates of its batch, if it requests other rates.
+
+    Args:
+        job: The job.
+        samples: The number of training samples.
+
+    Returns:
+        The job with the new scheduler, and a text that says what its rates are and why. If no other
+        rates are requested, the job itself and None.
+
+    Raises:
+        Refused: scale_lr, warm_up or own_batch is wrong.
     """
     if job.scale_lr is None and not job.warm_up:
         return job, None
@@ -122,20 +160,20 @@ def rescale_job(job: Job, samples: int) -> tuple[Job, str | None]:
         SampleOrder(samples, job.own_batch, 0).steps,
     )
     factor = SCALING_RULES[job.scale_lr](min(job.batch, samples) / min(job.own_batch, samples))
-    first = round(job.warm_up * steps)
-    told = (
+    warm_up_steps = round(job.warm_up * steps)
+    explanation = (
         f"{job.scale_lr} scaling, for the batch is {job.batch} and the job's own {job.own_batch}"
         + (
-            f"; from the job's own rate in even parts over the first {first} steps "
+            f"; from the job's own rate in even parts over the first {warm_up_steps} steps "
             f"({job.warm_up:g} epochs)"
-            if first
+            if warm_up_steps
             else ""
         )
     )
-    made = partial(_build_scheduler, job.scheduler, factor, first, before, steps)
+    build_scheduler = partial(_build_scheduler, job.scheduler, factor, warm_up_steps, before, steps)
     return job.replace(
-        scheduler=made, scale_lr=None, warm_up=0.0
-    ), f"{factor:.4g} times the job's own: {told}"
+        scheduler=build_scheduler, scale_lr=None, warm_up=0.0
+    ), f"{factor:.4g} times the job's own: {explanation}"
 
 
 def _check_scaling(job: Job) -> None:
@@ -181,9 +219,9 @@ def _build_scheduler(
     steps: int,
     optimizer: Optimizer,
 ) -> Any:
-    made = own(optimizer) if own is not None else None
+    scheduler = own(optimizer) if own is not None else None
     if own is not None and (
-        not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau)
+        not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau)
     ):
-        return made  # the door says what is wrong with it
-    return Scaled(optimizer, factor, warm_up, made, before, steps)
+        return scheduler  # validation reports what is wrong with it
+    return Scaled(optimizer, factor, warm_up, scheduler, before, steps)

@@ -1,4 +1,7 @@
-"""Which technique runs a strategy: found by its name, imported when it is used."""
+"""The registry of techniques: which module runs a strategy.
+
+A module is imported when it is used.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from paragrad.runtime import stragglers
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy, list_factors
 
-# modules with a function exchange(strategy, replica, world, log, how), or share(strategy,
-# model, example, axis) (with another argument, what look(strategy, model, example) saw on the
-# first rank, where there is one), and passes(strategy, within, exchange) where forward and
-# backward go another way than one worker's
+# Modules with a function make_exchange(strategy, replica, world, log, options), or
+# shard_model(strategy, model, example, axis). If a module has inspect_model(strategy, model,
+# example), shard_model gets the result of the first rank as another argument. A module with
+# its own order of passes has make_passes(strategy, host, exchange).
 TECHNIQUE_MODULES = {
     "serial": "paragrad.parallel.data",
     "data": "paragrad.parallel.data",
@@ -38,22 +41,41 @@ TECHNIQUE_MODULES = {
 
 
 def is_builtin_technique(strategy: Strategy) -> bool:
+    """Return whether a strategy belongs to this library.
+
+    Args:
+        strategy: The strategy.
+    """
     return strategy.technique in TECHNIQUE_MODULES
 
 
 def select_factors(strategy: Strategy, function_name: str) -> list[Strategy]:
-    """The factors of a strategy that bring an exchange, a share of the model, or passes."""
+    """Return the factors of a strategy that bring an exchange, a model shard, or passes.
+
+    Args:
+        strategy: The strategy.
+        function_name: `make_exchange`, `shard_model` or `make_passes`.
+    """
     return [factor for factor in list_factors(strategy) if _find_function(factor, function_name)]
 
 
 def has_model_shards(strategy: Strategy) -> bool:
-    """Does it divide the model?"""
+    """Return whether a strategy divides the model.
+
+    Args:
+        strategy: The strategy.
+    """
     return bool(select_factors(strategy, "shard_model"))
 
 
 def list_model_checks(strategy: Strategy) -> list[Callable[[nn.Module, Any, bool], None]]:
-    """Of the factors that say at the door whether they can cut a model, how: check(model,
-    example, tested) raises StepFailed.
+    """Return the checks of factors that can tell during validation whether they can divide a model.
+
+    Args:
+        strategy: The strategy.
+
+    Returns:
+        Functions check(model, example, tested), which raise StepFailed.
     """
     return [
         check
@@ -65,7 +87,11 @@ def list_model_checks(strategy: Strategy) -> list[Callable[[nn.Module, Any, bool
 
 
 def has_layer_descriptions(strategy: Strategy) -> bool:
-    """Does a factor say what it does with the layers of a model?"""
+    """Return whether a factor describes what it does with the layers of a model.
+
+    Args:
+        strategy: The strategy.
+    """
     return any(
         is_builtin_technique(factor) and _find_function(factor, "describe_layers")
         for factor in list_factors(strategy)
@@ -75,54 +101,79 @@ def has_layer_descriptions(strategy: Strategy) -> bool:
 def describe_model_layers(
     strategy: Strategy, model: nn.Module, inputs: Any, samples: int
 ) -> list[str]:
-    """What the factors that say so do with a model's layers, in lines. inputs: of so many
-    samples. Raises StepFailed.
+    """Describe what the factors of a strategy do with the layers of a model.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        inputs: Inputs of some samples.
+        samples: Number of these samples.
+
+    Returns:
+        Lines of text.
+
+    Raises:
+        StepFailed: A factor cannot divide the model.
     """
     return [
         line
         for factor in list_factors(strategy)
         if (
-            told := _find_function(factor, "describe_layers")
+            describe := _find_function(factor, "describe_layers")
             if is_builtin_technique(factor)
             else None
         )
-        for line in told(model, inputs, samples)
+        for line in describe(model, inputs, samples)
     ]
 
 
 def build_model_shard(
     strategy: Strategy, model: nn.Module, example: Any, world: World, inspections: dict[str, Any]
 ) -> ModelShard:
-    """This rank's share of a model, which is changed: cut by the innermost factor first, along
-    its axes, and last by those that split layers, of what others leave. Collective. looks: by
-    the names of factors what each saw of the whole model; kept there, and taken from there.
+    """Build the shard of a model for this rank. The model is changed. Collective.
 
-    One of a user's own has a method: share(model, example, axis).
+    The innermost factor divides first, along its axes. Factors that split layers divide last, and
+    divide what the others leave. A strategy of the user has a method `shard_model(model, example,
+    axis)`.
+
+    Args:
+        strategy: The strategy.
+        model: The whole model.
+        example: Inputs of some samples.
+        world: All ranks.
+        inspections: For each factor by name, what its inspection of the whole model found. Entries
+            are added and reused.
+
+    Returns:
+        The shard in terms of the serial model.
+
+    Raises:
+        StepFailed: A factor cannot divide the model, or returned something else than a shard.
     """
-    share = ModelShard.build_undivided(model)
+    shard = ModelShard.build_undivided(model)
     factors = list_factors(strategy)[::-1]
-    cutting = [
+    dividing = [
         *(each for each in factors if not each.splits_layers),
         *(each for each in factors if each.splits_layers),
     ]
-    for factor in cutting:
-        # once, and told to all: replicas are cut alike
-        looked = _find_function(factor, "inspect_model")
-        if looked and factor.name not in inspections:
+    for factor in dividing:
+        # rank 0 inspects once and shares the result, so that all replicas are divided equally
+        inspects = _find_function(factor, "inspect_model")
+        if inspects and factor.name not in inspections:
             with stragglers.explain_timeout("rank 0 looks where to cut the model"):
                 inspections[factor.name] = world.broadcast_object(
-                    looked(model, example) if world.rank == 0 else None
+                    inspects(model, example) if world.rank == 0 else None
                 )
-    for factor in cutting:
-        if made := _find_function(factor, "shard_model"):
+    for factor in dividing:
+        if shard_function := _find_function(factor, "shard_model"):
             axes = [axis.name for axis in factor.axes if axis.divides != "samples"]
             try:
-                looked = factor.name in inspections
-                found = made(
-                    share.model,
+                inspects = factor.name in inspections
+                factor_shard = shard_function(
+                    shard.model,
                     example,
                     world.select_axes(axes),
-                    *([inspections[factor.name]] if looked else []),
+                    *([inspections[factor.name]] if inspects else []),
                 )
             except Exception as error:
                 if is_builtin_technique(factor) or isinstance(error, StepFailed):
@@ -130,70 +181,101 @@ def build_model_shard(
                 raise StepFailed(
                     f"shard_model() of {factor} raised {type(error).__name__}: {error}"
                 ) from error
-            if not isinstance(found, ModelShard):
+            if not isinstance(factor_shard, ModelShard):
                 raise StepFailed(
-                    f"the share of {factor.name} is a {type(found).__name__}; return a "
+                    f"the share of {factor.name} is a {type(factor_shard).__name__}; return a "
                     f"paragrad.ModelShard"
                 )
-            share = found.compose_with(share)
-    return share
+            shard = factor_shard.compose_with(shard)
+    return shard
 
 
 def build_exchange(
     strategy: Strategy, replica: Replica, world: World, log: StepLog, options: ExchangeOptions
 ) -> Exchange:
-    """The exchange of a resolved strategy: of a product, that of the factor that has one, along
-    its axes; one replica has none. Collective. One of a user's own has a method:
-    exchange(replica, world, log, how).
+    """Build the exchange of a resolved strategy. Collective.
+
+    For a product, it is the exchange of the factor that has one, along the axes of that factor. A
+    single replica needs no exchange. A strategy of the user has a method `make_exchange(replica,
+    world, log, options)`.
+
+    Args:
+        strategy: The resolved strategy.
+        replica: What this rank holds of the training.
+        world: All ranks.
+        log: The record of this rank.
+        options: Options of the exchange.
+
+    Returns:
+        The exchange.
+
+    Raises:
+        StepFailed: The strategy returned something else than an exchange, or it has servers and its
+            exchange lacks a method for them.
     """
-    found: Any = NoExchange(replica)
-    if bring := select_factors(strategy, "make_exchange"):  # one at most (admission)
-        along = (
-            world if strategy in bring else world.select_axes([axis.name for axis in bring[0].axes])
+    result: Any = NoExchange(replica)
+    if factors := select_factors(strategy, "make_exchange"):  # at most one (see validation)
+        axis_world = (
+            world
+            if strategy in factors
+            else world.select_axes([axis.name for axis in factors[0].axes])
         )
-        found = _find_function(bring[0], "make_exchange")(replica, along, log, options)
-    if not isinstance(found, Exchange):
+        result = _find_function(factors[0], "make_exchange")(replica, axis_world, log, options)
+    if not isinstance(result, Exchange):
         raise StepFailed(
-            f"the exchange of {bring[0].name} is a {type(found).__name__}; return a "
+            f"the exchange of {factors[0].name} is a {type(result).__name__}; return a "
             f"paragrad.Exchange"
         )
-    lacks = "serve" if options.is_server(strategy, world.rank) else "dismiss_servers"
-    if strategy.servers and getattr(type(found), lacks) is getattr(Exchange, lacks):
+    need = "serve" if options.is_server(strategy, world.rank) else "dismiss_servers"
+    if strategy.servers and getattr(type(result), need) is getattr(Exchange, need):
         raise StepFailed(
-            f"{strategy} has servers, and its {type(found).__name__} no {lacks}; give it a method "
-            f"{lacks}(self)"
+            f"{strategy} has servers, and its {type(result).__name__} no {need}; give it a method "
+            f"{need}(self)"
         )
-    if left := {what for values in replica.restored_tensors.values() for what in values} - set(
-        found.saved_names
+    if unused := {what for values in replica.restored_tensors.values() for what in values} - set(
+        result.saved_names
     ):
         log.write_choice(
-            "checkpoint", f"without {', '.join(sorted(left))}", f"{strategy} has no use for it"
+            "checkpoint", f"without {', '.join(sorted(unused))}", f"{strategy} has no use for it"
         )
-    return found
+    return result
 
 
 def build_passes(strategy: Strategy, host: PassesHost, exchange: Exchange) -> Passes:
-    """Its passes; one worker's where it brings none. One of a user's own may have a method:
-    passes(within, exchange).
+    """Build the passes of a strategy; by default those of one worker.
+
+    A strategy of the user may have a method `make_passes(host, exchange)`.
+
+    Args:
+        strategy: The strategy.
+        host: The trainer.
+        exchange: The exchange of this rank.
+
+    Returns:
+        The passes.
+
+    Raises:
+        StepFailed: The strategy returned something else than passes.
     """
-    bring = select_factors(strategy, "make_passes")
-    found = (
-        _find_function(bring[0], "make_passes")(host, exchange)
-        if bring
+    factors = select_factors(strategy, "make_passes")
+    passes = (
+        _find_function(factors[0], "make_passes")(host, exchange)
+        if factors
         else SequentialPasses(host, exchange)
     )
-    if not isinstance(found, Passes):
+    if not isinstance(passes, Passes):
         raise StepFailed(
-            f"the passes of {strategy} are a {type(found).__name__}; return paragrad.Passes"
+            f"the passes of {strategy} are a {type(passes).__name__}; return paragrad.Passes"
         )
-    return found
+    return passes
 
 
 def _find_function(strategy: Strategy, name: str) -> Any:
-    """A function of the strategy's technique, given the strategy; a strategy of a user's own is
-    its own technique.
+    """Return a function of a strategy's technique with the strategy as its first argument.
+
+    A strategy of the user is its own technique. Returns None if there is no such function.
     """
     if not is_builtin_technique(strategy):
         return getattr(strategy, name, None)
-    made = getattr(importlib.import_module(TECHNIQUE_MODULES[strategy.technique]), name, None)
-    return made and functools.partial(made, strategy)
+    function = getattr(importlib.import_module(TECHNIQUE_MODULES[strategy.technique]), name, None)
+    return function and functools.partial(function, strategy)

@@ -1,1 +1,1 @@
-"""What a training will cost: the work and depth of a model, machines, prices."""
+"""Cost models: what exchanges, layers and whole steps cost, predicted before they run."""

@@ -1,9 +1,7 @@
-"""From a call of one of torch's functions to its work and depth: the shapes it was given, and
-which gradients are wanted.
+"""Work and depth of one call of a torch function, from its tensor shapes and its wanted gradients.
 
-The table is by function, not by module: every module's forward calls these functions, so
-`nn.Linear`, `functional.linear` and a layer of the user's own that calls it are counted by the
-same line.
+The table is keyed by function, not by module. Every module's forward calls these functions, so one
+entry covers `nn.Linear`, `functional.linear` and a user's layer that calls it.
 """
 
 from __future__ import annotations
@@ -24,9 +22,15 @@ from paragrad.planner.layer_costs import PassCosts
 
 @dataclass(frozen=True)
 class CallCost:
-    """What one call does. kind: its row of the published table;  weights: the tensors whose
-    gradient is the third pass; again: the gradient of the inputs is made from the inputs as
-    well, not from that of the output and the weights alone.
+    """The cost of one call of a torch function.
+
+    Attributes:
+        kind: the row of the published table (docs/work.md) that the call belongs to.
+        passes: costs of the output, of the input gradient and of the weight gradient.
+        inputs: tensors with gradients that the second pass computes.
+        weights: tensors with gradients that the third pass computes.
+        reads_inputs: whether the input gradient also reads the inputs. Otherwise it is computed
+            from the output gradient and the weights alone.
     """
 
     kind: str
@@ -37,7 +41,7 @@ class CallCost:
 
 
 def needs_gradient(tensor: Any) -> bool:
-    """A gradient will be made of it."""
+    """Tell whether autograd will compute a gradient of this value."""
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
@@ -64,7 +68,7 @@ def _analyze_matmul(out: Tensor, input: Tensor, other: Tensor, **_: Any) -> Call
 
 
 def _split_parameters(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What was computed, and what is a parameter or a view of one."""
+    """Split tensors into (computed values, parameters and views of parameters)."""
     weights = [
         each for each in tensors if isinstance(each, Parameter) or isinstance(each._base, Parameter)
     ]
@@ -72,12 +76,14 @@ def _split_parameters(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
 
 
 def _list_gradient_sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Element counts of the tensors with a wanted gradient."""
     return [each.numel() for each in tensors if needs_gradient(each)]
 
 
 def _expand_to_dims(value: Any, dims: int) -> tuple[int, ...]:
-    given = tuple(value) if isinstance(value, tuple | list) else (value,)
-    return given * dims if len(given) == 1 else given
+    """Expand a scalar or one-element argument of a torch function to one number per dimension."""
+    values = tuple(value) if isinstance(value, tuple | list) else (value,)
+    return values * dims if len(values) == 1 else values
 
 
 def _analyze_conv(
@@ -92,7 +98,7 @@ def _analyze_conv(
 ) -> CallCost:
     dims = weight.dim() - 2
     samples = input.shape[0] if input.dim() == weight.dim() else 1
-    found = layer_costs.Convolution(
+    convolution = layer_costs.Convolution(
         samples,
         weight.shape[1] * groups,
         weight.shape[0],
@@ -105,7 +111,7 @@ def _analyze_conv(
     )
     return CallCost(
         "convolution",
-        found.count_passes(bias is not None, needs_gradient(weight)),
+        convolution.count_passes(bias is not None, needs_gradient(weight)),
         [input],
         _drop_missing(weight, bias),
     )
@@ -124,7 +130,7 @@ def _analyze_conv_transpose(
 ) -> CallCost:
     dims = weight.dim() - 2
     samples = input.shape[0] if input.dim() == weight.dim() else 1
-    found = layer_costs.Convolution(
+    convolution = layer_costs.Convolution(
         samples,
         weight.shape[1] * groups,
         weight.shape[0],
@@ -137,7 +143,7 @@ def _analyze_conv_transpose(
     )
     return CallCost(
         "convolution",
-        found.count_transposed_passes(bias is not None, needs_gradient(weight)),
+        convolution.count_transposed_passes(bias is not None, needs_gradient(weight)),
         [input],
         _drop_missing(weight, bias),
     )
@@ -170,7 +176,7 @@ def _analyze_softmax(
 
 
 def _make_pool_analyzer(dims: int, average: bool) -> Callable[..., CallCost]:
-    def pool(
+    def analyze_pool(
         out: Any, input: Tensor, kernel_size: Any, stride: Any = None, *_: Any, **__: Any
     ) -> CallCost:
         kernel = _expand_to_dims(kernel_size, dims)
@@ -186,11 +192,11 @@ def _make_pool_analyzer(dims: int, average: bool) -> Callable[..., CallCost]:
             reads_inputs=not average,
         )
 
-    return pool
+    return analyze_pool
 
 
 def _make_adaptive_pool_analyzer(dims: int, average: bool) -> Callable[..., CallCost]:
-    def pool(out: Any, input: Tensor, *_: Any, **__: Any) -> CallCost:
+    def analyze_pool(out: Any, input: Tensor, *_: Any, **__: Any) -> CallCost:
         result = list_batch_tensors(out)[0]
         terms = prod(result.shape[:-dims])
         channels = terms
@@ -214,7 +220,7 @@ def _make_adaptive_pool_analyzer(dims: int, average: bool) -> Callable[..., Call
             reads_inputs=not average,
         )
 
-    return pool
+    return analyze_pool
 
 
 def _analyze_norm(
@@ -317,65 +323,67 @@ def _analyze_embedding(out: Tensor, input: Tensor, weight: Tensor, *_: Any, **__
 
 
 def _make_recurrent_analyzer(kind: str) -> Callable[..., CallCost]:
-    def recurrent(out: Any, input: Tensor, *rest: Any) -> CallCost:
-        # packed: data [tokens, inputs], how many sequences each step has, ...
+    def analyze_recurrent(out: Any, input: Tensor, *rest: Any) -> CallCost:
+        # a packed sequence: data [tokens, inputs], then the number of sequences in each step
         if not isinstance(rest[2], bool):
-            sizes, states, weights, bias, count, dropout, training, both = rest[:8]
+            sizes, states, weights, bias, layer_count, dropout, training, bidirectional = rest[:8]
             tokens = len(input)
             steps = len(sizes)
             samples = int(sizes[0])
         else:
-            states, weights, bias, count, dropout, training, both, first = rest[:8]
-            steps = input.shape[1 if first and input.dim() == 3 else 0]
+            states, weights, bias, layer_count, dropout, training, bidirectional, batch_first = (
+                rest[:8]
+            )
+            steps = input.shape[1 if batch_first and input.dim() == 3 else 0]
             tokens = input.numel() // input.shape[-1]
             samples = tokens // max(steps, 1)
         state = states[0] if isinstance(states, tuple | list) else states
         cell = sequence_costs.CELLS[kind]
         hidden = weights[0].shape[0] // cell.gates
-        found = sequence_costs.RecurrentLayers(
+        layers = sequence_costs.RecurrentLayers(
             cell,
             tokens,
             samples,
             steps,
             input.shape[-1],
             hidden,
-            count,
-            2 if both else 1,
+            layer_count,
+            2 if bidirectional else 1,
             bias,
             state.shape[-1] if state.shape[-1] != hidden else 0,
             bool(dropout and training),
             needs_gradient(input),
             needs_gradient(state),
         )
-        return CallCost("recurrent", found.count_passes(), [input], weights, reads_inputs=True)
+        return CallCost("recurrent", layers.count_passes(), [input], weights, reads_inputs=True)
 
-    return recurrent
+    return analyze_recurrent
 
 
 def _make_cell_analyzer(kind: str) -> Callable[..., CallCost]:
-    def cell(out: Any, input: Tensor, state: Any, *weights: Tensor) -> CallCost:
-        before = state[0] if isinstance(state, tuple | list) else state
+    def analyze_cell(out: Any, input: Tensor, state: Any, *weights: Tensor) -> CallCost:
+        previous_state = state[0] if isinstance(state, tuple | list) else state
         samples = input.numel() // input.shape[-1]
-        found = sequence_costs.RecurrentLayers(
+        layers = sequence_costs.RecurrentLayers(
             sequence_costs.CELLS[kind],
             samples,
             samples,
             1,
             input.shape[-1],
-            before.shape[-1],
+            previous_state.shape[-1],
             bias=len(_drop_missing(*weights)) > 2,
             needs_input_gradient=needs_gradient(input),
-            needs_state_gradient=needs_gradient(before),
+            needs_state_gradient=needs_gradient(previous_state),
         )
         return CallCost(
             "recurrent",
-            found.count_passes(),
-            [input, before],
+            layers.count_passes(),
+            [input, previous_state],
             _drop_missing(*weights),
             reads_inputs=True,
         )
 
-    return cell
+    return analyze_cell
 
 
 def _analyze_dot_products(
@@ -411,7 +419,7 @@ def _analyze_multi_head(
     **named: Any,
 ) -> CallCost:
     in_weight, in_bias, _, _, _, dropout, out_weight, out_bias = rest[:8]
-    apart = (
+    separate_weights = (
         [named.get(f"{name}_proj_weight") for name in "qkv"]
         if named.get("use_separate_proj_weight")
         else []
@@ -432,27 +440,27 @@ def _analyze_multi_head(
         bool(dropout and named.get("training", True)),
         [needs_gradient(each) for each in (query, key, value)],
     )
-    weights = _drop_missing(in_weight, *apart, in_bias, out_weight, out_bias)
+    weights = _drop_missing(in_weight, *separate_weights, in_bias, out_weight, out_bias)
     return CallCost("attention", passes, [query, key, value], weights, reads_inputs=True)
 
 
 def _make_pointwise_analyzer(additive: bool) -> Callable[..., CallCost]:
-    def pointwise(out: Tensor, *given: Any, **named: Any) -> CallCost:
+    def analyze_pointwise(out: Tensor, *given: Any, **named: Any) -> CallCost:
         inputs, weights = _split_parameters(list_batch_tensors((*given, *named.values())))
         passes = layer_costs.count_pointwise(
             out.numel(), _list_gradient_sizes(inputs), _list_gradient_sizes(weights), additive
         )
         return CallCost("element-wise", passes, inputs, weights, reads_inputs=not additive)
 
-    return pointwise
+    return analyze_pointwise
 
 
 def _make_reduction_analyzer(mean: bool) -> Callable[..., CallCost]:
-    def reduction(out: Tensor, input: Tensor, *_: Any, **__: Any) -> CallCost:
+    def analyze_reduction(out: Tensor, input: Tensor, *_: Any, **__: Any) -> CallCost:
         terms = input.numel() // max(out.numel(), 1)
         return CallCost("sum", layer_costs.count_reduction(out.numel(), terms, mean), [input])
 
-    return reduction
+    return analyze_reduction
 
 
 ACTIVATIONS = (
@@ -511,8 +519,8 @@ ARITHMETIC = (
     "minimum",
     "prelu",
 )
-# what moves numbers, or makes constants: no operation (what gives a view of its input is told
-# from its storage)
+# Functions that move numbers or make constants, which counts as no operation. Functions that return
+# a view of their input are recognized by their storage.
 UNCOUNTED_FUNCTIONS = (
     "cat",
     "concat",

@@ -1,12 +1,15 @@
-"""Closed forms: what an exchange costs, by formula. The clock agrees with them, up to 64 ranks
-(tests/pure/test_price.py).
+"""Closed forms: the cost of an exchange by formula.
 
-A message of x bytes takes alpha + beta x, an addition of x bytes gamma x; an addition hides
-behind a message where it does not take longer. Where gamma > 0, two forms are upper bounds: the
-tree's if p is no power of two, the blocking ring's if p is odd; and halving takes up to a
-twentieth longer than its form if p is no power of two, because ranks that do not fold are early
-and in the way. Sources: Chan et al. 2007 (tree, lower bounds), Thakur, Rabenseifner, Gropp 2005
-(butterfly, halving), Patarasuk & Yuan 2009 (ring).
+The clock agrees with them up to 64 ranks (tests/pure/test_price.py). A message of x bytes takes
+alpha + beta x, an addition of x bytes takes gamma x. An addition overlaps with a message if it does
+not take longer.
+
+If gamma > 0, two forms are upper bounds: the tree's for p that is no power of two, and the blocking
+ring's for odd p. If p is no power of two, halving takes up to a twentieth longer than its form.
+Ranks that do not fold start early and delay others.
+
+Sources: Chan et al. 2007 (tree, lower bounds), Thakur, Rabenseifner, Gropp 2005 (butterfly,
+halving), Patarasuk & Yuan 2009 (ring).
 """
 
 from __future__ import annotations
@@ -29,20 +32,28 @@ from paragrad.schedules.two_level import TwoLevel
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Counts of one exchange. rounds, carried and added are those of its longest chain:
-    messages one after the other, elements in them, and elements added where no message hides
-    it.
+    """Counts of one exchange.
+
+    `rounds`, `carried` and `added` belong to the longest chain of the exchange.
+
+    Attributes:
+        rounds: messages one after the other, the factor of alpha.
+        carried: elements in these messages, the factor of beta.
+        added: elements added that no message overlaps, the factor of gamma.
+        messages: messages in all.
+        sent: elements sent by the rank that sends most.
+        scratch: elements of scratch memory.
     """
 
-    rounds: int = 0  # factor of alpha
-    carried: int = 0  # elements, factor of beta
-    added: int = 0  # elements, factor of gamma
-    messages: int = 0  # in all
-    sent: int = 0  # elements, by the rank that sends most
-    scratch: int = 0  # elements
+    rounds: int = 0
+    carried: int = 0
+    added: int = 0
+    messages: int = 0
+    sent: int = 0
+    scratch: int = 0
 
     def __add__(self, other: ExchangeCost) -> ExchangeCost:
-        """One after the other, the same rank sending most."""
+        """The cost of one exchange after the other, if the same rank sends most in both."""
         return ExchangeCost(
             self.rounds + other.rounds,
             self.carried + other.carried,
@@ -53,13 +64,27 @@ class ExchangeCost:
         )
 
     def compute_seconds(self, link: Link, gamma: float, element: int = 4) -> float:
+        """The time of the exchange on a link.
+
+        Args:
+            link: gives alpha and beta.
+            gamma: seconds per byte added.
+            element: bytes of an element.
+        """
         return self.rounds * link.alpha + element * (self.carried * link.beta + self.added * gamma)
 
 
 @singledispatch
 def compute_exchange_cost(schedule: Any, size: int, length: int) -> ExchangeCost:
-    """The closed form of an all-reduce, or of a half of one, over `length` elements.
-    LookupError where none is known.
+    """The closed form of an all-reduce, or of one half of it.
+
+    Args:
+        schedule: the all-reduce, reduce-scatter or all-gather.
+        size: number of ranks.
+        length: elements of the vector.
+
+    Raises:
+        LookupError: no closed form of this schedule is known.
     """
     if isinstance(schedule, ComposedAllReduce):
         first, second = schedule.build_halves()
@@ -72,8 +97,17 @@ def compute_exchange_cost(schedule: Any, size: int, length: int) -> ExchangeCost
 def predict_exchange_seconds(
     schedule: Any, size: int, length: int, cluster: Cluster, element: int = 4
 ) -> float:
-    """The time of an all-reduce by closed form, with links of each rank's own. LookupError
-    where none is known.
+    """The time of an all-reduce by closed form, if every rank has links of its own.
+
+    Args:
+        schedule: the all-reduce.
+        size: number of ranks.
+        length: elements of the vector.
+        cluster: gives the links and gamma.
+        element: bytes of an element.
+
+    Raises:
+        LookupError: no closed form of this schedule is known.
     """
     if not isinstance(schedule, TwoLevel):
         return compute_exchange_cost(schedule, size, length).compute_seconds(
@@ -81,20 +115,25 @@ def predict_exchange_seconds(
         )
     group = schedule.require_group_size(size)
     first, second = schedule.inside.build_halves()
-    # rank 0 owns something in all of them
+    # rank 0 owns a part in all groups
     share = len(first.owns(0, group)) / first.parts(group)
-    within = compute_exchange_cost(first, group, length) + compute_exchange_cost(
+    host_cost = compute_exchange_cost(first, group, length) + compute_exchange_cost(
         second, group, length
     )
-    across = compute_exchange_cost(schedule.across, size // group, int(length * share))
-    return within.compute_seconds(
+    network_cost = compute_exchange_cost(schedule.across, size // group, int(length * share))
+    return host_cost.compute_seconds(
         cluster.inside or cluster.link, cluster.gamma, element
-    ) + across.compute_seconds(cluster.link, cluster.gamma, element)
+    ) + network_cost.compute_seconds(cluster.link, cluster.gamma, element)
 
 
 def compute_lower_bounds(size: int, length: int) -> ExchangeCost:
-    """Lower bounds, each term apart: ceil(lg p) alpha, 2(p-1)/p n beta, (p-1)/p n gamma (Chan
-    et al. 2007).
+    """Lower bounds of an all-reduce, each term by itself (Chan et al. 2007).
+
+    They are ceil(lg p) alpha, 2(p-1)/p n beta and (p-1)/p n gamma.
+
+    Args:
+        size: p, the number of ranks.
+        length: n, the elements of the vector.
     """
     if size == 1:
         return ExchangeCost()
@@ -115,38 +154,69 @@ def find_crossover(
     *,
     length: int = 1 << 40,
 ) -> float | None:
-    """Bytes from which `long`, of more rounds, is faster than `few`; None where it never is.
-    Solves the two closed forms, which are lines in the number of bytes; length: elements so
-    many that rounding to parts does not show.
+    """Find the vector length above which one algorithm is faster than another.
+
+    Solves the two closed forms, which are lines in the number of bytes.
+
+    Args:
+        fewer_rounds: the algorithm for short vectors.
+        more_rounds: the algorithm with more rounds, for long vectors.
+        size: number of ranks.
+        link: gives alpha and beta.
+        gamma: seconds per byte added.
+        length: elements at which the forms are evaluated; so many that rounding to parts does not
+            show.
+
+    Returns:
+        The crossover in bytes; None if `more_rounds` is never faster.
     """
-    one = compute_exchange_cost(fewer_rounds, size, length)
-    other = compute_exchange_cost(more_rounds, size, length)
-    saved = ((one.carried - other.carried) * link.beta + (one.added - other.added) * gamma) / length
-    return (other.rounds - one.rounds) * link.alpha / saved if saved > 0 else None
+    first_cost = compute_exchange_cost(fewer_rounds, size, length)
+    second_cost = compute_exchange_cost(more_rounds, size, length)
+    saved_per_element = (
+        (first_cost.carried - second_cost.carried) * link.beta
+        + (first_cost.added - second_cost.added) * gamma
+    ) / length
+    return (
+        (second_cost.rounds - first_cost.rounds) * link.alpha / saved_per_element
+        if saved_per_element > 0
+        else None
+    )
 
 
 def count_collective_bytes(collective: str, payload: int, size: int) -> int:
-    """Bytes a rank sends in a backend's own collective over `payload` bytes: gloo's are
-    rings.
+    """Count the bytes that a rank sends in a backend's own collective.
+
+    Gloo's collectives are rings.
+
+    Args:
+        collective: all_reduce, all_gather, reduce_scatter or broadcast.
+        payload: bytes of the vector.
+        size: number of ranks.
     """
     return {
         "all_reduce": 2 * payload * (size - 1) // size,
         "all_gather": payload * (size - 1),
         "reduce_scatter": payload * (size - 1) // size,
-        # the first rank, along a tree
+        # sent by the first rank, along a tree
         "broadcast": payload * (size - 1).bit_length(),
     }[collective]
 
 
-# ---- one form for each half ------------------------------------------------------------------
+# ---- the closed form of each half ------------------------------------------------------------
 def count_largest_part(half: Any, size: int, length: int) -> int:
-    """Elements of the longest part."""
+    """Elements of the longest part of a vector.
+
+    Args:
+        half: the reduce-scatter or all-gather.
+        size: number of ranks.
+        length: elements of the vector.
+    """
     return int(-(-length // half.parts(size)))
 
 
 @compute_exchange_cost.register
 def _(half: StarReduce, size: int, length: int) -> ExchangeCost:
-    # rank 0, which sends most, sends in the broadcast only
+    # rank 0 sends most in the whole all-reduce, all of it in the broadcast
     others = size - 1
     return (
         ExchangeCost(others, others * length, length, others, 0, length)
@@ -163,7 +233,7 @@ def _(half: StarBroadcast, size: int, length: int) -> ExchangeCost:
 
 @compute_exchange_cost.register
 def _(half: TreeReduce, size: int, length: int) -> ExchangeCost:
-    # the root, which sends most, sends in the broadcast only
+    # the root sends most in the whole all-reduce, all of it in the broadcast
     levels = (size - 1).bit_length()
     return (
         ExchangeCost(levels, levels * length, levels * length, size - 1, 0, length)
@@ -182,11 +252,11 @@ def _(half: TreeBroadcast, size: int, length: int) -> ExchangeCost:
 def _(half: ButterflyReduce, size: int, length: int) -> ExchangeCost:
     rounds = count_inner_ranks(size).bit_length() - 1
     folded = size - count_inner_ranks(size)
-    whole = rounds + (folded > 0)
+    all_rounds = rounds + (folded > 0)
     return ExchangeCost(
-        whole,
-        whole * length,
-        whole * length,
+        all_rounds,
+        all_rounds * length,
+        all_rounds * length,
         count_inner_ranks(size) * rounds + folded,
         rounds * length,
         length if size > 1 else 0,
@@ -205,14 +275,14 @@ def _(half: HalvingReduceScatter, size: int, length: int) -> ExchangeCost:
     folded = size - count_inner_ranks(size)
     part = count_largest_part(half, size, length)
     moved = (count_inner_ranks(size) - 1) * part  # parts of one segment, over all rounds
-    whole = length if folded else 0
+    fold_length = length if folded else 0
     return ExchangeCost(
         rounds * half.segments + (folded > 0),
-        moved * half.segments + whole,
-        moved + whole,
+        moved * half.segments + fold_length,
+        moved + fold_length,
         count_inner_ranks(size) * rounds * half.segments + folded,
         moved * half.segments,
-        whole or count_inner_ranks(size) // 2 * part,
+        fold_length or count_inner_ranks(size) // 2 * part,
     )
 
 
@@ -222,13 +292,13 @@ def _(half: DoublingAllGather, size: int, length: int) -> ExchangeCost:
     folded = size - count_inner_ranks(size)
     part = count_largest_part(half, size, length)
     moved = (count_inner_ranks(size) - 1) * part * half.segments
-    whole = length if folded else 0
+    fold_length = length if folded else 0
     return ExchangeCost(
         rounds * half.segments + (folded > 0),
-        moved + whole,
+        moved + fold_length,
         0,
         count_inner_ranks(size) * rounds * half.segments + folded,
-        moved + whole,
+        moved + fold_length,
     )
 
 
@@ -275,7 +345,7 @@ def _(half: RingAllGather, size: int, length: int) -> ExchangeCost:
     messages = (size - 1) * half.segments
     part = count_largest_part(half, size, length)
     rounds = 2 * messages if half.blocking else messages
-    # two neighbours that both send first hold up the others: two rounds
+    # in an odd ring two neighbours both send first and delay the others by two hops
     if half.blocking and size % 2 == 1 and size > 1:
         rounds += 4
     return ExchangeCost(rounds, rounds * part, 0, size * messages, messages * part)

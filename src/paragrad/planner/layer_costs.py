@@ -1,15 +1,15 @@
-"""Work, depth and bytes of the layers of a network, forward and backward, as whole numbers
-(docs/work.md has the table).
+"""Work, depth and bytes of the layers of a network, forward and backward, as whole numbers.
 
-Work W: operations. An addition, a multiplication, a comparison or an elementary function of one
-number is one; a product of matrices is 2 for each of its terms, multiply and add, as
-torch.utils.flop_counter counts it (a bias takes the place of the zero to which the first term
-is added). Depth D: operations on the longest chain where processors are unlimited; a sum of k
-numbers takes ceil(lg k). Orders of growth: Ben-Nun & Hoefler 2018, arXiv 1802.09941.
+docs/work.md has the table. Work W counts operations. An addition, a multiplication, a comparison or
+an elementary function of one number is one operation. Each term of a matrix product has two, a
+multiplication and an addition, as torch.utils.flop_counter counts it. A bias costs nothing: it
+takes the place of the zero to which the first term is added.
+
+Depth D counts the operations on the longest chain with unlimited processors. A sum of k numbers
+takes ceil(lg k). Orders of growth: Ben-Nun & Hoefler 2018, arXiv 1802.09941.
 
 Every formula gives three passes: the output, the gradient of the inputs, the gradient of the
-weights, the latter two counted from the gradient of the output on. Their bytes are the caller's
-to know.
+weights. The latter two start from the gradient of the output. The caller adds the bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from math import gcd, prod
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """A pass through a layer: operations, the longest chain of them, bytes read and written,
-    operations of matrix products.
+    """The cost of one pass through a layer.
+
+    Attributes:
+        work: operations.
+        depth: operations on the longest chain.
+        bytes: bytes read and written.
+        products: operations that are in matrix products.
     """
 
     work: int
@@ -33,8 +38,16 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer does in a step. name: of its module;  kind: its row in the table;
-    function: torch's, that it calls.
+    """The cost of one layer in a step.
+
+    Attributes:
+        name: the name of its module.
+        kind: its row in the table of docs/work.md.
+        function: the torch function that it calls.
+        output: cost of the forward pass.
+        input_gradient: cost of the gradient of the inputs.
+        weight_gradient: cost of the gradient of the weights.
+        calls: number of calls that are added up here.
     """
 
     name: str
@@ -52,7 +65,7 @@ PassCosts = tuple[PassCost, PassCost, PassCost]
 
 
 def combine_sequential(*passes: PassCost) -> PassCost:
-    """One after the other: works and depths add up."""
+    """Combine passes that run one after the other: works and depths add up."""
     return PassCost(
         sum(each.work for each in passes),
         sum(each.depth for each in passes),
@@ -62,7 +75,7 @@ def combine_sequential(*passes: PassCost) -> PassCost:
 
 
 def combine_parallel(*passes: PassCost) -> PassCost:
-    """Side by side: works add up, the longest chain is the depth."""
+    """Combine passes that run side by side: works add up, the longest chain is the depth."""
     return PassCost(
         sum(each.work for each in passes),
         max((each.depth for each in passes), default=0),
@@ -72,23 +85,37 @@ def combine_parallel(*passes: PassCost) -> PassCost:
 
 
 def compute_sum_depth(terms: int) -> int:
-    """ceil(lg terms): the depth of a sum of so many numbers."""
+    """The depth of a sum of `terms` numbers: ceil(lg terms)."""
     return max(terms - 1, 0).bit_length()
 
 
 def count_elementwise(elements: int, operations: int = 1) -> PassCost:
-    """So many operations, one after the other, on every element by itself."""
+    """The cost of operations on each element by itself.
+
+    Args:
+        elements: number of elements.
+        operations: operations on each element, one after the other.
+    """
     return PassCost(elements * operations, operations if elements else 0)
 
 
 def count_sums(count: int, terms: int) -> PassCost:
-    """`count` sums (or maxima) of `terms` numbers each."""
+    """The cost of sums, or of maxima.
+
+    Args:
+        count: number of sums.
+        terms: numbers in each sum.
+    """
     return PassCost(count * terms, compute_sum_depth(terms))
 
 
 def count_products(count: int, terms: int, bias: bool = False) -> PassCost:
-    """`count` sums of `terms` products of two numbers each; a bias is one more number in the
-    sum.
+    """The cost of `count` sums of `terms` products of two numbers each.
+
+    Args:
+        count: number of sums.
+        terms: products in each sum.
+        bias: whether each sum has one more number.
     """
     work = 2 * count * terms
     return PassCost(work, 1 + compute_sum_depth(terms + bias), products=work) if work else NO_COST
@@ -97,8 +124,14 @@ def count_products(count: int, terms: int, bias: bool = False) -> PassCost:
 def count_linear(
     samples: int, inputs: int, outputs: int, bias: bool = True, weight: bool = True
 ) -> PassCosts:
-    """Fully connected: [samples, inputs] -> [samples, outputs]. bias: there is one; weight: its
-    gradient is wanted too.
+    """The cost of a fully connected layer: [samples, inputs] -> [samples, outputs].
+
+    Args:
+        samples: rows of the input.
+        inputs: numbers per row of the input.
+        outputs: numbers per row of the output.
+        bias: whether there is a bias.
+        weight: whether the gradient of the weight is wanted.
     """
     weights = count_products(outputs * inputs, samples) if weight else NO_COST
     return (
@@ -111,13 +144,18 @@ def count_linear(
 def count_matmul(
     outputs: int, terms: int, operands: Sequence[int], parameters: Sequence[int]
 ) -> PassCosts:
-    """A product of two matrices, or of batches of them. operands, parameters: elements of those
-    whose gradient is wanted.
+    """The cost of a product of two matrices, or of batches of them.
+
+    Args:
+        outputs: elements of the result.
+        terms: products in the sum of each element.
+        operands: elements of each computed operand with a wanted gradient.
+        parameters: elements of each parameter with a wanted gradient.
     """
-    # products of two numbers, as many forward as for either gradient
-    used = outputs * terms
+    # products of two numbers; the forward has as many as either gradient
+    term_count = outputs * terms
     inputs, weights = (
-        [count_products(size, used // size) for size in sizes if size]
+        [count_products(size, term_count // size) for size in sizes if size]
         for sizes in (operands, parameters)
     )
     return count_products(outputs, terms), combine_parallel(*inputs), combine_parallel(*weights)
@@ -125,11 +163,20 @@ def count_matmul(
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A direct convolution: [samples, inputs, *image] -> [samples, outputs, *result], with a
-    kernel per input and output.
+    """A direct convolution: [samples, inputs, *image] -> [samples, outputs, *result].
 
-    inputs, outputs: channels;  image, result, kernel, stride, dilation: a number for each
-    dimension of the image. Padding counts as image, as torch counts it.
+    It has one kernel for each input and output. Padding counts as image, as torch counts it.
+
+    Attributes:
+        samples: number of samples.
+        inputs: input channels.
+        outputs: output channels.
+        image: size of the image in each dimension.
+        result: size of the result in each dimension.
+        kernel: size of the kernel in each dimension.
+        stride: stride in each dimension.
+        dilation: dilation in each dimension.
+        groups: number of groups of channels.
     """
 
     samples: int
@@ -144,9 +191,7 @@ class Convolution:
 
     @property
     def max_uses(self) -> int:
-        """The largest number of results, of one output channel, that one number of the image is
-        used for.
-        """
+        """How many results of one output channel use one number of the image, at most."""
         places = zip(self.result, self.kernel, self.stride, self.dilation, strict=True)
         return prod(
             min(result, -(-kernel // (stride // gcd(stride, dilation))))
@@ -154,13 +199,16 @@ class Convolution:
         )
 
     def count_passes(self, bias: bool = True, weight: bool = True) -> PassCosts:
-        """bias: there is one, and its gradient is wanted;  weight: the gradient of the kernel
-        is wanted.
+        """The cost of the three passes.
+
+        Args:
+            bias: whether there is a bias with a wanted gradient.
+            weight: whether the gradient of the kernel is wanted.
         """
         terms = self.inputs // self.groups * prod(self.kernel)
         places = self.samples * prod(self.result)
         output = count_products(places * self.outputs, terms, bias)
-        back = PassCost(
+        input_gradient = PassCost(
             output.work,
             1 + compute_sum_depth(self.outputs // self.groups * self.max_uses),
             products=output.work,
@@ -168,34 +216,46 @@ class Convolution:
         weights = count_products(self.outputs * terms, places) if weight else NO_COST
         return (
             output,
-            back,
+            input_gradient,
             combine_parallel(weights, count_sums(self.outputs, places) if bias else NO_COST),
         )
 
     def count_transposed_passes(self, bias: bool = True, weight: bool = True) -> PassCosts:
-        """The layer whose forward is this one's gradient of the inputs: from `result` to
-        `image`, `outputs` to `inputs`.
+        """The cost of the transposed convolution.
+
+        It maps `result` to `image`, and `outputs` to `inputs`. Its forward is the input gradient of
+        this convolution.
+
+        Args:
+            bias: whether there is a bias with a wanted gradient.
+            weight: whether the gradient of the kernel is wanted.
         """
-        back, output, weights = self.count_passes(False, weight)
+        input_gradient, output, weights = self.count_passes(False, weight)
         output = PassCost(
             output.work,
             1 + compute_sum_depth(self.outputs // self.groups * self.max_uses + bias),
             products=output.work,
         )
         biases = count_sums(self.inputs, self.samples * prod(self.image)) if bias else NO_COST
-        return output, back, combine_parallel(weights, biases)
+        return output, input_gradient, combine_parallel(weights, biases)
 
 
 def count_activation(elements: int) -> PassCosts:
-    """A function of each element; its derivative, with the gradient that it multiplies, counts
-    one operation too.
+    """The cost of a function of each element.
+
+    The derivative times the incoming gradient counts as one operation, too.
     """
     return count_elementwise(elements), count_elementwise(elements), NO_COST
 
 
 def count_softmax(rows: int, width: int) -> PassCosts:
-    """Softmax, or its logarithm: largest, difference, exponential, sum, quotient; and
-    backward.
+    """The cost of softmax or its logarithm, and of its backward.
+
+    The forward is largest, difference, exponential, sum and quotient.
+
+    Args:
+        rows: number of distributions.
+        width: elements of each.
     """
     elements = rows * width
     output = combine_sequential(
@@ -214,8 +274,14 @@ def count_softmax(rows: int, width: int) -> PassCosts:
 
 
 def count_pooling(outputs: int, terms: int, window: int, overlap: int, average: bool) -> PassCosts:
-    """Largest or mean of windows. terms: of all windows together;  window: of the largest one;
-    overlap: the largest number of windows that one element is in.
+    """The cost of the largest or the mean of windows.
+
+    Args:
+        outputs: number of windows.
+        terms: elements of all windows together.
+        window: elements of the largest window.
+        overlap: the largest number of windows that contain one element.
+        average: the mean, not the largest.
     """
     output = PassCost(terms, compute_sum_depth(window))
     if average:
@@ -226,7 +292,7 @@ def count_pooling(outputs: int, terms: int, window: int, overlap: int, average: 
             ),
             NO_COST,
         )
-    # a gradient goes to one place of its window
+    # each gradient goes to one element of its window
     return (
         output,
         combine_sequential(count_elementwise(outputs), PassCost(0, compute_sum_depth(overlap))),
@@ -242,53 +308,58 @@ def count_normalization(
     mean: bool = True,
     batch_statistics: bool = True,
 ) -> PassCosts:
-    """Batch, layer, group or root-mean-square norm: every `terms` elements share their
-    statistics.
+    """The cost of a batch, layer, group or root-mean-square norm.
 
-    weights: how many factors there are, 0 for none;  bias: as many summands too;  mean: it is
-    taken off (not in a root-mean-square norm);  measured: statistics of this batch, not the
-    running ones.
+    Args:
+        elements: elements of the input.
+        terms: elements that share their statistics.
+        weights: number of factors; 0 for none.
+        bias: whether there are as many summands, too.
+        mean: whether the mean is subtracted; not in a root-mean-square norm.
+        batch_statistics: whether the statistics are of this batch, not the running ones.
     """
     rows = elements // terms if terms else 0
-    scaled = count_elementwise(elements if weights else 0)
-    centred = (
+    scaling = count_elementwise(elements if weights else 0)
+    mean_cost = (
         combine_sequential(count_sums(rows, terms), count_elementwise(rows))
         if batch_statistics
         else NO_COST
-    )  # the mean
-    spread = (
+    )
+    variance_cost = (
         combine_sequential(
             count_elementwise(elements), count_sums(rows, terms), count_elementwise(rows)
         )
         if batch_statistics
         else NO_COST
     )
-    # + eps, 1 / root
     output = combine_sequential(
-        *((centred, count_elementwise(elements)) if mean else ()),
-        spread,
-        count_elementwise(rows, 2),
+        *((mean_cost, count_elementwise(elements)) if mean else ()),
+        variance_cost,
+        count_elementwise(rows, 2),  # add eps, reciprocal square root
         count_elementwise(elements),
-        scaled,
+        scaling,
         count_elementwise(elements if weights and bias else 0),
     )
-    # gradient x normalised, summed
-    along = combine_sequential(count_elementwise(elements), count_sums(rows, terms))
-    both = combine_parallel(along, count_sums(rows, terms)) if mean else along
-    corrected = (
+    # the sum of the gradient times the normalized input
+    projection = combine_sequential(count_elementwise(elements), count_sums(rows, terms))
+    gradient_sums = combine_parallel(projection, count_sums(rows, terms)) if mean else projection
+    correction = (
         combine_sequential(
-            both, count_elementwise(rows * (1 + mean)), count_elementwise(elements, 2 + mean)
+            gradient_sums,
+            count_elementwise(rows * (1 + mean)),
+            count_elementwise(elements, 2 + mean),
         )
         if batch_statistics
         else NO_COST
     )
-    shared = elements // weights if weights else 0
-    summed = count_sums(weights, shared) if bias else NO_COST
+    terms_per_weight = elements // weights if weights else 0
+    weight_sums = count_sums(weights, terms_per_weight) if bias else NO_COST
     return (
         output,
-        combine_sequential(scaled, corrected, count_elementwise(elements)),
+        combine_sequential(scaling, correction, count_elementwise(elements)),
         combine_parallel(
-            combine_sequential(count_elementwise(elements), count_sums(weights, shared)), summed
+            combine_sequential(count_elementwise(elements), count_sums(weights, terms_per_weight)),
+            weight_sums,
         )
         if weights
         else NO_COST,
@@ -296,8 +367,13 @@ def count_normalization(
 
 
 def count_embedding(lookups: int, width: int) -> PassCosts:
-    """A lookup has no operations; backward adds every row's gradients, at worst all to one
-    row.
+    """The cost of an embedding. A lookup has no operations.
+
+    Backward adds the gradients of all rows, in the worst case to a single row.
+
+    Args:
+        lookups: number of rows that are looked up.
+        width: elements of a row.
     """
     return NO_COST, NO_COST, PassCost(lookups * width, compute_sum_depth(lookups))
 
@@ -305,30 +381,48 @@ def count_embedding(lookups: int, width: int) -> PassCosts:
 def count_pointwise(
     elements: int, operands: Sequence[int], parameters: Sequence[int], additive: bool
 ) -> PassCosts:
-    """Arithmetic on tensors element by element, with broadcasting. operands, parameters:
-    elements of those whose gradient is wanted;  additive: the gradient of an operand is that of
-    the output itself.
+    """The cost of element-wise arithmetic on tensors, with broadcasting.
+
+    Args:
+        elements: elements of the result.
+        operands: elements of each computed operand with a wanted gradient.
+        parameters: elements of each parameter with a wanted gradient.
+        additive: whether the gradient of an operand is the gradient of the output itself.
     """
 
-    def back(operand: int) -> PassCost:
-        summed = count_sums(operand, elements // operand) if 0 < operand < elements else NO_COST
-        return combine_sequential(count_elementwise(0 if additive else elements), summed)
+    def count_operand_gradient(operand: int) -> PassCost:
+        broadcast_sums = (
+            count_sums(operand, elements // operand) if 0 < operand < elements else NO_COST
+        )
+        return combine_sequential(count_elementwise(0 if additive else elements), broadcast_sums)
 
     return (
         count_elementwise(elements),
-        combine_parallel(*map(back, operands)),
-        combine_parallel(*map(back, parameters)),
+        combine_parallel(*map(count_operand_gradient, operands)),
+        combine_parallel(*map(count_operand_gradient, parameters)),
     )
 
 
 def count_reduction(outputs: int, terms: int, mean: bool) -> PassCosts:
-    """Sums or means of `terms` elements each; the gradient of a sum is copied."""
-    divided = count_elementwise(outputs if mean else 0)
-    return combine_sequential(count_sums(outputs, terms), divided), divided, NO_COST
+    """The cost of sums or means. The gradient of a sum is copied.
+
+    Args:
+        outputs: number of sums.
+        terms: elements of each sum.
+        mean: means instead of sums.
+    """
+    division = count_elementwise(outputs if mean else 0)
+    return combine_sequential(count_sums(outputs, terms), division), division, NO_COST
 
 
 def compute_parallel_bounds(work: int, depth: int, processors: int) -> tuple[int, int]:
-    """Steps that `processors` need at least and at most: max(W/P, D) <= T_P <= W/P + D (Brent
-    1974, JACM 21(2)).
+    """The least and the most steps that a number of processors needs.
+
+    max(W/P, D) <= T_P <= W/P + D (Brent 1974, JACM 21(2)).
+
+    Args:
+        work: W, operations.
+        depth: D, operations on the longest chain.
+        processors: P.
     """
     return max(-(-work // processors), depth), work // processors + depth

@@ -1,16 +1,18 @@
-"""`paragrad measure`: alpha, beta, gamma of this machine's links, by playing small programs on
-the wire itself.
+"""`paragrad measure`: alpha, beta and gamma of this machine's links.
 
-    ping-pong    rank 0 sends, its peer sends back: one way is half of it stream       rank 0
-    sends one after the other, until its peer has the last: the time per message CPU
-    what both use meanwhile, in user and kernel, per message
+Two small programs run on the transport itself:
 
-What is measured is what an exchange pays: torch.distributed, gloo or shm, and the Python of the
-wire. The numbers are fitted so that the clock, playing the same programs, takes the same time.
+    ping-pong    Rank 0 sends, its peer sends back. One way is half of this time.
+    stream       Rank 0 sends one message after another until its peer has the last. This gives
+                 the time per message.
+    CPU          The user and kernel time that both use meanwhile, per message.
 
-Other work on the machine only ever adds time, and comes and goes: every size is measured in
-many short rounds, in turn with all others. A low quantile of the rounds is what the link can
-do; a high one, fitted apart, what it does when it is disturbed.
+The result is what an exchange pays: torch.distributed, gloo or shm, and the Python code of the
+transport. The numbers are fitted so that the clock predicts the same times for the same programs.
+
+Other work on the machine only adds time, and it comes and goes. Every size is therefore measured in
+many short rounds, in turn with all other sizes. A low quantile of the rounds is what the link can
+do. A high quantile, fitted separately, is what it does when it is disturbed.
 """
 
 from __future__ import annotations
@@ -45,50 +47,69 @@ from paragrad.shm.region import explain_unavailable_shm
 
 SIZES = (64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes
 FEW_SIZES = (64, 1 << 14, 1 << 18)
-ROUND_SECONDS = 0.03  # seconds of one measurement, about
-STREAM_PARTS = 4  # messages of a stream that may be under way at once
-ROUNDS = 9  # of each size, in turn
-# quantiles of the rounds
+ROUND_SECONDS = 0.03  # approximate seconds of one measurement
+STREAM_PARTS = 4  # messages of a stream that may be in flight at once
+ROUNDS = 9  # measurements of each size, in turn
+# quantiles of the rounds: what the link can do, and what it does when it is disturbed
 UNDISTURBED_QUANTILE = 0.25
 DISTURBED_QUANTILE = 0.9
-OUTLIER_RATIO = 1.25  # of the line through the other points: measured anew
-MAX_REPEATS = 3  # times at most: a link may really have steps
-# of a rank, with its peer, so many times
+# a point so far above the line through its neighbours is measured again
+OUTLIER_RATIO = 1.25
+# how often points are measured again at most: the times of a link may really have steps
+MAX_REPEATS = 3
+# program(rank, peer, times) returns the actions of a rank
 LinkProgram = Callable[[int, int, int], list[Action]]
 
 
 def measure_link(
     world: World, sizes: tuple[int, ...] = SIZES, rounds: int = ROUNDS, peer: int = 1
 ) -> tuple[Link, float]:
-    """(the link between ranks 0 and `peer`, largest relative error of a straight line through
-    its points). Collective.
+    """Measure the link between rank 0 and a peer. Collective.
+
+    Args:
+        world: the ranks.
+        sizes: message sizes in bytes.
+        rounds: measurements of each size, in turn.
+        peer: the rank at the other end.
+
+    Returns:
+        (link, largest relative error of a straight line through its points).
     """
-    seen = {size: SizeMeasurement(world, size, peer) for size in sizes}
-    wanted = list(sizes)
+    measurements = {size: SizeMeasurement(world, size, peer) for size in sizes}
+    sizes_left = list(sizes)
     for _ in range(1 + MAX_REPEATS):
         for _ in range(rounds):
-            for size in wanted:
-                seen[size].measure_round()
-        wanted = world.broadcast_object(
+            for size in sizes_left:
+                measurements[size].measure_round()
+        sizes_left = world.broadcast_object(
             find_outlier_sizes(
-                [(size, seen[size].compute_quantiles(UNDISTURBED_QUANTILE)[1]) for size in sizes]
+                [
+                    (size, measurements[size].compute_quantiles(UNDISTURBED_QUANTILE)[1])
+                    for size in sizes
+                ]
             )
         )
-        if not wanted:
+        if not sizes_left:
             break
     link, error = fit_link(
-        [(size, *seen[size].compute_quantiles(UNDISTURBED_QUANTILE)) for size in sizes]
+        [(size, *measurements[size].compute_quantiles(UNDISTURBED_QUANTILE)) for size in sizes]
     )
     disturbed, _ = fit_link(
-        [(size, *seen[size].compute_quantiles(DISTURBED_QUANTILE)) for size in sizes]
+        [(size, *measurements[size].compute_quantiles(DISTURBED_QUANTILE)) for size in sizes]
     )
     return world.broadcast_object((replace(link, disturbed=disturbed), error))  # type: ignore[no-any-return]
 
 
 @dataclass
 class SizeMeasurement:
-    """What was seen of messages of one size, round by round: seconds one way, seconds from one
-    of a stream to the next, CPU seconds of one side per message.
+    """Measurements of messages of one size.
+
+    Attributes:
+        world: the ranks.
+        size: bytes of a message.
+        peer: the rank at the other end.
+        rounds: for each round: seconds one way, seconds between messages of a stream, CPU seconds
+            of one side per message.
     """
 
     world: World
@@ -104,90 +125,102 @@ class SizeMeasurement:
         }
 
     def measure_round(self) -> None:
-        """Another round. Collective."""
-        way, _ = self._time_program(_make_ping_pong)
-        self.rounds.append((way / 2, *self._time_program(_make_stream)))
+        """Measure another round. Collective."""
+        round_trip, _ = self._time_program(_make_ping_pong)
+        self.rounds.append((round_trip / 2, *self._time_program(_make_stream)))
 
     def compute_quantiles(self, fraction: float) -> tuple[float, float, float]:
-        """So large a part of the rounds was quicker."""
+        """Quantiles of the three measured times. `fraction` of the rounds was quicker."""
         one_way, gap, busy = np.quantile(np.array(self.rounds), fraction, axis=0).tolist()
         return one_way, gap, busy
 
     def _choose_repetitions(self, program: LinkProgram) -> int:
-        """How often it is played in a round."""
-        first = (
+        """Choose how often a program is played in a round. Collective."""
+        first_seconds = (
             _time_play(self.world, self.vector, program, self.peer, STREAM_PARTS)[0] / STREAM_PARTS
         )
         return int(
             self.world.broadcast_object(
                 max(
                     STREAM_PARTS if program is _make_stream else 2,
-                    min(300, int(ROUND_SECONDS / max(first, 1e-6))),
+                    min(300, int(ROUND_SECONDS / max(first_seconds, 1e-6))),
                 )
             )
         )
 
     def _time_program(self, program: LinkProgram) -> tuple[float, float]:
-        """(seconds until both sides are done, their mean CPU seconds) of one turn of a
-        program.
+        """Time one turn of a program. Collective.
+
+        Returns:
+            (seconds until both sides are done, mean CPU seconds of both sides).
         """
         times = self.repetitions[program]
-        taken = torch.tensor(
+        own_times = torch.tensor(
             _time_play(self.world, self.vector, program, self.peer, times), dtype=torch.float64
         )
-        both = torch.stack(
+        end_times = torch.stack(
             [
                 each
-                for rank, each in enumerate(self.world.all_gather(taken))
+                for rank, each in enumerate(self.world.all_gather(own_times))
                 if rank in (0, self.peer)
             ]
         )
-        return float(both[:, 0].max()) / times, float(both[:, 1].mean()) / times
+        return float(end_times[:, 0].max()) / times, float(end_times[:, 1].mean()) / times
 
 
 def find_outlier_sizes(points: list[tuple[int, float]]) -> list[int]:
-    """Sizes that took longer than the line through their neighbours says: other work may have
-    been what took so long.
+    """Find sizes that took longer than the line through their neighbours predicts.
+
+    Other work may have caused the delay.
+
+    Args:
+        points: (bytes, seconds) of each size, in ascending order.
     """
-    found = []
-    for place in range(1, len(points)):
-        one, other = (place - 1, place + 1) if place + 1 < len(points) else (place - 2, place - 1)
-        if one >= 0 and points[place][1] > OUTLIER_RATIO * Link(
+    outliers = []
+    for index in range(1, len(points)):
+        one, other = (index - 1, index + 1) if index + 1 < len(points) else (index - 2, index - 1)
+        if one >= 0 and points[index][1] > OUTLIER_RATIO * Link(
             0.0, 0.0, points=(points[one], points[other])
-        ).compute_port_seconds(points[place][0]):
-            found.append(points[place][0])
-    return found
+        ).compute_port_seconds(points[index][0]):
+            outliers.append(points[index][0])
+    return outliers
 
 
 def fit_link(measurements: list[tuple[int, float, float, float]]) -> tuple[Link, float]:
-    """The link of (bytes, seconds one way, seconds between messages of a stream, CPU seconds of
-    one side per message).
+    """Fit a link to measurements.
 
-    A message holds its ways for as long as a stream shows: a link may let a first message
-    through at once, and no more. What is missing to the time of one way, beside both sides' own
-    work, is flight.
+    A message occupies its ports for as long as a stream shows: a link may let only the first
+    message through at once. The rest of the one-way time, apart from both sides' own work, is
+    latency.
+
+    Args:
+        measurements: (bytes, seconds one way, seconds between messages of a stream, CPU seconds of
+            one side per message) of each size.
+
+    Returns:
+        (link, largest relative error of its straight line).
     """
     sizes, ways, gaps, busy = (
         np.array(column, dtype=float) for column in zip(*measurements, strict=True)
     )
     overhead = float(min(busy.min(), ways.min() / 3))
     work = max(0.0, float(((busy - overhead) / sizes)[len(measurements) // 2 :].mean()))
-    held = np.maximum.accumulate(gaps)  # more bytes never take less
-    latency = max(0.0, float((ways - 2 * overhead - held).min()))
-    whole = held + 2 * overhead + latency
-    # relative errors count
-    lines = np.stack([np.ones_like(sizes), sizes], axis=1) / whole[:, None]
-    alpha, beta = np.linalg.lstsq(lines, held / whole, rcond=None)[0]
+    occupied = np.maximum.accumulate(gaps)  # more bytes never take less time
+    latency = max(0.0, float((ways - 2 * overhead - occupied).min()))
+    one_way_times = occupied + 2 * overhead + latency
+    # the fit minimizes relative errors
+    lines = np.stack([np.ones_like(sizes), sizes], axis=1) / one_way_times[:, None]
+    alpha, beta = np.linalg.lstsq(lines, occupied / one_way_times, rcond=None)[0]
     alpha = max(float(alpha), 0.0)
     beta = max(float(beta), 1e-15)
-    error = float((np.abs(alpha + beta * sizes - held) / whole).max())
+    error = float((np.abs(alpha + beta * sizes - occupied) / one_way_times).max())
     return Link(
         alpha,
         beta,
         latency,
         overhead,
         work,
-        tuple(zip(map(int, sizes), held.tolist(), strict=True)),
+        tuple(zip(map(int, sizes), occupied.tolist(), strict=True)),
     ), error
 
 
@@ -197,8 +230,9 @@ def _make_ping_pong(rank: int, peer: int, times: int) -> list[Action]:
 
 
 def _make_stream(rank: int, peer: int, times: int) -> list[Action]:
-    """From part to part, as into one alone the next could be asked for only when the last is
-    there.
+    """A program that sends messages into changing parts of the vector.
+
+    With a single part, a receive could be posted only after the previous message has arrived.
     """
     slots = [number % STREAM_PARTS for number in range(times)]
     return [Send(peer, slot) if rank == 0 else Recv(0, slot) for slot in slots]
@@ -207,33 +241,41 @@ def _make_stream(rank: int, peer: int, times: int) -> list[Action]:
 def _time_play(
     world: World, vector: torch.Tensor, program: LinkProgram, peer: int, times: int
 ) -> tuple[float, float]:
-    """(seconds, CPU seconds) of a program on this rank."""
+    """Return (seconds, CPU seconds) of a program on this rank."""
     world.barrier()
     start = time.perf_counter()
-    used = time.process_time()
+    cpu_start = time.process_time()
     if world.rank in (0, peer):
         ProgramRun(
             program(world.rank, peer, times), VectorParts(vector, STREAM_PARTS), world
         ).play_program()
-    return time.perf_counter() - start, time.process_time() - used
+    return time.perf_counter() - start, time.process_time() - cpu_start
 
 
 def measure_addition(bytes_: int = 1 << 20) -> float:
-    """gamma: seconds per byte added, in a vector of that many bytes."""
+    """Measure gamma: seconds per byte added.
+
+    Args:
+        bytes_: length of the vector in bytes.
+    """
     one = torch.zeros(bytes_ // 4)
     other = torch.ones(bytes_ // 4)
     return _time_lower_quartile(lambda: one.add_(other)) / bytes_
 
 
 def measure_memory_rate() -> float:
-    """Bytes read and written per second by a copy of 64 MiB."""
+    """Measure the bytes read and written per second by a copy of 64 MiB."""
     one = torch.zeros(1 << 24)
     other = torch.ones(1 << 24)
     return 2 * 4 * one.numel() / _time_lower_quartile(lambda: one.copy_(other))
 
 
 def measure_matmul_rate(width: int = 512) -> float:
-    """Operations per second of a product of two square matrices, one thread."""
+    """Measure the operations per second of a product of two square matrices, on one thread.
+
+    Args:
+        width: rows and columns of the matrices.
+    """
     one = torch.rand(width, width)
     other = torch.rand(width, width)
     threads = torch.get_num_threads()
@@ -245,42 +287,53 @@ def measure_matmul_rate(width: int = 512) -> float:
 
 
 def _time_lower_quartile(work: Callable[[], object], times: int = 15) -> float:
-    """The lower quartile of some runs after two more."""
-    taken = []
+    """The lower quartile of `times` runs, in seconds, after two runs that are not counted."""
+    durations = []
     for _ in range(times + 2):
         start = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - start)
-    return float(np.quantile(taken[2:], UNDISTURBED_QUANTILE))
+        durations.append(time.perf_counter() - start)
+    return float(np.quantile(durations[2:], UNDISTURBED_QUANTILE))
 
 
 def measure_backend_link(world: World, peer: int = 1) -> tuple[str, Link, float]:
-    """(name, link, error of its line) of the backend of this world, between ranks 0 and `peer`.
-    Collective.
+    """Measure the link of this world's backend. Collective.
+
+    Args:
+        world: the ranks.
+        peer: the rank at the other end from rank 0.
+
+    Returns:
+        (name of the backend, link, error of its line).
     """
     link, error = measure_link(world, peer=peer)
     return str(world.backend), link, error
 
 
 def count_ranks_on_hosts(world: World) -> list[int]:
-    """Of every rank, how many ranks are on its host. Collective."""
+    """For every rank, count the ranks on its host. Collective."""
     return [
         int(each) for each in world.all_gather(torch.tensor([count_local_ranks() or world.size]))
     ]
 
 
 def find_first_remote_rank(host_ranks: list[int]) -> int:
-    """The first rank of the next host, or rank 1 where there is none. here: as `ranks_on_hosts`
-    says.
+    """Find the first rank of the next host, or rank 1 if there is only one host.
+
+    Args:
+        host_ranks: the result of `count_ranks_on_hosts`.
     """
     return host_ranks[0] if host_ranks[0] < len(host_ranks) else 1
 
 
 def build_machine(links: list[tuple[str, Link, float]], hosts: int = 1) -> Machine:
-    """What was measured of the links, which join so many hosts, and of this process's core and
-    memory now.
+    """Build a machine from measured links, and measure this process's core and memory.
+
+    Args:
+        links: (name, link, error of its line) of each backend.
+        hosts: number of hosts that the links join.
     """
-    over = (
+    interface_note = (
         f", gloo over {os.environ['GLOO_SOCKET_IFNAME']}"
         if "GLOO_SOCKET_IFNAME" in os.environ
         else ""
@@ -290,7 +343,7 @@ def build_machine(links: list[tuple[str, Link, float]], hosts: int = 1) -> Machi
         gamma=measure_addition(),
         cores=count_cores(),
         measured=f"{date.today()}, {platform.node()}, {platform.machine()}, torch "
-        f"{torch.__version__}{over}",
+        f"{torch.__version__}{interface_note}",
         errors={name: error for name, _, error in links},
         memory=measure_memory_rate(),
         matmul=measure_matmul_rate(),
@@ -300,62 +353,72 @@ def build_machine(links: list[tuple[str, Link, float]], hosts: int = 1) -> Machi
 
 @contextmanager
 def _use_interface(interface: str | None) -> Iterator[None]:
-    """Let gloo talk over an interface meanwhile."""
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    """Let gloo use a network interface inside this context."""
+    previous = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         yield
     finally:
-        if interface and before is None:
+        if interface and previous is None:
             del os.environ["GLOO_SOCKET_IFNAME"]
-        elif interface and before is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = before
+        elif interface and previous is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = previous
 
 
 def measure_machine(backend: str = "both", interface: str | None = None) -> Machine | None:
-    """Measure this host's links, or, under a launcher, that between rank 0 and the first of the
-    next host, where there is one; None on other ranks. Raises Refused.
+    """Measure this host's links, or the link to the next host under a launcher.
 
-    backend: shm, gloo or both;  interface: what gloo talks over.
+    Under a launcher, the link between rank 0 and the first rank of the next host is measured, if
+    there is one.
+
+    Args:
+        backend: shm, gloo or both.
+        interface: the network interface that gloo uses.
+
+    Returns:
+        The machine; None on ranks other than 0.
+
+    Raises:
+        Refused: the backend is unknown or not available, or a launcher started only one rank.
     """
     if backend not in ("shm", "gloo", "both"):
         raise Refused(describe_unknown_name("backend", backend, ("shm", "gloo", "both")))
     with _use_interface(interface):
         check_network_interfaces()
-        before = read_load_average()
-        found = (
+        load_before = read_load_average()
+        machine = (
             _measure_between_hosts()
             if get_launched_size() is not None
             else _measure_this_host(backend)
         )
-        return found and replace(found, load=before)
+        return machine and replace(machine, load=load_before)
 
 
 def _measure_between_hosts() -> Machine | None:
     if get_launched_size() == 1:
         raise Refused("a link has two ends; start 2 ranks")
     with join_launched_world("gloo") as world:
-        here = count_ranks_on_hosts(world)
-        link = measure_backend_link(world, peer=find_first_remote_rank(here))
+        host_ranks = count_ranks_on_hosts(world)
+        link = measure_backend_link(world, peer=find_first_remote_rank(host_ranks))
         return (
-            build_machine([link], hosts=1 if here[0] == world.size else 2)
+            build_machine([link], hosts=1 if host_ranks[0] == world.size else 2)
             if world.rank == 0
             else None
         )
 
 
 def _measure_this_host(backend: str) -> Machine:
-    why = explain_unavailable_shm()  # shm is for hosts of Linux
-    if backend == "shm" and why:
-        raise Refused(f"{why}; measure gloo: --backend gloo")
+    obstacle = explain_unavailable_shm()  # shm needs Linux
+    if backend == "shm" and obstacle:
+        raise Refused(f"{obstacle}; measure gloo: --backend gloo")
     names = [
         name
         for name in ("gloo", "shm")
-        if backend in (name, "both") and not (name == "shm" and why)
+        if backend in (name, "both") and not (name == "shm" and obstacle)
     ]
-    with Launcher(2) as ranks:
-        found = [
-            ranks.run(measure_backend_link, size=2, backend=name, threads=1)[0] for name in names
+    with Launcher(2) as launcher:
+        links = [
+            launcher.run(measure_backend_link, size=2, backend=name, threads=1)[0] for name in names
         ]
-    return build_machine(found)
+    return build_machine(links)

@@ -1,4 +1,4 @@
-"""How far a foretold time is to be trusted: between which seconds most exchanges will lie."""
+"""The interval in which most measured times of a predicted exchange lie."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ from collections.abc import Callable
 
 from paragrad.executors.machine import Cluster
 
-# what the clock leaves out: `benchmarks/cluster.py` looks how many exchanges lie inside
+# The relative error for what the clock leaves out. `benchmarks/cluster.py` measures how many
+# exchanges lie inside.
 MARGIN = 0.1
 
 
 def predict_interval(
     seconds: float, cluster: Cluster, predict_seconds: Callable[[Cluster], float]
 ) -> tuple[float, float] | None:
-    """(least, most) seconds of four exchanges in five; None where the links of a cluster were
-    not measured.
+    """Predict the seconds between which four exchanges in five lie.
 
-    seconds: by the clock, on links as they can be;  timed: the clock's seconds of the same on
-    another cluster: on links as they were when other work disturbed them.
+    Args:
+        seconds: the clock's prediction on undisturbed links.
+        cluster: the cluster that the prediction is for.
+        predict_seconds: returns the clock's seconds of the same exchange on another cluster. It is
+            called with links as they were when other work disturbed them.
+
+    Returns:
+        (least, most) seconds, or None if the links of the cluster were not measured.
     """
     disturbed = cluster.build_disturbed_cluster()
     if disturbed is None:

@@ -1,8 +1,9 @@
-"""Work and depth of a job's model: one batch of its forward and backward, on a copy, every call
-of torch's functions counted.
+"""Work and depth of a job's model, from one batch of its forward and backward.
 
-    found = profile(job)
-    found.work, found.depth, found.parallelism, found.layers, found.not_counted
+It runs a copy of the model and counts every call of a torch function.
+
+    profile = profile_job(job)
+    profile.work, profile.depth, profile.parallelism, profile.layers, profile.not_counted
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ from paragrad.planner.layer_costs import (
 class JobProfile:
     """One step of a model: forward and backward of one global batch, without loss and update.
 
-    calls: in the order of the forward;  torch_products: operations in matrix products of the
-    same step, loss included, as torch.utils.flop_counter counts them;  not_counted: what was
-    seen and is not in the numbers, by name.
+    Attributes:
+        job: the name of the job.
+        batch: samples of the batch.
+        calls: costs of the calls, in the order of the forward.
+        torch_products: operations in matrix products of the same step, with the loss, as
+            torch.utils.flop_counter counts them.
+        not_counted: names of what the numbers leave out.
     """
 
     job: str
@@ -51,17 +56,17 @@ class JobProfile:
 
     @cached_property
     def layers(self) -> tuple[LayerCost, ...]:
-        """The calls, those of one layer in one line: its works and depths added up."""
-        found: dict[tuple[str, str, str], LayerCost] = {}
+        """The calls, with all calls of one layer added up to one entry."""
+        layers: dict[tuple[str, str, str], LayerCost] = {}
         for call in self.calls:
             key = call.name, call.kind, call.function
-            if key in found:
-                output, back, weights = map(
-                    combine_sequential, _list_passes(found[key]), _list_passes(call)
+            if key in layers:
+                output, input_gradient, weights = map(
+                    combine_sequential, _list_passes(layers[key]), _list_passes(call)
                 )
-                call = LayerCost(*key, output, back, weights, found[key].calls + 1)
-            found[key] = call
-        return tuple(found.values())
+                call = LayerCost(*key, output, input_gradient, weights, layers[key].calls + 1)
+            layers[key] = call
+        return tuple(layers.values())
 
     @cached_property
     def work(self) -> int:
@@ -70,15 +75,15 @@ class JobProfile:
 
     @cached_property
     def products(self) -> int:
-        """Those of them that are in matrix products."""
+        """Operations of the step that are in matrix products."""
         return sum(each.products for call in self.calls for each in _list_passes(call))
 
     @cached_property
     def depth(self) -> int:
-        """The longest chain if each call needs the one before it: exact in a sequence, an upper
-        bound where there are branches.
+        """The longest chain if each call needs the one before it.
 
-        Backward, the gradients of a layer's weights are beside those of the layers below it.
+        This is exact in a sequence, and an upper bound if the model has branches. In backward, the
+        gradients of a layer's weights are computed beside those of the layers below it.
         """
         chain = sum(call.output.depth for call in self.calls)
         longest = chain
@@ -89,13 +94,11 @@ class JobProfile:
 
     @property
     def parallelism(self) -> float:
-        """W/D: how many processors could be kept busy on average."""
+        """W/D: the average number of processors that the step can keep busy."""
         return self.work / max(self.depth, 1)
 
     def compute_step_bounds(self, processors: int) -> tuple[int, int]:
-        """Steps at least and at most on so many processors that exchange for nothing
-        (Brent).
-        """
+        """Steps at least and at most on this many processors, if exchanges cost nothing (Brent)."""
         return compute_parallel_bounds(self.work, self.depth, processors)
 
 
@@ -106,30 +109,41 @@ def _list_passes(layer: LayerCost) -> tuple[PassCost, PassCost, PassCost]:
 def count_model_calls(
     module: LossModule, inputs: Any, target: Any, samples: int, autocast: torch.dtype | None = None
 ) -> tuple[list[LayerCost], int, list[str]]:
-    """Run model and loss once: the calls of the model, torch's count of products, and what is
-    not counted.
+    """Run model and loss once, and count.
+
+    Args:
+        module: the model with its loss.
+        inputs: a batch of inputs.
+        target: the targets of the batch.
+        samples: samples of the batch.
+        autocast: the dtype of autocast; None without it.
+
+    Returns:
+        (costs of the model's calls, operations in matrix products as torch counts them, names of
+        what is not counted).
     """
     module.model.train()
-    watch = CallRecorder(module.model)
+    recorder = CallRecorder(module.model)
     with disable_fused_kernels() as counter:
-        with torch.autocast("cpu", autocast, enabled=autocast is not None), watch:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None), recorder:
             total, _ = module(inputs, target, samples)
         trained = [parameter for parameter in module.model.parameters() if parameter.requires_grad]
         torch.autograd.grad(total, trained, allow_unused=True)
     return (
-        watch.calls,
+        recorder.calls,
         counter.get_total_flops(),
-        [*watch.list_uncounted(), *_list_custom_backwards(total)],
+        [*recorder.list_uncounted(), *_list_custom_backwards(total)],
     )
 
 
 @contextlib.contextmanager
 def disable_fused_kernels() -> Iterator[FlopCounterMode]:
-    """torch's counter, where it sees every product: it does not look into fused LSTMs and
-    attention on a CPU.
+    """Count with torch's counter, with fused kernels disabled.
+
+    The counter does not see the products inside fused LSTMs and attention on a CPU.
     """
     with warnings.catch_warnings():
-        # the switch of oneDNN speaks of GPUs that are not there
+        # disabling oneDNN warns about missing GPUs
         warnings.simplefilter("ignore", UserWarning)
         with (
             torch.backends.mkldnn.flags(enabled=False),
@@ -143,8 +157,10 @@ def disable_fused_kernels() -> Iterator[FlopCounterMode]:
 
 
 def _count_grouped_backward(*shapes: Any, out_shape: Any = None) -> int:
-    """torch counts the gradient of a kernel of g groups as that of one, which has g times as
-    many weights.
+    """Count a convolution's backward; corrects torch's count for groups.
+
+    torch counts the kernel gradient of g groups as that of one group, which has g times as many
+    weights.
     """
     groups, (of_input, of_kernel, _) = shapes[9], shapes[10]
     count = sum(
@@ -155,8 +171,10 @@ def _count_grouped_backward(*shapes: Any, out_shape: Any = None) -> int:
 
 
 class CallRecorder(TorchFunctionMode):
-    """Notes every call of a torch function inside a model's forward, under the name of the
-    module that made it.
+    """Records every call of a torch function inside a model's forward, by module name.
+
+    Attributes:
+        calls: costs of the calls so far, in their order.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,15 +182,17 @@ class CallRecorder(TorchFunctionMode):
         self.calls: list[LayerCost] = []
         self._module_stack: list[str] = []
         self._unknown_calls: Counter[tuple[str, str]] = Counter()
-        self._seen_tensors: set[int] = set()  # parameters that a call was given
+        self._seen_tensors: set[int] = set()  # ids of tensors that a call received
         self._parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
         for name, module in model.named_modules():
-            told = f"{name or 'model'} ({type(module).__name__})"
-            module.register_forward_pre_hook(lambda *_, told=told: self._module_stack.append(told))
+            label = f"{name or 'model'} ({type(module).__name__})"
+            module.register_forward_pre_hook(
+                lambda *_, label=label: self._module_stack.append(label)
+            )
             module.register_forward_hook(lambda *_: (self._module_stack.pop(), None)[1])
 
     def __torch_function__(
@@ -187,43 +207,43 @@ class CallRecorder(TorchFunctionMode):
     def _record_call(
         self, function: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> None:
-        given = list_batch_tensors((*args, kwargs))
-        made = list_batch_tensors([out])
-        self._seen_tensors |= {id(tensor) for tensor in given}
-        if not given or not any(
-            tensor.is_floating_point() or tensor.is_complex() for tensor in made
+        inputs = list_batch_tensors((*args, kwargs))
+        results = list_batch_tensors([out])
+        self._seen_tensors |= {id(tensor) for tensor in inputs}
+        if not inputs or not any(
+            tensor.is_floating_point() or tensor.is_complex() for tensor in results
         ):
-            return  # sizes, constants, masks, positions
-        name = function.strip("_")  # relu_, __iadd__
+            return  # sizes, constants, masks and positions cost nothing
+        name = function.strip("_")  # such as relu_ and __iadd__
         layer = (
-            _build_layer_cost(self._module_stack[-1], name, (out, *args), kwargs, made)
+            _build_layer_cost(self._module_stack[-1], name, (out, *args), kwargs, results)
             if name in ANALYZERS
             else None
         )
         if layer is not None:
             self.calls += [layer] if layer.output.work or layer.output.bytes else []
-        elif name not in UNCOUNTED_FUNCTIONS and not _is_view(made, given):
+        elif name not in UNCOUNTED_FUNCTIONS and not _is_view(results, inputs):
             self._unknown_calls[self._module_stack[-1], name] += 1
 
     def list_uncounted(self) -> list[str]:
-        """Functions that are not in the table, and parameters that no call was given."""
-        unseen = [
+        """List functions that the table lacks, and parameters that no recorded call received."""
+        unused = [
             name
             for name, parameter in self._parameters.items()
             if id(parameter) not in self._seen_tensors
         ]
         return [
             *(
-                f"{where}: {function}" + (f", {times} times" if times > 1 else "")
-                for (where, function), times in self._unknown_calls.items()
+                f"{module_name}: {function}" + (f", {times} times" if times > 1 else "")
+                for (module_name, function), times in self._unknown_calls.items()
             ),
-            *(f"{name}: no call with this parameter was seen" for name in unseen),
+            *(f"{name}: no call with this parameter was seen" for name in unused),
         ]
 
 
 def _is_view(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    places = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    return all(tensor.untyped_storage().data_ptr() in places for tensor in results)
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    return all(tensor.untyped_storage().data_ptr() in addresses for tensor in results)
 
 
 def _build_layer_cost(
@@ -233,38 +253,48 @@ def _build_layer_cost(
     kwargs: dict[str, Any],
     results: Sequence[Tensor],
 ) -> LayerCost | None:
-    """The call as a layer, its passes those that are wanted, with the bytes of the tensors that
-    each reads and writes once; None for a way of calling the function that is not known.
+    """Build the cost of a call, with its wanted passes only.
+
+    The bytes of a pass are those of the tensors that it reads and writes, each counted once.
+    Returns None if the table does not know this way to call the function.
     """
     try:
-        found = ANALYZERS[function](*args, **kwargs)
+        call_cost = ANALYZERS[function](*args, **kwargs)
     except (TypeError, ValueError, IndexError, AttributeError):
         return None
-    output, back, weights = found.passes
+    output, input_gradient, weights = call_cost.passes
     inputs_wanted, weights_wanted = (
-        any(map(needs_gradient, tensors)) for tensors in (found.inputs, found.weights)
+        any(map(needs_gradient, tensors)) for tensors in (call_cost.inputs, call_cost.weights)
     )
-    # theirs is on the way
-    if not inputs_wanted and not (weights_wanted and found.kind in ("recurrent", "attention")):
-        back = NO_COST
-    inputs, held, outputs = (
+    # recurrent layers and attention compute the input gradient on the way to that of the weights
+    if not inputs_wanted and not (weights_wanted and call_cost.kind in ("recurrent", "attention")):
+        input_gradient = NO_COST
+    input_bytes, weight_bytes, output_bytes = (
         sum(tensor.nbytes for tensor in tensors)
-        for tensors in (found.inputs, found.weights, results)
+        for tensors in (call_cost.inputs, call_cost.weights, results)
     )
-    # a lookup reads the rows that it finds
-    rows = outputs if found.kind == "embedding" else held
-    output = replace(output, bytes=inputs + rows + outputs)
-    if back.work:
-        back = replace(back, bytes=outputs + held + inputs * (2 if found.reads_inputs else 1))
-    weights = replace(weights, bytes=inputs + outputs + held) if weights_wanted else NO_COST
-    return LayerCost(module_name, found.kind, function, output, back, weights)
+    # a lookup reads only the rows that it returns
+    rows = output_bytes if call_cost.kind == "embedding" else weight_bytes
+    output = replace(output, bytes=input_bytes + rows + output_bytes)
+    if input_gradient.work:
+        input_gradient = replace(
+            input_gradient,
+            bytes=output_bytes + weight_bytes + input_bytes * (2 if call_cost.reads_inputs else 1),
+        )
+    weights = (
+        replace(weights, bytes=input_bytes + output_bytes + weight_bytes)
+        if weights_wanted
+        else NO_COST
+    )
+    return LayerCost(module_name, call_cost.kind, function, output, input_gradient, weights)
 
 
 def _list_custom_backwards(total: Tensor) -> list[str]:
-    """Functions with a backward of the user's own, of which the forward's calls are seen and
-    the backward's are not.
+    """List custom autograd functions.
+
+    The recorder sees the calls of their forward, and not those of their backward.
     """
-    found = set()
+    names = set()
     reached = set()
     waiting = [total.grad_fn]
     while waiting:
@@ -273,6 +303,6 @@ def _list_custom_backwards(total: Tensor) -> list[str]:
             continue
         reached.add(node)
         if isinstance(node, BackwardCFunction):
-            found.add(f"{type(node).__name__}: the backward of a function of its own")
-        waiting += [below for below, _ in node.next_functions]
-    return sorted(found)
+            names.add(f"{type(node).__name__}: the backward of a function of its own")
+        waiting += [next_node for next_node, _ in node.next_functions]
+    return sorted(names)

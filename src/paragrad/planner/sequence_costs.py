@@ -1,5 +1,7 @@
-"""Work and depth of layers that read sequences: recurrent ones, whose chain grows with the
-length, and attention.
+"""Work and depth of layers that read sequences.
+
+These are attention and recurrent layers. The longest chain of a recurrent layer grows with the
+length.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from paragrad.planner.layer_costs import (
 
 @dataclass(frozen=True, slots=True)
 class RecurrentCell:
-    """gates: matrices of a cell;  operations: element-wise ones per hidden number and step,
-    backward as many;  forward, backward: how many of them follow one another between two
-    products.
+    """The operations of one recurrent cell.
+
+    Attributes:
+        gates: matrices of a cell.
+        operations: element-wise operations per hidden number and step; backward has as many.
+        forward: how many of them follow one another between two products, in forward.
+        backward: the same in backward.
     """
 
     gates: int
@@ -34,7 +40,9 @@ class RecurrentCell:
     backward: int
 
 
-# rnn: add, tanh. lstm: four gates (add, squash), f c, i g, their sum, tanh c, o tanh c.
+# Element-wise operations of each cell:
+# rnn: add, tanh
+# lstm: four gates (add, squash), f c, i g, their sum, tanh c, o tanh c
 # gru: two gates (add, squash), r h, add, tanh, n + z (h - n)
 CELLS = {
     "rnn": RecurrentCell(1, 2, 2, 2),
@@ -45,12 +53,23 @@ CELLS = {
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayers:
-    """`layers` recurrent layers over sequences of at most `steps`, `tokens` steps in all of the
-    `samples` sequences.
+    """Recurrent layers over a batch of sequences.
 
-    inputs, hidden: numbers per step;  directions: 1 or 2;  projected: numbers of the state that
-    is passed on, where an LSTM projects it, else 0;  inputs_wanted, state_wanted: the gradients
-    of the inputs, and of the first state.
+    Attributes:
+        cell: the kind of cell.
+        tokens: steps of all sequences together.
+        samples: number of sequences.
+        steps: steps of the longest sequence.
+        inputs: numbers per step of the input.
+        hidden: numbers per step of the hidden state.
+        layers: number of layers.
+        directions: 1 or 2.
+        bias: whether there are biases.
+        projection_size: numbers of the projected state that an LSTM passes on; 0 without
+            projection.
+        dropout: whether there is dropout between layers.
+        needs_input_gradient: whether the gradient of the inputs is wanted.
+        needs_state_gradient: whether the gradient of the initial state is wanted.
     """
 
     cell: RecurrentCell
@@ -68,16 +87,18 @@ class RecurrentLayers:
     needs_state_gradient: bool = False
 
     def count_passes(self) -> PassCosts:
-        """Layers of one direction follow each other step by step like a wave; those of two wait
-        for the whole layer before.
+        """The cost of the three passes.
+
+        Layers of one direction follow each other step by step, like a wave. A layer of two
+        directions waits for the whole layer before it.
         """
-        back, chain = self._count_input_gradient()
+        input_gradient, chain = self._count_input_gradient()
         weights = combine_sequential(
             *(self._count_weight_gradient(layer) for layer in range(self.layers))
         )
         return (
             self._count_output(),
-            back,
+            input_gradient,
             PassCost(
                 weights.work, chain + 1 + compute_sum_depth(self.tokens), products=weights.products
             ),
@@ -88,7 +109,7 @@ class RecurrentLayers:
         return self.projection_size or self.hidden
 
     def _count_layer_inputs(self, layer: int) -> int:
-        """How many numbers a layer reads per step."""
+        """Numbers that a layer reads per step."""
         return self._state_size * self.directions if layer else self.inputs
 
     def _count_output(self) -> PassCost:
@@ -104,16 +125,16 @@ class RecurrentLayers:
             for layer in range(self.layers)
         ]
         step = of_state.depth + tail.depth
-        firsts = [max(read.depth, of_state.depth) + tail.depth for read in reads]
+        first_depths = [max(read.depth, of_state.depth) + tail.depth for read in reads]
         if self.directions == 1:
             depth = (
-                firsts[0]
+                first_depths[0]
                 + (self.steps - 1) * step
                 + sum(read.depth + tail.depth for read in reads[1:])
             )
         else:
-            depth = sum(first + (self.steps - 1) * step for first in firsts)
-        whole = combine_sequential(
+            depth = sum(first + (self.steps - 1) * step for first in first_depths)
+        total = combine_sequential(
             *(
                 combine_sequential(read, of_state, tail)
                 for _ in range(self.directions)
@@ -121,19 +142,20 @@ class RecurrentLayers:
             ),
             self._count_dropout(),
         )
-        return PassCost(whole.work, depth + self._count_dropout().depth, products=whole.products)
+        return PassCost(total.work, depth + self._count_dropout().depth, products=total.products)
 
     def _count_dropout(self) -> PassCost:
-        """Dropout between the layers."""
-        one = count_elementwise(
+        """The cost of dropout between the layers."""
+        layer_cost = count_elementwise(
             self.tokens * self._state_size * self.directions if self.dropout else 0
         )
-        return combine_sequential(*[one] * (self.layers - 1))
+        return combine_sequential(*[layer_cost] * (self.layers - 1))
 
     def _count_input_gradient(self) -> tuple[PassCost, int]:
-        """The gradients of gates, states and inputs; and the chain up to the last gate's, from
-        which weights' gradients are made: they need it whether the inputs' gradient is wanted
-        or not.
+        """The cost of the gradients of gates, states and inputs, and a chain length.
+
+        The chain ends at the last gate's gradient. The weight gradients start there, so they need
+        this chain even if no input gradient is wanted.
         """
         gates = self.cell.gates * self.hidden
         tail = PassCost(self.tokens * self.cell.operations * self.hidden, self.cell.backward)
@@ -141,15 +163,15 @@ class RecurrentLayers:
             tail = combine_sequential(
                 count_products(self.tokens * self.hidden, self.projection_size), tail
             )
-        earlier = self.tokens if self.needs_state_gradient else self.tokens - self.samples
-        of_state = count_products(earlier * self._state_size, gates)
+        earlier_tokens = self.tokens if self.needs_state_gradient else self.tokens - self.samples
+        of_state = count_products(earlier_tokens * self._state_size, gates)
         reads = [
             count_products(self.tokens * self._count_layer_inputs(layer), gates)
             for layer in range(self.layers)
         ]
         if not self.needs_input_gradient:
             reads[0] = NO_COST
-        joined = [
+        direction_sums = [
             count_elementwise(
                 self.tokens * self._count_layer_inputs(layer)
                 if self.directions == 2 and (layer or self.needs_input_gradient)
@@ -157,34 +179,38 @@ class RecurrentLayers:
             )
             for layer in range(self.layers)
         ]
-        alone = [
+        layer_gradients = [
             combine_sequential(read, of_state, tail)
             for _ in range(self.directions)
             for read in reads
         ]
-        whole = combine_sequential(*alone, *joined, self._count_dropout())
-        # a product, whether to the step before or to the layer below
+        total = combine_sequential(*layer_gradients, *direction_sums, self._count_dropout())
+        # the depth of one product, to the step before or to the layer below
         move = 1 + compute_sum_depth(gates)
-        between = (
+        between_layers = (
             (self.layers - 1) * (move + tail.depth)
-            + sum(each.depth for each in joined[1:])
+            + sum(each.depth for each in direction_sums[1:])
             + self._count_dropout().depth
         )
-        along = (self.steps - 1) * (move + tail.depth)
-        chain = tail.depth + between + along * (1 if self.directions == 1 else self.layers)
-        last = max(reads[0].depth + joined[0].depth, move if self.needs_state_gradient else 0)
-        return PassCost(whole.work, chain + last, products=whole.products), chain
+        along_steps = (self.steps - 1) * (move + tail.depth)
+        chain = (
+            tail.depth + between_layers + along_steps * (1 if self.directions == 1 else self.layers)
+        )
+        last = max(
+            reads[0].depth + direction_sums[0].depth, move if self.needs_state_gradient else 0
+        )
+        return PassCost(total.work, chain + last, products=total.products), chain
 
     def _count_weight_gradient(self, layer: int) -> PassCost:
         gates = self.cell.gates * self.hidden
-        biases = count_sums(2 * gates if self.bias else 0, self.tokens)  # torch keeps two biases
-        one = combine_sequential(
+        biases = count_sums(2 * gates if self.bias else 0, self.tokens)  # torch has two biases
+        direction_cost = combine_sequential(
             count_products(gates * self._count_layer_inputs(layer), self.tokens),
             count_products(gates * self._state_size, self.tokens),
             biases,
             count_products(self.projection_size * self.hidden, self.tokens),
         )
-        return combine_sequential(*[one] * self.directions)
+        return combine_sequential(*[direction_cost] * self.directions)
 
 
 def count_dot_products(
@@ -196,9 +222,19 @@ def count_dot_products(
     mask: bool = False,
     dropout: bool = False,
 ) -> PassCosts:
-    """Scaled dot-product attention: [heads, queries, width], [heads, keys, width], [heads,
-    keys, value] -> [heads, queries, value], heads of all samples together. A mask saves
-    nothing, as torch counts it.
+    """The cost of scaled dot-product attention.
+
+    [heads, queries, width], [heads, keys, width], [heads, keys, value] -> [heads, queries, value],
+    with the heads of all samples together. A mask saves no operations, as torch counts it.
+
+    Args:
+        heads: heads of all samples together.
+        queries: length of the query sequence.
+        keys: length of the key sequence.
+        width: numbers of a query and of a key.
+        value: numbers of a value.
+        mask: whether a mask is added.
+        dropout: whether there is dropout of the weights.
     """
     scores = heads * queries * keys
     weights, weights_back, _ = count_softmax(heads * queries, keys)
@@ -219,7 +255,7 @@ def count_dot_products(
         ),
         count_products(heads * keys * width, queries),
     )
-    back = combine_parallel(
+    input_gradient = combine_parallel(
         combine_sequential(
             count_products(scores, value),
             count_elementwise(scores, int(dropout)),
@@ -228,7 +264,7 @@ def count_dot_products(
         ),
         count_products(heads * keys * value, queries),
     )
-    return output, back, NO_COST
+    return output, input_gradient, NO_COST
 
 
 def count_attention(
@@ -242,10 +278,20 @@ def count_attention(
     dropout: bool = False,
     needs_gradients: Sequence[bool] = (True, True, True),
 ) -> PassCosts:
-    """Multi-head attention, of which every head has its part of the model's width.
+    """The cost of multi-head attention. Each head has its part of the model's width.
 
-    widths: of query (the model's), key and value;  wanted: whether the gradient of each of the
-    three is. The average of the weights over the heads is not counted.
+    The average of the weights over the heads is not counted.
+
+    Args:
+        samples: number of samples.
+        queries: length of the query sequence.
+        keys: length of the key sequence.
+        heads: heads of one sample.
+        widths: widths of query (the model's), key and value.
+        bias: whether there are biases.
+        mask: whether a mask is added.
+        dropout: whether there is dropout of the weights.
+        needs_gradients: whether the gradients of query, key and value are wanted.
     """
     model = widths[0]
     rows = [samples * queries, samples * keys, samples * keys]
@@ -258,22 +304,26 @@ def count_attention(
         core,
         count_products(rows[0] * model, model, bias),
     )
-    # weights need it whether inputs do or not
+    # the weight gradients need this pass even if no input gradient is wanted
     inner = combine_sequential(count_products(rows[0] * model, model), core_back)
-    asked = [size for size, want in zip(sizes, needs_gradients, strict=True) if want]
-    back = combine_sequential(
-        inner, combine_parallel(*(count_products(row * width, model) for row, width in asked))
+    gradient_sizes = [
+        size for size, is_wanted in zip(sizes, needs_gradients, strict=True) if is_wanted
+    ]
+    input_gradient = combine_sequential(
+        inner,
+        combine_parallel(*(count_products(row * width, model) for row, width in gradient_sizes)),
     )
-    made = [count_products(width * model, row) for row, width in sizes] + [
+    projection_gradients = [count_products(width * model, row) for row, width in sizes] + [
         count_sums(model if bias else 0, row) for row in rows
     ]
-    outer = combine_parallel(
+    output_gradients = combine_parallel(
         count_products(model * model, rows[0]), count_sums(model if bias else 0, rows[0])
     )
     return (
         output,
-        back,
+        input_gradient,
         combine_parallel(
-            outer, combine_sequential(PassCost(0, inner.depth), combine_parallel(*made))
+            output_gradients,
+            combine_sequential(PassCost(0, inner.depth), combine_parallel(*projection_gradients)),
         ),
     )

@@ -1,5 +1,6 @@
-"""`paragrad simulate`: what one exchange of a strategy will cost, by the clock, by formula, and
-beside the lower bounds.
+"""`paragrad simulate`: the cost of one exchange of a strategy.
+
+It is predicted by the clock and by formula, and compared with the lower bounds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from paragrad.schedules.actions import Collective, ScheduleError
 from paragrad.strategies.registry import find_schedule_use
 from paragrad.strategies.strategy import Strategy
 
-MAX_WALKED_RANKS = 64  # ranks up to which work and depth are walked
+MAX_WALKED_RANKS = 64  # ranks up to which work and depth are computed
 MAX_KEPT_MESSAGES = 100_000  # messages up to which a timeline is kept
 UNITS = {
     "": 1,
@@ -42,7 +43,23 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """What was found. bytes: of the whole vector."""
+    """The result of a simulation.
+
+    Attributes:
+        strategy: the resolved strategy.
+        workers: ranks that exchange.
+        bytes: bytes of the whole vector.
+        cluster: the links between the ranks.
+        machine: the measured machine.
+        timeline: the clock's prediction.
+        interval: seconds between which four exchanges in five lie; None if links were not measured.
+        closed_form: seconds by closed form; None if there is none. It leaves out shared links and
+            slow ranks.
+        cost: counts by closed form; None if there is none.
+        lower_bounds: lower bounds of the counts.
+        work: work and depth of the exchange; None for too many ranks.
+        element: bytes of one element.
+    """
 
     strategy: Strategy
     workers: int
@@ -50,14 +67,12 @@ class Simulation:
     cluster: Cluster
     machine: Machine
     timeline: Timeline
-    # seconds of four exchanges in five, where links were measured
     interval: tuple[float, float] | None
-    # seconds by closed form, where there is one; links shared or slow are not in it
     closed_form: float | None
     cost: ExchangeCost | None
-    lower_bounds: ExchangeCost  # lower bounds
+    lower_bounds: ExchangeCost
     work: WorkAndDepth | None
-    element: int  # bytes of one
+    element: int
 
 
 def simulate_exchange(
@@ -74,12 +89,23 @@ def simulate_exchange(
     spans: bool = False,
     progress: ReportProgress | None = None,
 ) -> Simulation:
-    """Play a strategy's schedule over `size` bytes on a cluster of hosts like `machine`. Raises
-    Refused.
+    """Predict one exchange of a strategy on a cluster of hosts like `machine`.
 
-    per_link: ranks of a host, which share its link to others;  inside: the link among them
-    (otherwise the same as outside); per_core: ranks that share a core;  slow: (rank, how many
-    times slower);  tell: see `players.uniform`.
+    Args:
+        strategy: the strategy.
+        size: bytes of the vector.
+        machine: the measured machine.
+        link: name of the link in the machine file; None for the first.
+        inside: name of the link among the ranks of a host; None: the same as between hosts.
+        ranks_per_link: ranks of a host, which share its link to other hosts.
+        ranks_per_core: ranks that share a core.
+        slow: (rank, slowdown factor) of each slow rank.
+        element: bytes of an element.
+        spans: whether the timeline keeps every message.
+        progress: called with the progress; see `executors.uniform_clock`.
+
+    Raises:
+        Refused: the strategy or an argument cannot be simulated.
     """
     resolved, plan = find_schedule_use(strategy, "simulate", ranks_per_link)
     if plan.pricing_refusal:
@@ -121,7 +147,7 @@ def simulate_exchange(
     )
     plays = 1 if cluster.build_disturbed_cluster() is None else 2
 
-    def telling(play: int) -> ReportProgress | None:
+    def report_play(play: int) -> ReportProgress | None:
         return progress and (lambda done, of: progress(play * of + done, plays * of))
 
     try:
@@ -138,10 +164,10 @@ def simulate_exchange(
                 length,
                 cluster,
                 element_bytes=element,
-                report_progress=telling(0),
+                report_progress=report_play(0),
             )
         )
-        around = predict_interval(
+        bounds = predict_interval(
             timeline.seconds,
             cluster,
             lambda other: (
@@ -151,18 +177,18 @@ def simulate_exchange(
                     length,
                     other,
                     element_bytes=element,
-                    report_progress=telling(1),
+                    report_progress=report_play(1),
                 ).seconds
             ),
         )
     except TooManyMessages as error:
         raise Refused(str(error)) from None
-    # of a user's own, for more ranks than are proved
+    # a user's schedule may fail with more ranks than are proved
     except ScheduleError as error:
         raise Refused(
             f"{schedule} is no {plan.goal} of {workers} ranks: {error}; mend the schedule"
         ) from None
-    closed, terms = _compute_closed_form(schedule, workers, length, cluster, element)
+    closed_form, cost = _compute_closed_form(schedule, workers, length, cluster, element)
     return Simulation(
         resolved,
         workers,
@@ -170,9 +196,9 @@ def simulate_exchange(
         cluster,
         machine,
         timeline,
-        around,
-        closed,
-        terms,
+        bounds,
+        closed_form,
+        cost,
         compute_lower_bounds(workers, length),
         compute_work_and_depth(schedule, workers, length) if workers <= MAX_WALKED_RANKS else None,
         element,
@@ -183,14 +209,14 @@ def _compute_closed_form(
     schedule: Any, workers: int, length: int, cluster: Cluster, element: int
 ) -> tuple[float | None, ExchangeCost | None]:
     try:
-        closed = predict_exchange_seconds(schedule, workers, length, cluster, element)
-        return closed, compute_exchange_cost(schedule, workers, length)
+        closed_form = predict_exchange_seconds(schedule, workers, length, cluster, element)
+        return closed_form, compute_exchange_cost(schedule, workers, length)
     except LookupError:
         return None, None
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes such as 100MB, 64KiB or 4096. Raises Refused."""
+    """Parse a number of bytes such as 100MB, 64KiB or 4096. Raises Refused."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].upper() not in UNITS:
         raise Refused(f"{text!r} is no number of bytes; write 4096, 64KiB or 100MB")
@@ -198,7 +224,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_slow_rank(text: str) -> tuple[int, float]:
-    """A slow rank such as 7=3 or 7=3x: rank 7 is three times slower. Raises Refused."""
+    """Parse a slow rank such as 7=3 or 7=3x: rank 7 is three times slower. Raises Refused."""
     match = re.fullmatch(r"(\d+)=(\d+(?:\.\d+)?)x?", text.strip())
     if not match:
         raise Refused(f"--slow {text}: write RANK=FACTOR, such as --slow 1=3x")

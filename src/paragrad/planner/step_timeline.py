@@ -1,9 +1,8 @@
-"""A step as it was, and as the clock foretells it: two Timelines, for the chart of a page and
-for a benchmark.
+"""A measured step and its prediction by the clock: two Timelines for the page and for a benchmark.
 
-The clock plays the strategy's own schedule. How long each task takes it is told from the first
-of the steps that a run tells in detail, the median of its kind on its rank; what it foretells
-are the steps after them, which it has not seen.
+The clock plays the strategy's own schedule. A run records some steps in detail. The first of these
+give the duration of each task: the median of its kind on its rank. The prediction is compared with
+the later ones, which it has not seen.
 """
 
 from __future__ import annotations
@@ -19,19 +18,24 @@ from paragrad.schedules.pipeline import MicroBatchSchedule, parse_task_slot
 from paragrad.strategies.registry import strategy
 from paragrad.strategies.strategy import Strategy
 
-# steps, as the run counts them
+# steps by their number in the run
 LEARNING_STEPS = DETAILED_STEPS[: len(DETAILED_STEPS) // 2]
 PREDICTED_STEPS = DETAILED_STEPS[len(DETAILED_STEPS) // 2 :]
 QUARTILES = 0.25, 0.5, 0.75
-# bytes of what ranks tell each other of a step: weight, loss, the wish to stop
+# bytes of the status of a step that ranks exchange: weight, loss, stop request
 STATUS_BYTES = 64
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A step by the clock. low, high: its seconds where every task takes the lower or the upper
-    quartile of what it took; steps: in so many it was learnt what tasks take;  messages: what
-    they were taken to cost, in words.
+    """The clock's prediction of a step.
+
+    Attributes:
+        timeline: the predicted step.
+        low: seconds of the step if every task takes its lower quartile.
+        high: seconds of the step if every task takes its upper quartile.
+        steps: number of steps that the durations come from.
+        messages: the assumed cost of messages, in words.
     """
 
     timeline: Timeline
@@ -43,13 +47,23 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """What every rank does in a step: load its samples, its passes, hear of the others' ends,
-    update.
+    """The schedule of a whole step on every rank.
+
+    A rank loads its samples, does its passes, exchanges its status with the others, and updates.
+
+    Attributes:
+        passes: the schedule of the passes.
     """
 
     passes: MicroBatchSchedule
 
     def program(self, rank: int, size: int) -> Program:
+        """The actions of one rank.
+
+        Args:
+            rank: the rank.
+            size: number of ranks.
+        """
         yield Compute("load", "")
         yield from self.passes.program(rank, size)
         others = [peer for peer in range(size) if peer != rank]
@@ -58,17 +72,19 @@ class WholeStep:
         yield Compute("update", "")
 
 
-# ---- as it was -------------------------------------------------------------------------------
+# ---- measured steps --------------------------------------------------------------------------
 def read_step_timelines(record: Record, turns: range = PREDICTED_STEPS) -> dict[int, Timeline]:
-    """Some of the steps of full batches that every worker told in detail, by their numbers.
-    record: read with spans or without.
+    """Read steps of full batches that every worker recorded in detail, by their step numbers.
 
-    turns: which of the run's steps, from 0. Seconds count from where the first rank began with
-    the step.
+    Seconds count from the moment when the first rank began the step.
+
+    Args:
+        record: the run, read with spans or without.
+        turns: which of the run's steps to read, counted from 0.
     """
-    if record.rounds:  # every worker is in a step of its own
+    if record.rounds:  # the workers do not step together
         return {}
-    full = (
+    full_batch = (
         min(record.header["job"]["batch"], record.header["job"]["samples"])
         if "job" in record.header
         else 0
@@ -78,9 +94,12 @@ def read_step_timelines(record: Record, turns: range = PREDICTED_STEPS) -> dict[
         for rank in range(record.header.get("workers", 0))
     }
     steps = [[line for line in each if line["kind"] == "step"] for each in lines.values()]
-    found = {}
+    timelines = {}
     for turn in range(turns.start, min([turns.stop, *map(len, steps)]) if steps else 0):
-        if sum(stop - first for first, stop in (each[turn]["order"] for each in steps)) < full:
+        if (
+            sum(stop - first for first, stop in (each[turn]["order"] for each in steps))
+            < full_batch
+        ):
             continue
         number = steps[0][turn]["step"]
         start = min(each[turn]["start"] for each in steps)
@@ -91,21 +110,21 @@ def read_step_timelines(record: Record, turns: range = PREDICTED_STEPS) -> dict[
             for line in each
             if line["kind"] == "span" and line["step"] == number
         )
-        found[number] = Timeline(
+        timelines[number] = Timeline(
             max(ends), ends, sum(span.name.startswith(">") for span in spans), spans
         )
-    return found
+    return timelines
 
 
 def _read_first_lines(record: Record, rank: int, count: int) -> Iterator[Line]:
-    """The lines of a rank's first steps: spans stand before the step's own line."""
-    made = 0
+    """Read the lines of a rank's first steps. Spans stand before the line of their step."""
+    finished_steps = 0
     for line in read_lines(record.folder / f"rank-{rank}.jsonl"):
-        if made < count:
+        if finished_steps < count:
             yield line
         else:
             return
-        made += line["kind"] == "step"
+        finished_steps += line["kind"] == "step"
 
 
 def _build_span(rank: int, line: Line, start: float) -> Span:
@@ -115,33 +134,52 @@ def _build_span(rank: int, line: Line, start: float) -> Span:
 
 
 def select_median_step(steps: Mapping[int, Timeline]) -> tuple[int, Timeline] | None:
-    """(number, Timeline) of the step that took the median of them; None of none."""
+    """Select the step with the median duration.
+
+    Returns:
+        (number, Timeline); None if there are no steps.
+    """
     ordered = sorted(steps.items(), key=lambda step: step[1].seconds)
     return ordered[len(ordered) // 2] if ordered else None
 
 
-# ---- as it is foretold -----------------------------------------------------------------------
+# ---- predicted steps -------------------------------------------------------------------------
 def find_recorded_schedule(record: Record) -> MicroBatchSchedule | None:
-    """The schedule of a whole step; None where a strategy's step is none. Raises Refused where
-    it is not known here.
+    """Find the schedule of a whole step of a recorded run.
+
+    Returns:
+        The schedule; None if a step of the strategy is no pipeline schedule.
+
+    Raises:
+        Refused: the strategy is not known here.
     """
     return find_step_schedule(strategy(record.header["resolved"]), record.header["workers"])
 
 
 def find_step_schedule(resolved: Strategy, size: int) -> MicroBatchSchedule | None:
-    """The schedule of a whole step of a resolved strategy on so many ranks; None where its step
-    is none.
+    """Find the schedule of a whole step of a resolved strategy.
+
+    Args:
+        resolved: the resolved strategy.
+        size: number of ranks.
+
+    Returns:
+        The schedule; None if a step of the strategy is no pipeline schedule.
     """
-    found = [plan.schedule for plan in resolved.plan_schedules() if plan.size == size]
-    return found[0] if found and isinstance(found[0], MicroBatchSchedule) else None
+    schedules = [plan.schedule for plan in resolved.plan_schedules() if plan.size == size]
+    return schedules[0] if schedules and isinstance(schedules[0], MicroBatchSchedule) else None
 
 
 def predict_step(record: Record, machine: Machine | None = None) -> StepPrediction | None:
-    """A step by the clock, of what tasks took in the steps before; None where no schedule says
-    it, or there were too few.
+    """Predict a step by the clock, from the durations of tasks in the steps before.
 
-    machine: what was measured of its links; otherwise a message costs its sender what posting
-    it took, and no time on its way.
+    Args:
+        record: the run.
+        machine: gives the measured link. If None, a message costs its sender the posting time, and
+            no time in flight.
+
+    Returns:
+        The prediction; None if the step has no schedule or too few steps were recorded.
     """
     schedule = find_recorded_schedule(record)
     steps = list(read_step_timelines(record, LEARNING_STEPS).values())
@@ -159,14 +197,16 @@ def predict_step(record: Record, machine: Machine | None = None) -> StepPredicti
         }
         for rank in range(size)
     ]
-    whole = [
+    complete_steps = [
         step for step in steps if _list_task_names(step, size) == [set(each) for each in tasks]
     ]
-    if not whole:
+    if not complete_steps:
         return None
-    taken = _collect_task_seconds(whole, tasks, posting=machine is None)
+    task_seconds = _collect_task_seconds(complete_steps, tasks, posting=machine is None)
     lengths: dict[Slot, int] = {
-        span.name.partition(":")[2]: span.bytes for span in whole[0].spans if span.lane == "send"
+        span.name.partition(":")[2]: span.bytes
+        for span in complete_steps[0].spans
+        if span.lane == "send"
     }
     lengths |= {f"told {rank}": STATUS_BYTES for rank in range(size)}
     link = Link(0.0, 0.0)
@@ -175,7 +215,7 @@ def predict_step(record: Record, machine: Machine | None = None) -> StepPredicti
         link = machine.select_link(record.header["backend"])
         messages = f"the link as measured ({machine.measured})"
 
-    def played(part: float) -> Timeline:
+    def play_step(part: float) -> Timeline:
         return time_schedule(
             WholeStep(schedule),
             size,
@@ -183,20 +223,23 @@ def predict_step(record: Record, machine: Machine | None = None) -> StepPredicti
             Cluster(link),
             element_bytes=1,
             keep_spans=True,
-            durations=_make_durations(taken, part),
+            durations=_make_durations(task_seconds, part),
         )
 
-    low, found, high = map(played, QUARTILES)
-    return StepPrediction(found, low.seconds, high.seconds, len(whole), messages)
+    low, timeline, high = map(play_step, QUARTILES)
+    return StepPrediction(timeline, low.seconds, high.seconds, len(complete_steps), messages)
 
 
 def _name_task_kind(action: Compute, rank: int) -> str:
-    """What takes as long: the same, of any micro-batch, of one stage."""
+    """Name the kind of a task.
+
+    Tasks of one kind take equally long: the same action and stage, any micro-batch.
+    """
     return f"{action.what}.{parse_task_slot(rank, action.at)[0]}"
 
 
 def _list_task_names(step: Timeline, size: int) -> list[set[str]]:
-    """Of every rank the tasks that it told of."""
+    """For every rank, the names of the tasks that it recorded."""
     return [
         {span.name for span in step.spans if span.rank == rank and span.lane == "compute"}
         for rank in range(size)
@@ -206,7 +249,7 @@ def _list_task_names(step: Timeline, size: int) -> list[set[str]]:
 def _find_first_trained_stage(
     schedule: MicroBatchSchedule, size: int, steps: list[Timeline]
 ) -> int:
-    """The first stage with a backward."""
+    """Find the first stage that has a backward pass."""
     return min(
         (
             parse_task_slot(span.rank, span.name[1:])[0]
@@ -221,35 +264,36 @@ def _find_first_trained_stage(
 def _collect_task_seconds(
     steps: list[Timeline], tasks: list[dict[str, str]], posting: bool
 ) -> dict[tuple[int, str], list[float]]:
-    """(rank, kind) -> seconds of all tasks of that kind, load and update among them, each with
-    what is between it and the next span: Python. posting: also with the posting of what it
-    gave.
+    """Collect the seconds of all tasks, by (rank, kind); load and update are kinds, too.
+
+    A task's time includes the Python time until the next span. With `posting` it also includes
+    posting the messages that the task produced.
     """
-    taken: dict[tuple[int, str], list[float]] = {}
+    task_seconds: dict[tuple[int, str], list[float]] = {}
     for step in steps:
         for rank, kinds in enumerate(tasks):
-            done = 0.0
-            last = [0.0]
+            previous_end = 0.0
+            current = [0.0]
             for span in sorted(
                 (span for span in step.spans if span.rank == rank), key=lambda span: span.start
             ):
-                last[-1] += max(0.0, span.start - done)
-                done = span.start + span.seconds
+                current[-1] += max(0.0, span.start - previous_end)
+                previous_end = span.start + span.seconds
                 if kind := kinds.get(
                     span.name, span.name if span.name in ("load", "update") else None
                 ):
-                    last = taken.setdefault((rank, kind), [])
-                    last.append(span.seconds)
+                    current = task_seconds.setdefault((rank, kind), [])
+                    current.append(span.seconds)
                 elif span.lane == "send" and posting:
-                    last[-1] += span.seconds
-            last[-1] += max(0.0, step.ends[rank] - done)
-    return taken
+                    current[-1] += span.seconds
+            current[-1] += max(0.0, step.ends[rank] - previous_end)
+    return task_seconds
 
 
 def _make_durations(
     task_seconds: Mapping[tuple[int, str], list[float]], fraction: float
 ) -> Callable[[int, Compute], float]:
-    """Of every task a quantile of what its kind took."""
+    """Build a function that returns a quantile of the seconds of a task's kind."""
     seconds = {kind: select_quantile(each, fraction) for kind, each in task_seconds.items()}
     return lambda rank, action: seconds[
         rank, action.what if action.at == "" else _name_task_kind(action, rank)
@@ -257,5 +301,10 @@ def _make_durations(
 
 
 def select_quantile(values: list[float], fraction: float) -> float:
-    """So large a part of the values is smaller."""
+    """Select a quantile of some values.
+
+    Args:
+        values: the values, in any order.
+        fraction: the fraction of the values that is smaller.
+    """
     return sorted(values)[round(fraction * (len(values) - 1))]

@@ -1,1 +1,1 @@
-"""What a run writes of itself, and its reading."""
+"""Writing and reading the record of a run."""

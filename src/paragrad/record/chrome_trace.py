@@ -1,9 +1,10 @@
-"""A run as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens: a
-process for each rank, with a thread of its steps, one of what it did in them, one of the
-buckets that are summed beside; an arrow for each message.
+"""A run as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens.
 
-Format: "Trace Event Format", Chromium: complete events (ph X), in microseconds; flow events (s,
-f); names as metadata (M).
+Each rank is a process with three threads: its steps, its tasks within them, and the buckets that
+are summed at the same time. An arrow shows each message.
+
+Format: "Trace Event Format", Chromium. Complete events (ph X) are in microseconds; flow events are
+s and f; names are metadata (M).
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ THREADS = {STEPS: "steps", TASKS: "tasks", BUCKETS: "exchange"}
 
 
 def check_trace_path(path: Path) -> None:
-    """Refused where no trace can be written there, which is tried."""
+    """Refuse a path where no trace can be written, by trying it.
+
+    Args:
+        path: The path of the trace.
+
+    Raises:
+        Refused: The file cannot be written.
+    """
     try:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         (partial := _make_partial_path(path)).open("a").close()
-        partial.unlink(missing_ok=True)  # ranks of a launcher all try it
+        partial.unlink(missing_ok=True)  # under a launcher, all ranks try this
     except OSError as error:
         raise Refused(
             f"--trace {path}: {error.strerror}; give a file in a folder that is there and can be "
@@ -39,17 +47,23 @@ def check_trace_path(path: Path) -> None:
 
 
 def write_trace(record: Record, path: Path) -> None:
-    """The trace of a run, whole or not at all. record: read with its spans. Raises OSError with
-    the file's name.
+    """Write the trace of a run, completely or not at all.
+
+    Args:
+        record: The record of the run, read with its spans.
+        path: The file to write.
+
+    Raises:
+        OSError: The file cannot be written; the error has its name.
     """
     partial = _make_partial_path(path)
     try:
         with partial.open("w", encoding="utf-8") as file:
-            told = {
+            header = {
                 name: record.header.get(name) for name in ("id", "strategy", "resolved", "backend")
             }
             file.write(
-                f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(told)}, "traceEvents": ['
+                f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(header)}, "traceEvents": ['
             )
             for number, event in enumerate(make_trace_events(record)):
                 file.write(f"{',' if number else ''}\n{json.dumps(event, allow_nan=False)}")
@@ -65,7 +79,14 @@ def _make_partial_path(path: Path) -> Path:
 
 
 def make_trace_events(record: Record) -> Iterator[Event]:
-    """Everything of a trace. ts: microseconds since the run began."""
+    """Make all events of a trace.
+
+    Args:
+        record: The record of the run, read with its spans.
+
+    Yields:
+        The events; `ts` is in microseconds since the start of the run.
+    """
     arrows: dict[str, int] = {}
     for rank, lines in enumerate(record.ranks):
         host = next((f" on {line['host']}" for line in lines if line["kind"] == "cpu"), "")
@@ -84,7 +105,10 @@ def _make_metadata_event(what: str, rank: int, name: str, thread: int = STEPS) -
 
 
 def _make_rank_events(rank: int, lines: Iterable[Line], arrows: dict[str, int]) -> Iterator[Event]:
-    """The spans of a step stand before its line; those of one that failed have none."""
+    """The events of one rank.
+
+    The spans of a step come before its line. Those of a failed step have no line.
+    """
     spans: list[Line] = []
     for line in lines:
         if line["kind"] == "span":
@@ -107,16 +131,21 @@ def _make_step_events(rank: int, spans: list[Line], arrows: dict[str, int]) -> I
     for span in nest_spans(tasks):
         yield (event := _make_slice_event(rank, TASKS, span))
         yield from _make_flow_event(rank, event, arrows)
-    for whole, parts in buckets:
-        yield _make_slice_event(rank, BUCKETS, whole, **parts)
+    for bucket, parts in buckets:
+        yield _make_slice_event(rank, BUCKETS, bucket, **parts)
 
 
 def separate_buckets(
     spans: Iterable[Line],
 ) -> tuple[list[Line], list[tuple[Line, dict[str, float]]]]:
-    """(what a rank did one after the other, its buckets): those are summed by a thread of their
-    own. Of a bucket: the whole, and seconds of its parts by their lanes, which say how long and
-    not when.
+    """Separate the tasks of a rank from its buckets, which another thread sums.
+
+    Args:
+        spans: The spans of one step.
+
+    Returns:
+        The tasks, and the buckets. A bucket is its whole span and the seconds of its parts by lane;
+        for parts the record has durations, but no start times.
     """
     tasks: list[Line] = []
     buckets: list[tuple[Line, dict[str, float]]] = []
@@ -131,10 +160,17 @@ def separate_buckets(
 
 
 def nest_spans(spans: Iterable[Line]) -> Iterator[Line]:
-    """One within another, or one after the other: microseconds were rounded, and a thread's
-    slices must not cross.
+    """Make spans that follow one another or lie within one another.
+
+    Recorded times are rounded to microseconds, and slices of a thread must not cross.
+
+    Args:
+        spans: The spans of one thread.
+
+    Yields:
+        The spans, in order of their start.
     """
-    # where those end that the next one may be in
+    # the ends of the spans that may contain the next one
     open_: list[float] = []
     for span in sorted(spans, key=lambda span: (span["start"], -span["seconds"])):
         start = span["start"]
@@ -143,7 +179,7 @@ def nest_spans(spans: Iterable[Line]) -> Iterator[Line]:
             open_.pop()
         if open_ and end > open_[-1]:
             crossed = open_[-1] - start
-            if crossed < end - open_[-1]:  # most of it comes after
+            if crossed < end - open_[-1]:  # most of it lies after the enclosing span
                 start = open_.pop()
             else:
                 end = open_[-1]
@@ -152,7 +188,7 @@ def nest_spans(spans: Iterable[Line]) -> Iterator[Line]:
 
 
 def _make_slice_event(rank: int, thread: int, line: Line, **more: Any) -> Event:
-    named = {name: line[name] for name in ("step", "bytes") if line.get(name) is not None}
+    details = {name: line[name] for name in ("step", "bytes") if line.get(name) is not None}
     return {
         "ph": "X",
         "name": line["name"],
@@ -161,14 +197,12 @@ def _make_slice_event(rank: int, thread: int, line: Line, **more: Any) -> Event:
         "tid": thread,
         "ts": round(1e6 * line["start"], 3),
         "dur": round(1e6 * line["seconds"], 3),
-        "args": {**named, **more},
+        "args": {**details, **more},
     }
 
 
 def _make_flow_event(rank: int, event: Event, arrows: dict[str, int]) -> Iterator[Event]:
-    """From where a message is posted to where it is there: both ends know the same name of
-    it.
-    """
+    """One end of an arrow, from the posting of a message to its arrival; both have the same id."""
     side, (peer, _, slot) = event["name"][:1], event["name"][1:].partition(":")
     if (side, event["cat"]) not in ((">", "send"), ("<", "receive")):
         return

@@ -1,6 +1,4 @@
-"""When a run began, on the clock of each host: so that what several ranks did can be set side
-by side.
-"""
+"""The start time of a run on the clock of each host, to compare times of several ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Protocol
 
 
 class ClockWorld(Protocol):
-    """What is asked of a world."""
+    """The methods of a world that are needed here."""
 
     def barrier(self) -> None: ...
 
@@ -22,25 +20,28 @@ class ClockWorld(Protocol):
 
 
 def find_common_origin(world: ClockWorld) -> tuple[float, int]:
-    """(the beginning of a run, on the monotonic clock of this rank's host; how many clocks
-    there are). Collective.
+    """Agree on the start time of a run. Collective.
 
-    Ranks of a host share its clock, and take the moment of the first of them. Moments of
-    different hosts are those at which a barrier let them go: as far apart as its last message
-    takes.
+    Ranks of a host share its clock and use the time of its first rank. Times of different hosts are
+    taken when a barrier ends. They differ by at most the time of its last message.
+
+    Args:
+        world: The ranks of the run.
+
+    Returns:
+        The start time on the monotonic clock of this rank's host, in seconds, and the number of
+        different clocks.
     """
     world.barrier()
     mine = read_clock_name(), time.monotonic()
-    every = world.broadcast_object(world.gather_objects(mine))
-    return next(moment for name, moment in every if name == mine[0]), len(
-        {name for name, _ in every}
+    moments = world.broadcast_object(world.gather_objects(mine))
+    return next(moment for name, moment in moments if name == mine[0]), len(
+        {name for name, _ in moments}
     )
 
 
 def read_clock_name() -> str:
-    """The name of this host's monotonic clock: all processes since its start have it in
-    common.
-    """
+    """Return the name of this host's monotonic clock; its processes share it until a restart."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()

@@ -1,4 +1,4 @@
-"""Who kept this machine's cores busy while a rank worked: the ranks, or others."""
+"""Measures whether the ranks or other processes used the cores of this machine."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ from pathlib import Path
 
 from paragrad.record.record import Line
 
-CLOCK_TICKS_ERROR = 2  # ticks of a core's clock by which its two readings may be wrong
-# of all cores: kept busy by others, times are doubted; idle, nobody was in the way
+CLOCK_TICKS_ERROR = 2  # error of two readings of a core's clock, in ticks
+# share of all cores: times are doubted if other processes use more than this, and less is idle
 BUSY_SHARE = 0.1
 
 
 class CpuMeter:
-    """Reads the clocks of this process and of its cores, from now on."""
+    """Measures from its creation on, with the clocks of this process and of its cores.
+
+    Attributes:
+        start_readings: The readings at the start.
+    """
 
     def __init__(self) -> None:
         self.start_readings = _read_cpu_clocks()
 
     def measure_usage(self) -> Line:
-        """Seconds since then, of them by the CPU: own (of this process and the loaders that
-        ended) and all (of everybody on its cores, null where the system does not say);
-        switched: how often its core was given to another thread, whoever's.
+        """Measure what happened since the start.
+
+        Returns:
+            Seconds since then, and CPU seconds. `own` counts this process and the loaders that
+            ended. `all` counts all processes on its cores; it is None if the system does not
+            provide it. `switched` is how often its core was given to another thread of any process.
         """
         return {"host": platform.node()} | {
             name: None
@@ -37,20 +44,21 @@ class CpuMeter:
 
 
 def _read_cpu_clocks() -> Line:
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
+    process = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = process.ru_utime + process.ru_stime + children.ru_utime + children.ru_stime
     return {
         "seconds": time.monotonic(),
         "own": used,
         "all": _read_busy_seconds(),
-        "switched": own.ru_nivcsw,
+        "switched": process.ru_nivcsw,
     }
 
 
 def _read_busy_seconds() -> float | None:
-    """CPU seconds that the cores of this process were busy, since the machine started; stolen
-    by other machines counts.
+    """CPU seconds in which the cores of this process were busy, since the machine started.
+
+    Time stolen by other virtual machines counts.
     """
     try:
         lines = [
@@ -71,19 +79,23 @@ def _read_busy_seconds() -> float | None:
 
 @dataclass(frozen=True)
 class CpuLoad:
-    """What kept a host busy during a run, in cores: the ranks, and everybody else, at least
-    (the launcher is among them).
+    """How many cores of a host were busy during a run, by cause.
+
+    Attributes:
+        cores: The number of cores.
+        rank_cores: The cores that the ranks kept busy.
+        others: The cores that other processes kept busy, at least; the launcher is one of them.
+        switched: How often per second the core of a rank went to another thread, at most.
     """
 
     cores: int
     rank_cores: float
     others: float
-    # how often a second a rank's core went to another thread, at most
     switched: float
 
     @property
     def crowded(self) -> bool:
-        """Others took a good part of the cores, and hardly any was left."""
+        """Whether other processes used many of the cores, and hardly any were idle."""
         return (
             self.others > BUSY_SHARE * self.cores
             and self.rank_cores + self.others > (1.0 - BUSY_SHARE) * self.cores
@@ -91,8 +103,14 @@ class CpuLoad:
 
 
 def find_cpu_load(lines: Sequence[Line], cores: int) -> CpuLoad | None:
-    """Of the host on which others did most, by what all ranks told at their end; None where
-    nothing says.
+    """Find the load of the host on which other processes used most.
+
+    Args:
+        lines: What all ranks measured at their end.
+        cores: The number of cores of a host.
+
+    Returns:
+        The load, or None if it was not measured.
     """
     hosts: dict[str, list[Line]] = {}
     for line in lines:
@@ -107,11 +125,11 @@ def find_cpu_load(lines: Sequence[Line], cores: int) -> CpuLoad | None:
 
 def _compute_host_load(lines: Sequence[Line], cores: int) -> CpuLoad:
     first = lines[0]
-    own = sum(line["own"] for line in lines)
-    unknown = CLOCK_TICKS_ERROR * cores / os.sysconf("SC_CLK_TCK")
+    rank_seconds = sum(line["own"] for line in lines)
+    error = CLOCK_TICKS_ERROR * cores / os.sysconf("SC_CLK_TCK")
     return CpuLoad(
         cores,
-        own / first["seconds"],
-        max(0.0, first["all"] - own - unknown) / first["seconds"],
+        rank_seconds / first["seconds"],
+        max(0.0, first["all"] - rank_seconds - error) / first["seconds"],
         max(line["switched"] / line["seconds"] for line in lines),
     )

@@ -1,5 +1,6 @@
-"""The record: one folder per run, JSON lines, each process appends to its own file; nothing
-derivable is stored.
+"""The record of a run: a folder of JSON lines, with one file for each process.
+
+Each process appends to its own file. Nothing is stored that can be computed from other lines.
 
 | kind       | fields                                                                             |
 |------------|------------------------------------------------------------------------------------|
@@ -9,8 +10,8 @@ derivable is stored.
 |            | python, paragrad}, resumed {run, step} or null, settings (those that are not the   |
 |            | default), rounds {count, clients, taking, passes, steps} or null                   |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind:  |
-|            | {bytes, computed}}, lr; noise [|g|^2 of the first micro-batch, what it weighs,     |
-|            | |g|^2 of the mean of all] or null, where measured                                  |
+|            | {bytes, computed}}, lr; noise [|g|^2 of the first micro-batch, its weight, |g|^2   |
+|            | of the mean of all] or null, where measured                                        |
 | epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange    |
 |            | something for a test; of a round sent in it, clients [those that took part],       |
 |            | samples [of each], lost [those that did not come back]                             |
@@ -18,45 +19,52 @@ derivable is stored.
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds,     |
 |            | bytes, peer                                                                        |
 | choice     | what, bytes, picked, because                                                       |
-| memory     | parameters, gradients, optimizer, activations (with messages between parts),       |
+| memory     | parameters, gradients, optimizer, activations (with messages between stages),      |
 |            | exchange, resident (bytes)                                                         |
-| cpu        | host; seconds of the training; own: CPU seconds of this rank; all: of everybody on |
-|            | its cores, null where the system does not say; switched: how often its core was    |
-|            | given to another thread, whoever's                                                 |
+| cpu        | host; seconds of the training; own: CPU seconds of this rank; all: of all          |
+|            | processes on its cores, null where the system does not say; switched: how often    |
+|            | its core was given to another thread of any process                                |
 | event      | name, numbers                                                                      |
 | server     | number (of a server), parameters (bytes it has), received, sent (bytes), updates,  |
 |            | samples (applied), lost {updates, samples}, staleness {updates late: pushes},      |
 |            | refused {why: messages}                                                            |
-| handed_out | refused (by who hands out samples, as above), anew (processes that were started    |
-|            | anew)                                                                              |
+| handed_out | refused (by the queue of samples, as above), anew (processes that were started     |
+|            | again)                                                                             |
 | end        | status (finished, failed, stopped, interrupted), seconds, error {rank, step,       |
 |            | tensor, message} or null; of a comparison: error a text or null                    |
 | difference | baseline, run, value, tensor                                                       |
 | comparison | rows [[run, by seed], by strategy], strategies, until, seeds, command, baselines   |
-|            | [run], identity (what must be equal to go on with it): the first line of           |
+|            | [run], identity (what must be equal to continue it): the first line of             |
 |            | compare.jsonl                                                                      |
 | distance   | baseline, run, values (of the parameters, after every step, in the job's own type) |
 
-`start` counts seconds from the run's beginning on the host's monotonic clock; where ranks are
-on several hosts, whose clocks differ, from the end of a barrier, which they leave within a
-message of each other. `sent` is the payload handed to the wire; `computed` marks bytes that
-come from the closed form because a backend's own collective moved them. The span of an exchange
-(lane send) is the whole of it; those of the same name in wait, receive and compute are its
-parts: blocked until the first message came, blocked for the others, and the rest. Of some steps
-(DETAILED; with --trace, of all) spans also say what a rank did between its tasks, named as its
-schedule names it: `>1:x1.0` in lane send, the posting of that message; in lane wait, blocked
-until it was gone; `<0:x1.0` in lane receive, blocked until it was there. A step that failed has
-its spans up to there, and no line of its own. Of a worker that joined from elsewhere there are
-its steps alone, which end when it says so. What is as in the step before is not written again,
-and `lines_of` puts it back: fields of a step; and the spans of a step are one line {kind:
-spans, step, start, spans [[name, lane, bytes], ...], micros [start, length, ...]}, microseconds
-after `start` and in the order of `spans`, which is left out where it is the step before's. A
-step costs some 250 bytes on every rank. Where clients train in rounds an epoch is a round, a
-step a client's batch, and `order` that of all clients of the round. `date` is when the run
-began, UTC. `unit` is what the test's value is in (% or nothing). `resident` is the most that
-the process ever held, also in runs that it served before. `load` is the mean number of busy or
-waiting threads of the host in the minute before the run, null where the system does not say.
-Without an `end` line the run died.
+Times: `start` is in seconds since the start of the run, on the host's monotonic clock. If ranks are
+on several hosts with different clocks, the run starts at the end of a barrier. Ranks leave it
+within the time of one message. `date` is the start of the run in UTC.
+
+Bytes: `sent` is the payload handed to the backend. `computed` marks bytes that come from the closed
+form, because a collective of the backend moved them. `resident` is the most that the process ever
+held, also in earlier runs that it served.
+
+Spans: The span of an exchange (lane send) covers the whole exchange. Spans of the same name in the
+lanes wait, receive and compute are its parts. In order: blocked until the first message came,
+blocked for the others, and the rest. In some steps (DETAILED_STEPS; with --trace, all) spans also
+show what a rank did between its tasks, with the names of its schedule. `>1:x1.0` in lane send is
+the posting of that message; in lane wait, the rank was blocked until it was gone. `<0:x1.0` in lane
+receive means that the rank was blocked until it arrived. A step that failed has its spans up to the
+failure, and no line of its own.
+
+Compression: Values that equal those of the previous step are not written, and `read_lines` restores
+them. This concerns the fields of a step, and the spans of a step. Spans are stored as one line
+{kind: spans, step, start, spans [[name, lane, bytes], ...], micros [start, length, ...]}. `micros`
+are microseconds after `start`, in the order of `spans`. `spans` is left out if it equals that of
+the previous step. A step costs about 250 bytes on each rank.
+
+Other rules: Of a worker that joined from elsewhere, only the steps are recorded; they end when the
+worker reports it. If clients train in rounds, an epoch is a round and a step is a batch of one
+client. `order` is then the order of all clients of the round. `unit` is the unit of the test value
+(% or empty). `load` is the mean number of busy or waiting threads of the host in the minute before
+the run, or null if unknown. A record without an `end` line belongs to a run that died.
 """
 
 from __future__ import annotations
@@ -82,25 +90,35 @@ from paragrad.record.round_counts import (
 from paragrad.record.sample_count import SampleCount, count_epoch_samples
 from paragrad.record.step_times import list_joint_seconds, list_slowest_seconds
 
-# 1 wrote every field of every step, and a line for every span; it is read as well
+# version 1 wrote all fields of each step and a line for each span; it can be read too
 RECORD_SCHEMA = 2
 Line = dict[str, Any]
-# steps, as this run counts them: told in detail; not the first, which warm up
+# steps that are written in detail, as this run counts them; the first two warm up
 DETAILED_STEPS = range(2, 12)
 
 
-# json.dumps would make an encoder for every line
+# json.dumps would create an encoder for each line
 encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Recorder:
-    """Appends lines to a file, each whole and at once, so that it survives the end of its
-    process.
+    """Appends lines to a file, each as a whole and at once, so that they survive the process.
+
+    Attributes:
+        origin: The start of the run on the monotonic clock, in seconds.
+        file: The open file.
     """
 
     def __init__(self, path: Path, origin: float | None = None, exclusive: bool = False) -> None:
-        """alone: Refused where another process holds the file so, before anything in it is
-        touched. The lock goes with it.
+        """Open the file.
+
+        Args:
+            path: The file.
+            origin: The start of the run on the monotonic clock; None means now.
+            exclusive: Lock the file until this process ends.
+
+        Raises:
+            Refused: Another process has locked the file. Nothing in the file is changed.
         """
         self.origin = time.monotonic() if origin is None else origin
         self.file = path.open("a", encoding="utf-8")
@@ -126,31 +144,48 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # a full disk was told of when it was written to
+        # a full disk was reported when the line was written
         with contextlib.suppress(OSError):
             self.file.close()
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the start of the run."""
         return time.monotonic() - self.origin
 
     def write_line(self, kind: str, **fields: Any) -> None:
+        """Write one line.
+
+        Args:
+            kind: The kind of the line.
+            **fields: Its other fields.
+        """
         self.write_encoded([encode_json({"kind": kind, **fields})])
 
     def write_encoded(self, lines: list[str]) -> None:
-        """Lines that are encoded already, in one go. Raises OSError with the file's name."""
+        """Write encoded lines in one call.
+
+        Args:
+            lines: The lines.
+
+        Raises:
+            OSError: The file cannot be written; the error has its name.
+        """
         with add_file_name(self.file.name):
             self.file.write("\n".join(lines) + "\n")
             self.file.flush()
 
 
 def truncate_torn_line(path: Path) -> None:
-    """Cut off a last line that its writer could not end (a full disk, a kill): what is appended
-    behind it could not be read.
+    """Remove a last line that was not written completely (full disk, killed process).
+
+    Anything appended to it could not be read.
+
+    Args:
+        path: The file.
     """
     if not path.is_file() or not (size := path.stat().st_size):
         return
-    with path.open("rb") as file:  # mostly it is whole, and may be long
+    with path.open("rb") as file:  # the last line is usually complete, and the file may be long
         file.seek(size - 1)
         torn = file.read() != b"\n"
     if torn:
@@ -158,7 +193,18 @@ def truncate_torn_line(path: Path) -> None:
 
 
 def create_run_folder(parent: Path, name: str) -> Path:
-    """A fresh folder below parent; Refused where it cannot be made."""
+    """Create a new folder for a run.
+
+    Args:
+        parent: The folder of all runs.
+        name: The last part of the new folder's name, after the time.
+
+    Returns:
+        The folder.
+
+    Raises:
+        Refused: It cannot be created.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for count in range(1000):
         folder = parent / (f"{stamp}-{name}" + (f"-{count}" if count else ""))
@@ -179,25 +225,33 @@ def create_run_folder(parent: Path, name: str) -> Path:
 
 
 def read_lines(path: Path, spans: bool = True) -> Iterator[Line]:
-    """The lines of a file, as the table above has them; a last one that was cut off by the end
-    of its process is left out.
+    """Read the lines of a file, as the table above describes them.
+
+    A last line that was not written completely is left out.
+
+    Args:
+        path: The file.
+        spans: Whether to read spans.
+
+    Yields:
+        The lines.
     """
-    before: Line = {}  # the step before
-    named: list[Any] = []  # its spans
+    last_step: Line = {}
+    span_names: list[Any] = []
     for line in _read_stored_lines(path, spans):
         if line["kind"] == "step":
-            line = {**before, **line}
-            before = line
+            line = {**last_step, **line}
+            last_step = line
         if line["kind"] == "spans":
-            named = line.get("spans", named)
-            yield from _expand_spans(line, named)
+            span_names = line.get("spans", span_names)
+            yield from _expand_spans(line, span_names)
         else:
             yield line
 
 
 def _read_stored_lines(path: Path, spans: bool) -> Iterator[Line]:
-    """The lines as they are stored. spans: with those of spans, which are most of a file."""
-    if path.is_file():  # a FIFO would be waited for
+    """The lines as they are stored, optionally without those of spans, which are most of a file."""
+    if path.is_file():  # opening a FIFO would block
         for text in path.read_text(encoding="utf-8").splitlines():
             if not spans and text.startswith('{"kind":"span'):
                 continue
@@ -208,9 +262,9 @@ def _read_stored_lines(path: Path, spans: bool) -> Iterator[Line]:
 
 
 def _expand_spans(line: Line, named: list[Any]) -> list[Line]:
-    """A line for each span of a step, by when they began."""
+    """A line for each span of a step, in order of their start."""
     micros = iter(line["micros"])
-    found = [
+    lines = [
         {
             "kind": "span",
             "step": line["step"],
@@ -223,19 +277,37 @@ def _expand_spans(line: Line, named: list[Any]) -> list[Line]:
         }
         for (name, lane, sent), start, seconds in zip(named, micros, micros, strict=True)
     ]
-    return sorted(found, key=lambda span: span["start"])
+    return sorted(lines, key=lambda span: span["start"])
 
 
 class Record:
-    """What a run's folder says, read back. spans: with them, which are half of it. Raises
-    Refused: of a later version.
+    """The record of a run, read from its folder.
+
+    Attributes:
+        folder: The folder.
+        run_lines: The lines of the run itself (run.jsonl).
+        header: The first line of the run.
+        end: The line of its end, or None.
+        ranks: The lines of each rank.
+        difference: The line of its difference from serial, or None.
+        epochs: The epochs that the run itself wrote.
+        choices: The choices that the run itself wrote.
     """
 
     def __init__(self, folder: Path, spans: bool = True) -> None:
+        """Read the record.
+
+        Args:
+            folder: The folder of the run.
+            spans: Whether to read spans, which are half of a record.
+
+        Raises:
+            Refused: A later version of paragrad wrote the record.
+        """
         self.folder = folder
         self.run_lines = list(read_lines(folder / "run.jsonl"))
-        own = self.run_lines
-        self.header: Line = next((line for line in own if line["kind"] == "run"), {})
+        lines = self.run_lines
+        self.header: Line = next((line for line in lines if line["kind"] == "run"), {})
         if self.header.get("schema", RECORD_SCHEMA) > RECORD_SCHEMA:
             raise Refused(
                 f"{folder} is a record of version {self.header['schema']}, this paragrad reads "
@@ -245,21 +317,32 @@ class Record:
                 f"{dict(self.header.get('machine') or {}).get('paragrad', 'of its time')}, which "
                 f"wrote it"
             )
-        self.end: Line | None = next((line for line in own if line["kind"] == "end"), None)
+        self.end: Line | None = next((line for line in lines if line["kind"] == "end"), None)
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
         self.ranks: list[list[Line]] = [list(read_lines(path, spans)) for path in files]
         self.difference: Line | None = next(
-            (line for line in own if line["kind"] == "difference"), None
+            (line for line in lines if line["kind"] == "difference"), None
         )
-        self.epochs = [line for line in own if line["kind"] == "epoch"]
-        self.choices = [line for line in own if line["kind"] == "choice"]
+        self.epochs = [line for line in lines if line["kind"] == "epoch"]
+        self.choices = [line for line in lines if line["kind"] == "choice"]
 
     @property
     def finished(self) -> bool:
+        """Whether the run ended normally."""
         return self.end is not None and self.end["status"] == "finished"
 
     def select_lines(self, kind: str, rank: int = 0) -> list[Line]:
-        """Of a rank; epochs, where no rank leads, are told by the run itself."""
+        """Return the lines of a kind.
+
+        If no rank is the first (workers step independently), epochs are lines of the run itself.
+
+        Args:
+            kind: The kind.
+            rank: The rank that wrote them.
+
+        Returns:
+            The lines.
+        """
         if kind == "epoch" and self.epochs:
             return self.epochs
         return (
@@ -270,16 +353,23 @@ class Record:
 
     @property
     def has_independent_workers(self) -> bool:
-        """Workers step by themselves."""
+        """Whether workers step independently of each other."""
         return bool(self.rounds or self.header.get("hands_out"))
 
     @property
     def rounds(self) -> Line | None:
-        """What the header says of them, where clients train in rounds."""
+        """The header's entry about rounds, if clients train in rounds."""
         return self.header.get("rounds")
 
     def count_passed_samples(self, epoch: int) -> int:
-        """The samples of the epochs up to that one; of rounds those in here."""
+        """Count the samples of all epochs up to one; with rounds, those of this run only.
+
+        Args:
+            epoch: The last epoch.
+
+        Returns:
+            The number of samples.
+        """
         lines = (line for line in self.select_lines("epoch") if line["epoch"] <= epoch)
         return (
             count_client_samples(lines, self.rounds["passes"])
@@ -288,15 +378,19 @@ class Record:
         )
 
     def group_step_lines(self) -> list[list[Line]]:
-        """For each step that every worker finished, the line of every worker; or those of its
-        shares, where they are handed out (of a batch with fewer samples, fewer), or of its
-        client.
+        """Group the step lines of all ranks by step, for steps that each worker finished.
+
+        If shares are handed out by a queue, a group has a line for each share; a batch with few
+        samples has fewer shares. With rounds, a group has the line of a client.
+
+        Returns:
+            For each step its lines.
         """
-        found: dict[int, list[Line]] = {}
+        by_step: dict[int, list[Line]] = {}
         for lines in self.ranks:
             for line in lines:
                 if line["kind"] == "step":
-                    found.setdefault(line["step"], []).append(line)
+                    by_step.setdefault(line["step"], []).append(line)
         job = self.header.get("job", {})
         workers = self.header.get("workers") or len(self.ranks)
         samples = job.get("samples", workers)
@@ -305,15 +399,13 @@ class Record:
         steps = -(-samples // batch)
         return [
             lines
-            for step, lines in sorted(found.items())
+            for step, lines in sorted(by_step.items())
             if self.rounds or len(lines) >= min(workers, last if (step + 1) % steps == 0 else batch)
         ]
 
     @property
     def losses(self) -> list[float]:
-        """The mean loss of every global batch: sums over ranks, divided once; 0 where nothing
-        of one counted.
-        """
+        """The mean loss of each global batch: summed over ranks, divided once; 0 without weight."""
         return [
             sum(line["loss"][0] for line in lines) / (sum(line["loss"][1] for line in lines) or 1.0)
             for lines in self.group_step_lines()
@@ -321,14 +413,22 @@ class Record:
 
     @property
     def test(self) -> float | None:
-        """The test metric after the last epoch that has one."""
+        """The test metric after the last epoch with a test."""
         values = [line["test"]["value"] for line in self.select_lines("epoch") if line["test"]]
         return values[-1] if values else None
 
     def list_step_seconds(self, first: int) -> list[float]:
-        """Of the steps from that one on, counted in this run, of the rank whose median is the
-        slowest, or where workers step apart of all together; of all steps where there are no
-        more than that.
+        """List the durations of steps.
+
+        They are those of the slowest rank, by median. If workers step independently, they are those
+        of all workers together.
+
+        Args:
+            first: The first step to include, counted in this run. If there are no more steps than
+                that, all are included.
+
+        Returns:
+            The seconds of each step.
         """
         if self.has_independent_workers:
             return list_joint_seconds(
@@ -345,14 +445,15 @@ class Record:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The median step of the slowest rank, or of all together."""
-        # the first one warms up
+        """The median step of the slowest rank, or of all workers together."""
+        # the first step warms up
         return median(seconds) if (seconds := self.list_step_seconds(1)) else None
 
     @property
     def sent_per_step(self) -> dict[str, Line]:
-        """Bytes by kind of the rank and step that sent most: {kind: {bytes, computed}}. What is
-        not sent in every step is spread over all of them.
+        """Bytes by kind, of the rank and step that sent most: {kind: {bytes, computed}}.
+
+        Bytes that are not sent in each step are averaged over all steps.
         """
         most: dict[str, Line] = {}
         steps = self.group_step_lines()
@@ -376,41 +477,42 @@ class Record:
 
     @property
     def cpu(self) -> list[Line]:
-        """Who kept the cores busy, as every rank that came to the end of its training told it
-        (`record.cpu`).
-        """
+        """The CPU use of each rank that reached the end of its training (`record.cpu_load`)."""
         return [line for rank in range(len(self.ranks)) for line in self.select_lines("cpu", rank)]
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by kind, each of the rank that holds most of it; empty where no rank came to
-        the end of its training.
-        """
+        """Bytes by kind, each of the rank with most of it; empty if no rank reached its end."""
         most: dict[str, int] = {}
         for rank in range(len(self.ranks)):
             for line in self.select_lines("memory", rank):
                 most |= {
-                    kind: max(held, most.get(kind, 0))
-                    for kind, held in line.items()
+                    kind: max(size, most.get(kind, 0))
+                    for kind, size in line.items()
                     if kind != "kind"
                 }
         return most
 
     @property
     def fullest(self) -> dict[str, int]:
-        """Bytes by kind of the rank that holds most of all kinds together; what its process
-        held beside them left out.
+        """Bytes by kind of the rank with the largest sum.
+
+        What its process holds in addition (`resident`) is left out.
         """
-        every = [
-            {kind: held for kind, held in line.items() if kind not in ("kind", "resident")}
+        ranks = [
+            {
+                kind: kinds_held
+                for kind, kinds_held in line.items()
+                if kind not in ("kind", "resident")
+            }
             for rank in range(len(self.ranks))
             for line in self.select_lines("memory", rank)
         ]
-        return max(every, key=lambda held: sum(held.values()), default={})
+        return max(ranks, key=lambda kinds_held: sum(kinds_held.values()), default={})
 
     @property
     def planned_steps(self) -> int:
-        """How many steps all epochs of its job have."""
+        """The number of steps in all epochs of the job."""
         job = self.header["job"]
         return (
             int(self.rounds["steps"])
@@ -419,30 +521,37 @@ class Record:
         )
 
     def collect_step_lines(self) -> list[Line]:
-        """The step lines of all ranks; of a resumed run, after those that led to its
-        checkpoint.
+        """Collect the step lines of all ranks.
+
+        A resumed run starts with the lines of the earlier run, up to the checkpoint.
+
+        Returns:
+            The lines.
         """
         resumed = self.header.get("resumed")
-        before = list[Line]()
-        # of other epochs
+        earlier_lines = list[Line]()
+        # epochs of rounds are different epochs
         if resumed and not self.rounds and not (earlier := Record(Path(resumed["run"]))).rounds:
-            before = [
+            earlier_lines = [
                 line for line in earlier.collect_step_lines() if line["step"] < resumed["step"]
             ]
-        return before + [line for lines in self.ranks for line in lines if line["kind"] == "step"]
+        return earlier_lines + [
+            line for lines in self.ranks for line in lines if line["kind"] == "step"
+        ]
 
     @property
     def sample_count(self) -> SampleCount:
-        """Count every sample of every finished epoch, by the positions in the order that the
-        ranks recorded.
+        """How often each sample was used in the finished epochs.
+
+        The positions that the ranks recorded are counted.
         """
-        used: dict[int, list[Line]] = {}
+        by_epoch: dict[int, list[Line]] = {}
         for line in self.collect_step_lines():
-            used.setdefault(line["epoch"], []).append(line)
+            by_epoch.setdefault(line["epoch"], []).append(line)
         if self.rounds:
-            return count_round_samples(self.select_lines("epoch"), used, self.rounds["passes"])
+            return count_round_samples(self.select_lines("epoch"), by_epoch, self.rounds["passes"])
         return count_epoch_samples(
             (line["epoch"] for line in self.select_lines("epoch")),
-            used,
+            by_epoch,
             self.header["job"]["samples"],
         )

@@ -1,4 +1,4 @@
-"""Did every epoch use every sample once?"""
+"""Counts whether each epoch used each sample once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SampleCount:
-    """Which samples a run's epochs used, by its own record."""
+    """Which samples the epochs of a run used, according to its record.
+
+    With rounds, each round has samples of its own. `samples` and `seen` are then totals over all
+    rounds.
+
+    Attributes:
+        epochs: The number of finished epochs.
+        samples: The number of samples of the dataset.
+        seen: The number of different samples, in the epoch that used fewest.
+        twice: How many were used more than once in an epoch, over all epochs.
+        missed: How many were not used in an epoch, over all epochs.
+        in_rounds: Whether clients train in rounds.
+    """
 
     epochs: int
-    samples: int  # of the dataset
-    seen: int  # different ones, in the epoch that saw fewest
-    twice: int  # used more than once in an epoch, over all epochs
-    missed: int  # not used in an epoch, over all epochs
-    # each is over samples of its own: `samples` and `seen` are of all of them together
+    samples: int
+    seen: int
+    twice: int
+    missed: int
     in_rounds: bool = False
 
     def __str__(self) -> str:
@@ -35,24 +46,40 @@ class SampleCount:
 
 
 def count_covered_positions(parts: Iterable[list[int]]) -> tuple[int, int]:
-    """How many places are in some of the parts [first, stop], and how many in more than one."""
-    once = 0
-    more = 0
+    """Count the positions that ranges cover.
+
+    Args:
+        parts: The ranges [first, stop].
+
+    Returns:
+        The number of positions in at least one range, and of those in more than one.
+    """
+    covered = 0
+    repeated = 0
     depth = 0
-    before = 0
+    last_place = 0
     for place, change in sorted(end for first, stop in parts for end in ((first, 1), (stop, -1))):
-        once = once + (place - before) * (depth > 0)
-        more = more + (place - before) * (depth > 1)
+        covered = covered + (place - last_place) * (depth > 0)
+        repeated = repeated + (place - last_place) * (depth > 1)
         depth = depth + change
-        before = place
-    return once, more
+        last_place = place
+    return covered, repeated
 
 
 def count_epoch_samples(
     ended: Iterable[int], used: Mapping[int, list[dict[str, Any]]], samples: int
 ) -> SampleCount:
-    """Of epochs that ended, by the lines of their steps. One whose beginning is lost is left
-    out.
+    """Count how often each sample of the finished epochs was used.
+
+    An epoch is left out if its beginning is not in the record.
+
+    Args:
+        ended: The numbers of the finished epochs.
+        used: The step lines of each epoch.
+        samples: The number of samples of the dataset.
+
+    Returns:
+        The counts.
     """
     epochs = [
         epoch

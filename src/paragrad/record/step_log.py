@@ -1,4 +1,4 @@
-"""What a rank writes of its steps into the record: spans, steps, memory."""
+"""What a rank writes about its steps into the record: spans, steps, memory."""
 
 from __future__ import annotations
 
@@ -11,49 +11,76 @@ from paragrad.record.record import DETAILED_STEPS, Recorder, encode_json
 
 
 class StepLog:
-    """The spans of the step under way, written together with its line, or when it fails.
-    Without a recorder, nothing.
+    """Collects the spans of a step and writes them with the step's line, or when it fails.
 
-    What is as in the step before is not written again, and `record.lines_of` puts it back: the
-    fields of a step, and the names, lanes and bytes of its spans. So a step costs some 250
-    bytes on every rank. always: tell every step in detail, with what a message costs a span
-    each, not some early ones (DETAILED) alone.
+    Without a recorder it does nothing. Values that equal those of the previous step are not
+    written; `record.read_lines` restores them. These are the fields of a step, and the names, lanes
+    and bytes of its spans. A step costs about 250 bytes on each rank.
+
+    Attributes:
+        recorder: The recorder, or None.
+        always_detailed: Write all steps in detail, with a span for each message, and not only those
+            of DETAILED_STEPS.
+        steps_written: The number of steps written so far.
+        spans: The spans of the current step: (name, lane, start, seconds, bytes).
+        last_fields: The fields of the last step, as text.
+        last_span_names: The name, lane and bytes of each span of the last step.
     """
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
         self.always_detailed = False
-        self.steps_written = 0  # steps that were written
-        # name, lane, start, seconds, bytes
+        self.steps_written = 0
         self.spans: list[tuple[str, str, float, float, int | None]] = []
-        self.last_fields: dict[str, str] = {}  # the fields of the last step
-        self.last_span_names: list[tuple[str, str, int | None]] = []  # the last step's spans
+        self.last_fields: dict[str, str] = {}
+        self.last_span_names: list[tuple[str, str, int | None]] = []
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the start of the run."""
         return self.recorder.now() if self.recorder else 0.0
 
     def convert_moment(self, moment: float) -> float:
-        """A moment of the monotonic clock, in the same."""
+        """Convert a time of the monotonic clock to seconds since the start of the run.
+
+        Args:
+            moment: The time, in seconds.
+
+        Returns:
+            The seconds.
+        """
         return moment - self.recorder.origin if self.recorder else 0.0
 
     @property
     def is_detailed(self) -> bool:
-        """Is the step under way told in detail?"""
+        """Whether the current step is written in detail."""
         return self.recorder is not None and (
             self.always_detailed or self.steps_written in DETAILED_STEPS
         )
 
     def record_detail(self, name: str, lane: str) -> contextlib.AbstractContextManager[None]:
-        """A span of those steps alone."""
+        """Record a span, in steps that are written in detail only.
+
+        Args:
+            name: The name of the span.
+            lane: Its lane.
+
+        Returns:
+            A context manager.
+        """
         return self.record_span(name, lane) if self.is_detailed else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def record_span(self, name: str, lane: str) -> Iterator[None]:
+        """Record the time of a block as a span.
+
+        Args:
+            name: The name of the span.
+            lane: Its lane.
+        """
         start = self.now()
         try:
             yield
-        finally:  # also of what fails: until then
+        finally:  # a span of a block that fails ends at the failure
             self.add_span(name, lane, start)
 
     def add_span(
@@ -64,68 +91,110 @@ class StepLog:
         bytes: int | None = None,
         seconds: float | None = None,
     ) -> None:
-        """seconds: otherwise it ends now."""
+        """Add a span to the current step.
+
+        Args:
+            name: The name of the span.
+            lane: Its lane.
+            start: Its start, in seconds since the start of the run.
+            bytes: The bytes it moved, or None.
+            seconds: Its duration; None means that it ends now.
+        """
         if self.recorder:
             self.spans.append(
                 (name, lane, start, self.now() - start if seconds is None else seconds, bytes)
             )
 
     def write_step(self, number: int, start: float, **fields: Any) -> None:
-        """The line of a step that began at `start`, after its spans."""
+        """Write the line of a step, after its spans.
+
+        Args:
+            number: The number of the step.
+            start: Its start, in seconds since the start of the run.
+            **fields: The other fields of the line.
+        """
         if self.recorder:
-            # as text: a value may change in place
-            told = {name: encode_json(value) for name, value in fields.items()}
-            new = "".join(
+            # compare texts, because a value may be changed in place
+            texts = {name: encode_json(value) for name, value in fields.items()}
+            changed = "".join(
                 f',"{name}":{text}'
-                for name, text in told.items()
+                for name, text in texts.items()
                 if text != self.last_fields.get(name)
             )
-            self.last_fields = told
+            self.last_fields = texts
             self.steps_written = self.steps_written + 1
             self.recorder.write_encoded(
                 [
                     *self._encode_spans(number),
                     f'{{"kind":"step","step":{number},"start":{start:.6f},'
-                    f'"seconds":{self.now() - start:.6f}{new}}}',
+                    f'"seconds":{self.now() - start:.6f}{changed}}}',
                 ]
             )
 
     def write_failed_step(self, number: int) -> None:
-        """The spans of a step that will have no line."""
+        """Write the spans of a step that failed and gets no line.
+
+        Args:
+            number: The number of the step.
+        """
         if self.recorder and self.spans:
             self.recorder.write_encoded(self._encode_spans(number))
 
     def _encode_spans(self, number: int) -> list[str]:
-        """They are in one line, in an order that does not depend on which thread was
-        quicker.
+        """The spans of a step as one line.
+
+        They are sorted by name, so the order does not depend on which thread was faster.
         """
         if not self.spans:
             return []
         spans, self.spans = sorted(self.spans, key=lambda span: span[0]), []
         start = min(span[2] for span in spans)
-        named = [(name, lane, sent) for name, lane, _, _, sent in spans]
-        new = "" if named == self.last_span_names else f',"spans":{encode_json(named)}'
-        self.last_span_names = named
+        span_names = [(name, lane, sent) for name, lane, _, _, sent in spans]
+        changed = (
+            "" if span_names == self.last_span_names else f',"spans":{encode_json(span_names)}'
+        )
+        self.last_span_names = span_names
         micros = ",".join(
             [
                 f"{int(1e6 * (each - start) + 0.5)},{int(1e6 * seconds + 0.5)}"
                 for _, _, each, seconds, _ in spans
             ]
         )
-        return [f'{{"kind":"spans","step":{number},"start":{start:.6f}{new},"micros":[{micros}]}}']
+        return [
+            f'{{"kind":"spans","step":{number},"start":{start:.6f}{changed},"micros":[{micros}]}}'
+        ]
 
     def write_choice(self, what: str, picked: str, because: str, bytes: int | None = None) -> None:
+        """Write a choice that was made automatically.
+
+        Args:
+            what: What was chosen.
+            picked: The choice.
+            because: The reason.
+            bytes: The bytes that it concerns, or None.
+        """
         if self.recorder:
             self.recorder.write_line(
                 "choice", what=what, bytes=bytes, picked=picked, because=because
             )
 
     def write_event(self, name: str, message: str, **numbers: float) -> None:
+        """Write an event.
+
+        Args:
+            name: The name of the event.
+            message: The message for people.
+            **numbers: Its numbers.
+        """
         if self.recorder:
             self.recorder.write_line("event", name=name, numbers=numbers, message=message)
 
     def write_memory(self, **fields: int) -> None:
-        """Bytes that this rank holds, by kind."""
+        """Write the bytes that this rank holds, with the peak memory of its process.
+
+        Args:
+            **fields: Bytes by kind.
+        """
         if self.recorder:
             self.recorder.write_line(
                 "memory",

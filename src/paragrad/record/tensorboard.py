@@ -1,4 +1,4 @@
-"""TensorBoard event files of a run, beside its record (the extra `tensorboard`)."""
+"""TensorBoard event files of a run, in addition to its record (the extra `tensorboard`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from paragrad.errors import Refused
 
 
 def check_tensorboard() -> None:
-    """Refused where the package is missing."""
+    """Refuse event files if the package tensorboard is missing.
+
+    Raises:
+        Refused: It is missing.
+    """
     if importlib.util.find_spec("tensorboard") is None:
         raise Refused(
             "event files want the package tensorboard; pip install 'paragrad[tensorboard]'"
@@ -20,13 +24,19 @@ def check_tensorboard() -> None:
 
 @contextlib.contextmanager
 def open_event_files(folder: Path | None) -> Iterator[Callable[..., None]]:
-    """show(step, **values): append scalars to event files in folder/tensorboard; without a
-    folder, to nothing.
+    """Open event files, and return a function show(step, **values) that appends scalars.
+
+    Args:
+        folder: The folder of the run; files are in folder/tensorboard. Without a folder, nothing is
+            written.
+
+    Yields:
+        The function.
     """
     if folder is None:
         yield lambda step, **values: None
         return
-    # here: it is an extra, and takes a second to import
+    # imported here, because it is an extra and takes a second to import
     from torch.utils.tensorboard import SummaryWriter
 
     def show(step: int, **values: float) -> None:

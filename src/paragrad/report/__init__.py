@@ -1,1 +1,1 @@
-"""What a user sees: tables and progress."""
+"""What a user sees: tables, pages, charts and progress."""

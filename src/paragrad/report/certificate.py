@@ -1,6 +1,4 @@
-"""What a verification found: the difference of a training from serial's, and its
-certificate.
-"""
+"""The result of a verification: the difference of a training from serial's, and its certificate."""
 
 from __future__ import annotations
 
@@ -9,74 +7,102 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-EXACT_BOUND = 1e-10  # of an exact strategy in float64
+EXACT_BOUND = 1e-10  # the bound of an exact strategy in float64
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a training was from serial's (`verbs.lockstep`): the largest difference, and the
-    largest of every tensor.
+    """How far a training was from serial's (`report.equivalence.lockstep`).
+
+    Attributes:
+        value: The largest difference.
+        tensor: The tensor with the largest difference.
+        step: The step with the largest difference.
+        tensors: The largest difference of each tensor.
+        first: (tensor, step) of the first difference beyond both bounds, or None.
+        twin: The largest difference of the rounding baseline from serial.
+        twins: The largest difference of the rounding baseline, for each tensor.
+        bound: The bound of a tensor's difference, relative to its own size. Above it, the rounding
+            baseline decides.
+        allowed: The bound that the rounding baseline sets: 4 times its difference, by the largest
+            of the tensor's kind. It is the one that `first` exceeded, or else the largest that was
+            needed.
+        chaotic: The step from which the rounding baseline diverges, so that nothing can be
+            compared, or None.
+        dtype: The number type of the computation.
+        why: Why the type is not float64, or None.
+        reference: What the training was compared with: serial, or serial with the same
+            micro-batches if the model has batch norm.
     """
 
-    value: float  # the largest
-    tensor: str | None = None  # where it is largest
-    step: int | None = None  # and when
-    # the largest of every tensor
+    value: float
+    tensor: str | None = None
+    step: int | None = None
     tensors: dict[str, float] = field(default_factory=dict, compare=False)
-    # (tensor, step) of the first beyond both bounds
     first: tuple[str, int] | None = None
-    # the largest of the rounding twin from serial
     twin: float = 0.0
-    # of every tensor
     twins: dict[str, float] = field(default_factory=dict, compare=False)
-    # of a tensor by its own size; above it, the twin is asked
     bound: float = EXACT_BOUND
-    # then: 4 times the twin's, by the largest of the tensor's kind; where
     allowed: float = 0.0
-    # `first` left it, or the largest that was asked for
-    # the step from which the twin goes another way, so that nothing can be said
     chaotic: int | None = None
-    dtype: str = "float64"  # what was computed in
-    why: str | None = None  # it is not float64
-    # with the same micro-batches where batch norm is
+    dtype: str = "float64"
+    why: str | None = None
     reference: str = "serial"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(Difference):
-    """Whether a strategy made the same training as serial, and what was compared: the
-    difference, and what it is of.
+    """Whether a strategy made the same training as serial, and what was compared.
+
+    Attributes:
+        job: The name of the job.
+        digest: A digest of the job: its settings, initial parameters and first batch, in float64.
+        strategy: The strategy as written.
+        resolved: The strategy with every `auto` replaced.
+        device: The device of the ranks.
+        backend: The backend.
+        steps: The number of steps.
+        failure: What a rank reported about replicas that differ, or why there was nothing to
+            compare.
+        cause: The most likely cause of a difference, if one is known.
+        sabotage: The fault that was injected, or None.
+        machine: The machine as in a record: cpu, cores, load, versions.
+        folder: The folder of the verification.
     """
 
     job: str
-    # of the job: its settings, initial parameters and first batch, in float64
     digest: str
     strategy: str
     resolved: str
     device: str
     backend: str
     steps: int
-    # what a rank said of replicas that are not equal, or why there was nothing to compare
     failure: str | None
-    cause: str | None  # the likeliest, where it is not the same and one is known
+    cause: str | None
     sabotage: str | None
-    machine: dict[str, Any]  # as in a record: cpu, cores, load, versions
+    machine: dict[str, Any]
     folder: Path
 
     @property
     def difference(self) -> float | None:
-        """The largest; None where the ranks did not come to its end."""
+        """The largest difference, or None if the ranks did not finish."""
         return None if self.failure else self.value
 
     @property
     def same(self) -> bool:
+        """Whether it is the same training."""
         return self.difference is not None and self.first is None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, what it is of first: a difference that is not finite is null, and
-        `tensor` says where.
+        """Convert the certificate to plain JSON.
+
+        What the certificate is about comes first. A difference that is not finite is null, and
+        `tensor` names its place.
+
+        Returns:
+            The values, by name.
         """
-        told = {
+        values = {
             "schema": 2,
             **dict.fromkeys(Certificate.__annotations__),
             **asdict(self),
@@ -84,9 +110,9 @@ class Certificate(Difference):
             "difference": self.difference,
             "same": self.same,
         }
-        del told["value"], told["step"]
-        return told | {
-            name: _replace_non_finite(told[name])
+        del values["value"], values["step"]
+        return values | {
+            name: _replace_non_finite(values[name])
             for name in ("difference", "twin", "allowed", "tensors", "twins")
         }
 

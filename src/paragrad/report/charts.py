@@ -1,5 +1,6 @@
-"""The charts of a comparison's page: SVG to put into HTML, drawn by matplotlib without pyplot's
-global state.
+"""The charts of a comparison's page, as SVG for HTML.
+
+matplotlib draws them without pyplot's global state.
 """
 
 from __future__ import annotations
@@ -34,32 +35,47 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# units of a chart; the page scales it, to some 330 pixels on a phone
+# units of a chart; the page scales it, to about 330 pixels on a phone
 WIDTH = 420
 HEIGHT = 270
-TEXT_SIZE = 12  # units high
-MAX_POINTS = 200  # of a line, at most: one every two units
-MAX_SMOOTH_POINTS = 60  # of a line of noisy values
+TEXT_SIZE = 12  # height of text, in units
+MAX_POINTS = 200  # the largest number of points of a line: one for every two units
+MAX_SMOOTH_POINTS = 60  # the same for a line of noisy values
 MAX_LABEL_LETTERS = 58  # letters across a chart
-MARKER_COUNT = 6  # along a line
-HUNDREDFOLD = 100.0  # times as long as another
+MARKER_COUNT = 6  # markers along a line
+HUNDREDFOLD = 100.0  # how many times as long as another line
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a strategy is drawn, everywhere in a page: told apart by colour, by marker, and
-    beyond ten by dashes.
+    """How a strategy is drawn in all charts of a page.
+
+    Strategies differ in colour and marker; from the eleventh on, also in dashes.
+
+    Attributes:
+        colour: The colour of line and marker.
+        marker: The shape of the marker.
+        dashes: The line style.
+        inside: The colour inside of the marker.
     """
 
     colour: str
     marker: str
     dashes: str = "-"
-    inside: str = PAPER  # of the marker
+    inside: str = PAPER
 
 
 def choose_style(place: int, is_baseline: bool = False) -> Style:
-    """The style of a table's row."""
+    """Choose the style of a row.
+
+    Args:
+        place: The number of the row.
+        is_baseline: Whether it is the rounding baseline.
+
+    Returns:
+        The style.
+    """
     if is_baseline:
         return Style(BASELINE_COLOUR, "x", "--", inside=BASELINE_COLOUR)
     return Style(
@@ -71,7 +87,18 @@ def choose_style(place: int, is_baseline: bool = False) -> Style:
 
 @dataclass(frozen=True)
 class Curve:
-    """A strategy's line: the mean over its seeds, and from where to where they reach."""
+    """The line of a strategy: the mean over its seeds, and their range.
+
+    Attributes:
+        style: The style.
+        name: The strategy.
+        x: The x of each point.
+        y: The mean of each point.
+        low: The smallest value of a seed at each point.
+        high: The largest value of a seed at each point.
+        seeds: The number of seeds.
+        steps: The largest number of steps in a point.
+    """
 
     style: Style
     name: str
@@ -80,27 +107,36 @@ class Curve:
     low: list[float]
     high: list[float]
     seeds: int = 1
-    steps: int = 1  # per point, at most
+    steps: int = 1
 
 
 def build_curve(
     style: Style, name: str, runs: Sequence[Sequence[tuple[float, float]]], most: int = MAX_POINTS
 ) -> Curve | None:
-    """The points of every seed, joined: point by point the mean, as far as all seeds went;
-    neighbours averaged, to `most`.
+    """Combine the points of all seeds into a line.
 
-    None where there is nothing to draw.
+    Each point is the mean over seeds, as far as all seeds have values. Neighbouring points are
+    averaged until there are at most `most`.
+
+    Args:
+        style: The style.
+        name: The strategy.
+        runs: The points (x, y) of each seed.
+        most: The largest number of points.
+
+    Returns:
+        The line, or None if there is nothing to draw.
     """
     length = min((len(points) for points in runs), default=0)
     if length == 0:
         return None
-    bins = min(length, most)
+    point_count = min(length, most)
     # seeds x points x 2
     values = numpy.array([points[:length] for points in runs], dtype=float)
-    edges = numpy.linspace(0, length, bins + 1).round().astype(int)
+    edges = numpy.linspace(0, length, point_count + 1).round().astype(int)
     with numpy.errstate(all="ignore"):  # a diverging loss is infinite here and there
-        thinned = numpy.add.reduceat(values, edges[:-1], axis=1) / numpy.diff(edges)[None, :, None]
-        x, y = thinned.mean(axis=0).T
+        means = numpy.add.reduceat(values, edges[:-1], axis=1) / numpy.diff(edges)[None, :, None]
+        x, y = means.mean(axis=0).T
     if not numpy.isfinite(y).any():
         return None
     return Curve(
@@ -108,8 +144,8 @@ def build_curve(
         name,
         x.tolist(),
         y.tolist(),
-        thinned[:, :, 1].min(axis=0).tolist(),
-        thinned[:, :, 1].max(axis=0).tolist(),
+        means[:, :, 1].min(axis=0).tolist(),
+        means[:, :, 1].max(axis=0).tolist(),
         len(runs),
         int(numpy.diff(edges).max()),
     )
@@ -126,24 +162,36 @@ def draw_lines(
     goal: float | None = None,
     unit: str = "",
 ) -> str:
-    """A chart of lines; logarithmic: whether y is (None: where values span more than a factor
-    of 30); zeros lie on the floor. x is logarithmic where one line is a hundred times as long
-    as another.
+    """Draw a chart of lines.
 
-    name: unique in the page;  goal: a dotted line across;  unit: of y.
+    On a logarithmic y axis, zeros lie on the floor. x is logarithmic if one line is a hundred times
+    as long as another.
+
+    Args:
+        name: An id that is unique in the page.
+        curves: The lines.
+        x_label: The label of x.
+        y_label: The label of y.
+        alt: The description for readers without the picture.
+        logarithmic: Whether y is logarithmic; None means if values span more than a factor of 30.
+        goal: The y of a dotted line, or None.
+        unit: The unit of y.
+
+    Returns:
+        The SVG.
     """
     with open_figure(name, WIDTH, HEIGHT) as figure:
         axes = add_chart_axes(figure, y_label, x_label)
-        finite = [value for each in curves for value in each.y if math.isfinite(value)]
+        finite_values = [value for curve in curves for value in curve.y if math.isfinite(value)]
         if logarithmic is None:
-            logarithmic = min(finite) > 0 and max(finite) > 30 * min(finite)
-        floor = _set_logarithmic_axis(axes, "y", finite) if logarithmic else 0.0
+            logarithmic = min(finite_values) > 0 and max(finite_values) > 30 * min(finite_values)
+        floor = _set_logarithmic_axis(axes, "y", finite_values) if logarithmic else 0.0
         if unit and not logarithmic:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit}")
-        for place, each in enumerate(curves):
-            _draw_line(axes, each, place, len(curves), floor)
+        for place, curve in enumerate(curves):
+            _draw_line(axes, curve, place, len(curves), floor)
         if has_hundredfold_range(curves):
-            _set_logarithmic_axis(axes, "x", [value for each in curves for value in each.x])
+            _set_logarithmic_axis(axes, "x", [value for curve in curves for value in curve.x])
         else:
             axes.set_xlim(left=0)
         if goal is not None:
@@ -152,18 +200,26 @@ def draw_lines(
 
 
 def has_hundredfold_range(curves: Sequence[Curve]) -> bool:
-    """Whether one line is a hundred times as long as another, which would be a stroke at the
-    edge.
+    """Tell whether one line is a hundred times as long as another.
+
+    A shorter line would be a mere stroke at the edge.
+
+    Args:
+        curves: The lines.
+
+    Returns:
+        Whether it is.
     """
-    ends = [max(each.x) for each in curves]
+    ends = [max(curve.x) for curve in curves]
     return min(ends) > 0 and max(ends) >= HUNDREDFOLD * min(ends)
 
 
 def _draw_line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
-    """Lines drawn later are thinner and mark other points, so that those that lie on each other
-    can all be seen.
+    """Draw a line so that lines which lie on each other can all be seen.
+
+    Later lines are thinner and have their markers at other points.
     """
-    # of all lines: 1 for the first, 0 for the last
+    # 1 for the first line, 0 for the last
     left = 1 - place / max(1, of - 1)
     marks = max(1, len(each.x) // MARKER_COUNT)
     y, low, high = (
@@ -196,15 +252,19 @@ def _draw_line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> No
 
 
 def _set_logarithmic_axis(axes: Axes, which: str, values: list[float]) -> float:
-    """Make x or y logarithmic. Zeros, of which there is no logarithm, get a floor below the
-    rest: where it is, or 0.
+    """Make x or y logarithmic.
+
+    Zeros, which have no logarithm, get a floor below the other values.
+
+    Returns:
+        The value of the floor, or 0.
     """
-    above = [value for value in values if value > 0] or [1.0]
-    low = min(above) / 1.4
-    high = max(above) * 1.4
+    positive = [value for value in values if value > 0] or [1.0]
+    low = min(positive) / 1.4
+    high = max(positive) * 1.4
     first = math.floor(math.log10(low))
     last = math.ceil(math.log10(high))
-    # x has no room for three
+    # the x axis is too short for three labels per decade
     factors = (1, 2, 5) if last - first < 4 and which == "y" else (1,)
     ticks = [
         (factor * 10.0**exponent, _format_scientific(factor, exponent))
@@ -229,8 +289,17 @@ def draw_bars(
     alt: str,
     x_label: str = "bytes per rank and step",
 ) -> str:
-    """A bar for every (strategy, its bytes in words, {kind: {bytes, computed}}); computed parts
-    are hatched.
+    """Draw a bar for each strategy; computed parts are hatched.
+
+    Args:
+        name: An id that is unique in the page.
+        rows: (strategy, its bytes in words, {kind: {bytes, computed}}).
+        kinds: The kinds, in the order of their colours.
+        alt: The description for readers without the picture.
+        x_label: The label of x.
+
+    Returns:
+        The SVG.
     """
     short = all(len(strategy) + len(words) <= MAX_LABEL_LETTERS - 4 for strategy, words, _ in rows)
     with open_figure(name, WIDTH, (38 if short else 54) * len(rows) + 44) as figure:
@@ -279,8 +348,8 @@ def draw_bars(
                     color=MUTED,
                     fontsize=TEXT_SIZE - 1,
                 )
-        most = max(sum(number["bytes"] for number in sent.values()) for _, _, sent in rows)
-        axes.set_xlim(0, max(1, most))
+        largest = max(sum(number["bytes"] for number in sent.values()) for _, _, sent in rows)
+        axes.set_xlim(0, max(1, largest))
         axes.set_ylim(len(rows) - (0.7 if short else 0.45), -0.65)
         axes.set_yticks([])
         axes.spines["bottom"].set_visible(False)
@@ -288,7 +357,15 @@ def draw_bars(
 
 
 def draw_legend_sample(name: str, style: Style) -> str:
-    """A strategy's line and marker, small, for a legend."""
+    """Draw the line and the marker of a strategy, small, for a legend.
+
+    Args:
+        name: An id that is unique in the page.
+        style: The style.
+
+    Returns:
+        The SVG.
+    """
     with open_figure(name, 30, 12) as figure:
         axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
@@ -310,19 +387,26 @@ def draw_legend_sample(name: str, style: Style) -> str:
 
 @contextmanager
 def open_figure(name: str, width: float, height: float) -> Iterator[Figure]:
-    """An empty figure, under matplotlib's own defaults whatever the user's are; `name` makes
-    its ids, always the same.
+    """Create an empty figure under matplotlib's own defaults, whatever the user's settings are.
+
+    Args:
+        name: The text from which ids are made, so that they are always the same.
+        width: The width, in units.
+        height: The height, in units.
+
+    Yields:
+        The figure.
     """
     logger = logging.getLogger("matplotlib")
     level = logger.level
-    # importing it warns where the home cannot be written to
+    # importing matplotlib logs a warning if the home folder cannot be written to
     logger.setLevel(logging.ERROR)
     import matplotlib
     from matplotlib.figure import Figure
 
     logger.setLevel(level)
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # of matplotlib's font; the browser draws text in its own
+        # glyphs may be missing in matplotlib's font; the browser uses its own
         warnings.filterwarnings("ignore", message="Glyph")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(
@@ -341,7 +425,16 @@ def open_figure(name: str, width: float, height: float) -> Iterator[Figure]:
 
 
 def add_chart_axes(figure: Figure, y_label: str, x_label: str) -> Axes:
-    """The axes of every chart of a page."""
+    """Add axes in the style of the page.
+
+    Args:
+        figure: The figure.
+        y_label: The label of y.
+        x_label: The label of x.
+
+    Returns:
+        The axes.
+    """
     from matplotlib.ticker import MaxNLocator
 
     figure.patch.set_visible(False)
@@ -360,7 +453,7 @@ def add_chart_axes(figure: Figure, y_label: str, x_label: str) -> Axes:
 
 
 def _format_short(value: float) -> str:
-    """1500000 as 1.5M."""
+    """A large number with a letter, such as 1500000 as 1.5M."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.6g}{letter}"
@@ -368,7 +461,7 @@ def _format_short(value: float) -> str:
 
 
 def _format_scientific(factor: int, exponent: int) -> str:
-    """factor * 10 ** exponent as people write it."""
+    """factor * 10 ** exponent in the usual notation."""
     if -3 <= exponent <= 3:
         return f"{factor * 10.0**exponent:g}"
     power = "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
@@ -380,30 +473,40 @@ def _shorten_label(text: str) -> str:
 
 
 def convert_to_svg(figure: Figure, name: str, alt: str) -> str:
-    """The figure as an <svg> element that fits its box, with ids of its own and no more digits
-    than are seen.
+    """Convert a figure to an <svg> element that fits its box.
+
+    Its ids are unique in the page, and numbers have no more digits than are visible.
+
+    Args:
+        figure: The figure.
+        name: The prefix of ids.
+        alt: The description for readers without the picture; an empty one hides the chart from
+            them.
+
+    Returns:
+        The element.
     """
     file = io.StringIO()
     figure.savefig(
         file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
     )
     text = file.getvalue()
-    # it would reach the whole page
+    # a <style> element would apply to the whole page
     text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' (id="|xlink:href="#)', rf" \1{name}-", text).replace("url(#", f"url(#{name}-")
     text = re.sub(
         r' (?:d|x|y|transform|style)="[^"]*"',
-        lambda found: re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", found[0]),
+        lambda match: re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", match[0]),
         text,
     )
-    # attributes know no var()
+    # attributes do not support var()
     text = re.sub(r' fill="(#[0-9a-f]{6})"', r' style="fill: \1"', text)
-    text = re.sub(r' style="[^"]*"', lambda found: replace_colours(found[0]), text)
-    told = f'role="img" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
+    text = re.sub(r' style="[^"]*"', lambda match: replace_colours(match[0]), text)
+    accessibility = f'role="img" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
     width, height = figure.get_size_inches() * 72
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f"{told} "
+        f"{accessibility} "
         f'viewBox="0 0 {width:g} {height:g}">'
     )
     return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)

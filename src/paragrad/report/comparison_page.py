@@ -1,6 +1,4 @@
-"""The page of a comparison: one HTML file that needs no network, for reading, printing and
-sending on.
-"""
+"""The page of a comparison: one HTML file to read, print and send; it needs no network."""
 
 from __future__ import annotations
 
@@ -19,7 +17,14 @@ from paragrad.report.sections import Sections
 
 
 def write_page(table: ComparisonResults) -> Path:
-    """Write page.html into the comparison's folder; its path."""
+    """Write page.html into the folder of a comparison.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The path of the page.
+    """
     page = table.folder / "page.html"
     partial = page.with_name("page.html.partial")
     partial.write_text(render_page(table), encoding="utf-8")
@@ -28,7 +33,16 @@ def write_page(table: ComparisonResults) -> Path:
 
 
 def render_page(table: ComparisonResults) -> str:
-    """The page as text. What a record lacks is a sentence in the place of its chart."""
+    """Render the page as text.
+
+    If a record lacks the values of a chart, a sentence takes its place.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The HTML.
+    """
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -67,7 +81,13 @@ def render_page(table: ComparisonResults) -> str:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of the page's table."""
+    """A row of the page's table.
+
+    Attributes:
+        place: The number of the row.
+        row: The values of the row.
+        cells: The texts of its cells.
+    """
 
     place: int
     row: ComparisonRow
@@ -75,14 +95,19 @@ class TableRow:
 
     @property
     def cell_spans(self) -> list[tuple[int, str, int]]:
-        """(column, text, columns it spans): what follows a failure and is empty makes room for
-        its message.
-        """
+        """(column, text, columns it spans): the message of a failure covers empty cells."""
         if self.row.seconds_per_step is not None:
             return [(place, text, 1) for place, text in enumerate(self.cells)]
         return [(0, self.cells[0], 1), (1, self.cells[1], len(self.cells) - 1)]
 
 
 def mark_line_breaks(text: str) -> Markup:
-    """A column's name, which may be broken after / and =."""
+    """Allow line breaks after / and = in the name of a column.
+
+    Args:
+        text: The name.
+
+    Returns:
+        The name as HTML.
+    """
     return Markup(re.sub("([/=])", r"\1<wbr>", str(escape(text))))

@@ -14,10 +14,10 @@ from paragrad.record.record import Line
 from paragrad.report.results import ComparisonResults, ComparisonRow
 from paragrad.report.timing import MIN_BLOCKS, SpeedUp, StepTime
 
-# seconds of a serial step below which one exchange costs more than a second worker saves
+# seconds: in a shorter serial step, an exchange costs more than a second worker saves
 MIN_SERIAL_SECONDS = 5e-3
 
-# what * means at a number of bytes
+# the meaning of * at a number of bytes
 COMPUTED_NOTE = "computed from the closed form of the backend's own collective"
 
 TABLE_COLUMNS = (
@@ -33,8 +33,9 @@ TABLE_COLUMNS = (
     "parameters",
 )
 
-# columns whose cells may take several lines
+# columns with cells that may take several lines
 FOLDED_COLUMNS = ("strategy", "where largest", "parameters")
+# columns that a narrow terminal leaves out, the least useful first
 DROPPABLE_COLUMNS = (
     "where largest",
     "over 1 thread",
@@ -46,7 +47,7 @@ DROPPABLE_COLUMNS = (
     "parameters",
     "speed-up",
 )
-# characters that a strategy gets, before it takes a second line
+# characters of a strategy in one line; a longer one takes a second line
 STRATEGY_WIDTH = len("data(2, reduce=ring_async)")
 NARROW_STYLE: dict[str, Any] = {
     "box": SIMPLE_HEAVY,
@@ -63,7 +64,7 @@ class Table(ComparisonResults):
         return format_table(self)
 
     def _repr_html_(self) -> str:
-        """As a notebook shows it."""
+        """The table as a notebook shows it."""
         rows = [
             [f"<th>{escape(each)}</th>" for each in list_columns(self)],
             *(
@@ -80,15 +81,27 @@ class Table(ComparisonResults):
 
 
 def list_columns(table: ComparisonResults) -> list[str]:
-    """The names of the columns of a comparison."""
-    named = [column.format(metric=table.metric) for column in TABLE_COLUMNS]
+    """List the names of the columns of a comparison.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The names.
+    """
+    names = [column.format(metric=table.metric) for column in TABLE_COLUMNS]
     if table.until:
-        named[2:2] = [f"{what} to {table.until}" for what in ("seconds", "epochs", "samples")]
-    return named
+        names[2:2] = [f"{what} to {table.until}" for what in ("seconds", "epochs", "samples")]
+    return names
 
 
 def print_table(table: ComparisonResults, console: Console) -> None:
-    """Print the table and the lines that explain it."""
+    """Print the table and the lines that explain it.
+
+    Args:
+        table: The comparison.
+        console: The console to print to.
+    """
     if not console.is_terminal:
         print("\t".join(list_columns(table)))
         for each in table.rows:
@@ -102,33 +115,45 @@ def print_table(table: ComparisonResults, console: Console) -> None:
         > console.width
     )
     places = choose_columns(columns, rows, console.width) if narrow else list(range(len(columns)))
-    drawn = Drawn(
+    rich_table = Drawn(
         title=f"{table.job}: {len(table.rows)} strategies",
         title_justify="left",
         **(NARROW_STYLE if narrow else {}),
     )
     for place in places:
         heading = columns[place].replace(" ", "\n") if narrow else columns[place]
-        drawn.add_column(heading, no_wrap=columns[place] not in FOLDED_COLUMNS, overflow="fold")
+        rich_table.add_column(
+            heading, no_wrap=columns[place] not in FOLDED_COLUMNS, overflow="fold"
+        )
     for texts in rows:
-        drawn.add_row(*(texts[place] for place in places))
-    console.print(drawn, markup=False)
-    missing = [column for place, column in enumerate(columns) if place not in places]
+        rich_table.add_row(*(texts[place] for place in places))
+    console.print(rich_table, markup=False)
+    left_out_columns = [column for place, column in enumerate(columns) if place not in places]
     left_out = (
-        [f"in page.html, too wide for this terminal: {', '.join(missing)}"] if missing else []
+        [f"in page.html, too wide for this terminal: {', '.join(left_out_columns)}"]
+        if left_out_columns
+        else []
     )
     for note in [*_list_failures(table), *left_out, *_list_footer_lines(table)]:
         console.print(note, highlight=False, soft_wrap=True, markup=False)
 
 
 def choose_columns(columns: list[str], rows: list[list[str]], width: int) -> list[int]:
-    """The places of the columns that a terminal of so many characters has room for; the least
-    useful ones go first.
+    """Choose the columns that fit into a terminal; the least useful ones are left out first.
+
+    Args:
+        columns: The names of the columns.
+        rows: The cells of each row.
+        width: The width of the terminal, in characters.
+
+    Returns:
+        The places of the columns.
     """
 
-    def needed(place: int) -> int:
-        """Characters of a column and the space after it; headings break between words, and so
-        do some cells.
+    def measure_column(place: int) -> int:
+        """The width of a column and the space after it.
+
+        Headings break between words, and so do some cells.
         """
         texts = [row[place] for row in rows]
         if place == 0:
@@ -140,18 +165,25 @@ def choose_columns(columns: list[str], rows: list[list[str]], width: int) -> lis
         )
         return max(map(len, [*columns[place].split(), *words])) + 2
 
-    kept = list(range(len(columns)))
+    kept_places = list(range(len(columns)))
     for column in [
         column for name in DROPPABLE_COLUMNS for column in columns if column.startswith(name)
     ]:
-        if sum(map(needed, kept)) - 2 <= width:
+        if sum(map(measure_column, kept_places)) - 2 <= width:
             break
-        kept.remove(columns.index(column))
-    return kept
+        kept_places.remove(columns.index(column))
+    return kept_places
 
 
 def format_table(table: ComparisonResults) -> str:
-    """The table as text in columns, with its notes: what print(table) shows."""
+    """Format the table as text in columns, with its notes: what print(table) shows.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The text.
+    """
     columns = list_columns(table)
     rows = [_shorten_failures(format_cells(table, row)) for row in table.rows]
     widths = [max(len(line[place]) for line in [columns, *rows]) for place in range(len(columns))]
@@ -164,7 +196,7 @@ def _list_footer_lines(table: ComparisonResults) -> list[str]:
 
 
 def _shorten_failures(texts: list[str]) -> list[str]:
-    """A row whose failures are told below, where there is room."""
+    """The cells of a row with failures shortened; their messages follow below the table."""
     return ["failed" if text.startswith("failed: ") else text for text in texts]
 
 
@@ -177,7 +209,15 @@ def _list_failures(table: ComparisonResults) -> list[str]:
 
 
 def format_cells(table: ComparisonResults, row: ComparisonRow) -> list[str]:
-    """A row as text."""
+    """Format a row as text.
+
+    Args:
+        table: The comparison.
+        row: The row.
+
+    Returns:
+        The cells.
+    """
     if row.seconds_per_step is None:
         return [
             row.strategy,
@@ -209,22 +249,25 @@ def _format_test(row: ComparisonRow) -> str:
 
 
 def _format_goal(table: ComparisonResults, row: ComparisonRow) -> list[str]:
-    """Seconds, epochs and samples to the goal: means over the seeds, or how many seeds came
-    there.
-    """
-    there = [reached for reached in row.reached if reached is not None]
-    if len(there) < len(row.reached):
-        return [f"{len(there)} of {len(row.reached)} seeds reach it", "-", "-"]
+    """Seconds, epochs and samples to the goal (means over seeds), or how many seeds reached it."""
+    reached_goals = [reached for reached in row.reached if reached is not None]
+    if len(reached_goals) < len(row.reached):
+        return [f"{len(reached_goals)} of {len(row.reached)} seeds reach it", "-", "-"]
     return [
-        f"{fmean(each.seconds for each in there):.1f}{_get_crowded_mark(row.times)}",
-        f"{fmean(each.epochs for each in there):.1f}",
-        f"{fmean(each.samples for each in there):,.0f}",
+        f"{fmean(goal.seconds for goal in reached_goals):.1f}{_get_crowded_mark(row.times)}",
+        f"{fmean(goal.epochs for goal in reached_goals):.1f}",
+        f"{fmean(goal.samples for goal in reached_goals):,.0f}",
     ]
 
 
 def format_sent_bytes(kinds: dict[str, Line]) -> str:
-    """Bytes by kind; * marks what was computed from the closed form of the backend's own
-    collective.
+    """Format bytes by kind; * marks bytes that come from the closed form of a backend's collective.
+
+    Args:
+        kinds: {kind: {bytes, computed}}.
+
+    Returns:
+        The text.
     """
     return (
         ", ".join(
@@ -236,17 +279,38 @@ def format_sent_bytes(kinds: dict[str, Line]) -> str:
 
 
 def format_row_memory(row: ComparisonRow) -> str:
-    """Of the fullest rank."""
+    """Format the memory of the fullest rank.
+
+    Args:
+        row: The row.
+
+    Returns:
+        The text.
+    """
     return format_bytes(sum(row.fullest.values())) if row.fullest else "-"
 
 
 def format_memory_kinds(memory: dict[str, int]) -> str:
-    """Bytes by kind, what there is, in the units that people use."""
+    """Format bytes by kind, without kinds of 0 bytes.
+
+    Args:
+        memory: Bytes by kind.
+
+    Returns:
+        The text.
+    """
     return ", ".join(f"{kind} {format_bytes(number)}" for kind, number in memory.items() if number)
 
 
 def format_bytes(number: float) -> str:
-    """Bytes in the unit that people use."""
+    """Format a number of bytes with its unit: bytes, KB, MB or GB.
+
+    Args:
+        number: The number of bytes.
+
+    Returns:
+        The text.
+    """
     for unit in ("bytes", "KB", "MB"):
         if number < 999.5:
             return f"{number:.3g} {unit}"
@@ -267,61 +331,75 @@ def _format_speed_up(faster: SpeedUp | None) -> str:
 
 
 def _get_crowded_mark(told: StepTime | SpeedUp | None) -> str:
-    """What stands behind a time that was taken while others kept the machine busy."""
+    """The mark of a time that was measured while other processes kept the machine busy."""
     return "!" if told and told.crowded else ""
 
 
 def list_timing_doubts(table: ComparisonResults) -> list[str]:
-    """Why some times and ratios are not to be believed, or are not told."""
-    taken = [
+    """List why some times and ratios are doubtful or not shown.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The sentences.
+    """
+    step_times = [
         *(row.times for row in table.rows),
         *(found for _, found in table.serial_times.values()),
     ]
-    crowded = [each.load for each in taken if each and each.load and each.crowded]
+    loads = [each.load for each in step_times if each and each.load and each.crowded]
     ratios = [
         each for row in table.rows for each in (row.faster, row.faster_than_one_thread) if each
     ]
-    told = []
-    if crowded:
-        often, most = (
-            max(getattr(load, name) for load in crowded) for name in ("switched", "others")
+    sentences = []
+    if loads:
+        switches, cores = (
+            max(getattr(load, name) for load in loads) for name in ("switched", "others")
         )
-        told.append(
-            f"!: other work kept up to {most:.1f} of {crowded[0].cores} cores busy meanwhile"
+        sentences.append(
+            f"!: other work kept up to {cores:.1f} of {loads[0].cores} cores busy meanwhile"
             + (
-                f", and the system gave a rank's core to another thread up to {often:,.0f} times a "
-                f"second"
-                if often >= 1
+                f", and the system gave a rank's core to another thread up to {switches:,.0f} "
+                f"times a second"
+                if switches >= 1
                 else ""
             )
             + "; such times say little"
         )
     if any(each.finite_bounds is not None and not each.is_significant for each in ratios):
-        told.append(
+        sentences.append(
             "two numbers (as 0.8-1.3x) in place of a speed-up: the times of steps scatter so much "
             "that it may lie "
             "anywhere between them (90 % interval)"
         )
     if any(each.finite_bounds is None for each in ratios):
-        told.append(
+        sentences.append(
             f"no speed-up (-) where a strategy made fewer than {MIN_BLOCKS} steps after its first: "
             f"so "
             f"few say nothing"
         )
-    return told
+    return sentences
 
 
 def list_notes(table: ComparisonResults) -> list[str]:
-    """The lines under the table."""
+    """List the lines below the table.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The lines.
+    """
     machine = table.machine
-    ended = table.ending["status"], table.ending["error"]
+    ending = table.ending["status"], table.ending["error"]
     lines = (
         []
-        if ended[0] == "finished" or not table.missing
+        if ending[0] == "finished" or not table.missing
         else [
             f"the comparison "
-            f"{'was ' if ended[0] != 'died' and ended[0] != 'failed' else ''}{ended[0]}"
-            + (f" ({ended[1]})" if ended[1] else "")
+            f"{'was ' if ending[0] != 'died' and ending[0] != 'failed' else ''}{ending[0]}"
+            + (f" ({ending[1]})" if ending[1] else "")
             + f"; not done: {'; '.join(table.missing)}"
         ]
     )
@@ -340,17 +418,17 @@ def list_notes(table: ComparisonResults) -> list[str]:
         )
     if any(number["computed"] for row in table.rows for number in row.sent.values()):
         lines.append(f"*: {COMPUTED_NOTE}; the rest was counted on the wire")
-    looser = [row.strategy for row in table.rows if not row.exact]
-    if looser:
+    inexact = [row.strategy for row in table.rows if not row.exact]
+    if inexact:
         lines.append(
-            f"{'; '.join(looser)}: another training than serial's, by design; tests judge it, not "
+            f"{'; '.join(inexact)}: another training than serial's, by design; tests judge it, not "
             f"the difference"
         )
-    serial = next((row.seconds_per_step for row in table.rows if row.reference), None)
-    if serial is not None and serial < MIN_SERIAL_SECONDS:
+    serial_seconds = next((row.seconds_per_step for row in table.rows if row.reference), None)
+    if serial_seconds is not None and serial_seconds < MIN_SERIAL_SECONDS:
         lines.append(
-            f"No speed-up is promised on {table.job}: a serial step takes {1e3 * serial:.2f} ms, "
-            "too short for an exchange to pay; it shows that the training is the same"
-            + (" under the others" if looser else "")
+            f"No speed-up is promised on {table.job}: a serial step takes "
+            f"{1e3 * serial_seconds:.2f} ms, too short for an exchange to pay; it shows that the "
+            f"training is the same" + (" under the others" if inexact else "")
         )
     return lines

@@ -1,5 +1,6 @@
-"""Bytes alive over a schedule, drawn: a bar for every task of each rank, as text and as SVG;
-and a table of what ranks hold.
+"""Drawings of the bytes alive during a schedule, as text and SVG, and a table of what ranks hold.
+
+Each task of each rank has a bar.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from paragrad.report.palette import KINDS
 BAR_CHARACTERS = " ▁▂▃▄▅▆▇█"
 STEEL, OCHRE, _, PLUM, ASH = KINDS
 TASK_COLOURS = {"F": STEEL, "B": PLUM, "I": PLUM, "W": OCHRE}
-# beside bars; of a rank; of the highest bar; of a letter
-MARGIN = 34
-RANK_HEIGHT = 86
-BAR_HEIGHT = 48
-LETTER_WIDTH = 6.6
+MARGIN = 34  # units to the left and to the right of the bars
+RANK_HEIGHT = 86  # units of a rank
+BAR_HEIGHT = 48  # units of the highest bar
+LETTER_WIDTH = 6.6  # units of a letter
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of one rank. moments: as foretold, task by task;  tested: at most, in a test;  counted:
-    in a step, as its record says.
+    """The memory of one rank.
+
+    Attributes:
+        rank: The rank.
+        moments: The predicted memory, task by task.
+        test_bytes: The most that a test needs, or None.
+        counted_bytes: The bytes counted in a step, by kind, from a record, or None.
     """
 
     rank: int
@@ -38,11 +43,24 @@ class RankMemory:
 
     @property
     def peak(self) -> TaskMemory:
+        """The task with the most bytes."""
         return max(self.moments, key=lambda each: each.bytes)
 
 
 def draw_memory_text(title: str, ranks: Sequence[RankMemory], svg: Path | None = None) -> str:
-    """The drawing, and below it the table. svg: a file for the drawing, too. Raises Refused."""
+    """Draw the bars of all ranks as text, with a table below.
+
+    Args:
+        title: The first line.
+        ranks: The memory of each rank.
+        svg: A file for the drawing as SVG, or None.
+
+    Returns:
+        The text.
+
+    Raises:
+        Refused: The file cannot be written.
+    """
     if svg:
         try:
             svg.write_text(draw_memory_svg(title, ranks))
@@ -67,7 +85,7 @@ def draw_memory_text(title: str, ranks: Sequence[RankMemory], svg: Path | None =
 
 
 def _format_memory_table(ranks: Sequence[RankMemory]) -> list[str]:
-    """What each rank holds."""
+    """A line for each rank with what it holds, in columns."""
     kinds = [
         kind
         for kind in ("parameters", "gradients", "optimizer", "exchange")
@@ -91,7 +109,15 @@ def _format_memory_table(ranks: Sequence[RankMemory]) -> list[str]:
 
 
 def draw_memory_svg(title: str, ranks: Sequence[RankMemory]) -> str:
-    """A bar for every task, as high as what was held then; of all ranks in one measure."""
+    """Draw a bar for each task, as high as the bytes held then; all ranks have the same scale.
+
+    Args:
+        title: The description.
+        ranks: The memory of each rank.
+
+    Returns:
+        The SVG.
+    """
     most = max(1, *(each.peak.bytes for each in ranks))
     letters = max(len(moment.task) for each in ranks for moment in each.moments)
     column = LETTER_WIDTH * letters + 6
@@ -113,10 +139,10 @@ def draw_memory_svg(title: str, ranks: Sequence[RankMemory]) -> str:
                 va="bottom",
             )
             for place, moment in enumerate(each.moments):
-                high = BAR_HEIGHT * moment.bytes / most
+                height = BAR_HEIGHT * moment.bytes / most
                 axes.bar(
                     MARGIN + column * (place + 0.5),
-                    -high,
+                    -height,
                     bottom=base,
                     width=column - 2,
                     edgecolor=PAPER,
@@ -133,12 +159,14 @@ def draw_memory_svg(title: str, ranks: Sequence[RankMemory]) -> str:
                     ha="center",
                     va="top",
                 )
-        told = "; ".join(
+        description = "; ".join(
             f"rank {each.rank}: at most {each.peak.bytes:,} bytes, in {each.peak.task}"
             for each in ranks
         )
-        sized_as = f' width="{width:g}" height="{RANK_HEIGHT * len(ranks):g}" viewBox'
+        size_attributes = f' width="{width:g}" height="{RANK_HEIGHT * len(ranks):g}" viewBox'
         return (
-            convert_to_svg(figure, "memory", f"{title}. {told}").replace(" viewBox", sized_as, 1)
+            convert_to_svg(figure, "memory", f"{title}. {description}").replace(
+                " viewBox", size_attributes, 1
+            )
             + "\n"
         )

@@ -1,5 +1,6 @@
-"""Progress in a notebook. Apart from `progress.py`, as a call from Python needs nothing of a
-terminal's.
+"""Progress in a notebook.
+
+It is separate from `progress.py`, because a call from Python needs no terminal library.
 """
 
 from __future__ import annotations
@@ -14,37 +15,47 @@ BAR_INTERVAL = 0.2  # seconds between two states of a bar
 
 
 def make_notebook_progress() -> Callable[[str], Any] | None:
-    """In a notebook, one bar below the cell for all runs of a call: of the name of a run, what
-    to tell of it. None elsewhere: a call from Python prints nothing.
+    """Show one bar below the cell of a notebook, for all runs of a call.
+
+    Returns:
+        A function from the name of a run to a function that takes its state. None outside of a
+        notebook: a call from Python prints nothing.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if not hasattr(shell, "kernel"):
         return None
     from IPython.display import HTML, display
 
-    shown = display(HTML(""), display_id=True)
+    bar = display(HTML(""), display_id=True)
     last = 0.0
 
-    def run(name: str) -> Any:
-        def tell(told: dict[str, Any]) -> None:
+    def track_run(name: str) -> Any:
+        def update(state: dict[str, Any]) -> None:
             nonlocal last
-            if told["step"] == told["steps"] or time.monotonic() - last > BAR_INTERVAL:
+            if state["step"] == state["steps"] or time.monotonic() - last > BAR_INTERVAL:
                 last = time.monotonic()
-                shown.update(
+                bar.update(
                     HTML(
-                        f'<progress value="{told["step"]}" max="{told["steps"]}"></progress> '
+                        f'<progress value="{state["step"]}" max="{state["steps"]}"></progress> '
                         f"{escape(name)}: step "
-                        f"{told['step']} of {told['steps']}, {format_step_value(told)}"
+                        f"{state['step']} of {state['steps']}, {format_step_value(state)}"
                     )
                 )
 
-        return tell
+        return update
 
-    return run
+    return track_run
 
 
 def format_step_value(told: dict[str, Any]) -> str:
-    """What is known of a step."""
+    """Format the loss or the difference of a step, if it is known.
+
+    Args:
+        told: The state: {"step", "steps", and "loss" or "difference"}.
+
+    Returns:
+        The text.
+    """
     if "loss" in told:
         return f"loss {told['loss']:.4f}"
     return f"difference {told['difference']:.1e}" if "difference" in told else ""

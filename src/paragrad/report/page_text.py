@@ -1,6 +1,4 @@
-"""What a comparison's page says in words: what was compared and when, what the columns mean,
-how each row was run.
-"""
+"""The texts of a comparison's page: what was compared, what columns mean, how rows were run."""
 
 from __future__ import annotations
 
@@ -15,11 +13,18 @@ from paragrad.version import __version__
 
 
 def describe_creation(table: ComparisonResults) -> str:
-    """When, and by what."""
+    """Describe when the comparison was made, and by which version.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The text.
+    """
     dates = sorted(
         record.header["date"] for record in table.records.values() if "date" in record.header
     )
-    # none in version 1
+    # records of version 1 have no date
     when = [f"{datetime.fromisoformat(dates[0]):%-d %B %Y, %H:%M} UTC"] if dates else []
     return ", ".join([*when, f"paragrad {_get_paragrad_version(table)}"])
 
@@ -29,26 +34,33 @@ def _get_paragrad_version(table: ComparisonResults) -> str:
 
 
 def write_lead(table: ComparisonResults) -> str:
-    """What was compared, and how far from serial it came out, in a few sentences."""
+    """Write the first sentences of the page: what was compared, and the largest difference.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The text.
+    """
     seeds = table.comparison_line["seeds"]
-    words = [
+    sentences = [
         f"{count_strategies(table)}"
         f"{' and the rounding twin' if _has_rounding_baseline(table) else ''}, "
         f"{'one seed' if seeds == 1 else f'{seeds} seeds'}{' each' if len(table.rows) > 1 else ''}."
     ]
-    named = list_columns(table).index("difference")
-    checked = [row for row in table.rows if row.difference is not None and not row.reference]
-    if checked:
-        worst = max(checked, key=lambda row: row.difference or 0.0)
-        words.append(
+    difference_column = list_columns(table).index("difference")
+    compared_rows = [row for row in table.rows if row.difference is not None and not row.reference]
+    if compared_rows:
+        worst = max(compared_rows, key=lambda row: row.difference or 0.0)
+        sentences.append(
             f"Largest difference from serial, over 20 steps in float64: "
-            f"{format_cells(table, worst)[named]}, "
+            f"{format_cells(table, worst)[difference_column]}, "
             f"by {worst.strategy}."
         )
     failed = [row.strategy for row in table.rows if row.failure]
     if failed:
-        words.append(f"Failed: {', '.join(failed)}.")
-    return " ".join(words)
+        sentences.append(f"Failed: {', '.join(failed)}.")
+    return " ".join(sentences)
 
 
 def _has_rounding_baseline(table: ComparisonResults) -> bool:
@@ -56,7 +68,14 @@ def _has_rounding_baseline(table: ComparisonResults) -> bool:
 
 
 def count_strategies(table: ComparisonResults) -> str:
-    """How many strategies, the twin not counted."""
+    """Count the strategies without the rounding baseline, as text.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        Such as `2 strategies`.
+    """
     count = len(table.rows) - _has_rounding_baseline(table)
     return "1 strategy" if count == 1 else f"{count} strategies"
 
@@ -66,19 +85,26 @@ def _format_count(count: int, thing: str) -> str:
 
 
 def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
-    """What the columns mean: (column, meaning)."""
-    several = any(row.seeds > 1 for row in table.rows)
-    told = {
+    """Explain the columns of the table.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        (column, meaning).
+    """
+    has_several_seeds = any(row.seeds > 1 for row in table.rows)
+    meanings = {
         f"test {table.metric}": "the metric on the test set after the last epoch"
         + (
             f"; mean ± standard deviation over {table.comparison_line['seeds']} seeds"
-            if several
+            if has_several_seeds
             else ""
         ),
         "ms/step": "median milliseconds per step of the slowest rank, or where workers step by "
         "themselves (asp, ssp, backup "
         "workers, clients) of all together; without the first step, which warms up"
-        + ("; median over seeds" if several else "")
+        + ("; median over seeds" if has_several_seeds else "")
         + "; the charts over seconds take it for every step",
         "speed-up": f"milliseconds per step of serial with all {table.machine['cores']} threads, "
         f"divided by the strategy's",
@@ -96,48 +122,64 @@ def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
         "equal bits",
     }
     if table.until:
-        told = {
+        meanings = {
             f"seconds, epochs, samples to {table.until}": "to the end of the first epoch whose "
             "test reached the goal; seconds: its "
             "steps, each taking the ms/step; where "
             "workers step by themselves, by the clock (an epoch of clients is a round)"
-            + ("; means over seeds" if several else ""),
-            **told,
+            + ("; means over seeds" if has_several_seeds else ""),
+            **meanings,
         }
-    return list(told.items())
+    return list(meanings.items())
 
 
 def describe_row_runs(table: ComparisonResults, row: ComparisonRow) -> Line:
-    """What a strategy was resolved to, on what it ran, and what was picked for it and why."""
+    """Describe how the runs of a row were made.
+
+    Args:
+        table: The comparison.
+        row: The row.
+
+    Returns:
+        The resolved strategy, workers and device, automatic choices with their reasons, failure,
+        memory and seeds.
+    """
     records = [table.records[run] for run in row.runs if run in table.records]
     header = records[0].header
     workers = header["workers"]
     threads = header["threads"]
-    on = (
+    resources = (
         f"{_format_count(workers, 'worker')}, "
         f"{_format_count(threads, 'thread')}{' each' if workers > 1 else ''}"
         + f", on {header['device']}"
         + (f", over {header['backend']}" if header["backend"] else "")
     )
-    picked = [*records[0].choices, *records[0].select_lines("choice")]
-    # that is of its process
-    of_run = {kind: number for kind, number in row.memory.items() if kind != "resident"}
+    choices = [*records[0].choices, *records[0].select_lines("choice")]
+    # `resident` belongs to the process, not to the run
+    training_memory = {kind: number for kind, number in row.memory.items() if kind != "resident"}
     return {
         "strategy": row.strategy,
         "resolved": row.resolved,
-        "on": on,
-        "choices": picked,
+        "on": resources,
+        "choices": choices,
         "failure": row.failure,
-        "memory": format_memory_kinds(of_run),
+        "memory": format_memory_kinds(training_memory),
         "seeds": ", ".join(str(record.header["seed"]) for record in records),
     }
 
 
 def list_job_facts(table: ComparisonResults) -> list[tuple[str, str]]:
-    """Job, machine and versions: (name, value)."""
+    """List the facts about job, machine and versions.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        (name, value).
+    """
     job = table.header["job"]
     machine = table.machine
-    given = ", ".join(f"{name}={value!r}" for name, value in job["arguments"].items())
+    arguments = ", ".join(f"{name}={value!r}" for name, value in job["arguments"].items())
     seeds = sorted(
         {
             record.header["seed"]
@@ -147,7 +189,7 @@ def list_job_facts(table: ComparisonResults) -> list[tuple[str, str]]:
         }
     )
     return [
-        ("job", f"{job['name']}({given})" if given else job["name"]),
+        ("job", f"{job['name']}({arguments})" if arguments else job["name"]),
         ("global batch", f"{job['batch']:,}"),
         ("epochs", f"{job['epochs']:,}" + (f", or until {table.until}" if table.until else "")),
         ("training samples", f"{job['samples']:,}"),
@@ -164,9 +206,16 @@ def list_job_facts(table: ComparisonResults) -> list[tuple[str, str]]:
 
 
 def format_compare_call(table: ComparisonResults) -> str:
-    """The Python call that made the comparison, where no command did."""
+    """Format the Python call that made the comparison, if no command did.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The call.
+    """
     header = table.header
-    asked = table.comparison_line
+    request = table.comparison_line
     job = header["job"]
     changes = {
         "batch": job["batch"],
@@ -176,47 +225,54 @@ def format_compare_call(table: ComparisonResults) -> str:
     if job["name"] in JOBS and job["arguments"]:
         dtype = "" if job["dtype"] == "float32" else f", dtype=torch.{job['dtype']}"
         words = "".join(f", {name}={value!r}" for name, value in job["arguments"].items())
-        made = (
+        job_call = (
             f"paragrad.job({job['name']!r}{words}).replace("
             + ", ".join(f"{name}={value!r}" for name, value in changes.items())
             + dtype
             + ")"
         )
     else:
-        made = "job"
+        job_call = "job"
     rows = [row for row in table.rows if row.strategy != ROUNDING_BASELINE]
     chosen = "; ".join(row.strategy for row in rows)
-    more = {"seeds": asked["seeds"]} if asked["seeds"] > 1 else {}
+    seeds_argument = {"seeds": request["seeds"]} if request["seeds"] > 1 else {}
     settings: dict[str, Any] = {
-        **more,
+        **seeds_argument,
         **({"rounding_baseline": True} if _has_rounding_baseline(table) else {}),
-        **({"until": asked["until"]} if asked["until"] else {}),
+        **({"until": request["until"]} if request["until"] else {}),
         **({"device": header["device"]} if header["device"] != "cpu" else {}),
     }
     words = "".join(f", {name}={value!r}" for name, value in settings.items())
-    return f"paragrad.compare({made}, {chosen!r}{words})"
+    return f"paragrad.compare({job_call}, {chosen!r}{words})"
 
 
 def describe_early_ends(table: ComparisonResults) -> list[str]:
-    """Why lines are shorter than the job's epochs: a sentence for those that ended alike."""
-    found: dict[str, list[str]] = {}
+    """Describe why lines end before the job's epochs do; equal reasons share a sentence.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The sentences.
+    """
+    names_by_reason: dict[str, list[str]] = {}
     for row in table.rows:
         runs = [table.records[run] for run in row.runs if run in table.records]
         shortest = min(runs, key=lambda record: len(record.group_step_lines()), default=None)
         if (
             shortest is not None
-            and (made := len(shortest.group_step_lines())) < shortest.planned_steps
+            and (steps := len(shortest.group_step_lines())) < shortest.planned_steps
         ):
-            of = f" (seed {shortest.header['seed']})" if len(runs) > 1 else ""
-            how = (
-                f"at step {made:,} of {shortest.planned_steps:,}: "
+            suffix = f" (seed {shortest.header['seed']})" if len(runs) > 1 else ""
+            reason = (
+                f"at step {steps:,} of {shortest.planned_steps:,}: "
                 f"{_explain_end(shortest, table.until)}."
             )
-            found.setdefault(how, []).append(row.strategy + of)
+            names_by_reason.setdefault(reason, []).append(row.strategy + suffix)
     return [
         f"{'All lines' if len(names) == len(table.rows) > 1 else ' and '.join(names)} "
-        f"end{'s' if len(names) == 1 else ''} {how}"
-        for how, names in found.items()
+        f"end{'s' if len(names) == 1 else ''} {reason}"
+        for reason, names in names_by_reason.items()
     ]
 
 

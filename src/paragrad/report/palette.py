@@ -1,5 +1,6 @@
-"""The colours of a page and of its charts, by day and by night: name -> (light, dark). Charts
-are drawn in the light ones.
+"""The colours of a page and of its charts: name -> (light theme, dark theme).
+
+Charts are drawn in the light colours.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ PALETTE = {
     "ground": ("#f4f6f8", "#0d1117"),
     "accent": ("#0072b2", "#4ea8de"),
     "bad": ("#a4260a", "#ff8f7d"),
-    # of strategies: told apart by most colour-blind eyes (Okabe and Ito 2008, without their
-    # yellow, which paper swallows; then Tol 2021); at night as bright as is read on black
+    # colours of strategies, which most colour-blind readers can distinguish: Okabe and Ito 2008
+    # without their yellow, which is invisible on white; then Tol 2021. The dark theme uses brighter
+    # ones
     "orange": ("#d55e00", "#ff8c42"),
     "green": ("#009e73", "#2fbf8f"),
     "pink": ("#cc79a7", "#e59fc7"),
@@ -25,7 +27,7 @@ PALETTE = {
     "olive": ("#8a8a2e", "#bdbd5e"),
     "brown": ("#7a4b2a", "#bd8560"),
     "grey": ("#6b7280", "#a3abb8"),
-    # of kinds of bytes
+    # colours of kinds of bytes
     "steel": ("#3d6b8e", "#6fa3cc"),
     "ochre": ("#c58a2b", "#d9a348"),
     "moss": ("#6b9a5b", "#8fc07c"),
@@ -57,9 +59,16 @@ _NAMES = {light: name for name, (light, _) in PALETTE.items()}
 
 
 def replace_colours(text: str) -> str:
-    """Every light colour of a style as the name of what the page makes of it."""
+    """Replace each light colour of a style by the page's CSS variable.
+
+    Args:
+        text: The style.
+
+    Returns:
+        The style with variables.
+    """
     return re.sub(
         r"#[0-9a-f]{6}\b",
-        lambda found: f"var(--{_NAMES[found[0]]})" if found[0] in _NAMES else found[0],
+        lambda match: f"var(--{_NAMES[match[0]]})" if match[0] in _NAMES else match[0],
         text,
     )

@@ -1,4 +1,4 @@
-"""Progress of runs: a bar at a terminal, now and then a plain line elsewhere."""
+"""Progress of runs: a bar at a terminal, a plain line from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -21,11 +21,20 @@ LINE_INTERVAL = 5.0  # seconds between plain lines
 
 
 class ProgressDisplay:
-    """Shows the runs of one command, one after another; a context manager. transient: a bar
-    goes when it is full.
+    """Shows the runs of one command, one after another; a context manager.
+
+    Attributes:
+        console: The console.
+        bars: The bars.
     """
 
     def __init__(self, console: Console, transient: bool = False) -> None:
+        """Create the display.
+
+        Args:
+            console: The console to print to.
+            transient: Whether a bar disappears when it is full.
+        """
         self.console = console
         self.bars = Progress(
             TextColumn("{task.description}", markup=False),
@@ -47,8 +56,14 @@ class ProgressDisplay:
         self.bars.stop()
 
     def track_run(self, name: str, what: str = "step") -> Any:
-        """What to tell of the run of that name: a function of {"step", "steps", and "loss" or
-        "difference" if there is one}; what: else is counted.
+        """Start to show a run.
+
+        Args:
+            name: The name of the run.
+            what: What is counted, where there is no bar.
+
+        Returns:
+            A function that takes {"step", "steps", and "loss" or "difference" if known}.
         """
         return (
             self._track_with_bar(name)
@@ -58,24 +73,24 @@ class ProgressDisplay:
 
     def _track_with_bar(self, name: str) -> Any:
         task = self.bars.add_task(name, total=None, value="")
-        return lambda told: self.bars.update(
-            task, completed=told["step"], total=told["steps"], value=format_step_value(told)
+        return lambda state: self.bars.update(
+            task, completed=state["step"], total=state["steps"], value=format_step_value(state)
         )
 
     def _track_with_lines(self, name: str, what: str) -> Any:
         last = time.monotonic()
 
-        def tell(told: dict[str, Any]) -> None:
+        def report(state: dict[str, Any]) -> None:
             nonlocal last
-            if told["step"] == told["steps"] or time.monotonic() - last > LINE_INTERVAL:
+            if state["step"] == state["steps"] or time.monotonic() - last > LINE_INTERVAL:
                 last = time.monotonic()
                 self.console.print(
                     ", ".join(
                         filter(
                             None,
                             (
-                                f"{name}: {what} {told['step']} of {told['steps']}",
-                                format_step_value(told),
+                                f"{name}: {what} {state['step']} of {state['steps']}",
+                                format_step_value(state),
                             ),
                         )
                     ),
@@ -84,4 +99,4 @@ class ProgressDisplay:
                     markup=False,
                 )
 
-        return tell
+        return report

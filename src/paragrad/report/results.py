@@ -1,4 +1,4 @@
-"""The results of a comparison, read from its folder: a row for every strategy."""
+"""The results of a comparison, read from its folder: a row for each strategy."""
 
 from __future__ import annotations
 
@@ -15,46 +15,69 @@ from paragrad.report.timing import NO_SPEED_UP, SpeedUp, StepTime, measure_step_
 from paragrad.strategies.serial import Serial
 from paragrad.trainer.settings import Settings
 
-ROUNDING_BASELINE = "rounding twin"  # serial, every batch back to front
+ROUNDING_BASELINE = "rounding twin"  # serial with the samples of each batch in reverse order
 
 
 @dataclass(frozen=True)
 class GoalReached:
-    """Where a run reached the goal of `--until`."""
+    """Where a run reached the goal of `--until`.
 
-    seconds: float  # of its steps, each by the row's time per step
+    Attributes:
+        seconds: The time of its steps, each with the row's time per step.
+        epochs: The number of epochs.
+        samples: The number of samples.
+    """
+
+    seconds: float
     epochs: int
     samples: int
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """What one strategy did, over its seeds; None where it did not come that far."""
+    """The results of one strategy over its seeds; values are None if the runs did not get that far.
+
+    Attributes:
+        strategy: The strategy as written.
+        resolved: The strategy with every `auto` replaced.
+        test: The job's metric (accuracy: per cent), as mean over seeds.
+        spread: The standard deviation of the metric over seeds.
+        seeds: The number of seeds.
+        times: The time of a step.
+        faster: The speed-up over serial with all threads.
+        faster_than_one_thread: The speed-up over serial with one thread.
+        sent: Bytes per rank and step, by kind: {bytes, computed}.
+        memory: Bytes by kind, each of the rank that holds most of it.
+        fullest: Bytes by kind of the rank that holds most of all together.
+        difference: The largest difference from serial, in float64, of the first seed.
+        tensor: The tensor with the largest difference.
+        digests: Digests of the final parameters, by seed.
+        reached: Where the goal was reached, by seed.
+        runs: The names of the folders, by seed.
+        failure: What failed, or None.
+        reference: Whether it is serial itself, with which the others are compared.
+        exact: Whether it is meant to be the same training as serial.
+    """
 
     strategy: str
     resolved: str
-    # the job's metric (accuracy: per cent): the mean over seeds
     test: float | None = None
-    spread: float | None = None  # its standard deviation over seeds
+    spread: float | None = None
     seeds: int = 1
-    times: StepTime | None = None  # of a step
-    faster: SpeedUp | None = None  # than serial with all threads
+    times: StepTime | None = None
+    faster: SpeedUp | None = None
     faster_than_one_thread: SpeedUp | None = None
-    # per rank and step, by kind: {bytes, computed}
     sent: dict[str, Line] = field(default_factory=dict)
-    # bytes by kind, each of the rank that holds most of it
     memory: dict[str, int] = field(default_factory=dict)
-    # bytes by kind of the rank that holds most of all together
     fullest: dict[str, int] = field(default_factory=dict)
-    difference: float | None = None  # from serial, float64, first seed
-    tensor: str | None = None  # where it is largest
-    digests: tuple[str, ...] = ()  # of the final parameters, by seed
-    reached: tuple[GoalReached | None, ...] = ()  # the goal, by seed
-    runs: tuple[str, ...] = ()  # folders, by seed
+    difference: float | None = None
+    tensor: str | None = None
+    digests: tuple[str, ...] = ()
+    reached: tuple[GoalReached | None, ...] = ()
+    runs: tuple[str, ...] = ()
     failure: str | None = None
-    # serial itself, which the others are compared with
     reference: bool = False
-    exact: bool = True  # it is to be the same training
+    exact: bool = True
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -63,12 +86,12 @@ class ComparisonRow:
 
     @property
     def speed_up(self) -> float | None:
-        """Over serial with all threads; None where noise would have made it."""
+        """The speed-up over serial with all threads, or None if it may be noise."""
         return self.faster.value if self.faster and self.faster.is_significant else None
 
     @property
     def speed_up_one_thread(self) -> float | None:
-        """Over serial with one thread, likewise."""
+        """The speed-up over serial with one thread, or None if it may be noise."""
         return (
             self.faster_than_one_thread.value
             if self.faster_than_one_thread and self.faster_than_one_thread.is_significant
@@ -76,31 +99,35 @@ class ComparisonRow:
         )
 
     def to_json(self) -> Line:
-        """All of it, a number and from where to where it may be side by side."""
-        told = asdict(self) | {
+        """Convert the row to plain JSON, with the interval of each measured time or ratio."""
+        values = asdict(self) | {
             name: getattr(self, name)
             for name in ("seconds_per_step", "speed_up", "speed_up_one_thread")
         }
-        del told["times"], told["faster"], told["faster_than_one_thread"]
-        told["is_reference"] = told.pop("reference")
-        for name, each in (
+        del values["times"], values["faster"], values["faster_than_one_thread"]
+        values["is_reference"] = values.pop("reference")
+        for name, measured in (
             ("seconds_per_step", self.times),
             ("speed_up", self.faster),
             ("speed_up_one_thread", self.faster_than_one_thread),
         ):
-            told[f"{name}_between"] = each and each.finite_bounds
-        return told | {"others": self.times and self.times.load and self.times.load.others}
+            values[f"{name}_between"] = measured and measured.finite_bounds
+        return values | {"others": self.times and self.times.load and self.times.load.others}
 
 
 @dataclass(frozen=True)
 class ComparisonResults:
-    """A comparison, read from its folder."""
+    """A comparison, read from its folder.
+
+    Attributes:
+        folder: The folder.
+    """
 
     folder: Path
 
     @cached_property
     def comparison_line(self) -> Line:
-        """What was asked for: the comparison's own line."""
+        """The request: the comparison's own first line."""
         return next(
             line
             for line in read_lines(self.folder / "compare.jsonl")
@@ -109,16 +136,17 @@ class ComparisonResults:
 
     @cached_property
     def records(self) -> dict[str, Record]:
-        """Every run of the comparison that began, by the name of its folder."""
-        found = {
+        """The records of all runs that started, by the name of the folder."""
+        records = {
             path.name: Record(path, spans=False)
             for path in sorted(self.folder.iterdir())
             if path.is_dir()
         }
-        return {name: record for name, record in found.items() if record.header}
+        return {name: record for name, record in records.items() if record.header}
 
     @cached_property
     def rows(self) -> list[ComparisonRow]:
+        """The row of each strategy."""
         names = self.comparison_line.get("strategies", [""] * len(self.comparison_line["rows"]))
         return [
             _build_row(self, name, runs)
@@ -127,10 +155,8 @@ class ComparisonResults:
 
     @cached_property
     def serial_times(self) -> dict[int, tuple[list[str], StepTime | None]]:
-        """Runs of plain serial, and its time per step, with one thread and with all of them:
-        what speed-ups are over.
-        """
-        found = {}
+        """The runs of plain serial and its time per step, with 1 thread and with all threads."""
+        times = {}
         for threads in {1, int(self.machine["cores"])}:
             runs = [
                 name
@@ -138,13 +164,14 @@ class ComparisonResults:
                 if record.header["resolved"] == str(Serial(threads=threads))
                 and not record.header["reverse"]
             ]
-            found[threads] = runs, measure_step_time([self.records[name] for name in runs])
-        return found
+            times[threads] = runs, measure_step_time([self.records[name] for name in runs])
+        return times
 
     @cached_property
     def ending(self) -> Line:
-        """How the comparison ended, the last time: {"status": finished, stopped, interrupted,
-        failed or died, "error": why}.
+        """How the comparison last ended: {"status", "error"}.
+
+        The status is finished, stopped, interrupted, failed or died.
         """
         return {
             "status": "died" if "strategies" in self.comparison_line else "finished",
@@ -159,8 +186,8 @@ class ComparisonResults:
 
     @property
     def missing(self) -> list[str]:
-        """The strategies of the rows that are not done, and the runs for speed."""
-        for_speed = [
+        """The strategies with unfinished rows, and the unfinished serial runs for speed-ups."""
+        unfinished_baselines = [
             name
             for name in self.comparison_line.get("baselines", [])
             if name not in self.records or not self.records[name].finished
@@ -175,39 +202,51 @@ class ComparisonResults:
                 and row.strategy != ROUNDING_BASELINE
                 and not self._has_rounds(row)
             )
-        ] + for_speed
+        ] + unfinished_baselines
 
     def _has_rounds(self, row: ComparisonRow) -> bool:
-        """It has no steps that could be compared with serial's."""
+        """Whether clients train in rounds, so that no step can be compared with serial's."""
         return any(self.records[run].rounds for run in row.runs if run in self.records)
 
     @property
     def header(self) -> Line:
+        """The header of the first run; job and machine are the same in all runs."""
         return next(iter(self.records.values())).header
 
     @property
     def job(self) -> str:
+        """The name of the job."""
         return str(self.header["job"]["name"])
 
     @property
     def metric(self) -> str:
-        """What the test column holds."""
+        """The name of the test value."""
         return str(self.header["job"]["metric"])
 
     @property
     def machine(self) -> Line:
+        """The machine: cpu, cores, load, versions."""
         return dict(self.header["machine"])
 
     @property
     def until(self) -> str | None:
+        """The goal of `--until`, or None."""
         return self.comparison_line["until"]  # type: ignore[no-any-return]
 
     @property
     def failed(self) -> bool:
+        """Whether a strategy failed."""
         return any(row.failure for row in self.rows)
 
     def index_lines(self, kind: str) -> dict[str, Line]:
-        """The comparison's own lines of a kind (difference, distance), by run."""
+        """Return the comparison's own lines of a kind.
+
+        Args:
+            kind: Such as difference or distance.
+
+        Returns:
+            The lines, by run.
+        """
         return {
             line["run"]: line
             for line in read_lines(self.folder / "compare.jsonl")
@@ -215,6 +254,11 @@ class ComparisonResults:
         }
 
     def to_json(self) -> Line:
+        """Convert the comparison to plain JSON.
+
+        Returns:
+            The values, by name.
+        """
         return {
             "schema": 3,
             "job": self.job,
@@ -231,7 +275,7 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
     if not records:
         return ComparisonRow(strategy, "", failure="not run", runs=tuple(names))
     header = records[0].header
-    named: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "strategy": ROUNDING_BASELINE if header["reverse"] else header["strategy"],
         "resolved": header["resolved"],
         "exact": header.get("exact", True),
@@ -245,27 +289,27 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
         if end["status"] != "finished":
             error = end["error"]
             return ComparisonRow(
-                **named, failure=str(RankFailed(**error)) if error else end["status"]
+                **fields, failure=str(RankFailed(**error)) if error else end["status"]
             )
     if len(records) < len(names):
-        return ComparisonRow(**named, failure=f"{len(records)} of {len(names)} seeds were run")
+        return ComparisonRow(**fields, failure=f"{len(records)} of {len(names)} seeds were run")
     tests = [record.test for record in records if record.test is not None]
-    taken = measure_step_time(records)
+    step_time = measure_step_time(records)
     difference = results.index_lines("difference").get(names[0], {})
     failure = (
         {}
         if names[0] in results.index_lines("distance")
         else results.index_lines("event").get(names[0], {})
     )
-    # a client's batch is no step of serial's
-    over = None if records[0].rounds else taken
+    # a batch of a client cannot be compared with a step of serial
+    compared_time = None if records[0].rounds else step_time
     return ComparisonRow(
-        **named,
+        **fields,
         test=fmean(tests) if tests else None,
         spread=stdev(tests) if len(tests) > 1 else None,
-        times=taken,
-        faster=_compute_speed_up(results, names[0], over, int(results.machine["cores"])),
-        faster_than_one_thread=_compute_speed_up(results, names[0], over, 1),
+        times=step_time,
+        faster=_compute_speed_up(results, names[0], compared_time, int(results.machine["cores"])),
+        faster_than_one_thread=_compute_speed_up(results, names[0], compared_time, 1),
         sent=records[0].sent_per_step,
         memory=records[0].memory,
         fullest=records[0].fullest,
@@ -273,7 +317,7 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
         tensor=difference.get("tensor"),
         digests=tuple(map(_hash_parameters, records)),
         failure=failure.get("message"),
-        reached=tuple(_find_goal_reached(results, record, taken) for record in records)
+        reached=tuple(_find_goal_reached(results, record, step_time) for record in records)
         if results.until
         else (),
     )
@@ -282,9 +326,7 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
 def _compute_speed_up(
     results: ComparisonResults, name: str, taken: StepTime | None, threads: int
 ) -> SpeedUp | None:
-    """A step of plain serial with so many threads over this row's; exactly 1 where it is that
-    row itself.
-    """
+    """The speed-up over plain serial with some threads; exactly 1 for that row itself."""
     runs, serial = results.serial_times[threads]
     if taken is None or serial is None:
         return None
@@ -297,9 +339,11 @@ def _find_goal_reached(
     goal = Settings(until=results.until).goal
     for line in record.select_lines("epoch"):
         if goal and taken and line["test"] and goal.is_reached(line["test"]["value"]):
-            steps = sum(each["epoch"] <= line["epoch"] for each in record.select_lines("step"))
+            steps = sum(
+                step_line["epoch"] <= line["epoch"] for step_line in record.select_lines("step")
+            )
             seconds = steps * taken.seconds
-            # by the clock: workers have steps of their own
+            # by the clock, because workers step independently
             if record.has_independent_workers:
                 seconds = line["start"] + line["seconds"] - record.select_lines("epoch")[0]["start"]
             return GoalReached(

@@ -23,34 +23,48 @@ from paragrad.trainer.checkpoint.tensor_files import load_weights
 
 
 class Run(Record):
-    """A finished training: its record, and the trained model."""
+    """A finished training: its record, and the trained model.
+
+    Attributes:
+        job: The job.
+    """
 
     def __init__(self, job: Job, folder: Path) -> None:
+        """Read the record of a run.
+
+        Args:
+            job: The job that was trained.
+            folder: The folder of the run.
+        """
         super().__init__(folder)
         self.job = job
 
     def __repr__(self) -> str:
-        """What it was and how it ended, in one line."""
-        told = [
+        """The job, the strategy and the result in one line."""
+        facts = [
             f"Run of {self.job.name} under {self.header['strategy']}: "
             f"{self.end['status'] if self.end else 'died'}"
         ]
         if losses := self.losses:
-            told.append(f"{len(losses)} steps, last loss {losses[-1]:.4f}")
+            facts.append(f"{len(losses)} steps, last loss {losses[-1]:.4f}")
         if self.test is not None:
-            told.append(f"test {self.job.metric_name} {self.test:.2f}")
+            facts.append(f"test {self.job.metric_name} {self.test:.2f}")
         if self.seconds_per_step is not None:
-            told.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
+            facts.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
         if self.stopped:
-            told.append(
+            facts.append(
                 f"stopped at step {self.checkpoint_step}, to go on with resume={str(self.folder)!r}"
             )
-        return ", ".join([*told, f"in {self.folder}"])
+        return ", ".join([*facts, f"in {self.folder}"])
 
     def to_json(self) -> Line:
-        """What it was and found, in plain JSON ([keys](docs/json.md))."""
+        """Convert the results to plain JSON ([keys](docs/json.md)).
+
+        Returns:
+            The values, by name.
+        """
         difference = self.difference or {}
-        taken = measure_step_time([self])
+        step_time = measure_step_time([self])
         header = self.header
         return {
             "schema": 1,
@@ -64,8 +78,8 @@ class Run(Record):
             "loss": self.losses[-1] if self.losses else None,
             "steps": len(self.group_step_lines()),
             "seconds_per_step": self.seconds_per_step,
-            "seconds_per_step_between": taken and taken.finite_bounds,
-            "others": taken and taken.load and taken.load.others,
+            "seconds_per_step_between": step_time and step_time.finite_bounds,
+            "others": step_time and step_time.load and step_time.load.others,
             "sent": self.sent_per_step,
             "memory": self.memory,
             "audit": asdict(self.sample_count),
@@ -81,50 +95,62 @@ class Run(Record):
 
     @cached_property
     def noise(self) -> NoiseScale | None:
-        """Its gradient noise scale after the last step in which it was measured."""
-        found: dict[int, list[Line]] = {}
+        """The gradient noise scale after the last step in which it was measured."""
+        lines_by_step: dict[int, list[Line]] = {}
         for line in self.collect_step_lines():
-            found.setdefault(line["step"], []).append(line)
+            lines_by_step.setdefault(line["step"], []).append(line)
         return next(
-            iter(deque(track_noise_scale(lines for _, lines in sorted(found.items())), maxlen=1)),
+            iter(
+                deque(
+                    track_noise_scale(lines for _, lines in sorted(lines_by_step.items())), maxlen=1
+                )
+            ),
             None,
         )
 
     @property
     def first_step(self) -> str | None:
-        """What its comparison with one worker's said, or why there was none."""
-        told = [line["message"] for line in self.select_lines("event") if line["name"] == "checked"]
-        told += [
+        """The result of checking the first step against one worker, or why it was not checked."""
+        messages = [
+            line["message"] for line in self.select_lines("event") if line["name"] == "checked"
+        ]
+        messages += [
             f"{line['picked']}: {line['because']}"
             for line in self.select_lines("choice")
             if line["what"] == "first step"
         ]
-        return str(told[0]) if told else None
+        return str(messages[0]) if messages else None
 
     @property
     def event_messages(self) -> list[str]:
-        """To its processes: who died, was late, or came; and round by round to clients: who was
-        lost, as its worker tells, and that nobody came back, or trained for nothing, as the
-        first worker does.
+        """Messages about what happened to processes and clients.
+
+        Of processes: which died, were late or joined. Of clients, round by round: which were lost,
+        as reported by their worker. That no client came back, or that a round trained for nothing,
+        is reported by the first worker.
         """
-        # an invitation
-        own = [
+        # the event `open` only says that workers may join
+        process_events = [
             line for line in self.run_lines if line["kind"] == "event" and line["name"] != "open"
         ]
-        told = [
+        client_events = [
             line
             for rank in range(len(self.ranks))
             for line in self.select_lines("event", rank)
             if line["name"] == CLIENT_LOST
             or (line["name"] in (NO_CLIENT_RETURNED, IDLE_ROUND) and rank == 0)
         ]
-        told.sort(key=lambda line: (line["numbers"]["round"], line["numbers"].get("client", inf)))
-        return [line["message"] for line in own + told]
+        client_events.sort(
+            key=lambda line: (line["numbers"]["round"], line["numbers"].get("client", inf))
+        )
+        return [line["message"] for line in process_events + client_events]
 
     @property
     def resolved(self) -> Strategy:
-        """The strategy with every `auto` replaced. Raises Refused where it is somebody's own
-        and its file was not imported.
+        """The strategy with every `auto` replaced.
+
+        Raises:
+            Refused: It is a user's strategy, and its file was not imported.
         """
         text = self.header["resolved"]
         try:
@@ -138,18 +164,23 @@ class Run(Record):
 
     @property
     def stopped(self) -> bool:
-        """It was asked to stop, and saved a checkpoint to go on from."""
+        """Whether the run was stopped on request and saved a checkpoint to continue from."""
         return bool(self.end and self.end["status"] == "stopped")
 
     @property
     def checkpoint_step(self) -> int | None:
-        """The step of its newest checkpoint."""
-        found = list_checkpoint_folders(self.folder)
-        return read_folder_step(found[0]) if found else None
+        """The step of the newest checkpoint, or None."""
+        checkpoints = list_checkpoint_folders(self.folder)
+        return read_folder_step(checkpoints[0]) if checkpoints else None
 
     def model(self) -> nn.Module:
-        """The trained model, a plain module with its serial names. Raises Refused where it is
-        not as the job builds it.
+        """Load the trained model as a plain module with the names of serial training.
+
+        Returns:
+            The model.
+
+        Raises:
+            Refused: The weights do not fit the model that the job builds.
         """
         model = self.job.build_model()
         path = self.folder / "model.safetensors"

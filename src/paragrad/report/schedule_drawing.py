@@ -1,5 +1,6 @@
-"""A schedule drawn, below the parts of the model: as text, and as a space-time diagram in SVG,
-a line for each rank, a column for each round, an arrow for each message.
+"""Drawings of a schedule: as text, below the model's stages, and as a space-time diagram in SVG.
+
+In the diagram each rank is a line, each round a column, and each message an arrow.
 """
 
 from __future__ import annotations
@@ -28,15 +29,13 @@ from paragrad.report.comparison_table import format_bytes
 from paragrad.schedules.actions import Schedule, ScheduleError, format_slot
 from paragrad.strategies.strategy import ScheduleUse
 
-# units beside the first round; between two ranks
-MARGIN = 34
-RANK_HEIGHT = 62
-# units of a round for its arrows; of a letter of its labels
-ARROW_WIDTH = 46
-LETTER_WIDTH = 6.6
+MARGIN = 34  # units to the left of the first round and to the right of the last
+RANK_HEIGHT = 62  # units between two ranks
+ARROW_WIDTH = 46  # units of a round for its arrows
+LETTER_WIDTH = 6.6  # units of a letter of a label
 
 
-# messages that are drawn as text, and as a diagram: some seconds
+# the largest number of messages in a drawing, which then takes some seconds
 MAX_TEXT_MESSAGES = 10_000
 MAX_SVG_MESSAGES = 2_000
 
@@ -44,8 +43,18 @@ MAX_SVG_MESSAGES = 2_000
 def draw_schedule(
     plan: ScheduleUse, parts: Sequence[StageSummary] = (), svg: Path | None = None
 ) -> str:
-    """The drawing of a schedule, below the parts of the model, if any. svg: a file for it as a
-    space-time diagram, too. Raises Refused.
+    """Draw a schedule as text, below the stages of the model.
+
+    Args:
+        plan: The use of the schedule.
+        parts: The stages of the model, if any.
+        svg: A file for the space-time diagram, or None.
+
+    Returns:
+        The drawing.
+
+    Raises:
+        Refused: The schedule is wrong or has too many messages, or the file cannot be written.
     """
     check_schedule(plan.schedule, plan.size, plan.goal)
     try:
@@ -55,7 +64,7 @@ def draw_schedule(
     except ScheduleError as error:
         raise Refused(str(error)) from None
     if svg:
-        told = [
+        rank_labels = [
             "; ".join(
                 f"{each.modules} ({each.parameters:,} parameters)"
                 for each in parts
@@ -63,7 +72,7 @@ def draw_schedule(
             )
             for rank in range(plan.size)
         ]
-        write_space_time_svg(plan.schedule, plan.size, svg, told)
+        write_space_time_svg(plan.schedule, plan.size, svg, rank_labels)
     return "\n".join(
         (
             *_format_stage_table(parts),
@@ -75,7 +84,7 @@ def draw_schedule(
 
 
 def _format_stage_table(parts: Sequence[StageSummary]) -> list[str]:
-    """A line for each part of a model, in columns."""
+    """A line for each stage of a model, in columns."""
     if not parts:
         return []
     work = sum(each.work for each in parts) or 1
@@ -118,8 +127,16 @@ def _format_stage_table(parts: Sequence[StageSummary]) -> list[str]:
 def write_space_time_svg(
     schedule: Schedule, size: int, file: Path, rank_labels: Sequence[str] = ()
 ) -> None:
-    """The diagram as an SVG file. told: what stands over the line of each rank. Raises Refused
-    where it cannot be written.
+    """Write the space-time diagram of a schedule as an SVG file.
+
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        file: The file.
+        rank_labels: A text for the line of each rank.
+
+    Raises:
+        Refused: The file cannot be written.
     """
     try:
         file.write_text(draw_space_time_svg(schedule, size, rank_labels))
@@ -131,12 +148,19 @@ def write_space_time_svg(
 
 
 def draw_space_time_svg(schedule: Schedule, size: int, rank_labels: Sequence[str] = ()) -> str:
-    """The diagram of a schedule over `size` ranks, the rounds being those of `paragrad draw`;
-    told: of each rank.
+    """Draw the space-time diagram of a schedule, with the rounds of `paragrad draw`.
 
-    A message leaves its sender's line at the left of the round it is sent in, and comes to its
-    receiver's at the right of the round it is received in, where its slot stands, with + where
-    it is added. What is computed is a box.
+    A message leaves the line of its sender at the left of the round in which it is sent. It reaches
+    the line of its receiver at the right of the round in which it is received. There its slot is
+    shown, with + if it is added. A computation is a box.
+
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        rank_labels: A text for the line of each rank.
+
+    Returns:
+        The SVG.
     """
     diagram = Diagram.build(schedule, size)
     labels = [format_slot(arrow.slot) + ("+" if arrow.added else "") for arrow in diagram.arrows]
@@ -181,9 +205,10 @@ def draw_space_time_svg(schedule: Schedule, size: int, rank_labels: Sequence[str
             f"{schedule} over {size} ranks: {len(diagram.arrows)} messages in "
             f"{diagram.columns} rounds"
         )
-        sized_as = f' width="{width:g}" height="{height:g}" viewBox'
+        size_attributes = f' width="{width:g}" height="{height:g}" viewBox'
         return (
-            convert_to_svg(figure, "schedule", alternative).replace(" viewBox", sized_as, 1) + "\n"
+            convert_to_svg(figure, "schedule", alternative).replace(" viewBox", size_attributes, 1)
+            + "\n"
         )
 
 
@@ -192,7 +217,7 @@ def _get_rank_y(rank: int) -> float:
 
 
 def _draw_computation_box(axes: Any, rank: int, left: float, text: str) -> None:
-    """What a rank computes, at the left of a round."""
+    """Draw what a rank computes, at the left of a round."""
     from matplotlib.patches import Rectangle
 
     width = LETTER_WIDTH * len(text) + 8
@@ -220,7 +245,7 @@ def _draw_computation_box(axes: Any, rank: int, left: float, text: str) -> None:
 
 
 def _draw_message_arrow(axes: Any, number: int, arrow: Arrow, label: str, column: float) -> None:
-    """Coloured by its sender; the label beside its head, on the side it does not come from."""
+    """Draw a message in its sender's colour, with a label beside the head, on the free side."""
     from matplotlib.patches import FancyArrowPatch
 
     colour = COLOURS[arrow.source % len(COLOURS)]

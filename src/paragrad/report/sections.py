@@ -1,4 +1,4 @@
-"""The charts of a comparison's page, in sections, each with its legend and what it says."""
+"""The charts of a comparison's page, in sections, each with its legend and its explanation."""
 
 from __future__ import annotations
 
@@ -27,13 +27,19 @@ from paragrad.report.timing import measure_step_time
 from paragrad.trainer.settings import Settings
 
 Points = list[tuple[float, float]]
-# kinds of memory, as they are stacked
+# kinds of memory, in the order in which they are stacked
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "exchange")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart, or where there is nothing to draw, why."""
+    """A chart, or the reason why there is nothing to draw.
+
+    Attributes:
+        title: The heading.
+        caption: The explanation.
+        svg: The chart, or None.
+    """
 
     title: str
     caption: str
@@ -42,26 +48,37 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """Charts that belong together, and the legend they share: (row or colour, hatched,
-    text).
+    """Charts that share a legend.
+
+    Attributes:
+        name: The id of the section.
+        title: The heading.
+        pictures: The charts.
+        legend: (row or colour, whether hatched, text).
+        ends: Sentences that say why some lines end early.
     """
 
     name: str
     title: str
     pictures: list[Picture]
     legend: list[tuple[int | str, bool, str]]
-    # why lines end before the others
     ends: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Sections:
-    """The charts of a comparison."""
+    """The charts of a comparison.
+
+    Attributes:
+        table: The comparison.
+        styles: The style of each row.
+    """
 
     table: ComparisonResults
     styles: list[charts.Style]
 
     def build_sections(self) -> list[Section]:
+        """Build all sections of the page, in order."""
         metric = self.table.metric
         test = "Test loss" if metric == "loss" else f"Test {metric}"
         return [
@@ -98,33 +115,43 @@ class Sections:
         missing: str,
         says: Callable[[list[charts.Curve], str], str],
     ) -> Section:
-        """The same values over samples and over seconds. points(record) gives (samples, steps,
-        value).
+        """Draw the same values over samples and over seconds.
+
+        Args:
+            name: The id of the section.
+            title: The heading.
+            y_label: The label of the values.
+            points: Returns (samples, steps, value) of a record.
+            missing: The reason if there are no values.
+            says: Returns the explanation of a chart.
+
+        Returns:
+            The section.
         """
         pictures = []
-        drawn = dict[int, charts.Curve]()
+        curves = dict[int, charts.Curve]()
         for over in ("samples", "seconds"):
-            drawn = self.build_curves(
+            curves = self.build_curves(
                 [self.collect_points(place, points, over) for place in range(len(self.table.rows))],
                 charts.MAX_SMOOTH_POINTS if name == "loss" else charts.MAX_POINTS,
             )
-            found = list(drawn.values())
-            if not found:
+            curve_list = list(curves.values())
+            if not curve_list:
                 return Section(name, title, [Picture("", f"Nothing to draw: {missing}.")], [])
             goal = Settings(until=self.table.until).goal if name == "test" else None
             unit = self.table.header["job"].get("unit", "") if name == "test" else ""
             picture = charts.draw_lines(
                 f"{name}-{over}",
-                found,
+                curve_list,
                 x_label="samples trained on" if over == "samples" else over,
                 y_label=y_label,
-                alt=describe_curves(f"{title} over {over}", found, unit),
+                alt=describe_curves(f"{title} over {over}", curve_list, unit),
                 unit=unit,
                 goal=goal.value if goal else None,
             )
-            pictures.append(Picture(f"Over {over}", says(found, over), Markup(picture)))
+            pictures.append(Picture(f"Over {over}", says(curve_list, over), Markup(picture)))
         return Section(
-            name, title, pictures, self.build_legend(drawn), describe_early_ends(self.table)
+            name, title, pictures, self.build_legend(curves), describe_early_ends(self.table)
         )
 
     def collect_points(
@@ -133,14 +160,23 @@ class Sections:
         list_values: Callable[[Record], list[tuple[float, float, float]]],
         over: str,
     ) -> list[Points]:
-        """Of every seed of a row; a step takes what the table says that it does."""
+        """Collect the points of each seed of a row.
+
+        Args:
+            place: The row.
+            list_values: Returns (samples, steps, value) of a record.
+            over: `samples`, or `seconds`: then each step takes the time that the table gives.
+
+        Returns:
+            The points of each seed.
+        """
         records = [
             self.table.records[run]
             for run in self.table.rows[place].runs
             if run in self.table.records
         ]
-        taken = measure_step_time(records)
-        seconds = taken.seconds if taken else 0.0
+        step_time = measure_step_time(records)
+        seconds = step_time.seconds if step_time else 0.0
         return [
             [
                 (samples if over == "samples" else steps * seconds, value)
@@ -152,16 +188,32 @@ class Sections:
     def build_curves(
         self, runs: Sequence[Sequence[Points]], most: int = charts.MAX_POINTS
     ) -> dict[int, charts.Curve]:
-        """The lines of the rows that have one, by place."""
-        made = {
+        """Build the lines of the rows that have one.
+
+        Args:
+            runs: For each row the points of its seeds.
+            most: The largest number of points of a line.
+
+        Returns:
+            The lines, by row.
+        """
+        curves = {
             place: charts.build_curve(
                 self.styles[place], row.strategy, [points for points in runs[place] if points], most
             )
             for place, row in enumerate(self.table.rows)
         }
-        return {place: each for place, each in made.items() if each is not None}
+        return {place: each for place, each in curves.items() if each is not None}
 
     def build_legend(self, drawn: Iterable[int]) -> list[tuple[int | str, bool, str]]:
+        """Build the legend of some rows.
+
+        Args:
+            drawn: The rows.
+
+        Returns:
+            The entries.
+        """
         rows = self.table.rows
         return [
             (
@@ -174,6 +226,15 @@ class Sections:
         ]
 
     def describe_loss_chart(self, found: list[charts.Curve], over: str) -> str:
+        """Describe the chart of the training loss.
+
+        Args:
+            found: The lines.
+            over: `samples` or `seconds`.
+
+        Returns:
+            The text.
+        """
         steps = max(each.steps for each in found)
         seeds = max(each.seeds for each in found)
         if over == "seconds":
@@ -182,13 +243,13 @@ class Sections:
                 "the line that comes down "
                 "first is the fastest." + self.describe_seconds_axis(found)
             )
-        says = (
+        text = (
             "Where lines lie on each other, samples taught the same, and the marks take turns; a "
             "line apart trains "
             "differently."
         )
-        says += f" A point is the mean of up to {steps} steps." if steps > 1 else ""
-        return says + (
+        text += f" A point is the mean of up to {steps} steps." if steps > 1 else ""
+        return text + (
             f" Lines are means over {seeds} seeds, as far as all of them went; the shade spans the "
             f"seeds."
             if seeds > 1
@@ -196,6 +257,15 @@ class Sections:
         )
 
     def describe_test_chart(self, found: list[charts.Curve], over: str) -> str:
+        """Describe the chart of the test metric.
+
+        Args:
+            found: The lines.
+            over: `samples` or `seconds`.
+
+        Returns:
+            The text.
+        """
         if over == "seconds":
             return (
                 "What has been learnt by when, by the table's ms/step, without the time of tests: "
@@ -206,6 +276,14 @@ class Sections:
         )
 
     def describe_seconds_axis(self, found: list[charts.Curve]) -> str:
+        """Describe what is special about the axis of seconds.
+
+        Args:
+            found: The lines.
+
+        Returns:
+            The text; it may be empty.
+        """
         return (
             " Seconds are logarithmic: rows differ a hundredfold."
             if charts.has_hundredfold_range(found)
@@ -218,6 +296,7 @@ class Sections:
 
     # ---- distance and bytes ------------------------------------------------------------------
     def build_distance_section(self) -> Section:
+        """Draw the distance of each strategy's parameters from serial's, after each step."""
         name = "distance"
         title = "Distance from serial"
         values = {run: line["values"] for run, line in self.table.index_lines("distance").items()}
@@ -230,16 +309,16 @@ class Sections:
             ]
             for row in self.table.rows
         ]
-        drawn = self.build_curves(points)
-        if not drawn:
+        curves = self.build_curves(points)
+        if not curves:
             return Section(
                 name,
                 title,
                 [Picture("", "Nothing to draw: no strategy but serial was followed step by step.")],
                 [],
             )
-        if not any(value > 0 for each in drawn.values() for value in each.y):
-            steps = max(len(each.x) for each in drawn.values())
+        if not any(value > 0 for each in curves.values() for value in each.y):
+            steps = max(len(each.x) for each in curves.values())
             return Section(
                 name,
                 title,
@@ -253,42 +332,45 @@ class Sections:
                 [],
             )
         dtype = self.table.header["job"]["dtype"]
-        says = (
+        caption = (
             f"The largest difference of any parameter from serial's, relative to its tensor, after "
             f"every step in {dtype}"
             + (", first seed. " if self.table.comparison_line["seeds"] > 1 else ". ")
         )
-        if ROUNDING_BASELINE in (self.table.rows[place].strategy for place in drawn):
-            says += (
+        if ROUNDING_BASELINE in (self.table.rows[place].strategy for place in curves):
+            caption += (
                 "Dashed: the rounding twin, serial with every batch back to front. It differs by "
                 "rounding alone, and so "
                 "does a strategy that stays near it."
             )
         else:
-            says += (
+            caption += (
                 "Rounding alone sets two trainings apart, too; compare with --rounding-baseline to "
                 "see by "
                 "how much."
             )
-        says += (
-            f" Lines end at step {max(len(each.x) for each in drawn.values())}: so far every "
+        caption += (
+            f" Lines end at step {max(len(each.x) for each in curves.values())}: so far every "
             f"strategy is followed."
         )
         picture = charts.draw_lines(
             "distance",
-            list(drawn.values()),
+            list(curves.values()),
             x_label="steps",
             y_label="relative difference",
             logarithmic=True,
-            alt=describe_curves("Distance from serial over steps", list(drawn.values())),
+            alt=describe_curves("Distance from serial over steps", list(curves.values())),
         )
         return Section(
-            name, title, [Picture("Over steps", says, Markup(picture))], self.build_legend(drawn)
+            name,
+            title,
+            [Picture("Over steps", caption, Markup(picture))],
+            self.build_legend(curves),
         )
 
     def build_noise_section(self) -> list[Section]:
-        """Where it was measured."""
-        found = [
+        """Draw the gradient noise scale, if it was measured; otherwise there is no section."""
+        measurements = [
             [
                 list(track_noise_scale(self.table.records[run].group_step_lines()))
                 for run in row.runs
@@ -298,45 +380,46 @@ class Sections:
         ]
         runs = [
             [[(float(each.step + 1), each.scale) for each in run if each.scale] for run in row]
-            for row in found
+            for row in measurements
         ]
-        drawn = self.build_curves(runs)
-        if not drawn:
+        curves = self.build_curves(runs)
+        if not curves:
             return []
-        batch = next(run[-1].batch for row in found for run in row if run)
-        most = max(each.y[-1] for each in drawn.values())
-        says = (
+        batch = next(run[-1].batch for row in measurements for run in row if run)
+        last_scale = max(each.y[-1] for each in curves.values())
+        caption = (
             f"How noisy the gradient of one sample is, beside that of all (McCandlish et al. "
             f"2018): a batch that weighs as "
             f"much is the largest that is useful, twice the steps and twice the samples of the "
             f"least. This one weighs "
             f"{batch:.4g} in what the loss counts (samples, tokens), "
-            f"{'below' if batch < most else 'above'} the last "
-            f"value, {most:.3g}; it grows while the loss falls."
+            f"{'below' if batch < last_scale else 'above'} the last "
+            f"value, {last_scale:.3g}; it grows while the loss falls."
         )
         picture = charts.draw_lines(
             "noise",
-            list(drawn.values()),
+            list(curves.values()),
             x_label="steps",
             y_label="gradient noise scale",
-            alt=describe_curves("Gradient noise scale over steps", list(drawn.values())),
+            alt=describe_curves("Gradient noise scale over steps", list(curves.values())),
         )
         return [
             Section(
                 "noise",
                 "Gradient noise scale",
-                [Picture("Over steps", says, Markup(picture))],
-                self.build_legend(drawn),
+                [Picture("Over steps", caption, Markup(picture))],
+                self.build_legend(curves),
             )
         ]
 
     def build_bytes_section(self) -> Section:
+        """Draw the bytes that each strategy sends per rank and step."""
         name = "sent"
         title = "Bytes sent"
         rows = [
             row for row in self.table.rows if any(number["bytes"] for number in row.sent.values())
         ]
-        silent = [
+        without_messages = [
             row.strategy
             for row in self.table.rows
             if row not in rows and row.seconds_per_step is not None
@@ -347,7 +430,7 @@ class Sections:
                 name, title, [Picture("", "Nothing to draw: no strategy here sends anything.")], []
             )
         computed = any(number["computed"] for row in rows for number in row.sent.values())
-        says = (
+        caption = (
             "What a rank hands to the wire in a step, by kind; of the rank and step that sent most."
             + (
                 " Hatched, and marked *: computed from the closed form of the backend's own "
@@ -355,15 +438,15 @@ class Sections:
                 if computed
                 else ""
             )
-            + (f" Nothing is sent by {' and '.join(silent)}." if silent else "")
+            + (f" Nothing is sent by {' and '.join(without_messages)}." if without_messages else "")
         )
-        told = [(row.strategy, format_sent_bytes(row.sent), row.sent) for row in rows]
+        bars = [(row.strategy, format_sent_bytes(row.sent), row.sent) for row in rows]
         picture = charts.draw_bars(
             "sent",
-            told,
+            bars,
             kinds,
             "Bytes sent per rank and step. "
-            + "; ".join(f"{strategy}: {numbers}" for strategy, numbers, _ in told),
+            + "; ".join(f"{strategy}: {numbers}" for strategy, numbers, _ in bars),
         )
         legend: list[tuple[int | str, bool, str]] = [
             (replace_colours(KINDS[place % len(KINDS)]), False, kind)
@@ -372,7 +455,7 @@ class Sections:
         return Section(
             name,
             title,
-            [Picture("Per rank and step", says, Markup(picture))],
+            [Picture("Per rank and step", caption, Markup(picture))],
             [
                 *legend,
                 *([(replace_colours(COMPUTED_COLOUR), True, "computed")] if computed else []),
@@ -380,14 +463,15 @@ class Sections:
         )
 
     def build_memory_section(self) -> Section:
+        """Draw the memory of the fullest rank of each strategy."""
         name = "memory"
         title = "Memory"
         rows = [row for row in self.table.rows if row.fullest]
         kinds = [kind for kind in MEMORY_KINDS if any(row.fullest.get(kind) for row in rows)]
         if not kinds:
-            says = "Nothing to draw: no run came to its end and told what its ranks held."
-            return Section(name, title, [Picture("", says)], [])
-        told = [
+            caption = "Nothing to draw: no run came to its end and told what its ranks held."
+            return Section(name, title, [Picture("", caption)], [])
+        bars = [
             (
                 row.strategy,
                 format_row_memory(row),
@@ -395,18 +479,20 @@ class Sections:
             )
             for row in rows
         ]
-        says = (
+        caption = (
             "What the fullest rank of each strategy held, by kind. Activations are what forwards "
             "kept for backwards and, "
             "between parts of a model, messages, at most at once, counted in the first steps. What "
             "operations take for "
             "themselves while they run, and the process itself, are not in it."
         )
-        unlooked = [row.strategy for row in rows if "activations" not in row.fullest]
-        says += f" Activations of {' and '.join(unlooked)} were not counted." if unlooked else ""
+        not_counted = [row.strategy for row in rows if "activations" not in row.fullest]
+        caption += (
+            f" Activations of {' and '.join(not_counted)} were not counted." if not_counted else ""
+        )
         picture = charts.draw_bars(
             "memory",
-            told,
+            bars,
             kinds,
             "Memory of the fullest rank. "
             + "; ".join(f"{row.strategy}: {format_memory_kinds(row.fullest)}" for row in rows),
@@ -415,7 +501,7 @@ class Sections:
         return Section(
             name,
             title,
-            [Picture("Of the fullest rank", says, Markup(picture))],
+            [Picture("Of the fullest rank", caption, Markup(picture))],
             [
                 (replace_colours(KINDS[place % len(KINDS)]), False, kind)
                 for place, kind in enumerate(kinds)
@@ -423,13 +509,17 @@ class Sections:
         )
 
     def build_timeline_section(self) -> Section:
-        """One step of every row that has one, the first seed's."""
-        found = [
+        """Draw one step of each row that has one, of the first seed."""
+        drawn_steps = [
             (row.strategy, draw_measured_step(f"step-{place}", self.table.records[row.runs[0]]))
             for place, row in enumerate(self.table.rows)
             if row.strategy != ROUNDING_BASELINE and row.seconds_per_step is not None
         ]
-        pictures = [Picture(strategy, seen[0], Markup(seen[1])) for strategy, seen in found if seen]
+        pictures = [
+            Picture(strategy, drawn_step[0], Markup(drawn_step[1]))
+            for strategy, drawn_step in drawn_steps
+            if drawn_step
+        ]
         if not pictures:
             return Section(
                 "step",
@@ -452,19 +542,33 @@ class Sections:
 
 
 def list_step_losses(record: Record) -> list[tuple[float, float, float]]:
-    """(global samples, steps, loss) at the end of every step."""
+    """List the losses of a run.
+
+    Args:
+        record: The record of the run.
+
+    Returns:
+        (global samples, steps, loss) at the end of each step.
+    """
     steps = record.group_step_lines()
     samples = accumulate(
         sum(line["order"][1] - line["order"][0] for line in lines) for lines in steps
     )
     return [
-        (float(count), float(made), loss)
-        for made, (count, loss) in enumerate(zip(samples, record.losses, strict=True), 1)
+        (float(count), float(step), loss)
+        for step, (count, loss) in enumerate(zip(samples, record.losses, strict=True), 1)
     ]
 
 
 def list_test_values(record: Record) -> list[tuple[float, float, float]]:
-    """(global samples, steps, metric) at the end of every epoch with a test."""
+    """List the test values of a run.
+
+    Args:
+        record: The record of the run.
+
+    Returns:
+        (global samples, steps, metric) at the end of each epoch with a test.
+    """
     epochs = [lines[0]["epoch"] for lines in record.group_step_lines()]
     return [
         (
@@ -478,8 +582,18 @@ def list_test_values(record: Record) -> list[tuple[float, float, float]]:
 
 
 def describe_curves(title: str, curves: list[charts.Curve], unit: str = "") -> str:
-    """A chart in words, for those who cannot see it."""
-    of = f" {unit}" if unit else ""
+    """Describe a chart in words, for readers without the picture.
+
+    Args:
+        title: What is drawn.
+        curves: The lines.
+        unit: The unit of the values.
+
+    Returns:
+        The text.
+    """
+    unit_text = f" {unit}" if unit else ""
     return f"{title}. " + "; ".join(
-        f"{each.name}: from {each.y[0]:.3g}{of} to {each.y[-1]:.3g}{of}" for each in curves
+        f"{curve.name}: from {curve.y[0]:.3g}{unit_text} to {curve.y[-1]:.3g}{unit_text}"
+        for curve in curves
     )

@@ -14,11 +14,16 @@ from paragrad.planner.compression_cost import CompressionCost
 from paragrad.planner.simulation import Simulation
 from paragrad.report.printing import print_facts
 
-BUSY_LOAD = 0.5  # cores
+BUSY_LOAD = 0.5  # a load average above this number of cores counts as busy
 
 
 def print_simulation(found: Simulation, as_json: bool) -> None:
-    """Print a simulation: a line per fact, or JSON with plain numbers."""
+    """Print a simulation: a line for each fact, or JSON with plain numbers.
+
+    Args:
+        found: The simulation.
+        as_json: Whether to print JSON.
+    """
     if as_json:
         print(
             json.dumps(
@@ -49,7 +54,12 @@ def print_simulation(found: Simulation, as_json: bool) -> None:
 
 
 def print_compression_cost(found: CompressionCost, as_json: bool) -> None:
-    """The same of an exchange with a compressor, beside the one without."""
+    """Print the cost of an exchange with a compressor, compared with the exchange without.
+
+    Args:
+        found: The two costs.
+        as_json: Whether to print JSON.
+    """
     if as_json:
         print(
             json.dumps(
@@ -160,14 +170,23 @@ def _describe_simulation(found: Simulation) -> dict[str, Any]:
 
 
 def _format_interval(found: Simulation) -> str:
-    """Between which seconds most exchanges lie."""
+    """The interval that contains most exchanges, as text."""
     if found.interval is None:
         return ""
     return "; four exchanges in five: " + " to ".join(map(_format_duration, found.interval))
 
 
 def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
-    """Write a machine file and say what is in it. Raises Refused where it cannot be written."""
+    """Write a machine file and print what it contains.
+
+    Args:
+        found: The measured machine.
+        path: The file.
+        as_json: Whether to print JSON.
+
+    Raises:
+        Refused: The file cannot be written.
+    """
     try:
         found.write_machine_file(path)
     except OSError as error:
@@ -206,7 +225,7 @@ def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
 
 
 def _describe_disturbance(link: Link) -> str:
-    """How much slower it was in the slowest rounds."""
+    """How much slower a link was in the slowest rounds, as text."""
     if link.disturbed is None:
         return ""
     slower = [link.disturbed.compute_port_seconds(size) / seconds for size, seconds in link.points]
@@ -216,8 +235,14 @@ def _describe_disturbance(link: Link) -> str:
 
 
 def write_timeline(found: Simulation, path: Path) -> None:
-    """Write the clock's spans as the record has them. Raises Refused where the file cannot be
-    written.
+    """Write the spans of a simulated step, in the format of the record.
+
+    Args:
+        found: The simulation.
+        path: The file.
+
+    Raises:
+        Refused: The file cannot be written.
     """
     try:
         with path.open("w") as file:

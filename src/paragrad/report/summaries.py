@@ -1,6 +1,4 @@
-"""What single verbs print: a run's summary, a dry run, drawings, lists of jobs and
-strategies.
-"""
+"""What commands print: summaries of runs, dry runs, certificates, lists of jobs and strategies."""
 
 from __future__ import annotations
 
@@ -37,31 +35,35 @@ from paragrad.validation.validate import ValidatedRun
 def print_run(
     finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")
 ) -> None:
-    """The summary of one run. typed: the command that made it, program first, as sys.argv has
-    it.
+    """Print the summary of a run.
+
+    Args:
+        finished: The run.
+        as_json: Whether to print JSON.
+        typed: The command that made it, program first, as in sys.argv.
     """
-    go_on = (
+    resume_command = (
         format_resume_command(typed, finished.folder, finished.header["settings"].get("data"))
         if finished.stopped
         else None
     )
-    found = {**finished.to_json(), "go_on_with": go_on}
+    values = {**finished.to_json(), "go_on_with": resume_command}
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(values))
     else:
         print_facts(
             (name, value)
-            for name, value in _describe_run(finished, found).items()
+            for name, value in _describe_run(finished, values).items()
             if value is not None
         )
 
 
 def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
-    """A run for people: every number with what it is and its unit."""
+    """A run as facts for people; each number has its meaning and its unit."""
     seconds = found["seconds_per_step"]
-    moved = format_sent_bytes(found["sent"])
+    sent_bytes = format_sent_bytes(found["sent"])
     unit = finished.header["job"]["unit"]
-    taken = measure_step_time([finished])
+    step_time = measure_step_time([finished])
     return {
         "strategy": found["strategy"],
         "resolved": found["resolved"],
@@ -81,11 +83,12 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         f"time per step ({_describe_step_time(finished)})": None
         if seconds is None
         else f"{1e3 * seconds:.2f} ms",
-        "meanwhile": f"others kept {taken.load.others:.1f} of {taken.load.cores} cores busy, so "
-        f"that time says little"
-        if taken and taken.load and taken.crowded
+        "meanwhile": f"others kept {step_time.load.others:.1f} of {step_time.load.cores} cores "
+        f"busy, so that time says little"
+        if step_time and step_time.load and step_time.crowded
         else None,
-        "bytes sent per rank and step": moved + (f" (*: {COMPUTED_NOTE})" if "*" in moved else ""),
+        "bytes sent per rank and step": sent_bytes
+        + (f" (*: {COMPUTED_NOTE})" if "*" in sent_bytes else ""),
         "memory of a rank (the most that any holds)": format_memory_kinds(found["memory"]) or None,
         "audit": str(finished.sample_count),
         "first step": found["first_step"],
@@ -102,7 +105,14 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_noise_scale(run: Run) -> str | None:
-    """What was found of it, where that was asked for."""
+    """Describe the gradient noise scale, if the run measured it.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The text, or None.
+    """
     if not run.header["settings"].get("noise_scale"):
         return None
     if run.noise is None:
@@ -133,7 +143,14 @@ def _describe_step_time(run: Record) -> str:
 
 
 def summarize_events(events: Sequence[str]) -> str | None:
-    """The first of what happened, and how much more did."""
+    """Show the first event, and how many more there are.
+
+    Args:
+        events: The messages.
+
+    Returns:
+        The text, or None without events.
+    """
     return (
         None
         if not events
@@ -142,7 +159,14 @@ def summarize_events(events: Sequence[str]) -> str | None:
 
 
 def print_comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:
-    """The table of a comparison, and how to finish it where it ended early."""
+    """Print the table of a comparison, and how to finish it if it ended early.
+
+    Args:
+        found: The comparison.
+        as_json: Whether to print JSON.
+        typed: The command that made it, program first, as in sys.argv.
+        data: The data folder, or None.
+    """
     if found.records and as_json:
         print(json.dumps(found.to_json(), indent=1))
     elif found.records:
@@ -154,7 +178,12 @@ def print_comparison(found: Table, as_json: bool, typed: Sequence[str], data: st
 
 
 def print_resume_hint(folder: Path, typed: Sequence[str]) -> None:
-    """How to go on with a run that was saved before Ctrl-C."""
+    """Print how to continue a run that was saved before Ctrl-C.
+
+    Args:
+        folder: The folder of the run.
+        typed: The command that made it, program first, as in sys.argv.
+    """
     if saved := list_checkpoint_folders(folder):
         data = Record(folder, spans=False).header.get("settings", {}).get("data")
         print(
@@ -165,26 +194,41 @@ def print_resume_hint(folder: Path, typed: Sequence[str]) -> None:
 
 
 def format_resume_command(typed: Sequence[str], folder: Path, data: str | None) -> str:
-    """The command that goes on where a run or a comparison stopped: all that was typed, and
-    --resume with its folder.
+    """Format the command that continues a run or a comparison: the typed one with --resume.
+
+    Args:
+        typed: The command as typed, program first, as in sys.argv.
+        folder: The folder to continue.
+        data: The data folder, or None.
+
+    Returns:
+        The command for a shell.
     """
     program, *words = typed
-    rest = iter(words)
-    kept = []
-    for word in rest:
+    remaining = iter(words)
+    kept_words = []
+    for word in remaining:
         if word == "--resume":
-            next(rest, None)
+            next(remaining, None)
         elif not word.startswith("--resume="):
-            kept.append(word)
-    if data and not any(word.split("=")[0] == "--data" for word in kept):
-        # from the environment, which the next shell may not have
-        kept += ["--data", data]
-    return shlex.join([*format_program_call(program), *kept, "--resume", str(folder)])
+            kept_words.append(word)
+    if data and not any(word.split("=")[0] == "--data" for word in kept_words):
+        # the folder may come from the environment, which another shell may not have
+        kept_words += ["--data", data]
+    return shlex.join([*format_program_call(program), *kept_words, "--resume", str(folder)])
 
 
 def format_program_call(program: str) -> list[str]:
-    """How to call what sys.argv[0] names: by its name where that finds it."""
-    if Path(program).name == "__main__.py":  # python -m paragrad, or a launcher that does so
+    """Format how to call the program in sys.argv[0], by its name if the shell finds it.
+
+    Args:
+        program: The first entry of sys.argv.
+
+    Returns:
+        The words of the call.
+    """
+    # `python -m paragrad`, called directly or by a launcher
+    if Path(program).name == "__main__.py":
         return [
             "python" if shutil.which("python") == sys.executable else sys.executable,
             "-m",
@@ -198,7 +242,12 @@ def format_program_call(program: str) -> list[str]:
 
 
 def print_certificate(found: Certificate, as_json: bool) -> None:
-    """Every tensor's difference, who left the bound first, and the verdict."""
+    """Print the difference of each tensor, the first difference beyond its bound, and the verdict.
+
+    Args:
+        found: The certificate.
+        as_json: Whether to print JSON.
+    """
     if as_json:
         print(json.dumps(found.to_json(), indent=1))
         return
@@ -227,28 +276,35 @@ def print_certificate(found: Certificate, as_json: bool) -> None:
         found.chaotic and f"from step {found.chaotic} on rounding decides, and nothing is compared"
     )
     facts["not in float64"], facts["cause"] = found.why, found.cause
-    excused = found.same and found.difference is not None and found.difference > found.bound
-    by = (
+    is_within_rounding = (
+        found.same and found.difference is not None and found.difference > found.bound
+    )
+    reason = (
         f"beyond {found.bound:.0e}, by no more than rounding does"
-        if excused
+        if is_within_rounding
         else f"bound {found.bound:.0e}"
     )
     facts[f"same training as {found.reference}"] = (
-        f"{'yes' if found.same else 'NO'} ({by}, {found.dtype})"
+        f"{'yes' if found.same else 'NO'} ({reason}, {found.dtype})"
     )
     facts["certificate"] = found.folder / "certificate.json"
     print_facts((name, value) for name, value in facts.items() if value is not None)
 
 
 def print_dry_run(checked: ValidatedRun, as_json: bool) -> None:
-    """What a run would do: shares, steps, resolved choices."""
+    """Print what a run would do: shares, steps, resolved choices.
+
+    Args:
+        checked: The validated run.
+        as_json: Whether to print JSON.
+    """
     order = checked.inspection.order
     job = checked.job
     rounds = checked.rounds
     division = checked.resolved.division
     first = order.get_batch(0)
     last = order.get_batch(order.steps - 1)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "job": job.name,
         "strategy": str(checked.requested),
         "resolved": str(checked.resolved),
@@ -265,33 +321,38 @@ def print_dry_run(checked: ValidatedRun, as_json: bool) -> None:
         "last_shares": _count_share_samples(last, division),
     }
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(values))
         return
-    named = {"threads": "threads per rank", "last_shares": "shares of the short last batch"}
-    people = found | {
+    labels = {"threads": "threads per rank", "last_shares": "shares of the short last batch"}
+    shown = values | {
         "strategy": None,
-        "servers": found["servers"] or None,
+        "servers": values["servers"] or None,
         "rounds": rounds and str(rounds),
     }
-    if rounds:  # a batch is one client's
-        people |= {"shares": None, "last_shares": None}
-    elif found["shares"] == found["last_shares"]:
-        people["last_shares"] = None
+    if rounds:  # with rounds, a batch belongs to one client and is not divided
+        shown |= {"shares": None, "last_shares": None}
+    elif values["shares"] == values["last_shares"]:
+        shown["last_shares"] = None
     print_facts(
-        (named.get(name, name.replace("_", " ")), value)
-        for name, value in people.items()
+        (labels.get(name, name.replace("_", " ")), value)
+        for name, value in shown.items()
         if value is not None
     )
 
 
 def _count_share_samples(batch: range, division: Division) -> list[list[int]]:
-    """For each rank, the samples of its micro-batches."""
-    pieces = split_micro_batches(batch, division)
-    return [[len(piece[rank]) for piece in pieces] for rank in range(len(division.shares))]
+    """For each rank, the number of samples in each of its micro-batches."""
+    shares = split_micro_batches(batch, division)
+    return [[len(piece[rank]) for piece in shares] for rank in range(len(division.shares))]
 
 
 def print_jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
-    """Every built-in job: name, arguments, one line."""
+    """Print all built-in jobs: name, arguments, and one line of description.
+
+    Args:
+        known: The functions that create them, by name.
+        as_json: Whether to print JSON.
+    """
     rows = [
         (
             name,
@@ -326,8 +387,10 @@ def print_jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
 
 
 def print_strategies(as_json: bool) -> None:
-    """Every strategy, all-reduce and compressor: how it is written, one line with its
-    source.
+    """Print all strategies, all-reduces and compressors: name, and one line with the source.
+
+    Args:
+        as_json: Whether to print JSON.
     """
     rows = [
         (kind, cls.name, _get_first_doc_line(cls))

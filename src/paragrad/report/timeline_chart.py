@@ -1,5 +1,6 @@
-"""The chart of one step: a row for each rank, what it did as boxes; the clock's prediction
-above the measurement.
+"""The chart of one step: a row for each rank, with boxes for what it did.
+
+The prediction of the clock is above the measurement.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ KIND_COLOURS = {
     "load, update": ASH,
     "waits": FAINT,
 }
-# of a rank, of which one is the next; rows between the two timelines
-ROW_HEIGHT = 0.8
-ROWS_BETWEEN = 0.9
-LETTER_WIDTH = 7.0  # units of a label
-MAX_CHART_RANKS = 16  # more are no picture
+ROW_HEIGHT = 0.8  # height of a rank's boxes, where the distance of two ranks is 1
+ROWS_BETWEEN = 0.9  # distance of the two timelines, in the same unit
+LETTER_WIDTH = 7.0  # width of a letter of a label, in units
+MAX_CHART_RANKS = 16  # more ranks cannot be drawn clearly
 
 
 def classify_span(span: Span) -> str | None:
-    """What its box is; None of what is none: parts of an exchange, which say how long and not
-    when.
+    """Classify a span by the kind of its box.
+
+    Args:
+        span: The span.
+
+    Returns:
+        The kind. None for parts of an exchange, which have a duration but no start time.
     """
     if span.name == "reduce":
         return "exchange"
@@ -56,33 +61,51 @@ def classify_span(span: Span) -> str | None:
 
 
 def list_boxes(timeline: Timeline) -> Iterator[tuple[str, Span]]:
-    """(kind, span) of all that is drawn; of what a clock foretold, which tells of messages on
-    their way, not of who waits for them, waiting is what lies between a rank's tasks.
+    """List everything that is drawn of a timeline.
+
+    A predicted timeline contains messages under way, but no waiting. There, waiting is the time
+    between the tasks of a rank.
+
+    Args:
+        timeline: The timeline.
+
+    Yields:
+        (kind, span).
     """
-    waits_told = any(span.lane in ("wait", "update") for span in timeline.spans)
+    has_waits = any(span.lane in ("wait", "update") for span in timeline.spans)
     for rank in range(len(timeline.ends)):
-        own = sorted(
+        spans = sorted(
             (span for span in timeline.spans if span.rank == rank),
             key=lambda span: (span.start, -span.seconds),
         )
-        if waits_told:
-            yield from ((kind, span) for span in own if (kind := classify_span(span)))
+        if has_waits:
+            yield from ((kind, span) for span in spans if (kind := classify_span(span)))
             continue
-        done = 0.0
-        for span in (span for span in own if span.lane == "compute"):
-            if span.start > done:
-                yield "waits", Span(rank, "", "wait", done, span.start - done, 0)
+        end = 0.0
+        for span in (span for span in spans if span.lane == "compute"):
+            if span.start > end:
+                yield "waits", Span(rank, "", "wait", end, span.start - end, 0)
             yield classify_span(span) or "", span
-            done = span.start + span.seconds
+            end = span.start + span.seconds
 
 
 def draw_step_chart(
     name: str, measurement: Timeline, prediction: StepPrediction | None, alt: str
 ) -> str:
-    """The SVG: what was foretold above what was measured, over one axis of milliseconds."""
+    """Draw the prediction above the measurement, over one axis of milliseconds.
+
+    Args:
+        name: The id of the chart.
+        measurement: The measured timeline.
+        prediction: The prediction, or None.
+        alt: The description for readers without the picture.
+
+    Returns:
+        The SVG.
+    """
     ranks = len(measurement.ends)
-    above = (ranks + ROWS_BETWEEN) if prediction else 0.0
-    with open_figure(name, WIDTH, 24 * (ranks + above) + 62) as figure:
+    first_measured_row = (ranks + ROWS_BETWEEN) if prediction else 0.0
+    with open_figure(name, WIDTH, 24 * (ranks + first_measured_row) + 62) as figure:
         axes = add_chart_axes(figure, "", "ms")
         axes.grid(axis="y", visible=False)
         end = 1e3 * max(measurement.seconds, prediction.timeline.seconds if prediction else 0.0)
@@ -95,14 +118,18 @@ def draw_step_chart(
                 f"foretold: {1e3 * prediction.timeline.seconds:.3g} ms",
             )
         _draw_timeline_rows(
-            axes, measurement, above, end, f"measured: {1e3 * measurement.seconds:.3g} ms"
+            axes,
+            measurement,
+            first_measured_row,
+            end,
+            f"measured: {1e3 * measurement.seconds:.3g} ms",
         )
         axes.set_xlim(0, end)
-        axes.set_ylim(ranks + above - 0.45, -1.3)
+        axes.set_ylim(ranks + first_measured_row - 0.45, -1.3)
         axes.set_yticks(
             [
                 place + start
-                for start in ([0.0, above] if prediction else [0.0])
+                for start in ([0.0, first_measured_row] if prediction else [0.0])
                 for place in range(ranks)
             ],
             labels=[str(rank) for _ in range(2 if prediction else 1) for rank in range(ranks)],
@@ -111,25 +138,29 @@ def draw_step_chart(
 
 
 def _draw_timeline_rows(axes: Any, timeline: Timeline, top: float, end: float, title: str) -> None:
-    """A timeline from a height on. Buckets are summed beside what their rank does: below it,
-    and thinner.
+    """Draw a timeline from a height on.
+
+    Buckets are summed at the same time as the tasks of their rank. They are below these, and
+    thinner.
     """
     axes.text(0, top - 0.62, title, color=INK, va="bottom")
-    beside = any(span.name.startswith("reduce ") for span in timeline.spans)
+    has_buckets = any(span.name.startswith("reduce ") for span in timeline.spans)
     for kind, span in list_boxes(timeline):
         start = 1e3 * span.start
         width = 1e3 * span.seconds
         place = top + span.rank
-        high = ROW_HEIGHT * (0.35 if span.name.startswith("reduce ") else 0.6 if beside else 1.0)
-        low = (
-            place + ROW_HEIGHT / 2 - high
+        height = ROW_HEIGHT * (
+            0.35 if span.name.startswith("reduce ") else 0.6 if has_buckets else 1.0
+        )
+        bottom = (
+            place + ROW_HEIGHT / 2 - height
             if span.name.startswith("reduce ")
             else place - ROW_HEIGHT / 2
         )
         axes.barh(
-            low,
+            bottom,
             width,
-            height=high,
+            height=height,
             left=start,
             align="edge",
             color=KIND_COLOURS[kind],
@@ -143,7 +174,7 @@ def _draw_timeline_rows(axes: Any, timeline: Timeline, top: float, end: float, t
         ):
             axes.text(
                 start + width / 2,
-                low + high / 2,
+                bottom + height / 2,
                 span.name,
                 color=PAPER,
                 fontsize=TEXT_SIZE - 1,
@@ -161,59 +192,69 @@ def _draw_timeline_rows(axes: Any, timeline: Timeline, top: float, end: float, t
         )
 
 
-# ---- of a run --------------------------------------------------------------------------------
+# ---- from a run ------------------------------------------------------------------------------
 def draw_measured_step(name: str, record: Record) -> tuple[str, str] | None:
-    """(what there is to say, the chart) of a run's step; None where the run has too few, or too
-    many ranks to draw, or workers that step by themselves.
+    """Draw the middle step of a run.
+
+    Args:
+        name: The id of the chart.
+        record: The record of the run.
+
+    Returns:
+        A caption and the SVG. None if the run has too few steps, too many ranks, or workers that
+        step independently.
     """
     if record.has_independent_workers:
         return None
-    steps_told = read_step_timelines(record)
-    shown = select_median_step(steps_told)
-    if shown is None or not shown[1].spans or len(shown[1].ends) > MAX_CHART_RANKS:
+    measured_steps = read_step_timelines(record)
+    middle_step = select_median_step(measured_steps)
+    if (
+        middle_step is None
+        or not middle_step[1].spans
+        or len(middle_step[1].ends) > MAX_CHART_RANKS
+    ):
         return None
-    number, found = shown
-    told = _predict_step(record)
+    number, timeline = middle_step
+    prediction = _predict_step(record)
     steps = measure_step_time([record], PREDICTED_STEPS.start)
     title = record.header["strategy"]
-    says = (
-        f"Step {number}, the middle one of {len(steps_told)} of full batches that were told in "
+    caption = (
+        f"Step {number}, the middle one of {len(measured_steps)} of full batches that were told in "
         f"detail. "
     )
-    if isinstance(told, StepPrediction):
-        says += describe_prediction(told, steps)
-        return says, draw_step_chart(
+    if isinstance(prediction, StepPrediction):
+        caption += describe_prediction(prediction, steps)
+        return caption, draw_step_chart(
             name,
-            found,
-            told,
-            f"One step of {title}. {describe_prediction(told, steps)} {_describe_ranks(found)}",
+            timeline,
+            prediction,
+            f"One step of {title}. {describe_prediction(prediction, steps)} "
+            f"{_describe_ranks(timeline)}",
         )
-    return says + told, draw_step_chart(
+    return caption + prediction, draw_step_chart(
         name,
-        found,
+        timeline,
         None,
-        f"One step of {title}: {1e3 * found.seconds:.3g} ms. {_describe_ranks(found)}",
+        f"One step of {title}: {1e3 * timeline.seconds:.3g} ms. {_describe_ranks(timeline)}",
     )
 
 
 def _predict_step(record: Record) -> StepPrediction | str:
-    """What the clock says of a run's step, or why it says nothing."""
+    """The prediction of the clock for a step of a run, or the reason why there is none."""
     try:
-        told = predict_step(record, _read_run_machine(record))
-    # of a user's own, whose file is not imported here
+        prediction = predict_step(record, _read_run_machine(record))
+    # a user's strategy or schedule: its file is not imported here
     except Refused as error:
         return f"Nothing is foretold: {error}."
     return (
-        told
+        prediction
         or "The clock plays the schedules of pipelines, and foretells nothing of this one's step "
         "as a whole."
     )
 
 
 def _read_run_machine(record: Record) -> Machine | None:
-    """That of the machine file which the run was given, where it is still there and has its
-    link.
-    """
+    """The machine of the run's machine file, if that file still exists and has the run's link."""
     path = record.header.get("settings", {}).get("machine")
     try:
         machine = (
@@ -225,45 +266,53 @@ def _read_run_machine(record: Record) -> Machine | None:
 
 
 def describe_prediction(prediction: StepPrediction, steps: StepTime | None) -> str:
-    """The prediction beside the measurement, each with its interval, in words."""
+    """Compare prediction and measurement in words, each with its interval.
+
+    Args:
+        prediction: The prediction.
+        steps: The measured time of a step, or None.
+
+    Returns:
+        The text.
+    """
     low, middle_, high = (
         f"{1e3 * seconds:.3g}"
         for seconds in (prediction.low, prediction.timeline.seconds, prediction.high)
     )
-    says = (
+    text = (
         f"Foretold: {middle_} ms ({low} to {high}), by the clock, of what each kind of task took "
         f"in {prediction.steps} steps "
         f"before; a message: {prediction.messages}."
     )
     if steps is None:
-        return says
-    around = f" ({1e3 * steps.low:.3g} to {1e3 * steps.high:.3g})" if steps.finite_bounds else ""
-    return says + (
-        f" Measured: {1e3 * steps.seconds:.3g} ms{around}, the median of the steps after those; "
+        return text
+    interval = f" ({1e3 * steps.low:.3g} to {1e3 * steps.high:.3g})" if steps.finite_bounds else ""
+    return text + (
+        f" Measured: {1e3 * steps.seconds:.3g} ms{interval}, the median of the steps after those; "
         f"foretold is "
         f"{prediction.timeline.seconds / steps.seconds:.2f} of it."
     )
 
 
 def _describe_ranks(found: Timeline) -> str:
-    """What every rank did, for those who cannot see the chart."""
-    told = []
+    """What each rank did, for readers without the picture."""
+    texts = []
     for rank in range(len(found.ends)):
         kinds: dict[str, list[float]] = {}
         for kind, span in list_boxes(found):
             if span.rank == rank:
                 kinds.setdefault(kind, []).append(span.seconds)
-        told.append(
+        texts.append(
             f"Rank {rank}: "
             + ", ".join(_format_task_times(kind, each) for kind, each in kinds.items())
         )
-    return "; ".join(told)
+    return "; ".join(texts)
 
 
 def _format_task_times(kind: str, seconds: Sequence[float]) -> str:
-    many = (
+    times = (
         f"{len(seconds)} of {1e3 * median(seconds):.2g} ms"
         if len(seconds) > 1
         else f"{1e3 * seconds[0]:.2g} ms"
     )
-    return f"{kind} {many}"
+    return f"{kind} {times}"

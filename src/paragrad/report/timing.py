@@ -1,9 +1,8 @@
-"""A row's time per step: one statistic for table and charts, how sure it is, and what of it
-another row's may be divided by.
+"""The time per step of a row, its confidence interval, and speed-ups with their intervals.
 
-The steps of a run come in bursts of disturbance, so neighbours do not tell independently of
-each other. Medians of blocks of neighbours nearly do, and the order of such medians bounds the
-median of them all, whatever their distribution.
+Table and charts use the same statistic. Disturbances come in bursts, so neighbouring steps are not
+independent. Medians of blocks of neighbouring steps are nearly independent. The sorted medians of
+blocks bound the median of all steps, whatever their distribution.
 """
 
 from __future__ import annotations
@@ -17,44 +16,63 @@ from statistics import median
 from paragrad.record.cpu_load import CpuLoad, find_cpu_load
 from paragrad.record.record import Record
 
-BLOCK_COUNT = 10  # of a run: consecutive steps
-# how often the median is in its interval, at least, where there are enough blocks
+BLOCK_COUNT = 10  # blocks of consecutive steps of a run
+# the least probability that the median is in its interval, if there are enough blocks
 CONFIDENCE = 0.95
-# blocks: of fewer, not even the least and the largest have the median between them so often
+# with fewer blocks, even the interval from the smallest to the largest is less certain
 MIN_BLOCKS = 6
-MAX_INTERVAL_RATIO = 2.0  # an interval wider than by this factor says nothing about a ratio
+MAX_INTERVAL_RATIO = 2.0  # a ratio says nothing if its interval is wider than this factor
 
 
 class ValueInterval:
-    """A number that lies between two others."""
+    """A number with an interval that contains it.
+
+    Attributes:
+        low: The lower end.
+        high: The upper end.
+    """
 
     low: float
     high: float
 
     @property
     def finite_bounds(self) -> list[float] | None:
-        """The two, where they say something."""
+        """[low, high], or None if they say nothing."""
         return [self.low, self.high] if self.low > 0.0 and self.high < inf else None
 
 
 @dataclass(frozen=True)
 class StepTime(ValueInterval):
-    """Seconds per step of the slowest rank: the median over runs of their medians, and from
-    where to where it may be, which is anywhere (0 to infinity) after too few steps.
+    """Seconds per step of the slowest rank: the median over runs of the medians of runs.
+
+    After too few steps, the interval is 0 to infinity.
+
+    Attributes:
+        seconds: The median.
+        low: The lower end of its interval.
+        high: The upper end of its interval.
+        load: The load of the machine in the run where it was highest, or None.
     """
 
     seconds: float
     low: float
     high: float
-    load: CpuLoad | None = None  # of the run in which it was most doubtful
+    load: CpuLoad | None = None
 
     @property
     def crowded(self) -> bool:
-        """Others were in the way of the ranks."""
+        """Whether other processes kept the cores busy."""
         return self.load is not None and self.load.crowded
 
     def divide_by(self, other: StepTime) -> SpeedUp:
-        """How many times this is the other's."""
+        """Divide this time by another.
+
+        Args:
+            other: The other time.
+
+        Returns:
+            The ratio with its interval.
+        """
         return SpeedUp(
             self.seconds / other.seconds,
             self.low / other.high,
@@ -65,23 +83,28 @@ class StepTime(ValueInterval):
 
 @dataclass(frozen=True)
 class SpeedUp(ValueInterval):
-    """How many times faster something is than something else, and from where to where that may
-    be.
+    """How many times faster something is than something else.
+
+    Attributes:
+        value: The ratio.
+        low: The lower end of its interval.
+        high: The upper end of its interval.
+        crowded: Whether other processes kept the cores busy during one of the two measurements.
     """
 
     value: float
     low: float
     high: float
-    crowded: bool = False  # as one of the times that it is of
+    crowded: bool = False
 
     @property
     def is_narrow(self) -> bool:
-        """The interval says something: it is not broad."""
+        """Whether the interval is narrow enough to say something."""
         return self.high <= MAX_INTERVAL_RATIO * self.low
 
     @property
     def is_significant(self) -> bool:
-        """It is not noise that made it: the interval is narrow, and on one side of 1."""
+        """Whether it is not mere noise: the interval is narrow and lies on one side of 1."""
         return self.is_narrow and not self.low < 1.0 < self.high
 
     def __str__(self) -> str:
@@ -100,16 +123,26 @@ class SpeedUp(ValueInterval):
         )
 
 
-NO_SPEED_UP = SpeedUp(1.0, 1.0, 1.0)  # of a row over itself
+NO_SPEED_UP = SpeedUp(1.0, 1.0, 1.0)  # of a row compared with itself
 
 
 def measure_step_time(records: Sequence[Record], first: int = 1) -> StepTime | None:
-    """Of some runs of the same, their steps from `first` on; None where none made a step."""
-    runs = [seconds for record in records if (seconds := record.list_step_seconds(first))]
-    if not runs:
+    """Measure the time per step of several runs of the same training.
+
+    Args:
+        records: The records of the runs.
+        first: The first step to include.
+
+    Returns:
+        The time, or None if no run made a step.
+    """
+    seconds_by_run = [seconds for record in records if (seconds := record.list_step_seconds(first))]
+    if not seconds_by_run:
         return None
-    middle = median(map(median, runs))
-    blocks = sorted(median(block) for seconds in runs for block in _divide_into_blocks(seconds))
+    middle = median(map(median, seconds_by_run))
+    blocks = sorted(
+        median(block) for seconds in seconds_by_run for block in _divide_into_blocks(seconds)
+    )
     loads = [
         load
         for record in records
@@ -119,8 +152,8 @@ def measure_step_time(records: Sequence[Record], first: int = 1) -> StepTime | N
     load = max(loads, key=lambda load: (load.crowded, load.others), default=None)
     if len(blocks) < MIN_BLOCKS:
         return StepTime(middle, 0.0, inf, load)
-    place = _find_bound_position(len(blocks))
-    return StepTime(middle, min(middle, blocks[place]), max(middle, blocks[-1 - place]), load)
+    position = _find_bound_position(len(blocks))
+    return StepTime(middle, min(middle, blocks[position]), max(middle, blocks[-1 - position]), load)
 
 
 def _divide_into_blocks(seconds: Sequence[float]) -> list[Sequence[float]]:
@@ -130,17 +163,19 @@ def _divide_into_blocks(seconds: Sequence[float]) -> list[Sequence[float]]:
 
 
 def _find_bound_position(count: int) -> int:
-    """The largest place from either end of so many sorted numbers between which the median lies
-    as often as SURE says (every number is below it or above it as a coin falls).
+    """The position, from either end of sorted numbers, of the bounds of their median.
+
+    It is the largest position at which the interval contains the median with probability
+    CONFIDENCE. Each number is above or below the median with probability one half.
     """
-    place = 0
+    position = 0
     outside = 2.0 * 0.5**count
-    while 1.0 - outside - 2.0 * comb(count, place + 1) * 0.5**count >= CONFIDENCE:
-        place += 1
-        outside += 2.0 * comb(count, place) * 0.5**count
-    return place
+    while 1.0 - outside - 2.0 * comb(count, position + 1) * 0.5**count >= CONFIDENCE:
+        position += 1
+        outside += 2.0 * comb(count, position) * 0.5**count
+    return position
 
 
 def _format_two_digits(value: float) -> str:
-    """Two that count."""
+    """A number with two significant digits."""
     return f"{value:.2g}" if value < 9.95 else f"{value:.0f}"

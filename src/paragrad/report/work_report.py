@@ -1,6 +1,4 @@
-"""What `paragrad work` prints: a line for every pass of every layer, the sums, and what they
-mean for many processors.
-"""
+"""What `paragrad work` prints: a line for each pass of each layer, the sums, and what they mean."""
 
 from __future__ import annotations
 
@@ -14,11 +12,16 @@ from paragrad.report.printing import print_facts, print_rows
 
 PASSES = ("output", "input_gradient", "weight_gradient")
 PROFILE_COLUMNS = ("layer", "kind", "pass", "work W", "depth D", "W/D", "bytes")
-MAX_LISTED_PROCESSORS = 64  # processors up to which every power of two has its line
+MAX_LISTED_PROCESSORS = 64  # up to this number of processors, each power of two has a line
 
 
 def print_profile(found: JobProfile, as_json: bool) -> None:
-    """Print a profile: JSON, a table at a terminal, tab-separated lines in a pipe."""
+    """Print a profile: JSON, a table at a terminal, tab-separated lines in a pipe.
+
+    Args:
+        found: The profile.
+        as_json: Whether to print JSON.
+    """
     if as_json:
         print(json.dumps(_convert_profile_to_json(found), indent=1))
         return
@@ -30,15 +33,15 @@ def print_profile(found: JobProfile, as_json: bool) -> None:
     ]
     print_rows(PROFILE_COLUMNS, rows)
     print_facts(_summarize_profile(found).items())
-    print_facts(("not counted", each) for each in found.not_counted)
+    print_facts(("not counted", operation) for operation in found.not_counted)
 
 
 def _format_layer_row(layer: LayerCost, name: str) -> tuple[str, ...]:
     one: PassCost = getattr(layer, name)
-    told = f"{layer.kind}, {layer.calls} calls" if layer.calls > 1 else layer.kind
+    kind = f"{layer.kind}, {layer.calls} calls" if layer.calls > 1 else layer.kind
     return (
         layer.name,
-        told,
+        kind,
         name.replace("_", " "),
         f"{one.work:,}",
         f"{one.depth:,}",

@@ -1,6 +1,4 @@
-"""Memory of this process that was freed: kept for the next step, or given back to the
-system.
-"""
+"""Freed memory of this process: kept for the next step, or returned to the system."""
 
 from __future__ import annotations
 
@@ -8,34 +6,42 @@ import ctypes
 import os
 from typing import Any
 
-# of mallopt (glibc, malloc.h)
+# parameters of mallopt (glibc, malloc.h)
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
-# bytes: from which on a block goes back when it is freed (as many as glibc takes), and
+# a freed block of at least this size goes back at once (the largest value that glibc takes)
 MMAP_THRESHOLD_BYTES = 2**25
+# this many free bytes can stay at the end of the heap
 TRIM_THRESHOLD_BYTES = 2**28
-# of the heap's end, how many may stay
 
 
 def keep_freed_memory() -> None:
-    """From here on what is freed stays here, within these bounds. Left to itself glibc gives
-    the end of the heap back at once and asks for it again in the next step: the system fills
-    every page with zeros first (10,000 pages, 40 ms of a step of 250 that convolves images, and
-    of two like processes now one and now the other). Not where the user tells glibc
-    otherwise.
+    """Keep freed memory in this process, up to the two thresholds.
+
+    By default glibc returns the end of the heap to the system at once, and requests it again in the
+    next step. The system then fills every page with zeros first. For a step of 250 ms that
+    convolves images, this cost 40 ms (10,000 pages), and it hit only some of equal processes.
+
+    The function does nothing if the user sets glibc's own variables.
     """
-    told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if not told and (option := _find_libc_function("mallopt")):
-        option(MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-        option(TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+    has_user_settings = any(
+        name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ
+    )
+    if not has_user_settings and (mallopt := _find_libc_function("mallopt")):
+        mallopt(MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        mallopt(TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 def return_freed_memory(now: bool = True) -> None:
-    """What was freed goes back to the system."""
-    if now and (trim := _find_libc_function("malloc_trim")):
-        trim(0)
+    """Return freed memory to the system.
+
+    Args:
+        now: False makes the call do nothing.
+    """
+    if now and (malloc_trim := _find_libc_function("malloc_trim")):
+        malloc_trim(0)
 
 
 def _find_libc_function(name: str) -> Any:
-    """None where the C library has no such function."""
+    """Find a function of the C library; None where it has no such function."""
     return getattr(ctypes.CDLL(None), name, None)

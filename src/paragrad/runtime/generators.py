@@ -1,6 +1,4 @@
-"""The random generators of this process, of torch, numpy and random: seeding them, and leaving
-them as they were.
-"""
+"""The random generators of torch, numpy and random: seed, keep and compare them."""
 
 from __future__ import annotations
 
@@ -14,8 +12,12 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch, numpy and random."""
-    # torch.manual_seed notes a traceback for absent devices
+    """Seed the generators of torch, numpy and random.
+
+    Args:
+        seed: The seed.
+    """
+    # torch.manual_seed also records a traceback for devices that are absent
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
@@ -24,7 +26,11 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_generators(text: str) -> None:
-    """Seed torch, numpy and random by a text."""
+    """Seed the generators of torch (on the CPU), numpy and random from a text.
+
+    Args:
+        text: The text that gives the seed.
+    """
     seed = random.Random(f"paragrad {text}").getrandbits(32)
     torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed)
@@ -32,19 +38,25 @@ def seed_generators(text: str) -> None:
 
 
 def fingerprint_generators() -> dict[str, Any]:
-    """The states of torch's, numpy's and random's generators, which can be compared."""
-    kind, keys, *place = numpy.random.get_state()
+    """Return the generators' states in a form that can be compared.
+
+    Returns:
+        The state of each generator, by library.
+    """
+    algorithm, keys, *position = numpy.random.get_state()
     return {
         "torch": torch.default_generator.get_state().numpy().tobytes(),
-        "numpy": (kind, numpy.asarray(keys).tobytes(), *place),
+        "numpy": (algorithm, numpy.asarray(keys).tobytes(), *position),
         "random": random.getstate(),
     }
 
 
 @contextlib.contextmanager
 def use_seeded_generators(text: str) -> Iterator[None]:
-    """The generators of torch, numpy and random begin as the text says; afterwards they are as
-    they were.
+    """Seed the generators from a text, and restore their states at the end of the context.
+
+    Args:
+        text: The text that gives the seed.
     """
     with keep_generators():
         seed_generators(text)
@@ -53,20 +65,29 @@ def use_seeded_generators(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_generators() -> Iterator[None]:
-    """Afterwards the generators of torch, numpy and random are as they were."""
-    before = capture_generators()
+    """Restore the states of the generators at the end of the context."""
+    states = capture_generators()
     try:
         yield
     finally:
-        restore_generators(before)
+        restore_generators(states)
 
 
 def capture_generators() -> tuple[Any, Any, Any]:
-    """The states of the generators of torch, numpy and random, to be set again."""
+    """Return the generators' states in a form that `restore_generators` takes.
+
+    Returns:
+        The states of torch's, numpy's and random's generator.
+    """
     return torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
 
 
 def restore_generators(states: tuple[Any, Any, Any]) -> None:
+    """Set the generators to captured states.
+
+    Args:
+        states: The result of `capture_generators`.
+    """
     torch.default_generator.set_state(states[0])
     numpy.random.set_state(states[1])
     random.setstate(states[2])

@@ -1,8 +1,7 @@
-"""Launched: which rank of how many a launcher made this process, where its ranks meet, and on
-which cores it may run.
+"""The launcher's environment variables: rank, size, rendezvous, and what the host offers.
 
-The one reader of the variables that torchrun, mpirun (Open MPI, MPICH) and srun set; no process
-group is made here.
+Only this module reads the variables that torchrun, mpirun (Open MPI, MPICH) and srun set. It
+creates no process group.
 """
 
 from __future__ import annotations
@@ -36,15 +35,21 @@ LAUNCHER_VARIABLES = {
     SRUN: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
-# what else tells one launch from another under the same launching process: a step of srun, a
-# job of a PMIx server
+# These variables separate launches under the same launching process: a step of srun, or a job of
+# a PMIx server.
 LAUNCH_ID_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
-    """rank of size, local_rank of local_size on this host, as the launcher `by` numbered
-    them.
+    """The place of this process in a launch, as the launcher numbered its ranks.
+
+    Attributes:
+        rank: The number of this rank.
+        size: The number of ranks.
+        local_rank: The number of this rank among those of this host.
+        local_size: The number of ranks on this host.
+        launcher: The launcher, a key of `LAUNCHER_VARIABLES`.
     """
 
     rank: int
@@ -74,17 +79,21 @@ class LaunchInfo:
 
     @property
     def is_on_one_host(self) -> bool:
+        """Whether all ranks of the launch are on this host."""
         return self.local_size == self.size
 
 
 def count_cores() -> int:
-    """The cores this process may run on."""
+    """Count the cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_load_average() -> float | None:
-    """How many threads of this host wanted a core at once, whoever's, as a mean over the last
-    minute (the load average).
+    """Read the load average of this host over the last minute.
+
+    Returns:
+        The mean number of threads that wanted a core at the same time, of all users; None where the
+        system does not report it.
     """
     try:
         return round(os.getloadavg()[0], 2)
@@ -93,16 +102,18 @@ def read_load_average() -> float | None:
 
 
 def read_available_memory() -> int | None:
-    """Bytes that this process may still take, by the system and by the limits of its control
-    group; None where nothing says.
+    """Read how much more memory this process may use.
+
+    Returns:
+        Bytes, by the system and by the limits of the control group; None where nothing is known.
     """
-    found = []
+    limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(
+        limits.append(
             1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
         )
-    for most, used in (
+    for limit_file, usage_file in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
@@ -110,44 +121,65 @@ def read_available_memory() -> int | None:
             group = Path("/sys/fs/cgroup")
             stats = dict(
                 line.split()
-                for line in (group / used).with_name("memory.stat").read_text().splitlines()
+                for line in (group / usage_file).with_name("memory.stat").read_text().splitlines()
             )
-            # what it would let go
-            files = sum(int(stats.get(name, 0)) for name in ("active_file", "inactive_file"))
-            found.append(int((group / most).read_text()) - int((group / used).read_text()) + files)
-    return min(found, default=None)
+            # the file cache, which the system can free
+            cached = sum(int(stats.get(name, 0)) for name in ("active_file", "inactive_file"))
+            limits.append(
+                int((group / limit_file).read_text())
+                - int((group / usage_file).read_text())
+                + cached
+            )
+    return min(limits, default=None)
 
 
 def detect_launch(environment: Mapping[str, str] = os.environ) -> LaunchInfo | None:
-    """What the launcher says of this process; None where none started it. Raises Refused where
-    it contradicts itself.
+    """Read the launch of this process from the environment.
 
-    Launchers start one another, so the innermost is believed: torchrun, then mpirun, then srun.
-    srun is known by the variables of a step: plain python in an sbatch script is rank 0 of
-    SLURM_NTASKS by the allocation's variables, and yet alone. A step of one task is how people
-    get a shell on a node, and launches nothing either.
+    Launchers can start one another, so the innermost counts: torchrun, then mpirun, then srun. srun
+    is recognized by the variables of a step. Plain python in an sbatch script is rank 0 of
+    SLURM_NTASKS by the allocation's variables, but it runs alone. A step of one task is a shell on
+    a node, and no launch either.
+
+    Args:
+        environment: The environment variables.
+
+    Returns:
+        The launch; None where no launcher started this process.
+
+    Raises:
+        Refused: The variables contradict each other.
     """
     if environment.get("RANK"):
         return _parse_launch_info(TORCHRUN, environment, _assume_local_variables(environment))
     if environment.get("OMPI_COMM_WORLD_RANK"):
         return _parse_launch_info(OPEN_MPI, environment)
     in_step = bool(environment.get("SLURM_STEP_NUM_TASKS"))
-    # srun --mpi=pmi2 sets PMI_RANK
+    # srun --mpi=pmi2 also sets PMI_RANK
     if environment.get("MPI_LOCALRANKID") or (environment.get("PMI_RANK") and not in_step):
         return _parse_launch_info(MPICH, environment)
     if in_step:
-        told = _parse_launch_info(
+        launch_info = _parse_launch_info(
             SRUN, environment, {"SLURM_STEP_TASKS_PER_NODE": _read_local_task_count(environment)}
         )
-        return told if told.size > 1 else None
+        return launch_info if launch_info.size > 1 else None
     return None
 
 
 def find_rendezvous_address(
     launch_info: LaunchInfo, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, int] | None:
-    """Host and port where rank 0 listens; None where all ranks are on this host and may meet in
-    a file. Raises Refused.
+    """Find the address at which rank 0 listens.
+
+    Args:
+        launch_info: The launch.
+        environment: The environment variables.
+
+    Returns:
+        Host and port; None where all ranks are on this host and can meet in a file.
+
+    Raises:
+        Refused: The ranks have no address to meet at, or a bad one.
     """
     host = environment.get("MASTER_ADDR", "")
     port = environment.get("MASTER_PORT", "")
@@ -181,7 +213,7 @@ def find_rendezvous_address(
             _parse_whole_number(name, environment.get(name, "0"))
             for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
         )
-        # below the ports a system hands out by itself
+        # below the ports that a system assigns by itself
         return parse_first_host(nodes), 20_000 + (16 * job + step) % 10_000
     option = "-x {0}=..." if launch_info.launcher == OPEN_MPI else "-genv {0} ..."
     raise Refused(
@@ -194,15 +226,21 @@ def find_rendezvous_address(
 
 
 def read_launch_name(environment: Mapping[str, str] = os.environ) -> str:
-    """What tells this launch from others at the same store: torchrun's name of the run."""
+    """Read the name that separates this launch from others in the same store (torchrun's run id).
+
+    Args:
+        environment: The environment variables.
+    """
     return environment.get("TORCHELASTIC_RUN_ID", "")
 
 
 def parse_first_host(nodes: str) -> str:
-    """The first of a list of hosts as Slurm writes it: `rack[02-04,7]-ib,login` ->
-    `rack02-ib`.
+    """Return the first host of a Slurm node list: `rack[02-04,7]-ib,login` -> `rack02-ib`.
+
+    Args:
+        nodes: The node list.
     """
-    # at the first comma outside brackets
+    # split at the first comma outside brackets
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
 
@@ -210,12 +248,20 @@ def parse_first_host(nodes: str) -> str:
 def find_rendezvous_file(
     launch_info: LaunchInfo, number: int, environment: Mapping[str, str] = os.environ
 ) -> Path:
-    """The file for rendezvous `number` of this launch: one path for all its ranks, and for no
-    other launch at any time.
+    """Return the path of the file in which the ranks of this launch meet.
 
-    No launcher names a launch so that the name never comes again, and MPICH does not name it at
-    all. The process that launched does, by its pid and the time it started; what a crashed
-    launch left is therefore never met again, only removed.
+    All ranks of a launch get the same path, and no other launch ever gets it. Launchers reuse their
+    names for launches, and MPICH gives none. The path therefore contains the process id of the
+    launching process and the time when it started. A file that a crashed launch left behind is
+    never used again, only removed.
+
+    Args:
+        launch_info: The launch.
+        number: The number of the rendezvous in this launch.
+        environment: The environment variables.
+
+    Raises:
+        Refused: The folder is not private, or the launching process cannot be seen from here.
     """
     folder = Path(tempfile.gettempdir()) / f"paragrad-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -246,7 +292,7 @@ def find_rendezvous_file(
 def _parse_launch_info(
     launcher: str, environment: Mapping[str, str], substitutes: Mapping[str, str] | None = None
 ) -> LaunchInfo:
-    """Read one launcher's variables; known: what stands in for some of them."""
+    """Read the variables of one launcher; `substitutes` replace some of them."""
     values = {
         name: (substitutes or {}).get(name) or environment.get(name, "")
         for name in LAUNCHER_VARIABLES[launcher]
@@ -275,23 +321,24 @@ def _parse_whole_number(name: str, value: str) -> int:
 
 
 def _assume_local_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Local variables for a RANK set by hand: everybody is here if they meet here; elsewhere it
-    has to be said.
+    """Guess the local variables for a RANK that was set by hand.
+
+    If the ranks meet on this host, all of them are here. Otherwise the variables must be set.
     """
     if environment.get("MASTER_ADDR", "localhost") not in ("localhost", "127.0.0.1", "::1"):
         return {}
     return {
-        here: environment.get(here) or environment.get(all_, "")
-        for here, all_ in (("LOCAL_RANK", "RANK"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        local_name: environment.get(local_name) or environment.get(global_name, "")
+        for local_name, global_name in (("LOCAL_RANK", "RANK"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     }
 
 
 def _read_local_task_count(environment: Mapping[str, str]) -> str:
-    """This node's entry of srun's tasks per node: `2(x3),1` is 2, 2, 2 and 1."""
+    """Return this node's entry of srun's tasks per node: `2(x3),1` is 2, 2, 2 and 1."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     node = _parse_whole_number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"))
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        # missing, or no number: refused by name
+        # missing or not a number: the caller refuses it by its name
         return text
     tasks: list[str] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -305,11 +352,11 @@ def _read_local_task_count(environment: Mapping[str, str]) -> str:
 
 
 def _find_launcher_pid(variable: str) -> int:
-    """The process that launched this rank: its nearest ancestor that is not itself inside the
-    launch; 0 where out of sight.
+    """Find the process that launched this rank: its nearest ancestor outside the launch.
 
-    A rank may be wrapped in shells, so its parent will not do. Who is inside has the rank's
-    variable in its environment.
+    Shells can wrap a rank, so its parent is not always the launcher. Processes inside the launch
+    have the rank's variable in their environment. The result is 0 where the ancestor is out of
+    sight.
     """
     pid = os.getppid()
     try:
@@ -318,16 +365,14 @@ def _find_launcher_pid(variable: str) -> int:
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         ):
             pid = int(_read_process_stat(pid)[1])
-    # no /proc here, or another user's process: slurmstepd is root's
+    # no /proc here, or a process of another user (slurmstepd belongs to root)
     except OSError:
         pass
     return pid
 
 
 def _read_start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty where there is none (or no
-    /proc).
-    """
+    """Return when a process started, in clock ticks since boot; empty without process or /proc."""
     try:
         return _read_process_stat(pid)[19]
     except OSError:
@@ -335,12 +380,12 @@ def _read_start_time(pid: int) -> str:
 
 
 def _read_process_stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: [1] the parent, [19] the start."""
+    """Return the fields of /proc/PID/stat after the name: [1] is the parent, [19] the start."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _read_pid_namespace() -> int:
-    """Containers that share a temporary folder do not share the meaning of a pid."""
+    """Return the pid namespace: containers can share a temporary folder, but not process ids."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -348,8 +393,8 @@ def _read_pid_namespace() -> int:
 
 
 def _remove_stale_files(folder: Path, namespace: int) -> None:
-    """Remove what launches left whose launching process is gone."""
-    for left in folder.glob(f"{namespace}-*"):
-        _, pid, started, *_ = left.name.split("-")
+    """Remove the files of launches, once the process that launched them has ended."""
+    for file in folder.glob(f"{namespace}-*"):
+        _, pid, started, *_ = file.name.split("-")
         if _read_start_time(int(pid)) != started:
-            left.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
-"""Joining a world: meeting the ranks that were started here, or by a launcher; and what is
-known of them before.
+"""Join a world: connect the ranks that paragrad or a launcher started.
+
+The functions that describe the launch work before the ranks are connected.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from paragrad.runtime.stragglers import describe_missing_ranks
 from paragrad.runtime.world import CPU, DEFAULT_TIMEOUT, World
 from paragrad.shm.process_group import SharedMemoryGroup, register_backend
 
-register_backend()  # also for `hook`, in a process group that its user makes
-RESTART_POLL_SECONDS = 0.02  # seconds after which a rank looks whether rank 0 has started anew
+register_backend()  # `hook` needs it too, in a process group that the user makes
+RESTART_POLL_SECONDS = 0.02  # how often a rank looks whether rank 0 has started again
 
-# a process may join one world after another; each meets anew
+# A process can join several worlds one after another; each has a rendezvous of its own.
 _rendezvous_count = itertools.count()
 
 
@@ -51,19 +52,33 @@ def join_world(
     device: str = "cpu",
     stop: StopRequest | None = None,
 ) -> Iterator[World]:
-    """Join a world of ranks on this host that meet in the file `store`; leave it at the end.
-    stop: set when asked to stop.
+    """Join a world of ranks on this host, and leave it at the end of the context.
+
+    Args:
+        rank: This rank.
+        size: The number of ranks.
+        store: The file in which the ranks meet.
+        backend: The torch.distributed backend.
+        timeout: Seconds to wait for another rank.
+        device: The kind of device, cpu or cuda.
+        stop: Is set when the rank must stop.
+
+    Yields:
+        The world.
+
+    Raises:
+        StepFailed: Ranks did not come in time.
     """
     stop = stop or StopRequest()
-    here = _select_device(device, rank)
+    local_device = _select_device(device, rank)
     if size == 1:
-        # of servers, which are in worlds of their own
-        yield World(timeout=timeout, device=here, stop=stop)
+        # such as parameter servers, which are each in a world of their own
+        yield World(timeout=timeout, device=local_device, stop=stop)
         return
     # one host: listen on loopback only
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _initialize_group(rank, size, dist.FileStore(str(store), size), backend, timeout)
-    with _use_default_group(backend, timeout, here, stop) as world:
+    with _use_default_group(backend, timeout, local_device, stop) as world:
         yield world
 
 
@@ -71,56 +86,73 @@ def join_world(
 def join_launched_world(
     backend: str = "gloo", timeout: float = DEFAULT_TIMEOUT, device: str = "cpu"
 ) -> Iterator[World]:
-    """Join the world that torchrun, mpirun or srun made, and leave it at the end.
+    """Join the world that torchrun, mpirun or srun made, and leave it at the end of the context.
 
-    A default process group that is there already is that world (its backend and timeout are its
-    maker's), and it stays. Raises Refused where the environment does not say enough, RankFailed
-    where the ranks do not meet in time.
+    If a default process group exists already, it is used with its own backend and timeout, and it
+    stays open afterwards.
+
+    Args:
+        backend: The torch.distributed backend.
+        timeout: Seconds to wait for another rank.
+        device: The kind of device, cpu or cuda.
+
+    Yields:
+        The world.
+
+    Raises:
+        Refused: The environment does not describe a launch completely.
+        RankFailed: The ranks did not meet in time.
     """
-    told = detect_launch()
-    place_here = _select_device(device, told.local_rank if told else 0)
-    if (world := find_existing_world(place_here)) is not None:
+    launch_info = detect_launch()
+    local_device = _select_device(device, launch_info.local_rank if launch_info else 0)
+    if (world := find_existing_world(local_device)) is not None:
         world.check_collectives()
         try:
             yield world
         finally:
             world.drop_groups()
         return
-    if told is None:
+    if launch_info is None:
         raise Refused("no launcher started this process; start it with torchrun, mpirun or srun")
-    if told.size == 1:
-        yield World(device=place_here)
+    if launch_info.size == 1:
+        yield World(device=local_device)
         return
-    if told.is_on_one_host:
+    if launch_info.is_on_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     number = next(_rendezvous_count)
-    place = find_rendezvous_address(told) or find_rendezvous_file(told, number)
+    endpoint = find_rendezvous_address(launch_info) or find_rendezvous_file(launch_info, number)
     try:
-        _connect_launched_ranks(told, number, place, backend, timeout)
-        with _use_default_group(backend, timeout, place_here, StopRequest()) as world:
+        _connect_launched_ranks(launch_info, number, endpoint, backend, timeout)
+        with _use_default_group(backend, timeout, local_device, StopRequest()) as world:
             yield world
     finally:
-        # DDP and its hook hold one another, and the group with its store
+        # DDP and its hook reference each other, and with them the group and its store
         gc.collect()
-        if isinstance(place, Path):
-            # by each rank: stores that go at once leave the file, or make it anew
-            place.unlink(missing_ok=True)
+        if isinstance(endpoint, Path):
+            # On every rank: stores that are destroyed at the same time can leave the file behind
+            # or create it again.
+            endpoint.unlink(missing_ok=True)
 
 
 def find_existing_world(device: torch.device | None = None) -> World | None:
-    """The world of the default process group that is there already, with its maker's time
-    limit, or None. device: otherwise the current GPU with NCCL.
+    """Wrap the existing default process group, with its own time limit.
+
+    Args:
+        device: The device of this rank; None takes the current GPU with NCCL, otherwise the CPU.
+
+    Returns:
+        The world; None where no group exists.
     """
     if not dist.is_initialized():
         return None
-    carriers = str(dist.get_backend_config())  # such as cpu:gloo,cuda:nccl
+    backends = str(dist.get_backend_config())  # such as cpu:gloo,cuda:nccl
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in carriers else CPU
+        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backends else CPU
     backend = (
         "nccl"
-        if "nccl" in carriers and device.type == "cuda"
+        if "nccl" in backends and device.type == "cuda"
         else "shm"
-        if "shm" in carriers
+        if "shm" in backends
         else "gloo"
     )
     return World(
@@ -134,7 +166,7 @@ def find_existing_world(device: torch.device | None = None) -> World | None:
 
 
 def _read_group_timeout(device: torch.device) -> float:
-    """Seconds that the default group's maker gave it: torch has no public word for it."""
+    """Read the time limit of the default group in seconds; torch has no public function for it."""
     group: Any = dist.group.WORLD
     if isinstance(group, SharedMemoryGroup):
         return group.seconds
@@ -143,7 +175,7 @@ def _read_group_timeout(device: torch.device) -> float:
 
 
 def _select_device(kind: str, local_rank: int) -> torch.device:
-    """A rank's device, made the current one: the host's GPUs in turn."""
+    """Select a rank's device and make it the current one. Ranks take the host's GPUs in turn."""
     if kind != "cuda":
         return CPU
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -152,49 +184,62 @@ def _select_device(kind: str, local_rank: int) -> torch.device:
 
 
 def get_launched_size() -> int | None:
-    """The world's size where a launcher (or a process group of the user's) made this process a
-    rank, else None.
+    """Return the world's size if this process was launched as a rank.
+
+    A process group of the user's also counts as a launch.
+
+    Returns:
+        The number of ranks; None where the process was not launched.
     """
     if _has_process_group():
         return dist.get_world_size()
-    told = detect_launch()
-    return told.size if told else None
+    launch_info = detect_launch()
+    return launch_info.size if launch_info else None
 
 
 def count_local_ranks() -> int | None:
-    """How many of the launched ranks share this host's cores, else None."""
-    told = detect_launch()
-    if _has_process_group() and (told is None or told.size != dist.get_world_size()):
-        # nobody says where they are; as if all were here
+    """Count the launched ranks that share this host's cores.
+
+    Returns:
+        The number of ranks on this host; None where the process was not launched.
+    """
+    launch_info = detect_launch()
+    if _has_process_group() and (launch_info is None or launch_info.size != dist.get_world_size()):
+        # the hosts of the ranks are unknown: assume that all are here
         return dist.get_world_size()
-    return told.local_size if told else None
+    return launch_info.local_size if launch_info else None
 
 
 def get_launched_rank() -> int:
-    """This process's rank; 0 where it was not launched."""
+    """Return this process's rank; 0 where it was not launched."""
     if _has_process_group():
         return dist.get_rank()
-    told = detect_launch()
-    return told.rank if told else 0
+    launch_info = detect_launch()
+    return launch_info.rank if launch_info else 0
 
 
 def check_network_interfaces() -> None:
-    """Refuse a name in GLOO_SOCKET_IFNAME that no interface of this host has, and a loopback
-    that is down where ranks of this host use it; gloo would say so on joining, rank by rank.
+    """Check the network interfaces that gloo will use.
+
+    Without this check gloo would report the same faults later, once on every rank.
+
+    Raises:
+        Refused: GLOO_SOCKET_IFNAME names an interface that this host lacks, or the loopback is down
+            and local ranks need it.
     """
-    here = [name for _, name in socket.if_nameindex()]
-    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    # eth0:1 is an address of eth0
-    if strange := [name for name in named if name.partition(":")[0] not in here]:
+    interfaces = [name for _, name in socket.if_nameindex()]
+    requested = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    # eth0:1 is a second address of eth0
+    if unknown := [name for name in requested if name.partition(":")[0] not in interfaces]:
         raise Refused(
-            f"GLOO_SOCKET_IFNAME names {', '.join(strange)}, and this host has {', '.join(here)}; "
-            f"set it to the one "
+            f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, and this host has "
+            f"{', '.join(interfaces)}; set it to the one "
             "by which the other hosts reach this one (`ip address` shows their addresses), or "
             "unset it where all "
             "ranks are on this host"
         )
-    if not named and get_launched_size() is None:
-        # connecting sends nothing
+    if not requested and get_launched_size() is None:
+        # connecting a datagram socket sends nothing
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect(("127.0.0.1", 9))
@@ -207,9 +252,7 @@ def check_network_interfaces() -> None:
 
 
 def _has_process_group() -> bool:
-    """Is there a process group of the user's? One that holds this process alone makes it no
-    rank.
-    """
+    """Tell whether the user made a process group; one of a single process does not count."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -220,9 +263,7 @@ def _connect_launched_ranks(
     backend: str,
     timeout: float,
 ) -> None:
-    """Make the default group of the launch: over a store that rank 0 listens at, or a file on
-    this host.
-    """
+    """Create the default group of the launch, over rank 0's TCP store or a file of this host."""
     where = str(endpoint) if isinstance(endpoint, Path) else ":".join(map(str, endpoint))
     repair = (
         "; torchrun says which of them it started, and why one ended"
@@ -230,7 +271,7 @@ def _connect_launched_ranks(
         else ", or set MASTER_ADDR and MASTER_PORT to the host of rank 0, as all can reach it, and "
         "a free port there"
     )
-    by_name = (
+    interface_hint = (
         ""
         if launch_info.is_on_one_host
         else (
@@ -242,59 +283,71 @@ def _connect_launched_ranks(
         if isinstance(endpoint, Path):
             store = dist.FileStore(where, launch_info.size)
         else:
-            listening = _open_tcp_store(*endpoint, launch_info.rank, launch_info.size, timeout)
-            named = dist.PrefixStore(f"paragrad/{read_launch_name()}/{number}", listening)
-            store = make_restart_store(named, launch_info.rank, launch_info.size, timeout)
+            tcp_store = _open_tcp_store(*endpoint, launch_info.rank, launch_info.size, timeout)
+            launch_store = dist.PrefixStore(f"paragrad/{read_launch_name()}/{number}", tcp_store)
+            store = make_restart_store(launch_store, launch_info.rank, launch_info.size, timeout)
         _initialize_group(launch_info.rank, launch_info.size, store, backend, timeout)
     except RuntimeError as error:
         raise RankFailed(
             f"the {launch_info.size} ranks of {launch_info.launcher} did not meet at {where} "
             f"(limit {timeout:g} s): "
             f"{error}; see that "
-            f"all of them run{repair}{by_name}",
+            f"all of them run{repair}{interface_hint}",
             rank=launch_info.rank,
         ) from error
 
 
 def make_restart_store(store: Any, rank: int, size: int, timeout: float) -> Any:
-    """The store with keys of this start of its ranks alone; an earlier start may have left its
-    own there, whose addresses are of processes that are gone: torchrun restarts ranks beside a
-    store that stays. Collective. Raises RuntimeError.
+    """Make a store with keys that belong to this start of the ranks alone. Collective.
 
-    Rank 0 names the start by a random number, the others answer with one of theirs. A rank that
-    read the name of an earlier start does not find its answer among those that were received,
-    and looks again. (torchrun's count of restarts would not do: each host counts its own, and
-    only failures.)
+    torchrun can restart the ranks beside a store that stays. An earlier start may have left its
+    keys there, with addresses of processes that are gone.
+
+    Rank 0 names the start by a random number, and every other rank answers with one of its own. A
+    rank that read the name of an earlier start does not find its answer among the received ones,
+    and reads again. The restart count of torchrun does not serve: each host counts only its own
+    failures.
+
+    Args:
+        store: The store of the launch.
+        rank: This rank.
+        size: The number of ranks.
+        timeout: Seconds to wait for the other ranks.
+
+    Returns:
+        The store, with a prefix of this start.
+
+    Raises:
+        RuntimeError: Ranks did not answer in time.
     """
-    mine = secrets.token_hex(8)
+    own_name = secrets.token_hex(8)
     if rank == 0:
-        store.set("start", mine)
-        others = [f"answers/{mine}/{other}" for other in range(1, size)]
-        store.wait(others, timedelta(seconds=timeout))
-        store.set(f"received/{mine}", b" ".join(store.get(other) for other in others))
-        return dist.PrefixStore(mine, store)
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
+        store.set("start", own_name)
+        answer_keys = [f"answers/{own_name}/{other}" for other in range(1, size)]
+        store.wait(answer_keys, timedelta(seconds=timeout))
+        store.set(f"received/{own_name}", b" ".join(store.get(other) for other in answer_keys))
+        return dist.PrefixStore(own_name, store)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
         if store.check(["start"]):
             start = store.get("start").decode()
-            store.set(f"answers/{start}/{rank}", mine)
+            store.set(f"answers/{start}/{rank}", own_name)
             if (
                 store.check([f"received/{start}"])
-                and mine in store.get(f"received/{start}").decode().split()
+                and own_name in store.get(f"received/{start}").decode().split()
             ):
                 return dist.PrefixStore(start, store)
-        # a wait in the store would log every time that it is in vain
+        # a wait in the store would write a log line for each wait that times out
         time.sleep(RESTART_POLL_SECONDS)
     raise RuntimeError("rank 0 was not seen to start")
 
 
 @functools.cache
 def _open_tcp_store(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
-    """The store at rank 0, or in torchrun's agent where that listens (torch reads
-    TORCHELASTIC_USE_AGENT_STORE).
+    """Open the store of rank 0, or of torchrun's agent (torch reads TORCHELASTIC_USE_AGENT_STORE).
 
-    Kept while the process lives: the next meeting would otherwise reach the last one's listener
-    as it closes.
+    The store stays open while the process lives. Otherwise the next rendezvous could reach the
+    previous listener while it closes.
     """
     host = f"[{host}]" if ":" in host else host
     store, _, _ = next(
@@ -304,25 +357,27 @@ def _open_tcp_store(host: str, port: int, rank: int, size: int, timeout: float) 
 
 
 def _initialize_group(rank: int, size: int, store: Any, backend: str, timeout: float) -> None:
-    """Make the default group. Raises StepFailed where ranks have not come, with their
-    numbers.
+    """Create the default process group.
+
+    Raises:
+        StepFailed: Some ranks did not come; the message names them.
     """
     limit = timedelta(seconds=timeout)
     store.set_timeout(limit)
-    here = [f"paragrad: here: {each}" for each in range(size)]
-    store.set(here[rank], "")
-    began = time.monotonic()
+    keys = [f"paragrad: here: {each}" for each in range(size)]
+    store.set(keys[rank], "")
+    started_at = time.monotonic()
     try:
         dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size, store=store)
     except RuntimeError as error:
-        away: list[str] = []
-        if time.monotonic() - began >= timeout:  # at once it is no lateness of theirs
-            with suppress(RuntimeError):  # the store went with rank 0
-                away = [str(each) for each in range(size) if not store.check([here[each]])]
-        if not away:
+        missing: list[str] = []
+        if time.monotonic() - started_at >= timeout:  # an earlier error is not about late ranks
+            with suppress(RuntimeError):  # the store is gone if rank 0 is
+                missing = [str(each) for each in range(size) if not store.check([keys[each]])]
+        if not missing:
             raise
         raise StepFailed(
-            f"rank(s) {', '.join(away)} did not come to where the {size} ranks meet within "
+            f"rank(s) {', '.join(missing)} did not come to where the {size} ranks meet within "
             f"{timeout:g} s "
             f"({error})"
         ) from error
@@ -332,16 +387,17 @@ def _initialize_group(rank: int, size: int, store: Any, backend: str, timeout: f
 def _use_default_group(
     backend: str, timeout: float, device: torch.device, stop: StopRequest
 ) -> Iterator[World]:
+    """Yield the world of the default group; check the group first and destroy it at the end."""
     world = World(
         dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD, stop
     )
     try:
         world.check_collectives()
         yield world
-        world.barrier()  # who leaves early appears to a peer as a closed connection
+        world.barrier()  # to a peer, a rank that leaves early looks like a closed connection
     except Exception as error:
-        if said := describe_missing_ranks(world, error):
-            error.add_note(f"paragrad: {said}")
+        if description := describe_missing_ranks(world, error):
+            error.add_note(f"paragrad: {description}")
         raise
     finally:
         dist.destroy_process_group()

@@ -1,5 +1,7 @@
-"""SIGTERM, and SIGHUP of a terminal that closes, as a request: finish the step, save, end.
-Ctrl-C before there is anything to end. The end of a parent.
+"""Signals that end a process.
+
+SIGTERM and SIGHUP (a terminal that closes) request a stop: finish the step, save, and end. Ctrl-C
+can also arrive before there is anything to end. A process can be tied to its parent.
 """
 
 from __future__ import annotations
@@ -17,32 +19,44 @@ PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
-    """A wish that one part of a program sets and another sees. Without a lock, which a signal
-    handler could find taken.
+    """A flag that one part of a program sets and another reads.
+
+    It has no lock, because a signal handler could find the lock taken.
+
+    Attributes:
+        is_requested: Whether a stop is requested.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
 
     def set(self) -> None:
+        """Request a stop."""
         self.is_requested = True
 
     def clear(self) -> None:
+        """Withdraw the request."""
         self.is_requested = False
 
     def is_set(self) -> bool:
+        """Tell whether a stop is requested."""
         return self.is_requested
 
 
 @contextmanager
 def handle_stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
-    """While active, SIGTERM calls `ask`, and SIGHUP too, unless it is ignored (nohup). Only a
-    main thread can listen to signals; on others this does nothing.
+    """Call a function when SIGTERM or SIGHUP arrives, while the context is active.
+
+    An ignored SIGHUP (nohup) stays ignored. Python runs signal handlers only in the main thread; in
+    other threads this context does nothing.
+
+    Args:
+        on_stop: The function to call.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {
+    previous_handlers = {
         kind: signal.signal(kind, lambda *_: on_stop())
         for kind in (signal.SIGTERM, signal.SIGHUP)
         if kind != signal.SIGHUP or signal.getsignal(kind) != signal.SIG_IGN
@@ -50,14 +64,15 @@ def handle_stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for kind, handler in before.items():
+        for kind, handler in previous_handlers.items():
             signal.signal(kind, handler)
 
 
 @contextmanager
 def raise_on_stop_signals() -> Iterator[None]:
-    """While active, and where nobody asks to be told, SIGTERM and SIGHUP are KeyboardInterrupt:
-    what was begun is closed.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that open resources are closed.
+
+    An inner `handle_stop_signals` takes precedence.
     """
 
     def interrupt() -> None:
@@ -69,24 +84,30 @@ def raise_on_stop_signals() -> Iterator[None]:
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """While active, Ctrl-C ends this process with 130 and one line: an import that is under way
-    would give a traceback.
+    """On Ctrl-C, end this process with exit code 130 and one line, while the context is active.
+
+    Otherwise an import that is under way would print a traceback.
     """
 
     def leave(*_: object) -> None:
         print("paragrad: stopped", file=sys.stderr, flush=True)
         os._exit(130)
 
-    before = signal.signal(signal.SIGINT, leave)
+    previous_handler = signal.signal(signal.SIGINT, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def exit_with_parent(parent: int) -> None:
-    """Be killed when this process's parent ends, at once where it has. On Linux alone; and it
-    is the end of the thread of the parent that forked this one.
+    """Let the system kill this process when its parent ends. Linux only.
+
+    The signal also comes when the thread of the parent that forked this process ends. If the parent
+    has ended already, the process exits at once.
+
+    Args:
+        parent: The process id of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -95,11 +116,15 @@ def exit_with_parent(parent: int) -> None:
 
 
 def make_worker_init() -> Callable[[int], None] | None:
-    """What loaders (DataLoader's worker_init_fn) begin with, to end with this process: they
-    look at it every 5 s only. None in a thread of it, which may end before.
+    """Make a `worker_init_fn` of DataLoader that ties its workers to this process.
+
+    By themselves the workers look for their parent only every 5 s.
+
+    Returns:
+        The function; None outside the main thread, because another thread can end earlier.
     """
-    this = threading.current_thread() is threading.main_thread()
-    return functools.partial(_tie_worker_to_parent, os.getpid()) if this else None
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    return functools.partial(_tie_worker_to_parent, os.getpid()) if is_main_thread else None
 
 
 def _tie_worker_to_parent(parent: int, worker: int) -> None:

@@ -1,5 +1,7 @@
-"""For whom a rank waits: said after some seconds, since a wait itself ends only at its bound;
-and whom it waited for, where a connection was closed.
+"""Stragglers: name the ranks that others wait for.
+
+A wait ends only at its time limit, so a monitor reports slow ranks earlier. If a connection closes,
+the error names the ranks that caused it.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from math import inf
 from paragrad.errors import StepFailed, describe_error
 from paragrad.runtime.world import World
 
-SLOW_STEP_SECONDS = 10.0  # seconds in one step, after which it is asked who else is in it
-POLL_SECONDS = 0.5  # seconds between two looks
-# for the others to say that they fail too: connections to a rank that died close at once, on
-# all
+SLOW_STEP_SECONDS = 10.0  # after this time in one step a rank looks which others are in it
+POLL_SECONDS = 0.5
+# Time for other ranks to report their failure: when a rank dies, its connections close on all
+# ranks at once.
 FAILURE_REPORT_SECONDS = 2.0
-# what gloo and stores say
+# messages of gloo and of stores
 CLOSED_PATTERN = re.compile(
     "connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE
 )
@@ -35,25 +37,44 @@ PEER_FAILURE_PATTERN = re.compile(
 
 
 def is_peer_failure(message: str) -> bool:
-    """Does a failure say that its rank waited for another, which is gone or does not go on? Not
-    what a user's code raises.
+    """Tell whether a failure only means that its rank waited for another one.
+
+    The other rank is gone or does not continue. Errors of user code do not count.
+
+    Args:
+        message: The message of the failure.
     """
     return PEER_FAILURE_PATTERN.search(message) is not None
 
 
 class StragglerMonitor:
-    """Of the steps of a rank. A rank that was in a step for long says so in the store where the
-    ranks met; who has said nothing as long after that has not come to it, and the first of
-    those that wait names them, once for a step. in_step: ranks meet in every step; others may
-    be long, and nothing is wrong.
+    """Watches the steps of a rank and reports the ranks that do not come.
+
+    A rank that is in one step for long writes this into the store where the ranks met. A rank
+    without such an entry after the same time again has not reached the step. The lowest of the
+    waiting ranks names the missing ones, once a step.
+
+    Attributes:
+        world: The world of the ranks.
+        slow_after: Seconds in one step after which the rank writes its entry.
+        step: The step of this rank.
+        started_at: When that step began, on the monotonic clock; 0.0 between steps.
+        ended: Is set when the monitor is closed.
     """
 
     def __init__(
         self, world: World, meets_every_step: bool = True, slow_after: float = SLOW_STEP_SECONDS
     ) -> None:
+        """Start the monitor's thread.
+
+        Args:
+            world: The world of the ranks.
+            meets_every_step: Do the ranks meet in every step? Otherwise long steps are normal, and
+                nothing is reported.
+            slow_after: Seconds after which a step counts as slow.
+        """
         self.world = world
         self.slow_after = slow_after if meets_every_step else inf
-        # since when it is in that step; 0: in none
         self.step = 0
         self.started_at = 0.0
         self.ended = threading.Event()
@@ -62,7 +83,11 @@ class StragglerMonitor:
 
     @contextmanager
     def track_step(self, step: int) -> Iterator[None]:
-        """Around a step."""
+        """Watch a step, while the context is active.
+
+        Args:
+            step: The number of the step.
+        """
         self.step = step
         self.started_at = time.monotonic()
         try:
@@ -71,25 +96,26 @@ class StragglerMonitor:
             self.started_at = 0.0
 
     def close(self) -> None:
+        """End the monitor."""
         self.ended.set()
 
     def _poll_steps(self) -> None:
-        told = -1
+        reported = -1
         while not self.ended.wait(POLL_SECONDS):
             step = self.step
-            since = self.started_at
-            if since and time.monotonic() - since > self.slow_after and told != step:
-                told = step
-                # the group is left, or its store is out of reach: the wait itself ends
+            started_at = self.started_at
+            if started_at and time.monotonic() - started_at > self.slow_after and reported != step:
+                reported = step
+                # If the group is left or its store is out of reach, the wait ends by itself.
                 with suppress(Exception):
-                    self._report_stragglers(step, since)
+                    self._report_stragglers(step, started_at)
 
     def _report_stragglers(self, step: int, started_at: float) -> None:
         store = self.world.store
-        own = self.world.rank
+        own_rank = self.world.rank
         size = self.world.size
-        store.set(_make_slow_step_key(own), str(step))
-        # for the others to say so too, who came later
+        store.set(_make_slow_step_key(own_rank), str(step))
+        # give ranks that came later the time to write their entry
         self.ended.wait(self.slow_after + 4 * POLL_SECONDS)
         if self.started_at != started_at:
             return
@@ -99,12 +125,11 @@ class StragglerMonitor:
             if store.check([_make_slow_step_key(rank)])
             and int(store.get(_make_slow_step_key(rank))) == step
         ]
-        away = [str(rank) for rank in range(size) if rank not in waiting]
-        if away and own == waiting[0] and self.started_at == started_at:
+        missing = [str(rank) for rank in range(size) if rank not in waiting]
+        if missing and own_rank == waiting[0] and self.started_at == started_at:
             print(
-                f"paragrad: rank {own} is in step {step} for {time.monotonic() - started_at:.0f} "
-                f"s, and "
-                f"rank(s) {', '.join(away)} "
+                f"paragrad: rank {own_rank} is in step {step} for "
+                f"{time.monotonic() - started_at:.0f} s, and rank(s) {', '.join(missing)} "
                 "have not come to it: still loading, in another number of steps, or gone",
                 file=sys.stderr,
                 flush=True,
@@ -116,55 +141,80 @@ def _make_slow_step_key(rank: int) -> str:
 
 
 def describe_missing_ranks(world: World, error: BaseException) -> str:
-    """Whom an error of a connection is about, in words; nothing for another error. Every rank
-    that fails asks, and so says that it is there: gloo knows addresses, and no ranks.
+    """Name the ranks that a connection error is about.
+
+    Every failing rank calls it, and thereby says that it is alive: gloo knows addresses but no
+    ranks.
+
+    Args:
+        world: The world of the ranks.
+        error: The error of this rank.
+
+    Returns:
+        The description; empty for other errors.
     """
     if world.size == 1:
         return ""
     others = [rank for rank in range(world.size) if rank != world.rank]
-    heard = set[int]()
-    told = threading.Event()
-    # not a user's own connection
-    lost = isinstance(error, RuntimeError) and CLOSED_PATTERN.search(str(error)) is not None
-    # the wire names ranks itself
-    closed = lost and not isinstance(error, StepFailed) and "says nothing" not in str(error)
+    reporting = set[int]()
+    has_answer = threading.Event()
+    # a connection of user code raises an OSError instead
+    is_connection_error = (
+        isinstance(error, RuntimeError) and CLOSED_PATTERN.search(str(error)) is not None
+    )
+    # the transport names the ranks itself ("says nothing")
+    is_unexplained = (
+        is_connection_error
+        and not isinstance(error, StepFailed)
+        and "says nothing" not in str(error)
+    )
 
-    def ask() -> None:
+    def query_store() -> None:
         with suppress(Exception):  # the store went with rank 0
             world.store.set(_make_failure_key(world.rank), "")
-            if closed:
-                with suppress(RuntimeError):  # somebody says nothing
+            if is_unexplained:
+                with suppress(RuntimeError):  # a rank does not report
                     world.store.wait(
                         [_make_failure_key(rank) for rank in others],
                         timedelta(seconds=FAILURE_REPORT_SECONDS),
                     )
-                heard.update(
+                reporting.update(
                     rank for rank in others if world.store.check([_make_failure_key(rank)])
                 )
-            told.set()
+            has_answer.set()
 
-    # a store may hold who asks for long
-    thread = threading.Thread(target=ask, name="paragrad-away", daemon=True)
+    # in a thread, because a request to the store can block for long
+    thread = threading.Thread(target=query_store, name="paragrad-away", daemon=True)
     thread.start()
-    # or one would fail after another, each when the one before has ended
-    for found in list(world.related_worlds) if lost else ():
-        if (each := found()) is not None and each.group is not None and each.backend == "gloo":
-            each.abort()
+    # Without this, ranks would fail one after another, each when the previous one has ended.
+    for reference in list(world.related_worlds) if is_connection_error else ():
+        if (
+            (related := reference()) is not None
+            and related.group is not None
+            and related.backend == "gloo"
+        ):
+            related.abort()
     thread.join(2 * FAILURE_REPORT_SECONDS)
-    silent = ", ".join(str(rank) for rank in others if rank not in heard)
-    if not closed or not silent:
+    silent = ", ".join(str(rank) for rank in others if rank not in reporting)
+    if not is_unexplained or not silent:
         return ""
     return (
         f"rank(s) {silent} say nothing: killed, cut off, or still busy"
-        if told.is_set()
+        if has_answer.is_set()
         else "nor does the store answer in which the ranks met: where rank 0 ran, nobody is left"
     )
 
 
 @contextmanager
 def explain_timeout(activity: str, repair: str = "") -> Iterator[None]:
-    """Around a wait for a rank that does what may take long. Raises StepFailed that says so,
-    where it took too long.
+    """Explain a timeout of a wait for a rank that does something long.
+
+    Args:
+        activity: What the other rank does meanwhile.
+        repair: More advice for the message.
+
+    Raises:
+        StepFailed: The wait took too long.
     """
     try:
         yield
@@ -180,21 +230,35 @@ def explain_timeout(activity: str, repair: str = "") -> Iterator[None]:
 
 
 def explain_independent_steps() -> AbstractContextManager[None]:
-    """Around a wait for ranks that step alone, where what each takes adds up over many
-    steps.
+    """Explain a timeout where ranks step independently and their delays add up over many steps.
+
+    Returns:
+        The context for the wait.
     """
     return explain_timeout("others make steps of their own", ", or let them meet more often")
 
 
 def make_step_failure(world: World, error: Exception, step: int) -> StepFailed:
-    """What was raised in a step, and whom it is about."""
+    """Wrap an error of a step, and name the ranks that it is about.
+
+    Args:
+        world: The world of the ranks.
+        error: The error.
+        step: The number of the step.
+
+    Returns:
+        The failure to raise.
+    """
     failed = StepFailed.wrap_error(error, step)
-    said = describe_missing_ranks(world, error)
+    description = describe_missing_ranks(world, error)
     return (
         StepFailed(
-            f"{failed.message}; {said}", step=failed.step, tensor=failed.tensor, when=failed.when
+            f"{failed.message}; {description}",
+            step=failed.step,
+            tensor=failed.tensor,
+            when=failed.when,
         )
-        if said
+        if description
         else failed
     )
 

@@ -1,6 +1,4 @@
-"""A bound on code of others in this process's main thread: data that never comes, a lock that
-somebody holds.
-"""
+"""A time limit for user code in the main thread, such as data that never comes or a held lock."""
 
 from __future__ import annotations
 
@@ -16,9 +14,17 @@ from paragrad.errors import StepFailed
 
 @contextmanager
 def limit_time(seconds: float, message: str) -> Iterator[None]:
-    """Raise StepFailed in what runs longer, with the line where it stands. By SIGALRM, which
-    ends most waits: no bound on other threads, under a debugger, nor where somebody else uses
-    that signal or its timer.
+    """Raise StepFailed in code that runs too long, with the line where it stands.
+
+    The limit uses SIGALRM, which ends most waits. There is no limit in other threads, under a
+    debugger, or where other code uses that signal or its timer.
+
+    Args:
+        seconds: The time limit.
+        message: The start of the error message; the number of seconds follows it.
+
+    Raises:
+        StepFailed: The limit is reached.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -36,7 +42,7 @@ def limit_time(seconds: float, message: str) -> Iterator[None]:
             )
 
     signal.signal(signal.SIGALRM, end)
-    # and again, where it is caught and tried anew
+    # The timer repeats, in case the code catches the error and tries again.
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield

@@ -1,4 +1,4 @@
-"""World: which rank this is, of how many, and what all of them do together."""
+"""The `World`: this rank, the number of ranks, and the collectives that connect them."""
 
 from __future__ import annotations
 
@@ -20,37 +20,48 @@ from paragrad.runtime.mesh import Axis, build_grid, check_disjoint, group_ranks_
 from paragrad.runtime.stop_signals import StopRequest
 
 CPU = torch.device("cpu")
-# seconds a rank waits for another before it gives up, unless told otherwise
+# seconds that a rank waits for another before it gives up
 DEFAULT_TIMEOUT = 300.0
-UNUSED_TAG = 1 << 20  # a tag
-# the same where ranks that just met connect once more: of one that dies then gloo sees nothing
+UNUSED_TAG = 1 << 20  # no message has this tag
+# The same, in seconds, for connected ranks that form one more group: gloo does not notice when
+# a rank dies meanwhile.
 CONNECT_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
 class World:
-    """rank of size; a world of one needs no process group and is an ordinary world.
+    """The ranks of a run, as one of them sees them: its rank, the size and the process group.
 
-    Tensors of any device go in and come out; NCCL carries them on the GPU, gloo and shm through
-    the host. A world may be cut into worlds; every rank named here is one of this world's own,
-    whatever it was cut from.
+    A world of one rank needs no process group and is an ordinary world. Methods take and return
+    tensors of any device. NCCL carries them on the GPU; gloo and shm carry them through the host.
+
+    A world can be split into sub-worlds. Arguments and results name ranks by their numbers in this
+    world, and not in the world from which it was split.
+
+    Attributes:
+        rank: The number of this rank, from 0.
+        size: The number of ranks.
+        backend: The torch.distributed backend (gloo, nccl or shm); None in a world of one.
+        timeout: Seconds to wait for another rank.
+        device: The device of this rank.
+        group: The process group; None in a world of one.
+        stop: Is set when this rank must stop.
+        schedule_numbers: Numbers the schedules that are run over this group.
+        axes: The axes of the grid that the ranks form, from outer to inner.
+        related_worlds: This world and all worlds that were split from the same one.
     """
 
     rank: int = 0
     size: int = 1
     backend: str | None = None
-    timeout: float = DEFAULT_TIMEOUT  # seconds to wait for another rank
+    timeout: float = DEFAULT_TIMEOUT
     device: torch.device = CPU
     group: Any = field(default=None, repr=False, compare=False)
-    # this rank was asked to stop
     stop: StopRequest = field(default_factory=StopRequest, repr=False, compare=False)
-    # numbers the group's exchanges
     schedule_numbers: Iterator[int] = field(
         default_factory=itertools.count, repr=False, compare=False
     )
-    # of the grid in which its ranks stand, from outer to inner
     axes: tuple[Axis, ...] = ()
-    # all that were joined with it
     related_worlds: list[weakref.ref[World]] = field(
         default_factory=list, repr=False, compare=False
     )
@@ -59,115 +70,169 @@ class World:
         self.related_worlds.append(weakref.ref(self))
 
     def drop_groups(self) -> None:
-        """As it is left: take the groups from this world and all cut from it. One still held as
-        the interpreter ends may abort it, threads running.
+        """Remove the process groups from this world and from all related worlds.
+
+        Called when the world is left. A group that is still held when the interpreter exits can
+        abort the process, because its threads still run.
         """
-        for found in self.related_worlds:
-            if (world := found()) is not None:
+        for reference in self.related_worlds:
+            if (world := reference()) is not None:
                 object.__setattr__(world, "group", None)
 
     @property
     def transport_device(self) -> torch.device:
-        """Where a tensor must be for the backend to take it."""
+        """The device on which the backend takes tensors."""
         return self.device if self.backend == "nccl" else CPU
 
     @property
     def store(self) -> Any:
-        """Where the ranks of the group met, with keys of the group's own."""
-        # torch has no public word for it
+        """The store in which the ranks of the group met, with keys of the group's own."""
+        # torch has no public function for it
         return dist.distributed_c10d._get_process_group_store(self.group)
 
     @property
     def global_ranks(self) -> list[int]:
-        """Of its ranks, the numbers by which they were launched, which everybody knows them
-        by.
-        """
+        """The launch numbers of this world's ranks, which are the numbers that messages show."""
         return [self.rank] if self.group is None else list(dist.get_process_group_ranks(self.group))
 
     @property
     def has_all_ranks(self) -> bool:
-        """Are its ranks all that were launched?"""
+        """Does this world hold all launched ranks?"""
         return self.group is None or self.size == dist.get_world_size()
 
     def all_reduce(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
-        """The sum (or MAX, MIN) over all ranks, as a new tensor."""
+        """Reduce a tensor over all ranks.
+
+        Args:
+            tensor: This rank's contribution, of the same shape on all ranks.
+            operation: SUM, MAX or MIN.
+
+        Returns:
+            The reduction, as a new tensor on the tensor's device.
+        """
         result = tensor.to(self.transport_device, copy=True)
         if self.size > 1:
             dist.all_reduce(result, op=getattr(dist.ReduceOp, operation), group=self.group)
         return result.to(tensor.device)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks (equal shapes), in rank order."""
+        """Gather the tensors of all ranks.
+
+        Args:
+            tensor: This rank's tensor, of the same shape on all ranks.
+
+        Returns:
+            The tensors in rank order.
+        """
         if self.size == 1:
             return [tensor]
-        mine = tensor.to(self.transport_device).contiguous()
-        results = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(results, mine, group=self.group)
+        sent = tensor.to(self.transport_device).contiguous()
+        results = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(results, sent, group=self.group)
         return [result.to(tensor.device) for result in results]
 
     def start_transfers(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        """Begin to send tensors to other ranks, and to receive others from ranks into tensors,
-        by rank; what is returned waits until all have come and gone.
+        """Start point-to-point transfers with other ranks.
+
+        Args:
+            sends: The tensor to send, by the rank that receives it.
+            receives: The tensor to receive into, by the rank that sends.
+
+        Returns:
+            A function that waits until all transfers are complete.
         """
-        own = [each.to(self.transport_device).contiguous() for each in sends.values()]
-        wanted = list(receives.values())
-        came = [
+        outgoing = [each.to(self.transport_device).contiguous() for each in sends.values()]
+        targets = list(receives.values())
+        incoming = [
             each
             if each.device == self.transport_device
             else torch.empty_like(each, device=self.transport_device)
-            for each in wanted
+            for each in targets
         ]
         messages = [
             dist.P2POp(function, tensor, group=self.group, group_peer=peer)
-            for function, peers, tensors in ((dist.irecv, receives, came), (dist.isend, sends, own))
+            for function, peers, tensors in (
+                (dist.irecv, receives, incoming),
+                (dist.isend, sends, outgoing),
+            )
             for peer, tensor in zip(peers, tensors, strict=True)
         ]
         works = dist.batch_isend_irecv(messages) if messages else []
 
-        def over() -> None:
+        def finish() -> None:
             for work in works:
                 work.wait()
-            for into, found in zip(wanted, came, strict=True):
-                if found is not into:
-                    into.copy_(found)
-            own.clear()  # which the backend reads until then
+            for target, received in zip(targets, incoming, strict=True):
+                if received is not target:
+                    target.copy_(received)
+            outgoing.clear()  # until here the backend reads these tensors
 
-        return over
+        return finish
 
     def all_gather_into(self, output: Tensor, tensor: Tensor) -> None:
-        """The flat tensors of all ranks, one after another, into one of their lengths together;
-        NCCL's on its GPU.
+        """Concatenate the flat tensors of all ranks, in rank order. With NCCL they are on the GPU.
+
+        Args:
+            output: A flat tensor that takes the result; its length is the sum of all lengths.
+            tensor: This rank's flat tensor.
         """
         dist.all_gather_single(output, tensor, group=self.group)
 
     def reduce_scatter_into(self, output: Tensor, tensor: Tensor, operation: Any) -> None:
-        """The sum (or another of torch's) over all ranks of a flat tensor, of which each gets
-        its part, in rank order.
+        """Reduce a flat tensor over all ranks, and give each rank its part in rank order.
+
+        Args:
+            output: A flat tensor that takes this rank's part.
+            tensor: This rank's contribution.
+            operation: The reduction, of torch.distributed.ReduceOp.
         """
         dist.reduce_scatter_single(output, tensor, op=operation, group=self.group)
 
     def copy_from_first(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with rank 0's."""
+        """Overwrite a tensor with the one of rank 0 (a broadcast).
+
+        Args:
+            tensor: The tensor to send or to overwrite.
+        """
         self.copy_from(tensor, 0)
 
     def copy_from(self, tensor: Tensor, rank: int) -> None:
-        """Overwrite a tensor with that rank's."""
+        """Overwrite a tensor with the one of a given rank (a broadcast).
+
+        Args:
+            tensor: The tensor to send or to overwrite.
+            rank: The rank that sends.
+        """
         if self.size > 1:
             carried = tensor.to(self.transport_device, copy=True).contiguous()
             dist.broadcast(carried, group_src=rank, group=self.group)
             tensor.copy_(carried)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value (any that pickles), on every rank."""
+        """Send a Python object from rank 0 to all ranks.
+
+        Args:
+            value: Any value that can be pickled; only rank 0's is used.
+
+        Returns:
+            Rank 0's value.
+        """
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, group_src=0, group=self.group)
         return values[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The values (any that pickle) of all ranks, on rank 0; an empty list on the others."""
+        """Gather a Python object of every rank on rank 0.
+
+        Args:
+            value: Any value that can be pickled.
+
+        Returns:
+            The values in rank order on rank 0; an empty list on other ranks.
+        """
         if self.size == 1:
             return [value]
         values = [None] * self.size if self.rank == 0 else None
@@ -175,129 +240,180 @@ class World:
         return values or []
 
     def barrier(self) -> None:
+        """Wait until all ranks are here."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    # ---- sub-worlds: each has a process group of its own, and what it does not say itself from the
-    # world it is cut from
+    # ---- sub-worlds: each has its own process group and takes its other settings from this world
     def add_axes(self, *axes: Axis | tuple[str, int]) -> World:
-        """The same ranks in a grid of axes (name, size), from outer to inner: along the last
-        one stand neighbours.
+        """Arrange the ranks in a grid. Neighbouring ranks differ along the last axis.
 
-        Raises Refused where the sizes' product is not this world's size.
+        Args:
+            axes: The axes, or pairs (name, size), from outer to inner.
+
+        Returns:
+            This world with those axes.
+
+        Raises:
+            Refused: The product of the sizes is not the size of this world.
         """
         return replace(self, axes=build_grid(axes, self.size))
 
     def select_axes(self, names: str | Collection[str], through_host: bool = False) -> World:
-        """The ranks that differ from this one along this axis, or these, alone; in the order
-        they have here. Collective.
+        """Create the sub-world of the ranks that differ from this one only along the given axes.
 
-        A group of its own for every call: its messages meet no others. through_host: over gloo
-        where GPUs have NCCL, which plays no schedules of ours.
+        Collective. Every call creates a process group of its own, so that messages do not mix.
+        Ranks keep their order.
+
+        Args:
+            names: The name of one axis, or several names.
+            through_host: Use gloo where this world uses NCCL, which runs no schedules of paragrad.
+
+        Returns:
+            The sub-world, with those axes.
         """
         names = {names} if isinstance(names, str) else set(names)
-        found = self.split_ranks(
+        selected = self.split_ranks(
             group_ranks_by_axes(self.axes, names), self._choose_host_backend(through_host)
         )
-        assert found is not None  # every rank stands on a line
-        return replace(found, axes=tuple(axis for axis in self.axes if axis.name in names))
+        assert selected is not None  # every rank is in one set
+        return replace(selected, axes=tuple(axis for axis in self.axes if axis.name in names))
 
     def select_dividing_axes(self, kind: str) -> World:
-        """The ranks that divide that (samples, domain, model) among them; this world where its
-        axes divide nothing else. Collective.
+        """Create the sub-world of the ranks among which samples, domain or model are divided.
+
+        Collective. If all axes of this world divide the same kind, no new world is created.
+
+        Args:
+            kind: What the axes divide: samples, domain or model.
+
+        Returns:
+            The sub-world, or this world.
         """
         names = [axis.name for axis in self.axes if axis.divides == kind]
         return self if len(names) == len(self.axes) else self.select_axes(names)
 
     def is_first(self, kind: str) -> bool:
-        """Is this rank the first of those with the same part of that?"""
-        here = locate_rank(self.axes, self.rank)
-        return not any(here[axis.name] for axis in self.axes if axis.divides != kind)
+        """Tell whether this rank is the first of those that hold the same part of a kind.
+
+        Args:
+            kind: What is divided: samples, domain or model.
+        """
+        position = locate_rank(self.axes, self.rank)
+        return not any(position[axis.name] for axis in self.axes if axis.divides != kind)
 
     def split_ranks(
         self, rank_sets: Sequence[Sequence[int]], backend: str | None = None
     ) -> World | None:
-        """The world of that set which this rank is in; None if it is in none. Collective: every
-        rank of this world calls it, with all the sets; no two share a rank. Ranks there are in
+        """Split this world into disjoint sub-worlds.
+
+        Collective: every rank of this world calls it with all sets. The ranks of a sub-world have
         the order in which the set names them.
 
-        backend: otherwise this world's.
+        Args:
+            rank_sets: Sets of ranks, without common ranks.
+            backend: The backend of the sub-worlds; None takes this world's.
+
+        Returns:
+            The sub-world of this rank; None if this rank is in no set.
+
+        Raises:
+            StepFailed: The ranks gave different sets.
+            ValueError: A set names an unknown rank, or two sets share one.
         """
         check_disjoint(rank_sets, self.size)
-        if (told := self.broadcast_object(wanted := [list(each) for each in rank_sets])) != wanted:
-            raise StepFailed(
-                f"rank 0 asks for worlds among {told}, rank {self.rank} among {wanted}; all must "
-                f"ask for the same"
+        if (
+            first_sets := self.broadcast_object(
+                own_sets := [list(ranks_of_set) for ranks_of_set in rank_sets]
             )
-        found = None
+        ) != own_sets:
+            raise StepFailed(
+                f"rank 0 asks for worlds among {first_sets}, rank {self.rank} among {own_sets}; "
+                f"all must ask for the same"
+            )
+        result = None
         backend = backend or self.backend
         if backend == "gloo":
-            # a new group waits for its ranks for some seconds only
+            # a new group waits for its ranks only CONNECT_SECONDS
             self.barrier()
-        for each in rank_sets:
-            group = self._create_group(each, backend) if len(each) > 1 else None
-            if self.rank in each:
-                found = replace(
+        for ranks_of_set in rank_sets:
+            group = self._create_group(ranks_of_set, backend) if len(ranks_of_set) > 1 else None
+            if self.rank in ranks_of_set:
+                result = replace(
                     self,
-                    rank=each.index(self.rank),
-                    size=len(each),
+                    rank=ranks_of_set.index(self.rank),
+                    size=len(ranks_of_set),
                     backend=backend,
                     axes=(),
                     group=group,
                     schedule_numbers=itertools.count(),
                 )
-        return found
+        return result
 
     def duplicate(self, through_host: bool = False) -> World:
-        """The same ranks over a process group of its own, so that its messages meet no others;
-        through_host as `along` has it. Collective.
+        """Create a world of the same ranks with a process group of its own. Collective.
+
+        The messages of the two worlds do not mix.
+
+        Args:
+            through_host: Use gloo where this world uses NCCL.
+
+        Returns:
+            The new world; this world if it has only one rank.
         """
         if self.size == 1:
             return self
-        found = self.split_ranks([range(self.size)], self._choose_host_backend(through_host))
-        assert found is not None
-        return replace(found, axes=self.axes)
+        copied = self.split_ranks([range(self.size)], self._choose_host_backend(through_host))
+        assert copied is not None
+        return replace(copied, axes=self.axes)
 
     def _choose_host_backend(self, through_host: bool) -> str | None:
         return "gloo" if through_host and self.backend == "nccl" else None
 
     def _create_group(self, ranks: Sequence[int], backend: str | None) -> Any:
-        """A process group of some of this world's ranks, on those; all ranks of this world call
-        it.
+        """Create a process group of some ranks. Every rank of this world calls it.
 
-        Not by new_group, nor by DeviceMesh, which uses it: torch names a group by how many a
-        rank was asked for, so all launched ranks would have to come, whichever sub-world calls.
-        This is the step behind both, with a name that its ranks agree on unasked: which they
-        are, and how manieth group of just these. Not one by chance: DTensor remembers names,
-        and looks for them in the next world.
+        torch.distributed.new_group, which DeviceMesh uses as well, numbers the groups of a process.
+        All launched ranks would therefore have to take part in every call. This method uses the
+        function below it. The ranks find the group's name without a message: it is made of the
+        members and of the count of groups with these members. The name is not random, because
+        DTensor remembers names and looks for them in the next world.
         """
-        inside = dist.distributed_c10d
-        whole = dist.get_process_group_ranks(self.group)
-        members = [whole[rank] for rank in ranks]
-        own = ranks.index(self.rank) if self.rank in ranks else None
+        c10d = dist.distributed_c10d
+        global_ranks = dist.get_process_group_ranks(self.group)
+        members = [global_ranks[rank] for rank in ranks]
+        own_rank = ranks.index(self.rank) if self.rank in ranks else None
         name = f"paragrad/{hashlib.sha256(str(members).encode()).hexdigest()}/"
-        name += str(sum(each.startswith(name) for each in inside._world.pg_names.values()))
-        meeting = (
+        name += str(sum(each.startswith(name) for each in c10d._world.pg_names.values()))
+        connect_limit = (
             min(self.timeout, CONNECT_SECONDS + len(ranks) / 10)
             if backend == "gloo"
             else self.timeout
         )
-        group, _ = inside._new_process_group_helper(
-            len(ranks), own, members, backend, self.store, name, timeout=timedelta(seconds=meeting)
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            own_rank,
+            members,
+            backend,
+            self.store,
+            name,
+            timeout=timedelta(seconds=connect_limit),
         )
-        if own is not None:
-            inside._world.pg_group_ranks[group] = {
+        if own_rank is not None:
+            c10d._world.pg_group_ranks[group] = {
                 member: rank for rank, member in enumerate(members)
             }
-            if meeting < self.timeout:
-                inside._set_pg_timeout(timedelta(seconds=self.timeout), group)
+            if connect_limit < self.timeout:
+                c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
         return group
 
     def abort(self) -> None:
-        """Close this rank's connections: whoever waits for it fails as well, and says where it
-        stands, and does not wait on for its own limit. gloo closes all of a rank's when a
-        receive is too late; one with a tag that nobody sends: it ends the process where a
-        message that is under way is longer than what it would come into.
+        """Close this rank's connections, so that ranks which wait for it fail at once.
+
+        Otherwise they would wait until their own time limit, and could not report where they stand.
+        gloo closes all connections of a rank when one receive is late. This method therefore posts
+        receives with a tag that no rank sends. With a tag in use, gloo ends the process if a
+        message under way is longer than the tensor of the receive.
         """
         for peer in range(self.size):
             if peer != self.rank:
@@ -308,20 +424,22 @@ class World:
                     work.wait(timedelta(milliseconds=1))
 
     def check_collectives(self) -> None:
-        """Run every kind of collective this library uses on known whole numbers; raise if one
-        answers wrong.
+        """Run each kind of collective that paragrad uses on known whole numbers.
+
+        Raises:
+            StepFailed: The backend gives a wrong result.
         """
         if self.size == 1:
             return
-        mine = torch.arange(3.0) + 10 * self.rank
-        everyone = [torch.arange(3.0) + 10 * rank for rank in range(self.size)]
+        own_tensor = torch.arange(3.0) + 10 * self.rank
+        all_tensors = [torch.arange(3.0) + 10 * rank for rank in range(self.size)]
         answers = {
-            "all_reduce(SUM)": (self.all_reduce(mine), sum(everyone)),
-            "all_reduce(MAX)": (self.all_reduce(mine, "MAX"), everyone[-1]),
-            "all_gather": (torch.stack(self.all_gather(mine)), torch.stack(everyone)),
+            "all_reduce(SUM)": (self.all_reduce(own_tensor), sum(all_tensors)),
+            "all_reduce(MAX)": (self.all_reduce(own_tensor, "MAX"), all_tensors[-1]),
+            "all_gather": (torch.stack(self.all_gather(own_tensor)), torch.stack(all_tensors)),
         }
-        if self.backend != "nccl":  # schedules are played through the host
-            answers["send and recv"] = self._shift_right(mine), everyone[self.rank - 1]
+        if self.backend != "nccl":  # schedules run through the host
+            answers["send and recv"] = self._shift_right(own_tensor), all_tensors[self.rank - 1]
         for name, (answer, expected) in answers.items():
             if not torch.equal(answer, expected):  # type: ignore[arg-type]
                 raise StepFailed(
@@ -330,10 +448,10 @@ class World:
                 )
 
     def _shift_right(self, tensor: Tensor) -> Tensor:
-        """The left neighbour's tensor, having sent one's own to the right."""
-        taken = torch.empty_like(tensor)
+        """Send a tensor to the right neighbour and return the one of the left neighbour."""
+        received = torch.empty_like(tensor)
         work = dist.isend(tensor, group=self.group, group_dst=(self.rank + 1) % self.size)
-        dist.recv(taken, group=self.group, group_src=(self.rank - 1) % self.size)
+        dist.recv(received, group=self.group, group_src=(self.rank - 1) % self.size)
         if work is not None:
             work.wait()
-        return taken
+        return received

@@ -1,27 +1,24 @@
-"""The words of a schedule, and what they mean.
+"""The actions of a schedule and their meaning.
 
-A *program* is what one rank does, in order; a *schedule* is one program per rank, generated
-lazily. Its meaning:
+A *program* is the ordered list of actions of one rank. A *schedule* is one program per rank,
+generated lazily. Its meaning:
 
-1. `Send(wait=False)` never blocks; `wait=True` is a rendezvous: it ends when the receiver has
-the message (as MPI_Ssend
-   and gloo's `send`). `after=True`: a player may wait, before it begins, until what the rank
-   sent before is over: a program says so where its order allows that. `Recv` waits for its
-   message. `Compute` is serial.
-2. Between a pair of ranks, first sent is first received. Order is the address; tags are not
-relied on. A player
-   compares slots and refuses a mismatch by name.
-3. A write to a slot with an open Send waits for it: `Recv(add=True)` receives into scratch,
-waits for the slot's sends,
-   then adds; a plain `Recv` and a `Compute` first wait for the slot's sends. Of a Compute the
-   players know the slot `at` alone: what else it reads or writes must be slots that nothing is
-   received into afterwards.
-4. Any size (1, 3, odd, no power of two) and any length (empty, shorter than the size): chunks
-may be unequal or empty.
-5. Where no action depends on a choice made by rank, `rank` may as well be an array of all ranks
-(`executors/uniform_clock.py`).
+1. `Send(wait=False)` never blocks. `wait=True` is a rendezvous: the send ends when the receiver has
+   the message (as MPI_Ssend and gloo's `send` do). With `after=True` an executor may first wait
+   until the earlier sends of the rank are over; a program sets it where its order allows that.
+   `Recv` waits for its message. `Compute` is serial.
+2. Between a pair of ranks, messages arrive in the order in which they are sent. This order is the
+   address; tags are not relied on. An executor compares slots and refuses a mismatch by name.
+3. A write to a slot waits for the open sends of that slot. `Recv(add=True)` receives into scratch,
+   waits for the sends of the slot, then adds. A plain `Recv` and a `Compute` first wait for the
+   sends of the slot. Of a `Compute`, executors know the slot `at` only. Everything else that it
+   reads or writes must be in slots that receive no later message.
+4. A schedule works for any number of ranks (1, 3, odd, no power of two). It works for any length
+   (empty, shorter than the number of ranks): chunks may be unequal or empty.
+5. If no action depends on a choice made by rank, `rank` may be an array of all ranks
+   (`executors/uniform_clock.py`).
 
-There is no time in a schedule and no result: it holds order.
+A schedule holds order only: it has no time and no result.
 """
 
 from __future__ import annotations
@@ -33,32 +30,37 @@ from typing import Protocol
 
 from paragrad.errors import Refused
 
-MAX_PARTS = 1 << 22  # parts of a vector
+MAX_PARTS = 1 << 22  # upper limit of `parts(size)`
 
-# a buffer's name; in a collective the number of an equal part of the vector, or several
-# neighbours
+# The name of a buffer. In a collective: the number of an equal part of the vector, or a range of
+# neighbouring parts.
 Slot = int | range | str
 
 
 def format_slot(slot: Slot) -> str:
-    """A slot as drawings show it: 3, or 4-7 for the parts 4 to 7."""
+    """Return a slot as drawings show it: 3, or 4-7 for the parts 4 to 7."""
     return f"{slot[0]}-{slot[-1]}" if isinstance(slot, range) else str(slot)
 
 
 def make_slot(start: int, stop: int) -> Slot:
-    """The slot of the parts start .. stop - 1: a number where there is one only."""
+    """Return the slot of the parts start .. stop - 1: a number if it is a single part."""
     return start if stop == start + 1 else range(start, stop)
 
 
 def expand_slot(slot: Slot) -> Sequence[Slot]:
-    """The parts that a slot stands for."""
+    """Return the parts that a slot stands for."""
     return slot if isinstance(slot, range) else (slot,)
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give slot to rank `to`; with `wait`, until it has it; `after`: it may begin when what was
-    sent before is over.
+    """Send a slot to another rank.
+
+    Attributes:
+        to: The rank that receives.
+        slot: The slot to send.
+        wait: Whether the send lasts until the receiver has the message.
+        after: Whether an executor may first wait until the earlier sends of this rank are over.
     """
 
     to: int
@@ -72,7 +74,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Take slot from rank `frm`: over what is there or, with `add`, added to it."""
+    """Receive a slot from another rank.
+
+    Attributes:
+        frm: The rank that sends.
+        slot: The slot to write.
+        add: Whether the message is added to the slot; otherwise it overwrites the slot.
+    """
 
     frm: int
     slot: Slot
@@ -84,7 +92,12 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Do `what` (a forward, a backward, an update) at slot `at`."""
+    """Run a computation, such as a forward, a backward or an update.
+
+    Attributes:
+        what: The name of the computation.
+        at: The slot that it writes.
+    """
 
     what: str
     at: Slot
@@ -104,9 +117,10 @@ class Schedule(Protocol):
 
 
 class Collective(Schedule, Protocol):
-    """What all ranks do together with a vector each, cut into `parts(size)` equal parts
-    (`evenly`): a slot is the number of a part, or a range of neighbouring ones. Where there is
-    no `parts`, there is one for each rank.
+    """A schedule in which all ranks take part, each with a vector of the same length.
+
+    The vector is divided into `parts(size)` equal parts (`split_evenly`). A slot is the number of a
+    part, or a range of neighbouring parts. A schedule without `parts` has one part per rank.
     """
 
     def parts(self, size: int) -> int:
@@ -114,25 +128,30 @@ class Collective(Schedule, Protocol):
 
 
 class AllReduceHalf(Collective, Protocol):
-    """One half of an all-reduce. Between the halves each rank owns some parts, which hold the
-    sum of all ranks' vectors there.
+    """One half of an all-reduce.
 
-    The first half makes it so: a reduce where one rank owns everything, a reduce_scatter where
-    each owns something. The second tells everybody: a broadcast, or an all_gather.
+    Between the halves each rank owns some parts, which hold the sum of the vectors of all ranks
+    there. The first half produces this state. It is a reduce if one rank owns everything, and a
+    reduce_scatter if each rank owns something. The second half is a broadcast or an all_gather: it
+    sends the sums to all ranks.
     """
 
     def owns(self, rank: int, size: int) -> range: ...
 
 
 class ScheduleError(ValueError):
-    """A schedule that is not what it should be; the message names rank, slot and round (from 1,
-    as they are drawn).
-    """
+    """An invalid schedule; the message names rank, slot and round (counted from 1, as drawn)."""
 
 
 def split_evenly(length: int, parts: int) -> list[range]:
-    """0..length in `parts` consecutive ranges that differ by at most one, the longer ones
-    first.
+    """Divide 0..length into consecutive ranges; their lengths differ by at most one.
+
+    Args:
+        length: The number of elements.
+        parts: The number of ranges.
+
+    Returns:
+        The ranges in order, the longer ones first.
     """
     short, longer = divmod(length, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
@@ -140,8 +159,14 @@ def split_evenly(length: int, parts: int) -> list[range]:
 
 
 def count_parts(schedule: Schedule, size: int) -> int:
-    """Into how many equal parts a collective cuts the vector among `size` ranks: one for each
-    where it does not say.
+    """Return into how many equal parts a collective divides the vector.
+
+    Args:
+        schedule: The collective. If it has no method `parts`, there is one part per rank.
+        size: The number of ranks.
+
+    Raises:
+        ScheduleError: If `parts` fails, or does not return a whole number from 1 to MAX_PARTS.
     """
     parts = getattr(schedule, "parts", None)
     if parts is None:
@@ -162,8 +187,12 @@ def count_parts(schedule: Schedule, size: int) -> int:
 def compute_slot_lengths(
     schedule: Schedule, size: int, length: int | Mapping[Slot, int]
 ) -> dict[Slot, int]:
-    """Elements of every slot: of the parts of a vector of `length` elements, or as they are
-    given by name.
+    """Return the number of elements of every slot.
+
+    Args:
+        schedule: The schedule.
+        size: The number of ranks.
+        length: The number of elements of the vector, or the elements of every slot by name.
     """
     if isinstance(length, Mapping):
         return dict(length)

@@ -1,4 +1,4 @@
-"""AllReduce: the choice of an all-reduce, ours or a user's own."""
+"""AllReduce: the choice of an all-reduce algorithm, built in or defined by a user."""
 
 from __future__ import annotations
 
@@ -9,33 +9,42 @@ from paragrad.schedules.actions import Program
 
 
 class AllReduce(Family, abstract=True):
-    """An all-reduce as a value: who sends what to whom, in which order (the words:
-    `actions.py`).
+    """An all-reduce algorithm as a value: which messages each rank sends, and in which order.
 
-    A class of your own needs `program` alone; it is then known by its name, printed, proved,
-    drawn, priced by the clock and played like ours. Options are fields made by `option(...)`,
-    as in ours.
+    The actions are described in `actions.py`. A class of your own needs `program` only. It is then
+    known by its name, and printed, proved, drawn, timed by the clock and run like the built-in
+    ones. Options are fields made by `option(...)`, as in the built-in classes.
+
+    Attributes:
+        reproducible: Whether the result has the same bits for every schedule and order of arrival.
+            It is an option of the built-in classes.
     """
 
     __slots__ = ()
-    # an option of ours: the same bits for every schedule and order of arrival
     reproducible = False
 
-    if TYPE_CHECKING:  # of each class; the proof says where there is none
+    if TYPE_CHECKING:  # each class defines it; the proof refuses a class without it
 
         def program(self, rank: int, size: int) -> Program:
-            """What one rank of `size` does, in order, with its vector of `parts(size)` equal
-            parts.
+            """Generate the actions of one rank, in order.
+
+            Args:
+                rank: The rank.
+                size: The number of ranks. Each has a vector of `parts(size)` equal parts.
             """
 
     def parts(self, size: int) -> int:
-        """Into how many equal parts the vector is cut: one for each rank, unless said
-        otherwise.
-        """
+        """Return into how many equal parts the vector is divided; the default is one per rank."""
         return size
 
     def resolve(self, size: int, ranks_per_host: int) -> Self:
-        """The same with every `auto` replaced, for `size` ranks, `group` of them on a host.
-        Raises Refused where they do not fit.
+        """Return the same algorithm with every `auto` replaced.
+
+        Args:
+            size: The number of ranks.
+            ranks_per_host: How many of them are on one host.
+
+        Raises:
+            Refused: If the options do not fit these numbers.
         """
         return self

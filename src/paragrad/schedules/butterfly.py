@@ -1,13 +1,19 @@
-"""Butterfly all-reduce, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005, doi
-10.1177/1094342005051521): in round k, ranks at distance 2^k exchange all they have and add.
+"""Butterfly all-reduce, also known as recursive doubling.
 
-    4 ranks    distance 1       distance 2          5 ranks: rank 4 folds into rank 0 first, and
-    is told at the end 0 |     >1:0 <1:0+       >2:0 <2:0+ 1 |     >0:0 <0:0+       >3:0 <3:0+ 2
-    |     >3:0 <3:0+       >0:0 <0:0+ 3 |     >2:0 <2:0+       >1:0 <1:0+
+In round k, ranks at distance 2^k exchange everything they have and add it (Thakur, Rabenseifner,
+Gropp 2005, doi 10.1177/1094342005051521).
 
-Time lg p (alpha + n beta + n gamma) (two messages more where p is no power of two): the fewest
-rounds; scratch n. Both partners add the same two numbers, and a sum of two floats commutes: the
-ranks stay bit-equal.
+    4 ranks    distance 1       distance 2
+    0 |     >1:0 <1:0+       >2:0 <2:0+
+    1 |     >0:0 <0:0+       >3:0 <3:0+
+    2 |     >3:0 <3:0+       >0:0 <0:0+
+    3 |     >2:0 <2:0+       >1:0 <1:0+
+
+Among 5 ranks, rank 4 first folds its vector into rank 0, and receives the result at the end.
+
+Time lg p (alpha + n beta + n gamma), plus two messages if p is no power of two. This is the
+smallest number of rounds. Scratch n. Both partners add the same two numbers, and the sum of two
+floats commutes, so the ranks stay bit-equal.
 """
 
 from __future__ import annotations
@@ -29,8 +35,10 @@ class Butterfly(ComposedAllReduce):
 
 
 class FoldedVector:
-    """A vector in one piece that all ranks below the largest power of two own; the others fold
-    into them and out again.
+    """A vector in one piece that every inner rank owns between the halves.
+
+    The inner ranks are those below the largest power of two. The other ranks fold into them and
+    unfold again.
     """
 
     def parts(self, size: int) -> int:
@@ -42,7 +50,7 @@ class FoldedVector:
 
 @dataclass(frozen=True)
 class ButterflyReduce(FoldedVector):
-    """Fold in, then exchange everything with the partner of every round."""
+    """Fold in the extra ranks, then exchange everything with the partner of every round."""
 
     def program(self, rank: int, size: int) -> Program:
         yield from fold_extra_ranks(rank, size, 0)
@@ -55,25 +63,29 @@ class ButterflyReduce(FoldedVector):
 
 @dataclass(frozen=True)
 class ButterflyUnfold(FoldedVector):
-    """Those that folded in are told."""
+    """Send the result to the ranks that folded in."""
 
     def program(self, rank: int, size: int) -> Program:
         yield from unfold_extra_ranks(rank, size, 0)
 
 
 def count_inner_ranks(size: int) -> int:
-    """The largest power of two up to size: ranks above it fold in and out."""
+    """Return the largest power of two up to `size`; the ranks from there on fold in and out."""
     return 1 << count_inner_rounds(size)
 
 
 def count_inner_rounds(size: int) -> int:
-    """Rounds among the inner ranks."""
+    """Return the number of rounds among the inner ranks."""
     return size.bit_length() - 1
 
 
 def fold_extra_ranks(rank: int, size: int, whole_slot: Slot) -> Program:
-    """Ranks that are too many for a power of two give all they have to a partner (as MPICH
-    does).
+    """Send the whole vector of each rank beyond the power of two to a partner (as MPICH does).
+
+    Args:
+        rank: The rank.
+        size: The number of ranks.
+        whole_slot: The slot of the whole vector.
     """
     if size > count_inner_ranks(size):
         if rank >= count_inner_ranks(size):
@@ -83,7 +95,7 @@ def fold_extra_ranks(rank: int, size: int, whole_slot: Slot) -> Program:
 
 
 def unfold_extra_ranks(rank: int, size: int, whole_slot: Slot) -> Program:
-    """And get the result from it."""
+    """Send the result back to the ranks that folded in; the arguments are those of the folding."""
     if size > count_inner_ranks(size):
         if rank >= count_inner_ranks(size):
             yield Recv(rank - count_inner_ranks(size), whole_slot)

@@ -1,6 +1,4 @@
-"""All-reduces that are made of two halves: reduce and broadcast, or reduce_scatter and
-all_gather.
-"""
+"""All-reduces of two halves: reduce and broadcast, or reduce_scatter and all_gather."""
 
 from __future__ import annotations
 
@@ -13,15 +11,13 @@ from paragrad.schedules.all_reduce import AllReduce
 
 
 class ComposedAllReduce(AllReduce, ABC, abstract=True):
-    """First one half, then the other; both cut the vector alike and agree on who owns what in
-    between.
-    """
+    """One half after the other; both agree on the parts and on the owner of each part."""
 
     __slots__ = ()
 
     @abstractmethod
     def build_halves(self) -> tuple[AllReduceHalf, AllReduceHalf]:
-        """The first and the second."""
+        """Return the first and the second half."""
 
     def parts(self, size: int) -> int:
         return self.build_halves()[0].parts(size)
@@ -32,17 +28,22 @@ class ComposedAllReduce(AllReduce, ABC, abstract=True):
 
 
 class SegmentedAllReduce(ComposedAllReduce, abstract=True):
-    """Messages in segments: the addition of one overlaps the transfer of the next."""
+    """Messages in segments: the addition of one segment overlaps the transfer of the next.
+
+    Attributes:
+        AUTO_SEGMENTS: The number of segments for `auto`. Two is the least with which one segment is
+            added while another travels.
+    """
 
     __slots__ = ()
-    # the least that lets one be added while one travels
     AUTO_SEGMENTS: ClassVar[int] = 2
-    if TYPE_CHECKING:  # an option of each
+    if TYPE_CHECKING:  # an option of each subclass
 
         @property
         def segments(self) -> int | str: ...
 
     def count_segments(self) -> int:
+        """Return the number of segments, with `auto` replaced."""
         return self.AUTO_SEGMENTS if isinstance(self.segments, str) else self.segments
 
     def resolve(self, size: int, ranks_per_host: int) -> Self:

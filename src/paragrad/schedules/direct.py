@@ -1,14 +1,15 @@
-"""Direct all-reduce: everybody sends every other rank that rank's part, adds up its own, and
-sends it to all (hivemind averages so).
+"""Direct all-reduce: each rank receives its part from all others, adds, and sends the sum to all.
+
+hivemind averages in this way.
 
     3 ranks    reduce_scatter             all_gather
     0 | >1:1 <2:0+   >2:2 <1:0+     >1:0 <2:2   >2:0 <1:1
     1 | >2:2 <0:1+   >0:0 <2:1+     >2:1 <0:0   >0:1 <2:2
     2 | >0:0 <1:2+   >1:1 <0:2+     >0:2 <1:1   >1:2 <0:0
 
-In turn k everybody sends k to the right and takes from k to the left, so no two ranks send to
-one at a time. Time 2(p-1)(alpha + n/p beta) + (p-1)/p n gamma: that of the ring, but nobody
-waits for a chain of others; for p(p-1) connections; scratch n/p.
+In turn k every rank sends k places to the right and receives from k places to the left, so no two
+ranks send to the same rank at once. Time 2(p-1)(alpha + n/p beta) + (p-1)/p n gamma. This is the
+time of the ring, but no rank waits for a chain of others. It needs p(p-1) connections; scratch n/p.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ class PartPerRank:
 
 @dataclass(frozen=True)
 class DirectReduceScatter(PartPerRank):
-    """To each its part, the right neighbour's first, so that no two ranks begin with the same
-    one.
-    """
+    """Send each rank its part, beginning with the right neighbour, so that first targets differ."""
 
     def program(self, rank: int, size: int) -> Program:
         for distance in range(1, size):
@@ -53,7 +52,7 @@ class DirectReduceScatter(PartPerRank):
 
 @dataclass(frozen=True)
 class DirectAllGather(PartPerRank):
-    """The own part to everybody."""
+    """Send the own part to all other ranks."""
 
     def program(self, rank: int, size: int) -> Program:
         for distance in range(1, size):

@@ -1,18 +1,21 @@
-"""Double tree all-reduce (Sanders, Speck, Traff 2009, doi 10.1016/j.parco.2009.09.001; NCCL
-since 2.4): two binary trees at once, half of the vector along each. Whoever has children in one
-tree is a leaf in the other (but for rank 0 of an odd number, which has one in each), so no rank
-sends or receives more than the vector while it is added up, and once more while it is told;
-segments follow one another.
+"""Double tree all-reduce: two binary trees at once, with half of the vector along each.
 
-    first tree over 8 ranks        second: the first mirrored (an odd number of ranks: shifted
-    by one)
+Source: Sanders, Speck, Traff 2009, doi 10.1016/j.parco.2009.09.001; in NCCL since 2.4.
+
+A rank with children in one tree is a leaf in the other. Only rank 0 of an odd number of ranks has
+one child in each. So no rank sends or receives more than the vector while it is added up, and once
+more while the result is sent. Segments follow one another.
+
+    first tree over 8 ranks        second: the first mirrored
           0                              7
           4                              3
        2     6                        5     1
       1 3   5 7                      6 4   2 0
 
-Time about 2 n beta + 4 lg p alpha for long vectors in many segments: bytes near the ring's,
-rounds near the tree's. Scratch n/2s, for s segments of each half.
+For an odd number of ranks the second tree is the first one, shifted by one.
+
+Time about 2 n beta + 4 lg p alpha for long vectors in many segments: bytes near those of the ring,
+rounds near those of the tree. Scratch n/2s, for s segments of each half.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from paragrad.schedules.compose import SegmentedAllReduce
 class DoubleTree(SegmentedAllReduce):
     """Two binary trees at once, half of the vector each (Sanders, Speck, Traff 2009)."""
 
-    # on eight ranks the trees are about as deep: filling them costs as much again
+    # On eight ranks the trees are nearly as deep as this: filling them doubles the time.
     AUTO_SEGMENTS: ClassVar[int] = 8
     segments: int | str = option(Integer(), Word("auto"), default="auto")  # of each half
     reproducible: bool = option(Flag(), default=False)
@@ -41,8 +44,9 @@ class DoubleTree(SegmentedAllReduce):
 
 @dataclass(frozen=True)
 class TwoTrees:
-    """The first segments belong to the first tree, the others to the second; each tree's root
-    owns its own.
+    """The parts of both trees: the first half belongs to the first tree, the rest to the second.
+
+    The root of each tree owns the parts of that tree.
     """
 
     segments: int
@@ -55,10 +59,18 @@ class TwoTrees:
         return range(0 if first else self.segments, 2 * self.segments if second else self.segments)
 
     def list_broadcast_messages(self, rank: int, size: int) -> list[tuple[int, int, bool]]:
-        """(peer, slot, whether it is the parent) of all messages of a broadcast, in the order
-        of their turns. Any other order would hold up one tree for the other. What a message
-        waits for has an earlier turn, so a rank may well give in one turn only when it has
-        given in the turns before.
+        """List the messages of one rank in a broadcast, in the order of their turns.
+
+        Any other order would delay one tree because of the other. Everything that a message waits
+        for has an earlier turn. So a rank may send in one turn only after it has sent in the turns
+        before.
+
+        Args:
+            rank: The rank.
+            size: The number of ranks.
+
+        Returns:
+            (peer, slot, whether the peer is the parent) of each message.
         """
         messages = []
         for tree, segment in product((0, 1), range(self.segments)):
@@ -70,13 +82,13 @@ class TwoTrees:
             messages += [
                 (compute_turn(child, size, tree) + later, False, child, slot) for child in children
             ]
-        # in a turn, first what is given
+        # In a turn, the send comes first.
         return [(peer, slot, is_parent) for _, is_parent, peer, slot in sorted(messages)]
 
 
 @dataclass(frozen=True)
 class DoubleTreeReduce(TwoTrees):
-    """The broadcast backwards: take and add what children have, give it to the parent."""
+    """The broadcast backwards: receive and add the parts of the children, send to the parent."""
 
     def program(self, rank: int, size: int) -> Program:
         for peer, slot, is_parent in reversed(self.list_broadcast_messages(rank, size)):
@@ -85,7 +97,7 @@ class DoubleTreeReduce(TwoTrees):
 
 @dataclass(frozen=True)
 class DoubleTreeBroadcast(TwoTrees):
-    """Segment after segment: take it from the parent, give it to the children."""
+    """Segment after segment: receive it from the parent, send it to the children."""
 
     def program(self, rank: int, size: int) -> Program:
         for peer, slot, is_parent in self.list_broadcast_messages(rank, size):
@@ -94,8 +106,15 @@ class DoubleTreeBroadcast(TwoTrees):
 
 @cache
 def compute_turn(rank: int, size: int, tree: int) -> int:
-    """When the first segment comes to a rank; the others follow in every second turn. In a turn
-    no rank takes two, or gives two.
+    """Return the turn in which the first segment reaches a rank.
+
+    The other segments follow in every second turn. In one turn no rank receives two messages, or
+    sends two.
+
+    Args:
+        rank: The rank.
+        size: The number of ranks.
+        tree: The first (0) or second (1) tree.
     """
     parent, _ = find_double_tree_relatives(rank, size, tree)
     if parent is None:
@@ -106,18 +125,26 @@ def compute_turn(rank: int, size: int, tree: int) -> int:
 
 @cache
 def colour_messages(size: int) -> dict[tuple[int, int], int]:
-    """0 or 1 for the message that comes to a rank in a tree (tree, rank): turns of one parity.
-    What a rank gets along its two trees differs, and so does what it gives to its two children.
-    That is a graph of paths and even cycles, coloured in turn.
+    """Colour the message that reaches a rank in a tree 0 or 1: the parity of its turns.
+
+    The two messages that a rank receives along its two trees have different colours. So have the
+    two that it sends to its children. The constraints form a graph of paths and even cycles, which
+    is coloured alternately.
+
+    Args:
+        size: The number of ranks.
+
+    Returns:
+        The colour of each (tree, rank).
     """
-    found: dict[tuple[int, int], int] = {}
+    colours: dict[tuple[int, int], int] = {}
     for tree, rank in product((0, 1), range(size)):
-        # from one message both ways along its path
+        # From one message, in both directions along its path.
         ends = [((tree, rank), 0, True), ((tree, rank), 0, False)]
         while ends:
             (tree, rank), colour, by_receiver = ends.pop()
             if (
-                found.setdefault((tree, rank), colour) != colour
+                colours.setdefault((tree, rank), colour) != colour
                 or find_double_tree_relatives(rank, size, tree)[0] is None
             ):
                 continue
@@ -134,14 +161,18 @@ def colour_messages(size: int) -> dict[tuple[int, int], int]:
                 if not siblings:
                     continue
                 other = tree, siblings[0]
-            if other not in found:
+            if other not in colours:
                 ends.append((other, 1 - colour, not by_receiver))
-    return found
+    return colours
 
 
 def find_double_tree_relatives(rank: int, size: int, tree: int) -> tuple[int | None, list[int]]:
-    """(parent, children) of a rank in the first (0) or second (1) tree; the root has no
-    parent.
+    """Return (parent, children) of a rank in a tree; the root has no parent.
+
+    Args:
+        rank: The rank.
+        size: The number of ranks.
+        tree: The first (0) or second (1) tree.
     """
     node = map_node_to_rank(rank, size, tree, inverse=True)
     near = [node + sign * (1 << k) for k in range(size.bit_length()) for sign in (-1, 1)]
@@ -153,8 +184,15 @@ def find_double_tree_relatives(rank: int, size: int, tree: int) -> tuple[int | N
 
 
 def map_node_to_rank(node: int, size: int, tree: int, inverse: bool = False) -> int:
-    """The rank at a node of a tree; with back, the node of a rank. Even nodes have children,
-    odd ones are leaves: the second tree swaps even and odd.
+    """Return the rank at a node of a tree.
+
+    Even nodes have children, odd nodes are leaves. The second tree swaps even and odd.
+
+    Args:
+        node: The node, or the rank if `inverse`.
+        size: The number of ranks.
+        tree: The first (0) or second (1) tree.
+        inverse: Whether to return the node of a rank instead.
     """
     if tree == 0:
         return node
@@ -164,8 +202,10 @@ def map_node_to_rank(node: int, size: int, tree: int, inverse: bool = False) -> 
 
 
 def _find_parent_node(node: int, size: int) -> int:
-    """In the tree whose order is 1, 2, 3, ...: a node's level is the number of its last zero
-    bits, its parent the nearest node one level up that is there. Node 0 is above them all.
+    """Return the parent of a node in the tree with the in-order sequence 1, 2, 3, and so on.
+
+    The level of a node is the number of its trailing zero bits. Its parent is the nearest existing
+    node one level up. Node 0 is above all others.
     """
     step = node & -node
     above = node - step if node & (step << 1) else node + step

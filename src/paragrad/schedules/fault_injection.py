@@ -1,9 +1,10 @@
-"""Planted bugs of an all-reduce, for the tests and the docs: what the proof refuses, and what
-it would have cost.
+"""Planted faults of an all-reduce, for tests and documentation.
 
-skip_chunk: both ends leave out every message of the first chunk, so nothing hangs and each rank
-keeps its own numbers. mean_twice: the exchange divides by the number of ranks, and whoever
-called it divides again.
+They show what the proof refuses, and what the fault would have cost.
+
+- skip_chunk: both ends leave out every message of the first chunk. So nothing hangs, and each rank
+  keeps its own numbers.
+- mean_twice: the exchange divides by the number of ranks, and its caller divides again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ FAULTS = ("skip_chunk", "mean_twice")
 
 @dataclass(frozen=True)
 class FaultySchedule:
-    """An all-reduce with one of the SABOTAGES in it."""
+    """An all-reduce with one of the FAULTS.
+
+    Attributes:
+        schedule: The correct schedule.
+        fault: The name of the fault.
+    """
 
     schedule: Collective
     fault: str
@@ -49,13 +55,24 @@ class FaultySchedule:
 
 
 def inject_fault(schedule: Any, fault: str | None) -> Any:
-    """The schedule with a planted bug, or as it is."""
+    """Return the schedule with a planted fault, or unchanged.
+
+    Args:
+        schedule: The schedule.
+        fault: One of the FAULTS, or None.
+    """
     return FaultySchedule(schedule, fault) if fault else schedule
 
 
 def make_fault_compute(schedule: Any, size: int) -> Callable[[Compute, Any], None] | None:
-    """What the wire is to do where a bug computes, on the part of a vector; None where there is
-    no bug.
+    """Return the function by which the transport runs the Compute of a fault.
+
+    Args:
+        schedule: The schedule, faulty or not.
+        size: The number of ranks.
+
+    Returns:
+        A function of the Compute and the part of the vector, or None if there is no fault.
     """
 
     def mean(action: Compute, part: Any) -> None:

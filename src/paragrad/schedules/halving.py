@@ -1,8 +1,9 @@
-"""Halving all-reduce (Rabenseifner 2004; Thakur, Rabenseifner, Gropp 2005, doi
-10.1177/1094342005051521): recursive halving adds, recursive doubling tells.
+"""Halving all-reduce: recursive halving adds, recursive doubling distributes the sums.
 
-In round k, ranks at distance 2^k halve what both are adding up: each sends the half that the
-other keeps. The nearest ranks exchange the longest messages. Telling goes back the same way,
+Source: Rabenseifner 2004; Thakur, Rabenseifner, Gropp 2005, doi 10.1177/1094342005051521.
+
+In round k, ranks at distance 2^k halve the range that both add up: each sends the half that the
+other keeps. The nearest ranks exchange the longest messages. The all_gather goes back the same way,
 with messages that double.
 
     4 ranks     reduce_scatter                  all_gather
@@ -11,10 +12,10 @@ with messages that double.
     2 | >3:2-3 <3:0-1+    >0:0 <0:1+    >0:1 <0:0    >3:0-1 <3:2-3
     3 | >2:0-1 <2:2-3+    >1:2 <1:3+    >1:3 <1:2    >2:2-3 <2:0-1
 
-Time 2 lg p alpha + 2(p-1)/p n beta + (p-1)/p n gamma: both lower bounds, but for a factor of
-two in alpha; scratch n/2. Where p is no power of two, those above it fold in and out as in the
-butterfly: 2 alpha + 2 n beta + n gamma more. With segments, every message travels in pieces:
-the addition of one overlaps the transfer of the next.
+Time 2 lg p alpha + 2(p-1)/p n beta + (p-1)/p n gamma: both lower bounds, but for a factor of two in
+alpha. Scratch n/2. If p is no power of two, the extra ranks fold in and out as in the butterfly: 2
+alpha + 2 n beta + n gamma more. With segments, every message travels in pieces: the addition of one
+piece overlaps the transfer of the next.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ class Halving(SegmentedAllReduce):
 
 @dataclass(frozen=True)
 class HalvedBlocks:
-    """The way of the halves: each of the inner ranks owns one block of `segments` parts in the
-    end.
-    """
+    """The blocks of recursive halving: each inner rank ends with one block of `segments` parts."""
 
     segments: int = 1
 
@@ -63,8 +62,14 @@ class HalvedBlocks:
         ][-1]
 
     def iterate_halving_rounds(self, rank: int, size: int) -> Iterator[tuple[int, range, range]]:
-        """(partner, parts that this rank keeps, parts that the partner keeps) of each round of
-        an inner rank.
+        """Generate the rounds of an inner rank.
+
+        Args:
+            rank: The inner rank.
+            size: The number of ranks.
+
+        Yields:
+            (partner, parts that this rank keeps, parts that the partner keeps) of each round.
         """
         kept = range(self.parts(size))
         for round_ in range(count_inner_rounds(size)):
@@ -74,16 +79,14 @@ class HalvedBlocks:
             yield rank ^ (1 << round_), kept, halves[1 - upper]
 
     def split_message(self, parts: range) -> Iterator[Slot]:
-        """A message in its segments."""
+        """Split a message of some parts into its segments."""
         step = len(parts) // self.segments
         return (make_slot(start, start + step) for start in parts[::step])
 
 
 @dataclass(frozen=True)
 class HalvingReduceScatter(HalvedBlocks):
-    """Give the half that the partner keeps, add the partner's share of the half that is
-    kept.
-    """
+    """Send the half that the partner keeps; receive and add the half that this rank keeps."""
 
     def program(self, rank: int, size: int) -> Program:
         yield from fold_extra_ranks(rank, size, range(self.parts(size)))
@@ -95,7 +98,7 @@ class HalvingReduceScatter(HalvedBlocks):
 
 @dataclass(frozen=True)
 class DoublingAllGather(HalvedBlocks):
-    """The same way back: give all that is complete, take as much."""
+    """The rounds backwards: send everything that is complete, receive as much."""
 
     def program(self, rank: int, size: int) -> Program:
         if rank < count_inner_ranks(size):

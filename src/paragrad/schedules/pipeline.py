@@ -1,18 +1,19 @@
-"""Pipelines: every micro-batch goes forward through all stages and backward through them again;
-a schedule is the order in which each rank does its part of that. What travels between the ranks
-follows from the order.
+"""Pipeline schedules: the order in which each rank runs its forwards and backwards.
 
-`F2` is the forward of micro-batch 2, `B2` its backward, or `I2` and `W2`, its two halves:
-gradients of what came in, and of the weights. Where a rank has several stages, `F2.5` is that
-of stage 5; stage s is on rank s mod p.
+Every micro-batch goes forward through all stages and backward through them again. The messages
+between the ranks follow from the order.
+
+`F2` is the forward of micro-batch 2, and `B2` its backward. `I2` and `W2` are the two halves of a
+backward: the gradients of the input, and of the weights. If a rank has several stages, `F2.5` is
+the forward of stage 5; stage s is on rank s mod p.
 
     one_f_one_b, 2 ranks, 3 micro-batches
     0 | F0 F1 B0 F2 B1 B2
     1 | F0 B0 F1 B1 F2 B2
 
-Into stage s come the activations `x{s}.{micro}`, and out of it, back to the stage before it,
-their gradient `g{s}.{micro}`. Every order takes the micro-batches of a stage in turn, forward
-and backward: sums of gradients are those of one worker.
+Stage s receives the activations `x{s}.{micro}`, and sends their gradient `g{s}.{micro}` back to the
+stage before it. Every order runs the micro-batches of a stage in turn, forward and backward, so
+sums of gradients are those of one worker.
 """
 
 from __future__ import annotations
@@ -26,29 +27,41 @@ from typing import TYPE_CHECKING
 from paragrad.notation.choices import Family, Integer, option
 from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot
 
-# F, B, I or W; which of a rank's stages, from 0; micro-batch
+# (F, B, I or W; the stage among those of a rank, from 0; the micro-batch)
 Task = tuple[str, int, int]
 
 
 class PipelineSchedule(Family, abstract=True):
-    """In which order a rank makes its forwards and backwards.
+    """The order in which a rank runs its forwards and backwards.
 
-    A class of your own needs `order` alone, and `chunks` where a rank has several stages.
+    A class of your own needs `order` only, and `chunks` if a rank has several stages.
+
+    Attributes:
+        chunks: The number of stages of each rank.
     """
 
     __slots__ = ()
-    if TYPE_CHECKING:  # of each class
+    if TYPE_CHECKING:  # each class defines them
 
         @property
         def chunks(self) -> int: ...
         def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
-            """What rank `rank` of `size` does with `micro` micro-batches."""
+            """Generate the tasks of one rank, in order.
+
+            Args:
+                rank: The rank.
+                size: The number of ranks.
+                micro: The number of micro-batches.
+            """
     else:
-        chunks = 1  # stages of each rank
+        chunks = 1
 
     def pad_micro_count(self, micro: int, size: int) -> int:
-        """With how many micro-batches it is played where there are `micro`: the others are of
-        no samples.
+        """Return with how many micro-batches the schedule runs; the added ones have no samples.
+
+        Args:
+            micro: The number of micro-batches that have samples.
+            size: The number of ranks.
         """
         return micro
 
@@ -62,8 +75,9 @@ class Gpipe(PipelineSchedule):
 
 
 class OneFOneB(PipelineSchedule):
-    """One forward, one backward in turn: of at most p - rank micro-batches activations are kept
-    (PipeDream-flush, Narayanan et al. 2019).
+    """One forward, one backward in turn (PipeDream-flush, Narayanan et al. 2019).
+
+    A rank keeps the activations of at most p - rank micro-batches.
     """
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
@@ -76,8 +90,9 @@ class OneFOneB(PipelineSchedule):
 
 
 class Interleaved(PipelineSchedule):
-    """One forward, one backward over several stages per rank: the bubble is `chunks` times
-    shorter, and there are as many times more messages (Narayanan et al. 2021, arXiv
+    """One forward, one backward over several stages per rank (Narayanan et al. 2021).
+
+    The bubble is `chunks` times shorter, and there are `chunks` times more messages (arXiv
     2104.04473).
     """
 
@@ -87,27 +102,29 @@ class Interleaved(PipelineSchedule):
         return -(-micro // size) * size
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
-        every = micro * self.chunks
-        ahead = min(2 * (size - 1 - rank) + (self.chunks - 1) * size, every)
+        task_count = micro * self.chunks
+        ahead = min(2 * (size - 1 - rank) + (self.chunks - 1) * size, task_count)
 
-        def turn(number: int) -> tuple[int, int]:
-            """(stage of this rank, micro-batch): `size` micro-batches through one, then through
-            the next.
+        def find_pass(number: int) -> tuple[int, int]:
+            """Return (stage of this rank, micro-batch) of the forward with this number.
+
+            `size` micro-batches go through one stage, then through the next.
             """
-            group, within = divmod(number, size * self.chunks)
-            return within // size, group * size + within % size
+            micro_group, position = divmod(number, size * self.chunks)
+            return position // size, micro_group * size + position % size
 
-        for number in range(-ahead, every):
-            if number + ahead < every:
-                yield "F", *turn(number + ahead)
+        for number in range(-ahead, task_count):
+            if number + ahead < task_count:
+                yield "F", *find_pass(number + ahead)
             if number >= 0:
-                chunk, each = turn(number)
+                chunk, each = find_pass(number)
                 yield "B", self.chunks - 1 - chunk, each
 
 
 class ZeroBubble(PipelineSchedule):
-    """ZB-H1: as one_f_one_b, and weights get their gradients when a rank would wait (Qi et al.
-    2024, arXiv 2401.10241).
+    """ZB-H1: as one_f_one_b, but weight gradients fill the waits of a rank (Qi et al. 2024).
+
+    Source: arXiv 2401.10241.
     """
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
@@ -124,9 +141,13 @@ class ZeroBubble(PipelineSchedule):
 
 @dataclass(frozen=True)
 class MicroBatchSchedule:
-    """The schedule of `micro` micro-batches through the stages of all ranks.
+    """The schedule of some micro-batches through the stages of all ranks.
 
-    trained: the first stage that has anything to train; those before it make no backwards.
+    Attributes:
+        schedule: The order in which each rank runs its tasks.
+        micro: The number of micro-batches.
+        first_trained_stage: The first stage with parameters to train. Earlier stages run no
+            backwards.
     """
 
     schedule: PipelineSchedule
@@ -141,10 +162,11 @@ class MicroBatchSchedule:
         )
 
     def count_stages(self, size: int) -> int:
+        """Return the number of stages of all ranks."""
         return size * self.schedule.chunks
 
     def slots(self, size: int) -> list[Slot]:
-        """Of everything that travels: activations into each stage, and gradients out of it."""
+        """List the slots of all messages: activations into each stage, and gradients out of it."""
         return [
             f"{what}{stage}.{micro}"
             for stage in range(1, self.count_stages(size))
@@ -154,14 +176,16 @@ class MicroBatchSchedule:
         ]
 
     def list_tasks(self, rank: int, size: int) -> Iterator[Task]:
-        """(what, stage, micro-batch), in order."""
+        """Generate (task, stage, micro-batch) of one rank, in order."""
         for what, chunk, micro in self.schedule.order(rank, size, self.micro):
             if what == "F" or chunk * size + rank >= self.first_trained_stage:
                 yield what, chunk * size + rank, micro
 
     def program(self, rank: int, size: int) -> Program:
-        """What comes from a rank is taken in the order in which that rank sends it: for what is
-        needed nobody waits longer.
+        """Generate the actions of one rank, in order.
+
+        A rank receives the messages of another rank in the order in which that rank sends them. No
+        message that is needed arrives later because of that.
         """
         peers = {(rank - 1) % size, (rank + 1) % size} - {rank}
         coming = {
@@ -173,18 +197,18 @@ class MicroBatchSchedule:
             )
             for peer in peers
         }
-        here: set[Slot] = set()
+        received: set[Slot] = set()
         for task in self.list_tasks(rank, size):
             for frm, slot in self._list_inputs(task, size):
-                while frm != rank and slot not in here and coming[frm]:
+                while frm != rank and slot not in received and coming[frm]:
                     yield Recv(frm, coming[frm][0])
-                    here.add(coming[frm].popleft())
+                    received.add(coming[frm].popleft())
             what, stage, micro = task
             yield Compute(what, micro if self.schedule.chunks == 1 else f"{micro}.{stage}")
             yield from (Send(to, slot) for to, slot in self._list_outputs(task, size) if to != rank)
 
     def _list_inputs(self, task: Task, size: int) -> Iterator[tuple[int, Slot]]:
-        """(from which rank, what) there must be before a task."""
+        """Generate (source rank, slot) of everything that a task needs."""
         what, stage, micro = task
         if what == "F" and stage > 0:
             yield (stage - 1) % size, f"x{stage}.{micro}"
@@ -192,7 +216,7 @@ class MicroBatchSchedule:
             yield (stage + 1) % size, f"g{stage + 1}.{micro}"
 
     def _list_outputs(self, task: Task, size: int) -> Iterator[tuple[int, Slot]]:
-        """(to which rank, what) there is after it."""
+        """Generate (target rank, slot) of everything that a task produces."""
         what, stage, micro = task
         if what == "F" and stage < self.count_stages(size) - 1:
             yield (stage + 1) % size, f"x{stage + 1}.{micro}"
@@ -200,37 +224,41 @@ class MicroBatchSchedule:
             yield (stage - 1) % size, f"g{stage}.{micro}"
 
     def map_confirmed_sends(self, rank: int, size: int) -> dict[Slot, list[Slot]]:
-        """{what comes to a rank: what the rank sent, and is known to be there by then, for who
-        sends it took that first}.
+        """Map each message to a rank to the sends of that rank that the message confirms.
+
+        The sender of the message received these sends before. So they are over when the message
+        arrives.
         """
-        found: dict[Slot, list[Slot]] = {}
+        confirmed: dict[Slot, list[Slot]] = {}
         for peer in {(rank - 1) % size, (rank + 1) % size} - {rank}:
-            took: list[Slot] = []
+            received: list[Slot] = []
             for action in self.program(peer, size):
                 if isinstance(action, Recv) and action.frm == rank:
-                    took.append(action.slot)
+                    received.append(action.slot)
                 elif isinstance(action, Send) and action.to == rank:
-                    found[action.slot] = took
-                    took = []
-        return found
+                    confirmed[action.slot] = received
+                    received = []
+        return confirmed
 
     def find_recomputed_passes(self, rank: int, size: int) -> set[tuple[int, int]]:
-        """(stage, micro-batch) of the forwards that are made again for their backward, where
-        activations are not to be kept: all but those whose backward comes next.
+        """Return (stage, micro-batch) of the forwards that run again before their backward.
+
+        This concerns schedules that keep no activations. A forward does not run again if its
+        backward comes next.
         """
         tasks = list(self.list_tasks(rank, size))
         at_once = {
-            two[1:]
-            for one, two in pairwise(tasks)
-            if one[0] == "F" and two[0] in "BI" and one[1:] == two[1:]
+            later[1:]
+            for earlier, later in pairwise(tasks)
+            if earlier[0] == "F" and later[0] in "BI" and earlier[1:] == later[1:]
         }
         return {task[1:] for task in tasks if task[0] in "BI"} - at_once
 
     def count_kept_micro_batches(self, rank: int, size: int) -> int:
-        """Of how many micro-batches a rank keeps a stage's activations at a time, at most."""
+        """Return the largest number of micro-batches of which a rank keeps activations at once."""
         now = 0
         most = 0
-        last = {"B", "W"}  # what they are kept for
+        last = {"B", "W"}  # the last tasks that need the activations
         for what, stage, _ in self.list_tasks(rank, size):
             now += (what == "F" and stage >= self.first_trained_stage) - (what in last)
             most = max(most, now)
@@ -238,6 +266,11 @@ class MicroBatchSchedule:
 
 
 def parse_task_slot(rank: int, at: Slot) -> tuple[int, int]:
-    """(stage, micro-batch) of what a rank computes at `at`."""
+    """Return (stage, micro-batch) of a Compute.
+
+    Args:
+        rank: The rank, which is also the stage if each rank has one stage only.
+        at: The slot of the Compute.
+    """
     micro, _, stage = str(at).partition(".")
     return int(stage or rank), int(micro)

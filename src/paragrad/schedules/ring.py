@@ -1,16 +1,17 @@
-"""Ring all-reduce (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002): once round to add,
-once round to tell.
+"""Ring all-reduce: one trip around the ring adds, a second one distributes the sums.
 
-The vector is cut into `size` chunks. In hop h every rank hands one chunk to the right and takes
-one from the left:
+Source: Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002.
+
+The vector is divided into `size` chunks. In hop h every rank sends one chunk to the right and
+receives one from the left:
 
     3 ranks    reduce_scatter          all_gather
     0 | >1:0 <2:2+    >1:2 <2:1+    >1:1 <2:0     >1:0 <2:2
     1 | >2:1 <0:0+    >2:0 <0:2+    >2:2 <0:1     >2:1 <0:0
     2 | >0:2 <1:1+    >0:1 <1:0+    >0:0 <1:2     >0:2 <1:1
 
-Time 2(p-1)(alpha + beta n/p) + (p-1)/p n gamma: optimal in bytes, 2(p-1)/p n per rank; scratch
-n/p.
+Time 2(p-1)(alpha + beta n/p) + (p-1)/p n gamma. This is optimal in bytes: 2(p-1)/p n per rank.
+Scratch n/p.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from paragrad.schedules.compose import ComposedAllReduce, SegmentedAllReduce
 
 
 class Ring(ComposedAllReduce):
-    """Ring: reduce-scatter, then all-gather, one chunk a hop (Patarasuk & Yuan 2009)."""
+    """Ring: reduce-scatter, then all-gather, one chunk a hop (Patarasuk & Yuan 2009).
 
-    # rendezvous sends: even ranks send first, odd ranks receive
+    Attributes:
+        blocking: Whether sends are rendezvous sends: even ranks send first, odd ranks receive
+            first.
+    """
+
     blocking: bool = option(Flag(), default=False)
     reproducible: bool = option(Flag(), default=False)
 
@@ -34,9 +39,7 @@ class Ring(ComposedAllReduce):
 
 
 class RingAsync(SegmentedAllReduce):
-    """Ring in segments: the addition of one overlaps the transfer of the next (Open MPI's
-    segmented ring).
-    """
+    """Ring in segments: adding one overlaps the transfer of the next (as in Open MPI)."""
 
     segments: int | str = option(Integer(), Word("auto"), default="auto")  # per chunk
     reproducible: bool = option(Flag(), default=False)
@@ -47,8 +50,13 @@ class RingAsync(SegmentedAllReduce):
 
 @dataclass(frozen=True)
 class RingHalf:
-    """One chunk a hop, in segments; after size - 1 hops of adding, each rank owns the chunk
-    that comes to its right.
+    """One half of a ring: one chunk a hop, in segments.
+
+    After size - 1 hops of adding, each rank owns the chunk to the right of its own number.
+
+    Attributes:
+        segments: The number of segments of a chunk.
+        blocking: Whether sends are rendezvous sends.
     """
 
     segments: int = 1
@@ -62,16 +70,23 @@ class RingHalf:
         return range(chunk * self.segments, (chunk + 1) * self.segments)
 
     def pass_chunk(self, rank: int, size: int, chunk: int, add: bool) -> Program:
-        """Give chunk `mine` to the right and take the one before it from the left."""
+        """Send a chunk to the right and receive the chunk before it from the left.
+
+        Args:
+            rank: The rank.
+            size: The number of ranks.
+            chunk: The number of the chunk to send.
+            add: Whether the received chunk is added; otherwise it overwrites.
+        """
         right = (rank + 1) % size
         left = (rank - 1) % size
-        theirs = (chunk - 1) % size
+        received_chunk = (chunk - 1) % size
         sends = [
             Send(right, chunk * self.segments + segment, wait=self.blocking)
             for segment in range(self.segments)
         ]
         receives = [
-            Recv(left, theirs * self.segments + segment, add=add)
+            Recv(left, received_chunk * self.segments + segment, add=add)
             for segment in range(self.segments)
         ]
         if self.blocking and rank % 2 == 1:
@@ -84,7 +99,7 @@ class RingHalf:
 
 @dataclass(frozen=True)
 class RingReduceScatter(RingHalf):
-    """Hand on what was added up so far."""
+    """Pass on the sums so far."""
 
     def program(self, rank: int, size: int) -> Program:
         for hop in range(size - 1):
@@ -93,7 +108,7 @@ class RingReduceScatter(RingHalf):
 
 @dataclass(frozen=True)
 class RingAllGather(RingHalf):
-    """Hand on what is complete."""
+    """Pass on the complete sums."""
 
     def program(self, rank: int, size: int) -> Program:
         for hop in range(size - 1):

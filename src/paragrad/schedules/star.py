@@ -1,5 +1,7 @@
-"""Star all-reduce: everybody sends to rank 0, which adds and tells everybody. The plainest one,
-and the measure of the others: rank 0's link carries everything, one vector after another.
+"""Star all-reduce: all ranks send to rank 0, which adds and sends the sum to all.
+
+It is the plainest algorithm, and the yardstick of the others. The link of rank 0 carries
+everything, one vector after another.
 
     4 ranks     reduce              broadcast
     0 | <1:0+ <2:0+ <3:0+    >1:0 >2:0 >3:0
@@ -7,8 +9,8 @@ and the measure of the others: rank 0's link carries everything, one vector afte
     2 | >0:0                      <0:0
     3 | >0:0                           <0:0
 
-Time 2(p-1)(alpha + n beta) + n gamma, where an addition hides behind the next message:
-everything goes through one link; scratch n.
+Time 2(p-1)(alpha + n beta) + n gamma, where an addition hides behind the next message. Everything
+goes through one link. Scratch n.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from paragrad.schedules.compose import ComposedAllReduce, RootOwnership
 
 
 class Star(ComposedAllReduce):
-    """Star: everybody sends to rank 0, which adds and tells all."""
+    """Star: all ranks send to rank 0, which adds and sends the sum to all."""
 
     reproducible: bool = option(Flag(), default=False)
 
@@ -31,7 +33,7 @@ class Star(ComposedAllReduce):
 
 @dataclass(frozen=True)
 class StarReduce(RootOwnership):
-    """Everybody sends its vector to rank 0, which adds them in rank order."""
+    """All ranks send their vectors to rank 0, which adds them in rank order."""
 
     def program(self, rank: int, size: int) -> Program:
         if rank > 0:
@@ -42,7 +44,7 @@ class StarReduce(RootOwnership):
 
 @dataclass(frozen=True)
 class StarBroadcast(RootOwnership):
-    """Rank 0 sends its vector to everybody."""
+    """Rank 0 sends its vector to all other ranks."""
 
     def program(self, rank: int, size: int) -> Program:
         if rank > 0:

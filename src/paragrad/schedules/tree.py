@@ -1,5 +1,6 @@
-"""Tree all-reduce: a binomial tree adds everything up at rank 0, and the same tree tells it
-(Chan et al. 2007, doi 10.1002/cpe.1206).
+"""Tree all-reduce: a binomial tree adds everything up at rank 0 and then distributes the sum.
+
+Source: Chan et al. 2007, doi 10.1002/cpe.1206.
 
     4 ranks     reduce               broadcast
     0 | <1:0+ <2:0+          >2:0 >1:0
@@ -7,8 +8,7 @@
     2 |       <3:0+ >0:0     <0:0 >3:0
     3 |       >2:0                     <2:0
 
-Time 2 ceil(lg p)(alpha + n beta) + ceil(lg p) n gamma: few messages, but whole vectors; scratch
-n.
+Time 2 ceil(lg p)(alpha + n beta) + ceil(lg p) n gamma: few messages, but whole vectors. Scratch n.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tree(ComposedAllReduce):
 
 @dataclass(frozen=True)
 class TreeReduce(RootOwnership):
-    """A rank takes from its children, the nearest first, and gives to its parent."""
+    """Receive from the children, the nearest first, and send to the parent."""
 
     def program(self, rank: int, size: int) -> Program:
         parent, children = find_binomial_relatives(rank, size)
@@ -42,9 +42,7 @@ class TreeReduce(RootOwnership):
 
 @dataclass(frozen=True)
 class TreeBroadcast(RootOwnership):
-    """A rank takes from its parent and gives to its children, the one with the largest subtree
-    first.
-    """
+    """Receive from the parent and send to the children, the one with the largest subtree first."""
 
     def program(self, rank: int, size: int) -> Program:
         parent, children = find_binomial_relatives(rank, size)
@@ -54,7 +52,7 @@ class TreeBroadcast(RootOwnership):
 
 
 def find_binomial_relatives(rank: int, size: int) -> tuple[int, list[int]]:
-    """(parent, children) in the binomial tree; rank 0 is the root."""
-    # my subtree: ranks rank .. rank + below - 1
+    """Return (parent, children) in the binomial tree; rank 0 is the root."""
+    # The subtree of this rank: rank .. rank + below - 1.
     below = rank & -rank or 1 << (size - 1).bit_length()
     return rank - below, [rank + 2**k for k in range(below.bit_length() - 1) if rank + 2**k < size]

@@ -1,9 +1,9 @@
 """Two-level all-reduce: one algorithm inside a host, another across hosts, where links differ.
 
-Inside each group of neighbouring ranks, `inside` reduces; then those who own the same parts in
-every group run `across` on what they own; then `inside` tells its group. With rings:
-reduce_scatter in the host, all_reduce of a piece across, all_gather in the host, so each piece
-crosses a host's link by a rank of its own.
+Inside each group of neighbouring ranks, `inside` reduces. Then the ranks that own the same parts in
+every group run `across` on these parts. Then `inside` distributes the sums in its group. With
+rings: a reduce_scatter in the host, an all_reduce of a piece across, an all_gather in the host. So
+each piece crosses the link of a host from a rank of its own.
 
     4 ranks, groups of 2    inside        across        inside
     0 | >1:0 <1:1+    >2:1 <2:1+    >1:1 <1:0           (across=butterfly)
@@ -47,11 +47,17 @@ LEVEL_ALGORITHMS: tuple[type[Choice], ...] = (
 
 
 class TwoLevel(AllReduce):
-    """One algorithm inside a host, another across hosts (Jia et al. 2018, arXiv 1807.11205)."""
+    """One algorithm inside a host, another across hosts (Jia et al. 2018, arXiv 1807.11205).
+
+    Attributes:
+        inside: The algorithm inside a group.
+        across: The algorithm across groups.
+        group: The ranks of a group; auto: those of a host.
+        reproducible: Whether the result has the same bits for every order of arrival.
+    """
 
     inside: ComposedAllReduce = option(OneOf(*LEVEL_ALGORITHMS), default=Ring())
     across: ComposedAllReduce = option(OneOf(*LEVEL_ALGORITHMS), default=Ring())
-    # ranks of a group; auto: those of a host
     group: int | str = option(Integer(), Word("auto"), default="auto")
     reproducible: bool = option(Flag(), default=False)
 
@@ -65,17 +71,22 @@ class TwoLevel(AllReduce):
                 )
 
     def resolve(self, size: int, ranks_per_host: int) -> Self:
-        found = replace(self, group=ranks_per_host if self.group == "auto" else self.group)
-        each = found.require_group_size(size)
+        resolved = replace(self, group=ranks_per_host if self.group == "auto" else self.group)
+        group_size = resolved.require_group_size(size)
         return replace(
-            found,
-            inside=found.inside.resolve(each, each),
-            across=found.across.resolve(size // each, 1),
+            resolved,
+            inside=resolved.inside.resolve(group_size, group_size),
+            across=resolved.across.resolve(size // group_size, 1),
         )
 
     def require_group_size(self, size: int) -> int:
-        """Ranks of a group. Raises Refused where groups of that size do not make up `size`
-        ranks.
+        """Return the number of ranks of a group.
+
+        Args:
+            size: The number of all ranks.
+
+        Raises:
+            Refused: If the size of a group is not known, or does not divide `size`.
         """
         if isinstance(self.group, str):
             raise Refused(f"{self}: say how many ranks a group has, such as two_level(group=2)")
@@ -92,39 +103,45 @@ class TwoLevel(AllReduce):
 
     def program(self, rank: int, size: int) -> Program:
         group = self.require_group_size(size)
-        host, place = divmod(rank, group)
+        host, rank_in_group = divmod(rank, group)
         hosts = size // group
-        # parts that one part of `inside` is cut into
-        finer = self.across.parts(hosts)
+        # `across` divides one part of `inside` into this many parts.
+        parts_per_part = self.across.parts(hosts)
         first, second = self.inside.build_halves()
-        owned = first.owns(place, group)
+        owned = first.owns(rank_in_group, group)
 
-        def within(program: Program) -> Program:
+        def run_inside(program: Program) -> Program:
             return translate_program(
                 program,
                 lambda peer: host * group + peer,
-                lambda parts: (parts.start * finer, parts.stop * finer),
+                lambda parts: (parts.start * parts_per_part, parts.stop * parts_per_part),
             )
 
-        def between(program: Program) -> Program:
-            start = owned.start * finer
+        def run_across(program: Program) -> Program:
+            start = owned.start * parts_per_part
             each = len(owned)
             return translate_program(
                 program,
-                lambda peer: peer * group + place,
+                lambda peer: peer * group + rank_in_group,
                 lambda parts: (start + parts.start * each, start + parts.stop * each),
             )
 
-        yield from within(first.program(place, group))
+        yield from run_inside(first.program(rank_in_group, group))
         if owned:
-            yield from between(self.across.program(host, hosts))
-        yield from within(second.program(place, group))
+            yield from run_across(self.across.program(host, hosts))
+        yield from run_inside(second.program(rank_in_group, group))
 
 
 def translate_program(
     program: Program, map_peer: Callable[[int], int], map_parts: Callable[[range], tuple[int, int]]
 ) -> Program:
-    """A program among some ranks, over some of the parts, in the words of the whole."""
+    """Translate a program among some ranks and some parts to the ranks and parts of the whole.
+
+    Args:
+        program: The program.
+        map_peer: The rank of a peer in the whole.
+        map_parts: The first part in the whole of a range of parts, and the one after the last.
+    """
 
     def slot(old: Slot) -> Slot:
         assert not isinstance(old, str)

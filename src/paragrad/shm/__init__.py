@@ -1,1 +1,1 @@
-"""A torch.distributed backend over memory that the ranks of one Linux host share."""
+"""The backend shm of torch.distributed: memory that ranks of one Linux host share."""

@@ -1,6 +1,4 @@
-"""Collectives of a group, one after another in the order they were asked for, on all ranks the
-same.
-"""
+"""The queue of a group's collectives. They run in the order of the calls, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +13,17 @@ from paragrad.shm.collectives import CollectiveTitle, GroupAreas, ShortSum
 from paragrad.shm.reductions import NARROW_DTYPES
 from paragrad.shm.work import OperationQueue, ShmWork
 
-MAX_SHORT_SUMS = 256  # kinds of short sums that are remembered
+MAX_SHORT_SUMS = 256  # types and shapes of short sums that are kept
 
 
 class CollectiveQueue(OperationQueue):
-    """The lane of a group's collectives."""
+    """The queue of a group's collectives.
+
+    Attributes:
+        areas: The areas of the group.
+        short_sums: Prepared sums, by type and shape.
+        pending: Collectives that have not begun.
+    """
 
     def __init__(self, areas: GroupAreas) -> None:
         super().__init__()
@@ -29,26 +33,26 @@ class CollectiveQueue(OperationQueue):
 
     def run_until_done(self, work: ShmWork, deadline: float, is_background: bool) -> None:
         while not work.done:
-            each, title, perform = self.pending.popleft()
+            next_work, title, perform = self.pending.popleft()
             try:
                 self.run_collective(
                     title,
                     perform,
-                    deadline if each is work else time.monotonic() + each.seconds,
+                    deadline if next_work is work else time.monotonic() + next_work.seconds,
                     is_background,
                 )
             except BaseException as error:
-                each.finish(error)
+                next_work.finish(error)
                 if not isinstance(error, Exception):
                     raise
             else:
-                each.finish()
+                next_work.finish()
 
     def handle_timeout(self, work: ShmWork) -> None:
-        port = self.areas
-        port.peers.abandon_group(
-            f"rank {port.rank} gave up waiting for {port.peers.describe_away_ranks(None)} in "
-            f"{port.describe_progress()}"
+        areas = self.areas
+        areas.peers.abandon_group(
+            f"rank {areas.rank} gave up waiting for {areas.peers.describe_away_ranks(None)} in "
+            f"{areas.describe_progress()}"
         )
 
     def run_collective(
@@ -58,7 +62,14 @@ class CollectiveQueue(OperationQueue):
         deadline: float,
         is_background: bool = False,
     ) -> None:
-        """Carry out one collective; the lock is held, and nothing is before it."""
+        """Run one collective. The caller holds the lock, and no collective is before it.
+
+        Args:
+            title: The description of the collective.
+            perform: Runs it on the areas.
+            deadline: The time limit, on the monotonic clock.
+            is_background: No caller waits for it, so do not spin.
+        """
         try:
             self.areas.begin_collective(title, deadline, is_background)
             perform(self.areas)
@@ -67,10 +78,16 @@ class CollectiveQueue(OperationQueue):
             raise
 
     def try_short_sum(self, tensor: Tensor, seconds: float) -> bool:
-        """A short sum that its caller waits for, of a kind that was seen before: what most
-        messages of a training are.
+        """Run a short sum at once, if one of this type and shape is prepared.
 
-        False if it must go the usual way.
+        Most messages of a training are of this kind. The caller waits for the sum.
+
+        Args:
+            tensor: The contribution, which takes the sum.
+            seconds: The time limit.
+
+        Returns:
+            False if the sum must go through the queue.
         """
         short = self.short_sums.get((tensor.dtype, tensor.shape))
         if (
@@ -92,7 +109,12 @@ class CollectiveQueue(OperationQueue):
         return True
 
     def remember_short_sum(self, title: CollectiveTitle, tensor: Tensor) -> None:
-        """Remember a sum that `summed_at_once` may carry out from now on."""
+        """Prepare a sum, so that `try_short_sum` can run it from now on.
+
+        Args:
+            title: The description of the collective.
+            tensor: A tensor of this type and shape.
+        """
         if (
             0 < tensor.numel() * tensor.element_size() <= self.areas.small_bytes
             and tensor.dtype not in NARROW_DTYPES

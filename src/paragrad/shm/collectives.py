@@ -1,22 +1,19 @@
-"""Collectives of one group: what every rank writes into its area, and what it reads from the
-others'.
+"""Collectives of one group: what each rank writes into its area, and reads from other areas.
 
-All of them are exchanges: write into the own area, barrier, read from any area. Every rank has
-two areas and takes them in turn, so one barrier per exchange is enough: who writes an area
-again has passed one with everybody after they read it. Longer tensors go in pieces.
+All collectives are exchanges: write into the own area, pass a barrier, read from any area. A rank
+has two areas and uses them in turn, so an exchange needs only one barrier. When a rank writes an
+area again, all ranks have passed a barrier since they read it. Longer tensors go in pieces.
 
-* all_reduce up to `Port.small` bytes, and of two ranks: one exchange, every rank adds all
-contributions (with two, a slice that
-  is added once would have to be written and read once more: no less to move, and one more
-  barrier).
-* all_reduce of more: every rank adds its slice straight from the others' areas into its next
-area, meets, and all copy all
-  slices. Always in rank order, so all ranks have the same bits, and the same as those of the
-  small way.
+* all_reduce of at most `GroupAreas.small_bytes` bytes, and of two ranks: one exchange, in which
+  every rank adds all contributions. With two ranks, a slice that is added once would have to be
+  written and read once more. This moves as many bytes and needs one more barrier.
+* all_reduce of more bytes: every rank adds its slice from the other areas into its next area. After
+  a barrier all ranks copy all slices. The order of the additions is the rank order. All ranks
+  therefore get the same bits, and the same bits as in one exchange.
 
-Before the first barrier every rank writes what it does (operation, types, shapes) beside its
-area, and afterwards reads what the others do: where two differ, all raise, and nobody waits for
-what will not come.
+Before the first barrier every rank writes what it does (operation, types, shapes) beside its area,
+and afterwards reads what the others do. If two differ, all ranks raise, and no rank waits for data
+that never comes.
 
 Tensors here are flat (one dimension, contiguous).
 """
@@ -35,17 +32,21 @@ from paragrad.shm.reductions import Reduction
 from paragrad.shm.region import CACHE_LINE_BYTES
 from paragrad.shm.synchronization import DisseminationBarrier, GroupError, Peers, Semaphores
 
-# bytes up to which an all-reduce is one exchange, where every rank has a core to itself
+# up to this size an all-reduce is one exchange, if every rank has a core of its own
 SMALL_BYTES = 2**16
-# ... where ranks share cores, and a barrier costs as much as reading these
+# the same if ranks share cores: a barrier then costs as much as the reading of these bytes
 CROWDED_SMALL_BYTES = 2**19
-TITLE_BYTES = 512  # bytes in which a rank says what it does
-# views of areas that are kept: making one costs more than copying a kilobyte
+TITLE_BYTES = 512  # the longest text in which a rank describes what it does
 MAX_VIEWS = 4096
 
 
 class CollectiveTitle(NamedTuple):
-    """What a rank does, in words, and the digest by which ranks compare it."""
+    """The description of a collective.
+
+    Attributes:
+        text: The description in words.
+        digest: A digest of it, by which ranks compare what they do.
+    """
 
     text: str
     digest: bytes
@@ -53,17 +54,40 @@ class CollectiveTitle(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def make_title(text: str) -> CollectiveTitle:
+    """Make the title of a collective.
+
+    Args:
+        text: The description in words.
+    """
     return CollectiveTitle(
         text, hashlib.sha256(text.encode()).digest().ljust(CACHE_LINE_BYTES - 8, b"\0")
     )
 
 
 class GroupAreas:
-    """One rank's way into the areas of its group.
+    """One rank's access to the areas of its group.
 
-    areas: uint8 [2, size, area];  marks: bytes [2, size, LINE], what each rank does (a digest)
-    and its how manieth collective that is;  titles: bytes [size, TITLE], the same in words,
-    where they differ;  signals: semaphore `from * size + to`; crowded: ranks share cores.
+    Attributes:
+        rank: The number of this rank.
+        size: The number of ranks.
+        memory: The areas, uint8 [2, size, bytes of an area].
+        marks: bytes [2, size, CACHE_LINE_BYTES]: the digest of what each rank does, and the number
+            of this collective.
+        titles: bytes [size, TITLE_BYTES]: the same in words, if ranks disagree.
+        group_barrier: The barrier of the group.
+        peers: The processes of the other ranks.
+        area_bytes: The size of an area.
+        small_bytes: The largest all-reduce that is one exchange.
+        part_bytes: The size of a part, if an area has one part for each rank.
+        turn: Which of the two areas is written now.
+        collective_count: The number of collectives so far.
+        title: The current collective.
+        own_mark: The slice of this rank's mark, by turn.
+        all_marks: The slice of all ranks' marks, by turn.
+        expected_mark: The mark that all ranks must have; None once it has been compared.
+        deadline: The time limit of the current collective, on the monotonic clock.
+        is_background: No caller waits for the current collective, so waits do not spin.
+        cached_views: Views of areas. To make one costs more than to copy a kilobyte.
     """
 
     def __init__(
@@ -77,6 +101,18 @@ class GroupAreas:
         peers: Peers,
         crowded: bool,
     ) -> None:
+        """Take the sections of the group's region.
+
+        Args:
+            rank: The number of this rank.
+            size: The number of ranks.
+            memory: The areas.
+            marks: The marks of all ranks.
+            titles: The titles of all ranks.
+            signals: The barrier's semaphores: number `from * size + to`.
+            peers: The processes of the other ranks.
+            crowded: Whether ranks share cores.
+        """
         self.rank = rank
         self.size = size
         self.memory = memory
@@ -84,22 +120,23 @@ class GroupAreas:
         self.titles = titles
         self.group_barrier = DisseminationBarrier(rank, size, signals, peers)
         self.peers = peers
-        self.area_bytes = memory.size(2)  # bytes of one area
+        self.area_bytes = memory.size(2)
         self.small_bytes = CROWDED_SMALL_BYTES if crowded else SMALL_BYTES
-        # bytes of an area cut in one part per rank
         self.part_bytes = self.area_bytes // size // CACHE_LINE_BYTES * CACHE_LINE_BYTES
-        # which of the two areas is written
         self.turn = 0
-        self.collective_count = 0  # collectives so far
+        self.collective_count = 0
         self.title = make_title("")
-        lines = [
+        mark_offsets = [
             [turn * size * CACHE_LINE_BYTES, (turn * size + rank) * CACHE_LINE_BYTES]
             for turn in (0, 1)
         ]
-        # by turn
-        self.own_mark = [slice(own, own + CACHE_LINE_BYTES) for _, own in lines]
-        self.all_marks = [slice(first, first + size * CACHE_LINE_BYTES) for first, _ in lines]
-        # what all ranks must be doing, until that was seen
+        self.own_mark = [
+            slice(own_offset, own_offset + CACHE_LINE_BYTES) for _, own_offset in mark_offsets
+        ]
+        self.all_marks = [
+            slice(first_offset, first_offset + size * CACHE_LINE_BYTES)
+            for first_offset, _ in mark_offsets
+        ]
         self.expected_mark: bytes | None = None
         self.deadline = 0.0
         self.is_background = False
@@ -108,36 +145,48 @@ class GroupAreas:
     def begin_collective(
         self, title: CollectiveTitle, deadline: float, is_background: bool = False
     ) -> None:
-        """A collective begins. patient: nobody waits for it, so do not spin."""
+        """Begin a collective.
+
+        Args:
+            title: The description of the collective.
+            deadline: The time limit, on the monotonic clock.
+            is_background: No caller waits for it, so do not spin.
+
+        Raises:
+            GroupError: The group was abandoned.
+        """
         self.collective_count = self.collective_count + 1
         number = self.collective_count
         self.title = title
         self.deadline = deadline
         self.is_background = is_background
-        # who comes late to a group that was given up must not let others go on
+        # a rank that comes late to an abandoned group must not let others continue
         self.peers.check_abandoned(self.describe_progress)
         self.expected_mark = title.digest + number.to_bytes(8, "little")
         self.marks[self.own_mark[self.turn]] = self.expected_mark
 
     def barrier(self) -> None:
-        """Until every rank has come here: what each wrote before, all may read after. Raises
-        GroupError.
+        """Wait until every rank is here. What a rank wrote before can then be read by all.
+
+        Raises:
+            GroupError: A rank died, came too late, abandoned the group, or does another collective.
         """
         self.group_barrier.wait(self.deadline, self.describe_progress, self.is_background)
         turn, self.turn = self.turn, 1 - self.turn
         if self.expected_mark is not None:
-            agree = self.marks[self.all_marks[turn]] == self.expected_mark * self.size
+            is_equal = self.marks[self.all_marks[turn]] == self.expected_mark * self.size
             self.expected_mark = None
-            if not agree:
+            if not is_equal:
                 raise self._make_mismatch_error()
 
     def report_interrupt(self) -> None:
-        """Ctrl-C within a collective: the others must not wait for this rank."""
+        """Abandon the group after Ctrl-C, so that other ranks do not wait for this one."""
         self.peers.abandon_group(f"rank {self.rank} was interrupted in {self.describe_progress()}")
 
     def describe_progress(self) -> str:
-        """What this rank is doing, and who has not begun it: read without a signal, for a
-        message only.
+        """Describe what this rank does, and which ranks have not begun it.
+
+        It reads the marks without synchronization, so the result is only for messages.
         """
         numbers = [
             max(
@@ -162,23 +211,46 @@ class GroupAreas:
         )
 
     def view_own(self, dtype: torch.dtype, count: int, offset: int = 0) -> Tensor:
-        """`count` elements of the own area from byte `at` on, to write before the next
-        barrier.
+        """View elements of the own area, to write before the next barrier.
+
+        Args:
+            dtype: The type of the elements.
+            count: The number of elements.
+            offset: The offset of the first byte.
         """
         return self.get_view(self.turn, self.rank, dtype, count, offset)
 
     def view_rank(self, rank: int, dtype: torch.dtype, count: int, offset: int = 0) -> Tensor:
-        """The same of what a rank wrote before the last barrier."""
+        """View elements that a rank wrote before the last barrier.
+
+        Args:
+            rank: The rank.
+            dtype: The type of the elements.
+            count: The number of elements.
+            offset: The offset of the first byte.
+        """
         return self.get_view(1 - self.turn, rank, dtype, count, offset)
 
     def view_all_ranks(self, dtype: torch.dtype, count: int) -> list[Tensor]:
-        """`of` every rank."""
+        """View elements that each rank wrote before the last barrier.
+
+        Args:
+            dtype: The type of the elements.
+            count: The number of elements.
+        """
         return [self.view_rank(rank, dtype, count) for rank in range(self.size)]
 
     def write_own(
         self, flat: Tensor, start: int = 0, stop: int | None = None, offset: int = 0
     ) -> None:
-        """Write elements start to stop, as far as there are."""
+        """Write a range of a tensor, as far as it has elements, into the own area.
+
+        Args:
+            flat: The tensor.
+            start: The first element.
+            stop: The end of the range; None for the tensor's end.
+            offset: The offset of the first byte in the area.
+        """
         if start or stop is not None:
             flat = flat[start:stop]
         if count := flat.numel():
@@ -187,26 +259,45 @@ class GroupAreas:
     def read_rank(
         self, rank: int, flat: Tensor, start: int = 0, stop: int | None = None, offset: int = 0
     ) -> None:
-        """Read what a rank has put into elements start to stop, as far as there are."""
+        """Read what a rank wrote into a range of a tensor, as far as it has elements.
+
+        Args:
+            rank: The rank.
+            flat: The tensor.
+            start: The first element.
+            stop: The end of the range; None for the tensor's end.
+            offset: The offset of the first byte in the area.
+        """
         part = flat[start:stop]
         if count := part.numel():
             part.copy_(self.view_rank(rank, flat.dtype, count, offset))
 
     def get_view(self, turn: int, rank: int, dtype: torch.dtype, count: int, offset: int) -> Tensor:
+        """Return a view of an area; views are cached.
+
+        Args:
+            turn: Which of the two areas.
+            rank: The rank that writes the area.
+            dtype: The type of the elements.
+            count: The number of elements.
+            offset: The offset of the first byte.
+        """
         key = turn, rank, dtype, count, offset
         view = self.cached_views.get(key)
         if view is None:
             if len(self.cached_views) >= MAX_VIEWS:
                 self.cached_views.clear()
-            # who asks first may be in it; others, who write, come later
+            # The first caller may be in inference mode; later callers may write.
             with torch.inference_mode(False):
                 view = self.memory[turn, rank, offset : offset + count * dtype.itemsize].view(dtype)
                 self.cached_views[key] = view
         return view
 
     def _make_mismatch_error(self) -> GroupError:
-        """All have met here and see it; they meet once more to say it in words, and may go on
-        together.
+        """Make the error of ranks that disagree.
+
+        All ranks see the disagreement. They meet once more to exchange their titles in words, and
+        may continue together afterwards.
         """
         text = self.title.text.encode()[:TITLE_BYTES].ljust(TITLE_BYTES, b"\0")
         self.titles[self.rank * TITLE_BYTES : (self.rank + 1) * TITLE_BYTES] = text
@@ -229,7 +320,12 @@ class GroupAreas:
 
 
 class ShortSum:
-    """The sum of a short tensor over all ranks, with the views of the areas made beforehand."""
+    """The sum of a short tensor over all ranks, with prepared views of the areas.
+
+    Attributes:
+        title: The description of the collective.
+        views: The views of the areas, by turn and rank.
+    """
 
     def __init__(self, areas: GroupAreas, title: CollectiveTitle, tensor: Tensor) -> None:
         self.title = title
@@ -246,12 +342,17 @@ class ShortSum:
             ]
 
     def sum_ranks(self, tensor: Tensor, areas: GroupAreas) -> None:
-        """As `all_reduce`."""
+        """Sum a tensor over all ranks, as `all_reduce_flat` does.
+
+        Args:
+            tensor: The contribution, which takes the sum.
+            areas: The areas of the group.
+        """
         views = self.views[areas.turn]
         views[areas.rank].copy_(tensor)
         areas.barrier()
         if areas.size == 2:
-            tensor.add_(views[1 - areas.rank])  # a + b and b + a are the same bits
+            tensor.add_(views[1 - areas.rank])  # a + b and b + a have the same bits
         elif areas.size > 2:
             torch.add(views[0], views[1], out=tensor)
             for view in views[2:]:
@@ -259,8 +360,16 @@ class ShortSum:
 
 
 def split_range(count: int, limit: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of pieces of at most `limit` elements; one of none where there is nothing:
-    ranks meet all the same.
+    """Split a number of elements into pieces.
+
+    Without elements there is one empty piece, because the ranks meet anyway.
+
+    Args:
+        count: The number of elements.
+        limit: The largest number of elements of a piece.
+
+    Yields:
+        The start and the stop of each piece.
     """
     for start in range(0, max(count, 1), limit):
         yield start, min(start + limit, count)
@@ -268,24 +377,36 @@ def split_range(count: int, limit: int) -> Iterator[tuple[int, int]]:
 
 # ---- the operations --------------------------------------------------------------------------
 def run_barrier(areas: GroupAreas) -> None:
+    """Wait until every rank is here.
+
+    Args:
+        areas: The areas of the group.
+    """
     areas.barrier()
 
 
 def all_reduce_flat(
     areas: GroupAreas, flat: Tensor, reduction: Reduction, root: int | None = None
 ) -> None:
-    """Every rank's flat becomes the reduction of all; with a root only that rank's."""
+    """Replace every rank's tensor by the reduction of all.
+
+    Args:
+        areas: The areas of the group.
+        flat: The contribution, which takes the result.
+        reduction: The reduction.
+        root: The only rank that gets the result; None for all ranks.
+    """
     count = flat.numel()
     dtype = flat.dtype
     ranks = range(areas.size)
     limit = areas.area_bytes // dtype.itemsize
-    wants = root is None or root == areas.rank
+    needs_result = root is None or root == areas.rank
     if areas.size == 2 or count * dtype.itemsize <= areas.small_bytes:
         for start, stop in split_range(count, limit):
             part = flat if stop - start == count else flat[start:stop]
             areas.write_own(part)
             areas.barrier()
-            if wants and stop > start:
+            if needs_result and stop > start:
                 reduction.combine(
                     part,
                     areas.view_all_ranks(dtype, stop - start)
@@ -298,29 +419,40 @@ def all_reduce_flat(
         return
     for start, stop in split_range(count, limit):
         part = flat[start:stop]
-        cuts = [len(part) * rank // areas.size for rank in range(areas.size + 1)]
-        low = cuts[areas.rank]
-        high = cuts[areas.rank + 1]
+        bounds = [len(part) * rank // areas.size for rank in range(areas.size + 1)]
+        low = bounds[areas.rank]
+        high = bounds[areas.rank + 1]
         areas.write_own(part, 0, low)
         areas.write_own(part, high, None, offset=high * dtype.itemsize)
         areas.barrier()
-        slice_ = part[low:high]
-        at = low * dtype.itemsize
+        own_slice = part[low:high]
+        offset = low * dtype.itemsize
         if high > low:
             reduction.combine(
-                areas.view_own(dtype, high - low, at),
+                areas.view_own(dtype, high - low, offset),
                 [
-                    slice_ if rank == areas.rank else areas.view_rank(rank, dtype, high - low, at)
+                    own_slice
+                    if rank == areas.rank
+                    else areas.view_rank(rank, dtype, high - low, offset)
                     for rank in ranks
                 ],
             )
         areas.barrier()
-        if wants:
+        if needs_result:
             for rank in ranks:
-                areas.read_rank(rank, part, cuts[rank], cuts[rank + 1], cuts[rank] * dtype.itemsize)
+                areas.read_rank(
+                    rank, part, bounds[rank], bounds[rank + 1], bounds[rank] * dtype.itemsize
+                )
 
 
 def broadcast_flat(areas: GroupAreas, flat: Tensor, root: int) -> None:
+    """Overwrite every rank's tensor with the root's.
+
+    Args:
+        areas: The areas of the group.
+        flat: The tensor.
+        root: The rank that sends.
+    """
     for start, stop in split_range(flat.numel(), areas.area_bytes // flat.dtype.itemsize):
         if areas.rank == root:
             areas.write_own(flat, start, stop)
@@ -330,7 +462,13 @@ def broadcast_flat(areas: GroupAreas, flat: Tensor, root: int) -> None:
 
 
 def all_gather_flat(areas: GroupAreas, outputs: Sequence[Tensor], flat: Tensor) -> None:
-    """outputs[rank] becomes that rank's flat; they may differ in length."""
+    """Copy each rank's tensor to all ranks.
+
+    Args:
+        areas: The areas of the group.
+        outputs: Take the tensors, by rank; their lengths may differ.
+        flat: This rank's tensor.
+    """
     for start, stop in split_range(max(map(len, outputs)), areas.area_bytes // flat.dtype.itemsize):
         areas.write_own(flat, start, stop)
         areas.barrier()
@@ -339,7 +477,13 @@ def all_gather_flat(areas: GroupAreas, outputs: Sequence[Tensor], flat: Tensor) 
 
 
 def gather_flat(areas: GroupAreas, outputs: Sequence[Tensor] | None, flat: Tensor) -> None:
-    """The same, at the root alone; the others give None, and all flats are of one length."""
+    """Copy each rank's tensor to the root. All tensors have the same length.
+
+    Args:
+        areas: The areas of the group.
+        outputs: Take the tensors, by rank; None on other ranks than the root.
+        flat: This rank's tensor.
+    """
     for start, stop in split_range(len(flat), areas.area_bytes // flat.dtype.itemsize):
         areas.write_own(flat, start, stop)
         areas.barrier()
@@ -350,7 +494,14 @@ def gather_flat(areas: GroupAreas, outputs: Sequence[Tensor] | None, flat: Tenso
 def scatter_flat(
     areas: GroupAreas, flat: Tensor, inputs: Sequence[Tensor] | None, root: int
 ) -> None:
-    """Every rank's flat becomes the root's inputs[rank], all of one length."""
+    """Copy to each rank its tensor of the root. All tensors have the same length.
+
+    Args:
+        areas: The areas of the group.
+        flat: Takes this rank's tensor.
+        inputs: The tensors, by rank; None on other ranks than the root.
+        root: The rank that sends.
+    """
     for start, stop in split_range(len(flat), areas.part_bytes // flat.dtype.itemsize):
         for rank, each in enumerate(inputs or ()):
             areas.write_own(each, start, stop, rank * areas.part_bytes)
@@ -361,13 +512,18 @@ def scatter_flat(
 def reduce_scatter_flat(
     areas: GroupAreas, flat: Tensor, inputs: Sequence[Tensor], reduction: Reduction
 ) -> None:
-    """flat becomes the reduction of all ranks' inputs[own rank]; inputs may differ in length
-    among themselves.
+    """Reduce tensors over all ranks, and give each rank the result of its own number.
+
+    Args:
+        areas: The areas of the group.
+        flat: Takes the reduction of all ranks' inputs[own rank].
+        inputs: The contributions, by rank that gets the result; their lengths may differ.
+        reduction: The reduction.
     """
     dtype = flat.dtype
     for start, stop in split_range(max(map(len, inputs)), areas.part_bytes // dtype.itemsize):
         for rank, each in enumerate(inputs):
-            # the own one too: flat may lie in it
+            # also this rank's own input: `flat` may share its memory
             areas.write_own(each, start, stop, rank * areas.part_bytes)
         areas.barrier()
         part = flat[start:stop]
@@ -382,21 +538,27 @@ def reduce_scatter_flat(
 
 
 def all_to_all_flat(areas: GroupAreas, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """outputs[rank] becomes that rank's inputs[own rank]; every pair of ranks may have a length
-    of its own.
+    """Copy each rank's inputs[own rank] into outputs[that rank].
+
+    Args:
+        areas: The areas of the group.
+        outputs: Take the tensors, by the rank that sends.
+        inputs: The tensors, by the rank that receives. Each pair of ranks may have another length.
+
+    Raises:
+        GroupError: A sender and a receiver have different lengths.
     """
     lengths = torch.tensor([len(each) for each in inputs])
-    table = [torch.empty_like(lengths) for _ in inputs]
-    all_gather_flat(areas, table, lengths)
+    lengths_by_rank = [torch.empty_like(lengths) for _ in inputs]
+    all_gather_flat(areas, lengths_by_rank, lengths)
     for rank, output in enumerate(outputs):
-        if table[rank][areas.rank] != len(output):
+        if lengths_by_rank[rank][areas.rank] != len(output):
             raise areas.peers.abandon_group(
-                f"rank {rank} sends {int(table[rank][areas.rank])} elements to rank {areas.rank}, "
-                f"which "
-                f"takes {len(output)}, in {areas.describe_progress()}"
+                f"rank {rank} sends {int(lengths_by_rank[rank][areas.rank])} elements to rank "
+                f"{areas.rank}, which takes {len(output)}, in {areas.describe_progress()}"
             )
     for start, stop in split_range(
-        int(torch.stack(table).max()), areas.part_bytes // inputs[0].dtype.itemsize
+        int(torch.stack(lengths_by_rank).max()), areas.part_bytes // inputs[0].dtype.itemsize
     ):
         for rank, each in enumerate(inputs):
             areas.write_own(each, start, stop, rank * areas.part_bytes)

@@ -1,4 +1,4 @@
-"""Tensors as collectives take them, flat and contiguous, and as messages name them."""
+"""Tensors as collectives take them (flat and contiguous), and their description in messages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from torch import Tensor
 from paragrad.shm.collectives import GroupAreas
 
 FlatTensors = list[Tensor]
-FlatOperation = Callable[[GroupAreas, FlatTensors, FlatTensors], None]  # on flat outputs and inputs
+# (areas, outputs, inputs) of flat tensors
+FlatOperation = Callable[[GroupAreas, FlatTensors, FlatTensors], None]
 
 
 def run_on_flat_tensors(
     operation: FlatOperation, outputs: Sequence[Tensor], inputs: Sequence[Tensor], areas: GroupAreas
 ) -> None:
-    """On flat tensors; outputs that are not contiguous get theirs copied back."""
-    outs = [_flatten_tensor(each) for each in outputs]
-    operation(areas, outs, [_flatten_tensor(each) for each in inputs])
-    for place, output in enumerate(outputs):
+    """Run an operation on flat tensors, and copy the results into outputs that are not contiguous.
+
+    Args:
+        operation: The operation.
+        outputs: Tensors that take the results.
+        inputs: Tensors that the operation reads.
+        areas: The areas of the group.
+    """
+    flat_outputs = [_flatten_tensor(each) for each in outputs]
+    operation(areas, flat_outputs, [_flatten_tensor(each) for each in inputs])
+    for index, output in enumerate(outputs):
         if not output.is_contiguous():
-            output.detach().copy_(outs[place].view(output.shape))
+            output.detach().copy_(flat_outputs[index].view(output.shape))
 
 
 def _flatten_tensor(tensor: Tensor) -> Tensor:
@@ -32,6 +40,14 @@ def _flatten_tensor(tensor: Tensor) -> Tensor:
 
 
 def check_dense_cpu_tensor(tensor: Tensor) -> None:
+    """Check that the backend can take a tensor.
+
+    Args:
+        tensor: The tensor.
+
+    Raises:
+        ValueError: The tensor is not dense or not on the CPU.
+    """
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise ValueError(
             f"the backend shm takes dense tensors of the CPU, got {tensor.layout} on "
@@ -41,7 +57,12 @@ def check_dense_cpu_tensor(tensor: Tensor) -> None:
 
 
 def describe_tensors(operation: str, tensors: Sequence[Tensor]) -> str:
-    """Such as `all_reduce SUM of float32 [1024], 4096 bytes`."""
+    """Describe an operation and its tensors: `all_reduce SUM of float32 [1024], 4096 bytes`.
+
+    Args:
+        operation: The name of the operation.
+        tensors: The tensors.
+    """
     return _format_tensors(operation, *[(each.dtype, each.shape) for each in tensors])
 
 
@@ -60,4 +81,9 @@ def _name_dtype(dtype: torch.dtype) -> str:
 
 
 def name_tensor_dtype(tensor: Tensor) -> str:
+    """Name the type of a tensor, such as float32.
+
+    Args:
+        tensor: The tensor.
+    """
     return _name_dtype(tensor.dtype)

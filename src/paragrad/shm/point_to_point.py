@@ -1,21 +1,22 @@
-"""Messages from one rank to another: a ring of bytes in the region for every ordered pair of
-ranks.
+"""Point-to-point messages: a ring of bytes in the region for every ordered pair of ranks.
 
-The sender writes records into it, each a header and a piece of a message, and posts `filled`;
-the receiver copies the piece straight into its own tensor and posts `room`. Both know where a
-record begins from the lengths of those before it. A send is done when its last piece is in the
-ring, so one that fits does not wait for its receiver; of a longer one the pieces are copied in
-and out at the same time. (One copy by the kernel, process_vm_readv, was tried, and is slower:
-docs/shm.md.)
+The sender writes records into the ring, each a header and a piece of a message, and posts `filled`.
+The receiver copies the piece into its own tensor and posts `freed`. Both know where a record begins
+from the lengths of the records before it.
 
-A third semaphore, the bell of a rank, is rung for what it may wait for, so that a rank with
-nothing to move has one thing to wait at: with every piece for it, and with the room in a ring
-that was more than half full. Messages move on while their rank waits for anything else, or by
-the lane's daemon. So two ranks that both send more than a ring holds, and then receive, do not
-block each other.
+A send is done when its last piece is in the ring, so a message that fits does not wait for its
+receiver. The pieces of a longer message are copied in and out at the same time. (One copy by the
+kernel, process_vm_readv, was tried and is slower: docs/shm.md.)
 
-Between a pair of ranks messages of one tag arrive in the order they were sent. A message whose
-tag nobody wants yet is put aside as soon as a later one is wanted.
+A third semaphore of each rank is its doorbell. A rank therefore waits in one place for everything.
+The doorbell is posted with each piece sent to the rank, and when space becomes free in a ring that
+was more than half full.
+
+Messages move on while their rank waits for anything else, or by the daemon of the queue. Two ranks
+that both send more than a ring holds, and then receive, therefore do not block each other.
+
+Between a pair of ranks, messages of one tag arrive in the order of the sends. If no receive has the
+tag of a message, the message is set aside as soon as a later one is needed.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from paragrad.shm.region import CACHE_LINE_BYTES, align_to_cache_line
 from paragrad.shm.synchronization import GroupError, Peers, Semaphores
 from paragrad.shm.work import OperationQueue, ShmWork
 
-# bytes that are copied in before they are copied out; or a fourth of the message, or of the
-# ring
+# The smallest size of a piece. It grows to a fourth of the message, but not above a fourth of the
+# ring.
 PIECE_BYTES = 2**17
-# seconds before the daemon looks after receives: what has come may lie, and one thread more
-# costs much
+# The daemon completes receives only after this time. A message can wait in the ring, and a second
+# busy thread is expensive.
 RECEIVE_POLL_SECONDS = 0.02
 SEND = "send to"
 RECEIVE = "receive from"
-# bytes of the message, bytes in this record, tag, type, ring the bell for the room?
+# bytes of the message, bytes in this record, tag, type, whether to ring the bell for free space
 RECORD_HEADER = struct.Struct("<qqqqq")
 DTYPES = sorted(
     (value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str
@@ -53,9 +54,20 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class MessageWork(ShmWork):
-    """A send or receive of the bytes at an address.  peer: None takes from any rank;  until:
-    when it must be done, once somebody has asked whether it is: of what was only posted, nobody
-    waits for the other rank.
+    """A send or a receive of the bytes at an address.
+
+    Attributes:
+        deadline: When the operation must be done, on the monotonic clock. It is infinite until a
+            caller asks whether the operation is done: before, no caller waits for the other rank.
+        direction: `SEND` or `RECEIVE`.
+        peer: The other rank; None receives from any rank.
+        tag: The tag of the message.
+        moved_bytes: The number of bytes that were copied so far.
+        flat: The contiguous tensor that is sent or received into.
+        needs_copy_back: Whether a received message must be copied from `flat` into the tensor.
+        address: The address of `flat`.
+        bytes: The number of bytes.
+        dtype: The type of the elements.
     """
 
     deadline = math.inf
@@ -74,11 +86,10 @@ class MessageWork(ShmWork):
         self.peer = peer
         self.tag = tag
         self.moved_bytes = 0
-        # conjugates torch itself refuses
-        plain = tensor.is_contiguous() and not tensor.is_neg()
-        self.flat = tensor if plain else tensor.detach().resolve_neg().contiguous()
-        # a receive: goes back into the tensor
-        self.needs_copy_back = not plain
+        # torch itself refuses conjugated tensors
+        is_plain = tensor.is_contiguous() and not tensor.is_neg()
+        self.flat = tensor if is_plain else tensor.detach().resolve_neg().contiguous()
+        self.needs_copy_back = not is_plain
         self.address = self.flat.data_ptr()
         self.bytes = self.flat.nbytes
         self.dtype = tensor.dtype
@@ -94,7 +105,16 @@ class MessageWork(ShmWork):
 
 
 class UnclaimedMessage:
-    """A message that nobody has asked for yet."""
+    """A message that came before its receive.
+
+    Attributes:
+        tag: The tag of the message.
+        dtype: The type of the elements.
+        bytes: The number of bytes.
+        moved_bytes: The number of bytes that have come.
+        tensor: Holds the bytes.
+        address: The address of the bytes.
+    """
 
     def __init__(self, tag: int, dtype: torch.dtype, total: int) -> None:
         self.tag = tag
@@ -107,8 +127,13 @@ class UnclaimedMessage:
 
 @dataclass
 class OutgoingRing:
-    """What goes to one rank. at: where the next record begins;  free: bytes of the ring;  lent:
-    the records not given back.
+    """The ring to one rank, as its sender sees it.
+
+    Attributes:
+        free_bytes: The free space of the ring.
+        offset: Where the next record begins.
+        unreleased: The sizes of the records that the receiver has not freed.
+        messages: The messages that are not completely in the ring.
     """
 
     free_bytes: int
@@ -119,8 +144,12 @@ class OutgoingRing:
 
 @dataclass
 class IncomingRing:
-    """What comes from one rank. at: where the next record begins;  arriving: of what only a
-    part has come;  aside: whole.
+    """The ring from one rank, as its receiver sees it.
+
+    Attributes:
+        offset: Where the next record begins.
+        partial: The message of which only a part has come.
+        unclaimed: Complete messages that came before their receive.
     """
 
     offset: int = 0
@@ -129,9 +158,21 @@ class IncomingRing:
 
 
 class MessageQueue(OperationQueue):
-    """One rank's messages.
+    """The messages of one rank.
 
-    rings: uint8 [from, to, bytes];  filled, room: `from * size + to`;  bells: by rank.
+    Attributes:
+        rank: The number of this rank.
+        size: The number of ranks.
+        ring_bytes: The size of a ring.
+        filled: Semaphores for filled records, number `from * size + to`.
+        freed: Semaphores for freed records, number `from * size + to`.
+        doorbells: One semaphore for each rank.
+        peers: The processes of the other ranks.
+        start: The address of the rings.
+        memory: The bytes of the rings.
+        outgoing: The rings to other ranks, by rank.
+        incoming: The rings from other ranks, by rank.
+        receives: The receives that have not begun.
     """
 
     def __init__(
@@ -144,6 +185,17 @@ class MessageQueue(OperationQueue):
         doorbells: Semaphores,
         peers: Peers,
     ) -> None:
+        """Take the sections of the group's region.
+
+        Args:
+            rank: The number of this rank.
+            size: The number of ranks.
+            rings: uint8 [from, to, bytes of a ring].
+            filled: Semaphores for filled records, number `from * size + to`.
+            freed: Semaphores for freed records, number `from * size + to`.
+            doorbells: One semaphore for each rank.
+            peers: The processes of the other ranks.
+        """
         super().__init__(RECEIVE_POLL_SECONDS)
         self.rank = rank
         self.size = size
@@ -159,6 +211,17 @@ class MessageQueue(OperationQueue):
         self.receives: list[MessageWork] = []
 
     def send(self, tensor: Tensor, destination: int, tag: int, seconds: float) -> MessageWork:
+        """Start to send a tensor.
+
+        Args:
+            tensor: The tensor.
+            destination: The rank that receives.
+            tag: The tag of the message.
+            seconds: The time limit.
+
+        Returns:
+            The operation.
+        """
         message = MessageWork(self, SEND, tensor, destination, tag, seconds)
         outgoing = self.outgoing[destination]
         outgoing.messages.append(message)
@@ -166,6 +229,17 @@ class MessageQueue(OperationQueue):
         return message
 
     def receive(self, tensor: Tensor, source: int | None, tag: int, seconds: float) -> MessageWork:
+        """Start to receive into a tensor.
+
+        Args:
+            tensor: Takes the message.
+            source: The rank that sends; None for any rank.
+            tag: The tag of the message.
+            seconds: The time limit.
+
+        Returns:
+            The operation.
+        """
         message = MessageWork(self, RECEIVE, tensor, source, tag, seconds)
         self.receives.append(message)
         for peer in self.incoming if source is None else (source,):
@@ -175,7 +249,7 @@ class MessageQueue(OperationQueue):
     def _try_move(
         self, move: Callable[[int, Any], bool], peer: int, ring: OutgoingRing | IncomingRing
     ) -> None:
-        """Move what can be moved; whoever is at the lane is told."""
+        """Move what can be moved. If another thread runs the queue, ring the doorbell instead."""
         if not self.lock.acquire(blocking=False):
             self.doorbells.post(self.rank)
             return
@@ -188,7 +262,7 @@ class MessageQueue(OperationQueue):
 
     def leave_to_daemon(self, work: ShmWork) -> None:
         super().leave_to_daemon(work)
-        # the ring is full, and its receiver may wait
+        # the ring is full, and the receiver may be waiting
         if isinstance(work, MessageWork) and work.direction == SEND:
             super().mark_urgent(work)
 
@@ -198,8 +272,10 @@ class MessageQueue(OperationQueue):
         super().mark_urgent(work)
 
     def find_most_urgent(self, work: MessageWork) -> MessageWork:
-        """Of what was left to the daemon, what must be done first; this one, where nobody waits
-        for any.
+        """Find the operation with the earliest deadline among those left to the daemon.
+
+        Args:
+            work: The result if no operation is waiting.
         """
         with self.backlog.guard:
             waiting: list[Any] = [each for each in (work, *self.backlog.works) if not each.done]
@@ -219,7 +295,7 @@ class MessageQueue(OperationQueue):
         assert isinstance(work, MessageWork)
         try:
             while not work.done:
-                while self.doorbells.try_take(self.rank):  # rung before this look at everything
+                while self.doorbells.try_take(self.rank):  # the next line looks at everything
                     pass
                 if self._move_pieces() or work.done:
                     continue
@@ -228,13 +304,13 @@ class MessageQueue(OperationQueue):
                 if self.doorbells.wait(self.rank, 0 if is_background else self.peers.spins):
                     continue
                 while not work.done:
-                    first = self.find_most_urgent(work) if is_background else work
+                    most_urgent = self.find_most_urgent(work) if is_background else work
                     if self.peers.wait_one_slice(
                         self.doorbells,
                         self.rank,
-                        first.peer,
-                        first.deadline if is_background else deadline,
-                        first.__str__,
+                        most_urgent.peer,
+                        most_urgent.deadline if is_background else deadline,
+                        most_urgent.__str__,
                     ):
                         break
         except GroupError as error:
@@ -249,51 +325,51 @@ class MessageQueue(OperationQueue):
             incoming.partial = None
         waiting: list[Any] = [self.receives, *(each.messages for each in self.outgoing)]
         for messages in waiting:
-            while messages:  # to which another thread may add
+            while messages:  # another thread may append meanwhile
                 messages.pop().finish(error)
 
     def _move_pieces(self) -> bool:
-        """Move every piece that can be moved now; was there any?"""
+        """Move all pieces that can be moved now; tell whether there were any."""
         moved = False
-        for to, outgoing in enumerate(self.outgoing):
-            if outgoing.messages and self._send_pieces(to, outgoing):
+        for destination, outgoing in enumerate(self.outgoing):
+            if outgoing.messages and self._send_pieces(destination, outgoing):
                 moved = True
-        for frm, incoming in self.incoming.items():
-            if self._receive_pieces(frm, incoming):
+        for source, incoming in self.incoming.items():
+            if self._receive_pieces(source, incoming):
                 moved = True
         return moved
 
-    # ---- out ---------------------------------------------------------------------------------
+    # ---- send --------------------------------------------------------------------------------
     def _send_pieces(self, destination: int, outgoing: OutgoingRing) -> bool:
-        """Every piece that there is room for; was there any?"""
+        """Write all pieces that fit into the ring; tell whether there were any."""
         moved = False
         while outgoing.messages and self._send_piece(destination, outgoing):
             moved = True
         return moved
 
     def _send_piece(self, destination: int, outgoing: OutgoingRing) -> bool:
-        """The next piece of the first message into the ring; False if it has no room for it."""
+        """Write the next piece of the first message into the ring; return False without space."""
         message = outgoing.messages[0]
         pair = self.rank * self.size + destination
-        at = outgoing.offset
+        offset = outgoing.offset
         count = min(
             max(PIECE_BYTES, message.bytes // 4),
             self.ring_bytes // 4,
             message.bytes - message.moved_bytes,
-            self.ring_bytes - at - CACHE_LINE_BYTES,
+            self.ring_bytes - offset - CACHE_LINE_BYTES,
         )
-        record = CACHE_LINE_BYTES + align_to_cache_line(count)
-        while outgoing.free_bytes < record:
+        record_bytes = CACHE_LINE_BYTES + align_to_cache_line(count)
+        while outgoing.free_bytes < record_bytes:
             if not self.freed.try_take(pair):
                 return False
             outgoing.free_bytes += outgoing.unreleased.popleft()
-        outgoing.free_bytes -= record
-        outgoing.unreleased.append(record)
-        outgoing.offset = (at + record) % self.ring_bytes
-        place = pair * self.ring_bytes + at
+        outgoing.free_bytes -= record_bytes
+        outgoing.unreleased.append(record_bytes)
+        outgoing.offset = (offset + record_bytes) % self.ring_bytes
+        header_offset = pair * self.ring_bytes + offset
         RECORD_HEADER.pack_into(
             self.memory,
-            place,
+            header_offset,
             message.bytes,
             count,
             message.tag,
@@ -301,7 +377,9 @@ class MessageQueue(OperationQueue):
             outgoing.free_bytes < self.ring_bytes // 2,
         )
         ctypes.memmove(
-            self.start + place + CACHE_LINE_BYTES, message.address + message.moved_bytes, count
+            self.start + header_offset + CACHE_LINE_BYTES,
+            message.address + message.moved_bytes,
+            count,
         )
         self.filled.post(pair)
         self.doorbells.post(destination)
@@ -311,82 +389,84 @@ class MessageQueue(OperationQueue):
             message.finish()
         return True
 
-    # ---- in ----------------------------------------------------------------------------------
+    # ---- receive -----------------------------------------------------------------------------
     def _receive_pieces(self, source: int, incoming: IncomingRing) -> bool:
-        """Every piece that has come and somebody wants; was there any?"""
+        """Read all pieces that have come and that are needed; tell whether there were any."""
         moved = False
         while self._is_receive_waiting(source, incoming) and self._receive_piece(source, incoming):
             moved = True
         return moved
 
     def _is_receive_waiting(self, source: int, incoming: IncomingRing) -> bool:
-        """Does a receive want what comes next of this rank? What was put aside is given
-        first.
-        """
+        """Deliver unclaimed messages; tell whether a receive needs the next piece of a rank."""
         while incoming.unclaimed:
-            found = next(
+            match = next(
                 (
-                    (place, each, taker)
-                    for place, each in enumerate(incoming.unclaimed)
-                    if (taker := self._find_receive(source, each.tag)) is not None
+                    (index, message, receive)
+                    for index, message in enumerate(incoming.unclaimed)
+                    if (receive := self._find_receive(source, message.tag)) is not None
                 ),
                 None,
             )
-            if found is None:
+            if match is None:
                 break
-            place, each, taker = found
-            del incoming.unclaimed[place]
-            self._check_match(source, taker, each.tag, each.dtype, each.bytes)
-            self.receives.remove(taker)
-            ctypes.memmove(taker.address, each.address, each.bytes)
-            self._complete_receive(source, taker)
+            index, message, receive = match
+            del incoming.unclaimed[index]
+            self._check_match(source, receive, message.tag, message.dtype, message.bytes)
+            self.receives.remove(receive)
+            ctypes.memmove(receive.address, message.address, message.bytes)
+            self._complete_receive(source, receive)
         return incoming.partial is not None or any(
-            each.peer in (source, None) for each in self.receives
+            message.peer in (source, None) for message in self.receives
         )
 
     def _receive_piece(self, source: int, incoming: IncomingRing) -> bool:
-        """The next piece out of the ring; False if there is none."""
+        """Read the next piece from the ring; return False if there is none."""
         pair = source * self.size + self.rank
         if not self.filled.try_take(pair):
             return False
-        place = pair * self.ring_bytes + incoming.offset
-        total, count, tag, number, told = RECORD_HEADER.unpack_from(self.memory, place)
+        header_offset = pair * self.ring_bytes + incoming.offset
+        total, count, tag, dtype_number, rings_bell = RECORD_HEADER.unpack_from(
+            self.memory, header_offset
+        )
         incoming.offset = (
             incoming.offset + CACHE_LINE_BYTES + align_to_cache_line(count)
         ) % self.ring_bytes
-        into = incoming.partial or self._begin_message(source, tag, DTYPES[number], total)
+        message = incoming.partial or self._begin_message(source, tag, DTYPES[dtype_number], total)
         ctypes.memmove(
-            into.address + into.moved_bytes, self.start + place + CACHE_LINE_BYTES, count
+            message.address + message.moved_bytes,
+            self.start + header_offset + CACHE_LINE_BYTES,
+            count,
         )
         self.freed.post(pair)
-        if told:
+        if rings_bell:
             self.doorbells.post(source)
-        into.moved_bytes += count
-        if into.moved_bytes < total:
-            incoming.partial = into
+        message.moved_bytes += count
+        if message.moved_bytes < total:
+            incoming.partial = message
             return True
         incoming.partial = None
-        if isinstance(into, MessageWork):
-            self._complete_receive(source, into)
+        if isinstance(message, MessageWork):
+            self._complete_receive(source, message)
         else:
-            incoming.unclaimed.append(into)
+            incoming.unclaimed.append(message)
         return True
 
     def _begin_message(
         self, source: int, tag: int, dtype: torch.dtype, total: int
     ) -> MessageWork | UnclaimedMessage:
-        taker = self._find_receive(source, tag)
-        if taker is None:
+        receive = self._find_receive(source, tag)
+        if receive is None:
             return UnclaimedMessage(tag, dtype, total)
-        self._check_match(source, taker, tag, dtype, total)
-        self.receives.remove(taker)
-        return taker
+        self._check_match(source, receive, tag, dtype, total)
+        self.receives.remove(receive)
+        return receive
 
     def _find_receive(self, source: int, tag: int) -> MessageWork | None:
-        """The first receive that asks for it."""
-        for each in self.receives:
-            if each.tag == tag and (each.peer == source or each.peer is None):
-                return each
+        """Find the first receive for a message of this rank and tag."""
+        for receive in self.receives:
+            if receive.tag == tag and (receive.peer == source or receive.peer is None):
+                return receive
         return None
 
     def _check_match(

@@ -1,16 +1,14 @@
-"""The process group `shm`: torch.distributed's operations for CPU tensors of ranks on one Linux
-host.
+"""The process group `shm`: torch.distributed's operations on CPU tensors of one Linux host.
 
     import paragrad.backends
-    dist.init_process_group("shm", ...)         # the one word that changes in a script for gloo
+    dist.init_process_group("shm", ...)         # instead of "gloo"
 
-A region per group holds everything: its ranks' processes, semaphores, areas of the collectives,
-blocks of the messages. Rank 0 makes it and tells the others through the store; from then on no
-port, no file and no store is needed.
+Each group has one region with everything: the process ids of its ranks, semaphores, areas of the
+collectives and rings of the messages. Rank 0 makes the region and sends its address through the
+store. Afterwards the group needs no port, no file and no store.
 
-torch's own methods take the place of everything here only in C++: it looks for the old and the
-new names of operations (2.11 asks for `_allgather_base`, 2.13 for `all_gather_single`), so both
-are there.
+torch calls most methods here from C++, and the names depend on its version: 2.11 looks for
+`_allgather_base`, 2.13 for `all_gather_single`. Both names are therefore defined.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ from paragrad.shm.flat_tensors import (
 from paragrad.shm.reductions import SUM, find_reduction
 from paragrad.shm.work import COMPLETED_WORK, OperationQueue, ShmWork
 
-# seconds that a group which is left still gives to what nobody waited for
+# time in which a closed group completes the operations that no caller waited for
 CLOSE_SECONDS = 1.0
 
 _NO_TIME = timedelta(0)
 
 
 def register_backend() -> None:
-    """Tell torch.distributed of the backend, once."""
+    """Register the backend shm with torch.distributed, once."""
     if not hasattr(dist.Backend, "SHM"):
         dist.Backend.register_backend(
             "shm", _create_process_group, extended_api=True, devices=["cpu"]
@@ -56,14 +54,14 @@ def register_backend() -> None:
 
 def _create_process_group(backend_options: Any, options: Any) -> SharedMemoryGroup:
     seconds = backend_options.timeout.total_seconds()
-    neighbours = dist.get_world_size() if dist.is_initialized() else backend_options.group_size
+    local_ranks = dist.get_world_size() if dist.is_initialized() else backend_options.group_size
     return SharedMemoryGroup(
         attach_group(
             backend_options.store,
             backend_options.group_rank,
             backend_options.group_size,
             seconds,
-            neighbours,
+            local_ranks,
         ),
         backend_options.group_id,
         seconds,
@@ -71,7 +69,17 @@ def _create_process_group(backend_options: Any, options: Any) -> SharedMemoryGro
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """One rank's end of a group; made by torch.distributed."""
+    """One rank's end of a group. torch.distributed creates it.
+
+    Attributes:
+        attached: The parts of the group that this rank uses.
+        seconds: The time limit of an operation.
+        collective_queue: The collectives.
+        message_queue: The point-to-point messages.
+        peers: The processes of the other ranks.
+        names: The name and the description of the group.
+        finalizer: Closes the group.
+    """
 
     def __init__(self, attached: AttachedGroup, name: str, seconds: float) -> None:
         super().__init__(attached.rank, attached.size)
@@ -85,7 +93,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self, _close_group, (self.collective_queue, self.message_queue), attached
         )
 
-    # ---- what torch asks of a group ----------------------------------------------------------
+    # ---- the interface of torch's groups -----------------------------------------------------
     def getBackendName(self) -> str:  # noqa: N802
         return "shm"
 
@@ -116,7 +124,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Collectives are numbered anyway."""
+        """Do nothing: collectives are numbered anyway."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self.collective_queue.areas.collective_count
@@ -150,21 +158,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _queue_reduction(
         self, operation: str, tensors: list[Tensor], opts: Any, root: int | None = None
     ) -> ShmWork:
-        how = find_reduction(opts.reduceOp, tensors[0].dtype)
+        reduction = find_reduction(opts.reduceOp, tensors[0].dtype)
 
-        def run(port: GroupAreas, outs: FlatTensors, _: FlatTensors) -> None:
+        def run(areas: GroupAreas, outs: FlatTensors, _: FlatTensors) -> None:
             for out in outs:
-                collectives.all_reduce_flat(port, out, how, root)
+                collectives.all_reduce_flat(areas, out, reduction, root)
 
-        words = describe_tensors(f"{operation} {how.name}", tensors)
+        description = describe_tensors(f"{operation} {reduction.name}", tensors)
         if operation == "all_reduce" and opts.reduceOp == SUM:
-            self.collective_queue.remember_short_sum(make_title(words), tensors[0])
-        return self._queue_collective(words, run, tensors, (), opts)
+            self.collective_queue.remember_short_sum(make_title(description), tensors[0])
+        return self._queue_collective(description, run, tensors, (), opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
-        def run(port: GroupAreas, outs: FlatTensors, _: FlatTensors) -> None:
+        def run(areas: GroupAreas, outs: FlatTensors, _: FlatTensors) -> None:
             for out in outs:
-                collectives.broadcast_flat(port, out, root)
+                collectives.broadcast_flat(areas, out, root)
 
         root = opts.rootRank
         return self._queue_collective(
@@ -174,28 +182,34 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> ShmWork:
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            collectives.all_gather_flat(port, outs, ins[0])
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.all_gather_flat(areas, outs, ins[0])
 
         title = describe_tensors("all_gather", outputs[0])
-        own = outputs[0][self.rank()]
-        # all ranks raise, and this one is named
-        if own.numel() != inputs[0].numel() or own.dtype != inputs[0].dtype:
+        own_output = outputs[0][self.rank()]
+        # with such a title all ranks raise, and the message names this rank
+        if own_output.numel() != inputs[0].numel() or own_output.dtype != inputs[0].dtype:
             title += f", of which rank {self.rank()} gives {describe_tensors('', inputs)}"
         return self._queue_collective(title, run, outputs[0], inputs, opts)
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> ShmWork:
-        """outputs[rank][i] becomes that rank's inputs[i]."""
+        """Gather several tensors: outputs[rank][i] becomes that rank's inputs[i].
 
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            for place, each in enumerate(ins):
-                collectives.all_gather_flat(port, outs[place :: len(ins)], each)
+        Args:
+            outputs: Take the results.
+            inputs: This rank's tensors.
+            opts: The options of torch.distributed.
+        """
 
-        everything = [each for row in outputs for each in row]
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            for index, tensor in enumerate(ins):
+                collectives.all_gather_flat(areas, outs[index :: len(ins)], tensor)
+
+        all_outputs = [tensor for row in outputs for tensor in row]
         return self._queue_collective(
-            describe_tensors("all_gather_coalesced", inputs), run, everything, inputs, opts
+            describe_tensors("all_gather_coalesced", inputs), run, all_outputs, inputs, opts
         )
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ShmWork:
@@ -204,11 +218,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> ShmWork:
-        """outputs[i] becomes all ranks' inputs[i], one after another or stacked."""
+        """Gather several tensors: outputs[i] becomes all ranks' inputs[i], concatenated or stacked.
 
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            for out, each in zip(outs, ins, strict=True):
-                collectives.all_gather_flat(port, self._split_evenly(out), each)
+        Args:
+            outputs: Take the results.
+            inputs: This rank's tensors.
+            opts: The options of torch.distributed.
+        """
+
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            for out, tensor in zip(outs, ins, strict=True):
+                collectives.all_gather_flat(areas, self._split_evenly(out), tensor)
 
         self._check_lengths("all_gather", outputs, inputs)
         return self._queue_collective(
@@ -216,8 +236,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         )
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            collectives.gather_flat(port, outs, ins[0])
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.gather_flat(areas, outs, ins[0])
 
         results = outputs[0] if outputs else []
         if any(each.numel() != inputs[0].numel() for each in results):
@@ -230,35 +250,39 @@ class SharedMemoryGroup(dist.ProcessGroup):
         )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            collectives.scatter_flat(port, outs[0], ins, root)
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.scatter_flat(areas, outs[0], ins, root)
 
         root = opts.rootRank
-        given = inputs[0] if inputs else []
-        if any(each.numel() != outputs[0].numel() for each in given):
+        contributions = inputs[0] if inputs else []
+        if any(each.numel() != outputs[0].numel() for each in contributions):
             raise ValueError(
                 f"scatter wants tensors of one length, got "
-                f"{describe_tensors('', [*outputs, *given])}"
+                f"{describe_tensors('', [*outputs, *contributions])}"
             )
         return self._queue_collective(
-            describe_tensors(f"scatter from {root}", outputs), run, outputs, given, opts
+            describe_tensors(f"scatter from {root}", outputs), run, outputs, contributions, opts
         )
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> ShmWork:
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            collectives.reduce_scatter_flat(port, outs[0], ins, how)
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.reduce_scatter_flat(areas, outs[0], ins, reduction)
 
         opts = opts or dist.ReduceScatterOptions()
-        how = find_reduction(opts.reduceOp, outputs[0].dtype)
+        reduction = find_reduction(opts.reduceOp, outputs[0].dtype)
         if inputs[0][self.rank()].numel() != outputs[0].numel():
             raise ValueError(
                 f"reduce_scatter: rank {self.rank()} takes {describe_tensors('', outputs)} of "
                 f"{describe_tensors('', inputs[0])}"
             )
         return self._queue_collective(
-            describe_tensors(f"reduce_scatter {how.name}", inputs[0]), run, outputs, inputs[0], opts
+            describe_tensors(f"reduce_scatter {reduction.name}", inputs[0]),
+            run,
+            outputs,
+            inputs[0],
+            opts,
         )
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ShmWork:
@@ -267,15 +291,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> ShmWork:
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            for out, each in zip(outs, ins, strict=True):
-                collectives.reduce_scatter_flat(port, out, self._split_evenly(each), how)
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            for out, tensor in zip(outs, ins, strict=True):
+                collectives.reduce_scatter_flat(areas, out, self._split_evenly(tensor), reduction)
 
         opts = opts or dist.ReduceScatterOptions()
-        how = find_reduction(opts.reduceOp, outputs[0].dtype)
+        reduction = find_reduction(opts.reduceOp, outputs[0].dtype)
         self._check_lengths("reduce_scatter", inputs, outputs)
         return self._queue_collective(
-            describe_tensors(f"reduce_scatter_single {how.name}", inputs),
+            describe_tensors(f"reduce_scatter_single {reduction.name}", inputs),
             run,
             outputs,
             inputs,
@@ -283,8 +307,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            collectives.all_to_all_flat(port, outs, ins)
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            collectives.all_to_all_flat(areas, outs, ins)
 
         return self._queue_collective(
             f"all_to_all of {name_tensor_dtype(inputs[0])}", run, outputs, inputs, opts
@@ -298,11 +322,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         input_rows: list[int],
         opts: Any = None,
     ) -> ShmWork:
-        """Split along the first dim, by the numbers of rows given, or evenly."""
+        """Exchange the parts of a tensor, split along the first dim.
 
-        def run(port: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+        Args:
+            output: Takes the parts of all ranks.
+            tensor: The parts for all ranks.
+            output_rows: The number of rows from each rank; empty for an even split.
+            input_rows: The number of rows for each rank; empty for an even split.
+            opts: The options of torch.distributed.
+        """
+
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
             collectives.all_to_all_flat(
-                port,
+                areas,
                 self._split_rows(outs[0], output, output_rows),
                 self._split_rows(ins[0], tensor, input_rows),
             )
@@ -319,23 +351,31 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> ShmWork:
         return self._queue_collective(
-            "barrier", lambda port, outs, ins: collectives.run_barrier(port), (), (), opts
+            "barrier", lambda areas, outs, ins: collectives.run_barrier(areas), (), (), opts
         )
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that names everybody who did not come, with wait_all_ranks or without.
+        """Wait until every rank is here, and name all ranks that did not come.
 
-        dist.monitored_barrier itself lets no backend pass but gloo.
+        torch's dist.monitored_barrier accepts no backend but gloo.
+
+        Args:
+            timeout: The time limit; None takes the group's.
+            wait_all_ranks: Has no effect: all missing ranks are named in either case.
         """
         opts = dist.BarrierOptions()
         opts.timeout = timeout or timedelta(seconds=self.seconds)
         self._queue_collective(
-            "monitored_barrier", lambda port, outs, ins: collectives.run_barrier(port), (), (), opts
+            "monitored_barrier",
+            lambda areas, outs, ins: collectives.run_barrier(areas),
+            (),
+            (),
+            opts,
         ).wait()
 
-    _allgather_base = all_gather_single  # the names until 2.12
+    _allgather_base = all_gather_single  # torch's names until 2.12
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -366,26 +406,27 @@ class SharedMemoryGroup(dist.ProcessGroup):
         inputs: Sequence[Tensor],
         opts: Any,
     ) -> ShmWork:
-        """Queue a collective. What its caller waits for at once is carried out here, if nothing
-        is before it.
+        """Queue a collective, or run it here.
+
+        It runs here if its caller waits for it at once and no operation is before it.
         """
         opts = opts or dist.AllgatherOptions()
         for each in (*outputs, *inputs):
             check_dense_cpu_tensor(each)
-        lane = self.collective_queue
+        queue = self.collective_queue
         seconds = _choose_time_limit(opts, self.seconds)
         title = make_title(description)
         perform = functools.partial(run_on_flat_tensors, operation, outputs, inputs)
-        if not opts.asyncOp and not lane.pending and lane.lock.acquire(blocking=False):
+        if not opts.asyncOp and not queue.pending and queue.lock.acquire(blocking=False):
             try:
-                lane.run_collective(title, perform, time.monotonic() + seconds)
+                queue.run_collective(title, perform, time.monotonic() + seconds)
             finally:
-                lane.lock.release()
+                queue.lock.release()
             return COMPLETED_WORK
-        work = ShmWork(lane, list(outputs), seconds)
-        lane.pending.append((work, title, perform))
+        work = ShmWork(queue, list(outputs), seconds)
+        queue.pending.append((work, title, perform))
         if opts.asyncOp:
-            lane.leave_to_daemon(work)
+            queue.leave_to_daemon(work)
         return work
 
     # ---- messages ----------------------------------------------------------------------------
@@ -411,18 +452,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 
 def _choose_time_limit(opts: Any, default_seconds: float) -> float:
-    """The time limit of one operation: its own, or the group's where it has none (torch says so
-    by a negative one).
-    """
-    told = opts.timeout
-    return told.total_seconds() if told > _NO_TIME else default_seconds
+    """Return an operation's own time limit, or the group's if its own is negative (none)."""
+    own_limit = opts.timeout
+    return own_limit.total_seconds() if own_limit > _NO_TIME else default_seconds
 
 
 def _close_group(queues: Sequence[OperationQueue], attached: AttachedGroup) -> None:
-    if not all(lane.close(CLOSE_SECONDS) for lane in queues):
+    if not all(queue.close(CLOSE_SECONDS) for queue in queues):
         attached.peers.abandon_group(
             f"rank {attached.rank} left the group, and what it had asked for was not done"
         )
-        for lane in queues:
-            lane.close(CLOSE_SECONDS)
+        for queue in queues:
+            queue.close(CLOSE_SECONDS)
     attached.peers.close_pidfds()

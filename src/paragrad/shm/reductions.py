@@ -1,4 +1,4 @@
-"""Reductions: how contributions of several ranks become one, in rank order."""
+"""Reductions: combine the contributions of several ranks, always in rank order."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# added in float32: p roundings of eight bits would show
+# These types are added in float32: p roundings to eight bits would be visible in the result.
 NARROW_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """name: torch's;  pair(a, b, out=...) combines two;  scale: what the result is multiplied
-    by;  mean: or divided.
+    """A reduction of tensors.
+
+    Attributes:
+        name: The name in torch.distributed.ReduceOp.
+        combine_pair: combine_pair(a, b, out=...) combines two tensors.
+        scale: A factor for the result; None for none.
+        is_mean: Whether the result is divided by the number of contributions.
     """
 
     name: str
@@ -27,33 +32,40 @@ class Reduction:
 
     @property
     def is_plain(self) -> bool:
+        """Whether the result needs neither a factor nor a division."""
         return self.scale is None and not self.is_mean
 
     def combine(self, out: Tensor, contributions: Sequence[Tensor]) -> None:
-        """out = all contributions combined; it may be the first of them, and no other of more
-        than two.
+        """Combine all contributions.
+
+        Args:
+            out: Takes the result. It may be the first contribution; of two contributions it may be
+                either.
+            contributions: The tensors to combine, in rank order.
         """
         if len(contributions) == 2 and self.is_plain:
             self.combine_pair(*contributions, out=out)
             return
-        wide = out.dtype in NARROW_DTYPES
-        into = torch.empty_like(out, dtype=torch.float32) if wide else out
+        needs_wide_sum = out.dtype in NARROW_DTYPES
+        result = torch.empty_like(out, dtype=torch.float32) if needs_wide_sum else out
         first, *rest = contributions
         if rest:
-            self.combine_pair(first.float() if wide else first, rest[0], out=into)
+            self.combine_pair(first.float() if needs_wide_sum else first, rest[0], out=result)
         else:
-            into.copy_(first)
+            result.copy_(first)
         for each in rest[1:]:
-            self.combine_pair(into, each, out=into)
+            self.combine_pair(result, each, out=result)
         if self.is_mean:
-            into.div_(
+            result.div_(
                 len(contributions),
-                rounding_mode=None if into.is_floating_point() or into.is_complex() else "trunc",
+                rounding_mode=None
+                if result.is_floating_point() or result.is_complex()
+                else "trunc",
             )
         if self.scale is not None:
-            into.mul_(self.scale)
-        if wide:
-            out.copy_(into)
+            result.mul_(self.scale)
+        if needs_wide_sum:
+            out.copy_(result)
 
 
 SUM = dist.ReduceOp.SUM
@@ -71,11 +83,20 @@ _REDUCTIONS = (
 
 
 def find_reduction(operation: Any, dtype: torch.dtype) -> Reduction:
-    """What a torch.distributed.ReduceOp stands for. Raises ValueError where it does not go with
-    the type.
+    """Find the reduction that a torch.distributed.ReduceOp means.
 
-    Compared with ==: the object is neither the enumeration's member nor reliably printed as
-    one.
+    The operation is compared with ==, because it is not a member of the enumeration and does not
+    reliably print as one.
+
+    Args:
+        operation: The operation.
+        dtype: The type of the tensors.
+
+    Returns:
+        The reduction.
+
+    Raises:
+        ValueError: The operation is unknown, or does not work with the type.
     """
     if operation == SUM:
         return _SUM

@@ -1,16 +1,17 @@
-"""Work: an operation of a group that was asked for, and who carries it out.
+"""Pending operations of a group, and the threads that complete them.
 
-An operation that completed inside its own call would deadlock legal programs (one rank starts
-an all-reduce, sends, then waits; the other receives before it all-reduces), and one that needs
-its waiter would never complete a future. So operations are queued in a lane (one for
-collectives, one for messages: neither may hold the other up), and
+An operation cannot always complete inside its own call. Legal programs would deadlock: one rank
+starts an all-reduce, sends, then waits, while another receives before it all-reduces. An operation
+also cannot depend on a waiting caller, because a future has none. Operations are therefore put into
+a queue. Collectives and messages have a queue each, so that neither delays the other.
 
-* whoever waits for one carries out the lane until that one is done: no hand-over between
-threads on the usual way;
-* what nobody waits for in some milliseconds, or has a future, a daemon thread of the lane
-carries out. It looks now and then,
-  however many operations there were meanwhile, and takes over what it sees a second time: to be
-  told of each would cost as much as a short one.
+* A thread that waits for an operation runs the queue until that operation is done. Usually no other
+  thread takes part.
+* A daemon thread of the queue completes what no caller waits for within some milliseconds, and what
+  has a future.
+
+The daemon polls, however many operations there are meanwhile, and takes over what it sees a second
+time. To wake it for each operation would cost as much as a short operation.
 """
 
 from __future__ import annotations
@@ -28,17 +29,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# of the daemon, with nothing left to it, before it sleeps until it is called
-IDLE_POLLS = 5
-LOCK_POLL_SECONDS = 0.001  # seconds between two looks whether the lane has become free
+IDLE_POLLS = 5  # after so many polls without an operation the daemon sleeps until it is woken
+LOCK_POLL_SECONDS = 0.001  # the time between two attempts to run the queue
 
-# who finishes a work and who asks for its future may both want to tell the future
+# The thread that finishes an operation and the one that requests its future may both set the
+# future's result.
 _future_lock = threading.Lock()
 
 
 class ShmWork(dist.Work):
-    """One operation. seconds: its time limit, from when it begins;  source: the rank a message
-    came from.
+    """One operation of a group.
+
+    Attributes:
+        queue: The queue of the operation; None for a completed one.
+        tensors: The tensors that take the results.
+        seconds: The time limit, counted from when the operation begins.
+        source: The rank that sent a message; -1 before.
+        done: Whether the operation has ended.
+        error: The error with which it ended, if any.
+        future: The future that the caller requested, until its result is set.
+        is_due: Whether the daemon must complete the operation.
     """
 
     def __init__(self, queue: OperationQueue | None, tensors: list[Tensor], seconds: float) -> None:
@@ -50,9 +60,14 @@ class ShmWork(dist.Work):
         self.done = False
         self.error: BaseException | None = None
         self.future: torch.futures.Future[Any] | None = None
-        self.is_due = False  # for the daemon
+        self.is_due = False
 
     def finish(self, error: BaseException | None = None) -> None:
+        """Mark the operation as done, and set the result of its future.
+
+        Args:
+            error: The error with which the operation ended, if any.
+        """
         self.error = error
         self.done = True
         if self.future is not None:
@@ -70,7 +85,14 @@ class ShmWork(dist.Work):
 
     # ---- as torch.distributed.Work -----------------------------------------------------------
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Until it is done. Raises what went wrong."""
+        """Wait until the operation is done, and raise its error.
+
+        Args:
+            timeout: A time limit, as a timedelta or in seconds; None takes the operation's own.
+
+        Returns:
+            True.
+        """
         if not self.done and self.queue is not None:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             self.queue.complete_work(self, time.monotonic() + (seconds or self.seconds))
@@ -80,7 +102,7 @@ class ShmWork(dist.Work):
 
     def is_completed(self) -> bool:
         if not self.done and self.queue is not None:
-            self.queue.mark_urgent(self)  # who asks may ask until it is
+            self.queue.mark_urgent(self)  # the caller may poll until it is done
         return self.done
 
     def is_success(self) -> bool:
@@ -97,7 +119,7 @@ class ShmWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        if self.future is not None:  # asked for before
+        if self.future is not None:  # requested before
             self.future.then(lambda other: _copy_future(other, future))
             return future
         self.future = future
@@ -123,8 +145,15 @@ def _copy_future(done: torch.futures.Future[Any], future: torch.futures.Future[A
 
 @dataclass
 class DaemonBacklog:
-    """What nobody waited for when it was asked for. patience: seconds between two looks of its
-    daemon;  resting: it must be called;  closed: nothing more will come.
+    """Operations that no caller waited for at the call. The daemon completes them.
+
+    Attributes:
+        poll_seconds: The time between two polls of the daemon.
+        works: The operations.
+        guard: The lock of `works`.
+        wakeup: Is set to wake the daemon.
+        is_resting: Whether the daemon sleeps until `wakeup` is set.
+        is_closed: Whether the backlog gets no more operations.
     """
 
     poll_seconds: float
@@ -135,7 +164,14 @@ class DaemonBacklog:
     is_closed: bool = False
 
     def get_first(self, added: ShmWork | None = None) -> ShmWork | None:
-        """The first of them that is not done, after one was added."""
+        """Return the first operation that is not done.
+
+        Args:
+            added: An operation to append before, if any.
+
+        Returns:
+            The operation; None if there is none.
+        """
         with self.guard:
             while self.works and self.works[0].done:
                 self.works.popleft()
@@ -145,39 +181,63 @@ class DaemonBacklog:
 
 
 class OperationQueue(abc.ABC):
-    """Operations in the order they were asked for. A subclass says how to `advance` until one
-    is done.
+    """Operations in the order of the calls. A subclass defines `run_until_done`.
 
-    A thread that advances holds `lock`; it finishes every work it passes, in whichever thread
-    that waits. patience: seconds after which the daemon takes over what nobody waits for, and
-    twice as many at most.
+    A thread that runs the queue holds `lock`. It finishes every operation that it passes, also for
+    waiting threads. The daemon takes over operations without a waiting caller after `poll_seconds`,
+    and at most after twice that time.
+
+    Attributes:
+        lock: Is held by the thread that runs the queue.
+        backlog: The operations for the daemon.
+        daemon: The daemon thread, once it has started.
+        awaited_works: The operations that a caller waits for.
     """
 
     def __init__(self, poll_seconds: float = 0.001) -> None:
+        """Make an empty queue.
+
+        Args:
+            poll_seconds: The time between two polls of the daemon.
+        """
         self.lock = threading.Lock()
         self.backlog = DaemonBacklog(poll_seconds)
         self.daemon: threading.Thread | None = None
-        self.awaited_works: list[ShmWork] = []  # what somebody waits for
+        self.awaited_works: list[ShmWork] = []
 
     @abc.abstractmethod
     def run_until_done(self, work: ShmWork, deadline: float, is_background: bool) -> None:
-        """Until `work` is done, with the lock held; its error is the work's. patient: nobody
-        waits, so do not spin, and come back when somebody is `impatient`.
+        """Run the queue until an operation is done. The caller holds the lock.
+
+        An error of the operation is stored in it.
+
+        Args:
+            work: The operation.
+            deadline: The time limit, on the monotonic clock.
+            is_background: No caller waits, so do not spin, and return when a caller waits.
         """
 
-    # a lane that never waits long need not
+    # optional: a queue that never waits long need not do this
     def request_yield(self) -> None:  # noqa: B027
-        """Tell who is at the lane, if it is patient, that somebody else is not."""
+        """Tell a background thread that runs the queue that a caller waits."""
 
-    # nor to end what another thread does
+    # optional as well: it ends what another thread does
     def handle_timeout(self, work: ShmWork) -> None:  # noqa: B027
-        """Give the group up, for who waits for `work`: whoever is at the lane sees it, and ends
-        the work.
+        """Abandon the group after a timeout; the thread that runs the queue ends the operation.
+
+        Args:
+            work: The operation.
         """
 
     def complete_work(self, work: ShmWork, deadline: float, is_background: bool = False) -> None:
-        """Until `work` is done, here or by the thread that is at it; who is patient makes way
-        for who is not.
+        """Wait until an operation is done, in this thread or in the one that runs the queue.
+
+        A background thread makes way for a waiting caller.
+
+        Args:
+            work: The operation.
+            deadline: The time limit, on the monotonic clock.
+            is_background: No caller waits for the operation.
         """
         if not is_background:
             self.awaited_works.append(work)
@@ -186,14 +246,14 @@ class OperationQueue(abc.ABC):
         try:
             while not work.done:
                 if is_background and self.awaited_works:
-                    time.sleep(LOCK_POLL_SECONDS)  # who waits has the lane: a lock knows no turns
+                    time.sleep(LOCK_POLL_SECONDS)  # a lock is not fair: let the caller take it
                 elif self.lock.acquire(timeout=LOCK_POLL_SECONDS):
                     try:
                         if not work.done:
                             self.run_until_done(work, deadline, is_background)
                     finally:
                         self.lock.release()
-                # the daemon, which is at the lane, has more time
+                # the daemon runs the queue, and has a later deadline
                 elif not is_background and time.monotonic() > deadline:
                     self.handle_timeout(work)
                     deadline = math.inf
@@ -202,7 +262,11 @@ class OperationQueue(abc.ABC):
                 self.awaited_works.remove(work)
 
     def leave_to_daemon(self, work: ShmWork) -> None:
-        """Its caller goes on: the daemon takes it over in a moment."""
+        """Leave an operation to the daemon, so that the caller can go on.
+
+        Args:
+            work: The operation.
+        """
         self.backlog.get_first(added=work)
         if self.backlog.is_resting:
             self.backlog.wakeup.set()
@@ -213,34 +277,50 @@ class OperationQueue(abc.ABC):
             self.daemon.start()
 
     def mark_urgent(self, work: ShmWork) -> None:
-        """Somebody waits for its future, who cannot carry it out; nor what comes before it."""
+        """Let the daemon complete an operation soon, and all operations before it.
+
+        A caller waits for its future, or polls it, and cannot complete it.
+
+        Args:
+            work: The operation.
+        """
         with self.backlog.guard:
             for each in (*self.backlog.works, work):
                 each.is_due = True
         self.backlog.wakeup.set()
 
     def close(self, seconds: float) -> bool:
-        """End the daemon after what was left to it; False if that takes longer.
+        """Complete what was left to the daemon, and end it.
 
-        Its caller waits: a thread that is freeing a tensor while the interpreter ends would
-        abort the process.
+        The caller waits for the daemon's end. A thread that frees a tensor while the interpreter
+        exits would abort the process.
+
+        Args:
+            seconds: The time limit.
+
+        Returns:
+            False if the daemon has not ended in time.
         """
         self.backlog.is_closed = True
         self.backlog.wakeup.set()
-        # a group may go in its own daemon's hands
+        # the daemon itself may free the group
         if self.daemon is None or self.daemon is threading.current_thread():
             return True
         self.daemon.join(seconds)
         return not self.daemon.is_alive()
 
 
-COMPLETED_WORK = ShmWork(None, [], 0.0)  # what was asked for without async_op
+COMPLETED_WORK = ShmWork(None, [], 0.0)  # returned by a call without async_op
 COMPLETED_WORK.finish()
 
 
 def _run_daemon(backlog: DaemonBacklog) -> None:
-    """Without a reference to the lane between two works: a group that nobody holds may go."""
-    looks = 0
+    """Complete the operations of a backlog until it is closed.
+
+    Between two operations the daemon has no reference to the queue, so that an unused group can be
+    freed.
+    """
+    idle_polls = 0
     while True:
         work = backlog.get_first()
         if work is not None and work.is_due:
@@ -249,18 +329,18 @@ def _run_daemon(backlog: DaemonBacklog) -> None:
             continue
         if work is not None:
             work.is_due = True
-            looks = 0
+            idle_polls = 0
         elif backlog.is_closed:
             return
-        elif looks < IDLE_POLLS:
-            looks += 1
+        elif idle_polls < IDLE_POLLS:
+            idle_polls += 1
         else:
             backlog.is_resting = True
-            # whoever leaves something looks afterwards if it rests
+            # A thread that leaves an operation checks `is_resting` afterwards.
             if backlog.get_first() is None and not backlog.is_closed:
                 backlog.wakeup.wait()
             backlog.is_resting = False
-            looks = 0
+            idle_polls = 0
         del work
         backlog.wakeup.wait(backlog.poll_seconds)
         backlog.wakeup.clear()

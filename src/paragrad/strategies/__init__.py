@@ -1,3 +1,4 @@
-"""How one serial training is split over workers, as values: the table of names, shares of a
-batch.
+"""Strategies as values: how one serial training is divided over workers.
+
+The registry maps their names; `shares` divides a batch.
 """

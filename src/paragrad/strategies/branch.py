@@ -15,7 +15,7 @@ class Branch(Strategy):
     workers: int = option(Integer())
     splits_layers = True
     skips_calls = True
-    # all ranks see every sample, and count what others draw
+    # All ranks see every sample, and count the random numbers that others draw.
     changes_layout = False
 
     @property

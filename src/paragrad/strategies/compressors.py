@@ -1,9 +1,9 @@
-"""Compressors: what is sent in the place of a gradient. Known by their names, without torch;
-`parallel/compression/` makes what they say.
+"""Compressors: what is sent in place of a gradient.
 
-A tensor is compressed by itself, so what is kept of it (what was not sent yet) does not depend
-on which tensors travel together. Small ones are not: they weigh nothing on a link, and indices
-would be most of them.
+A compressor is known by its name, without torch; `parallel/compression/` implements it. Each tensor
+is compressed on its own. So its residual (the part not sent yet) does not depend on which tensors
+travel together. Small tensors are not compressed: they hardly load a link, and indices would be
+most of the message.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from paragrad.notation.choices import Decimal, Family, Flag, Integer, Word, opti
 from paragrad.strategies.job_facts import OptimizerFacts
 from paragrad.strategies.strategy import Strategy, list_factors
 
-MIN_COMPRESSED_ELEMENTS = 2048  # elements: of fewer, tensors are sent as they are
+MIN_COMPRESSED_ELEMENTS = 2048  # tensors of fewer elements are sent as they are
 CHUNK_ELEMENTS = 1024  # elements that share a scale
 
 
 class Compressor(Family, abstract=True):
-    """What is sent in the place of a gradient, as a value.
+    """What is sent in place of a gradient, as a value.
 
-    One of your own says how many bytes it `sends`, and brings a `codec`. sums: what stands for
-    the gradients of several ranks is added up by an all-reduce; otherwise every rank is given
-    all of them;  feedback: what was not sent is added to the next gradient;  agrees: ranks tell
-    each other something first;  lossless: nothing is lost.
+    A class of your own returns from `sends` how many bytes it sends, and provides a `codec`.
+
+    Attributes:
+        sums: Whether an all-reduce can add up the payloads of several ranks. Otherwise every rank
+            receives all of them.
+        feedback: Whether the part that is not sent is added to the next gradient.
+        agrees: Whether ranks exchange something before the payload.
+        lossless: Whether nothing is lost.
     """
 
     __slots__ = ()
@@ -36,31 +40,44 @@ class Compressor(Family, abstract=True):
     feedback: ClassVar[bool] = True
     agrees: ClassVar[bool] = False
     lossless = False
-    if TYPE_CHECKING:  # of one of a user's own
+    if TYPE_CHECKING:  # a user's own class defines it
 
         def codec(self, shape: Sequence[int], key: int) -> Any: ...
 
     def compresses(self, shape: Sequence[int]) -> bool:
-        """Is a tensor of that shape compressed, or sent as it is?"""
+        """Return whether a tensor of this shape is compressed; otherwise it is sent as it is."""
         return prod(shape) >= MIN_COMPRESSED_ELEMENTS
 
     def sends(self, shape: Sequence[int], item: int) -> float:
-        """Bytes that stand for a tensor of elements of `item` bytes, which is compressed; by a
-        threshold, nobody knows.
+        """Return the number of bytes of the payload of a compressed tensor.
+
+        For a threshold this number is unknown: the result is that of the uncompressed tensor.
+
+        Args:
+            shape: The shape of the tensor.
+            item: The bytes of one element.
         """
         return float(prod(shape) * item)
 
     def adapt_to_epoch(self, epoch: int) -> Self:
-        """What it is in an epoch, counted from 0."""
+        """Return the compressor of an epoch, counted from 0."""
         return self
 
     @property
     def pricing_refusal(self) -> str:
-        """Why an all-reduce of what it sends is not priced, with the repair."""
+        """Why an all-reduce of the payload has no price, with the repair."""
         return f"what is simulated is an all-reduce of whole vectors; leave out compress={self}"
 
     def refuse_all_reduce(self, strategy: str, reduce: object) -> None:
-        """Refuse an all-reduce of ours for what does not add up."""
+        """Refuse one of our all-reduces for a payload that does not add up.
+
+        Args:
+            strategy: The name of the strategy, for the message.
+            reduce: The all-reduce.
+
+        Raises:
+            Refused: If payloads do not add up.
+        """
         if not self.sums:
             raise Refused(
                 f"{strategy}: what {self.name} sends does not add up along an all-reduce: every "
@@ -69,13 +86,27 @@ class Compressor(Family, abstract=True):
             )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: object) -> None:
-        """Refuse an optimizer, with the repair."""
+        """Refuse an optimizer, with the repair.
+
+        Args:
+            optimizer_facts: The optimizer.
+            requested: The strategy as written, for the message.
+
+        Raises:
+            Refused: If the compressor does not fit the optimizer.
+        """
 
     def refuse_hook(
         self, optimizer_facts: OptimizerFacts | None, steps_per_epoch: int | None
     ) -> None:
-        """The same of a hook of DDP's, which is given the optimizer and steps per epoch, or
-        not.
+        """Refuse the arguments of a communication hook of DDP, with the repair.
+
+        Args:
+            optimizer_facts: The optimizer that the hook got, or None.
+            steps_per_epoch: The steps per epoch that the hook got, or None.
+
+        Raises:
+            Refused: If the compressor does not fit these arguments.
         """
         if optimizer_facts is not None or steps_per_epoch is not None:
             raise Refused(
@@ -85,26 +116,29 @@ class Compressor(Family, abstract=True):
 
 
 def find_compressor(strategy: Strategy) -> Compressor | None:
-    """What a strategy, or a factor of it, compresses by, if one does."""
-    asked = (getattr(each, "compress", None) for each in list_factors(strategy))
-    return next((each for each in asked if isinstance(each, Compressor)), None)
+    """Return the compressor of a strategy or of one of its factors, or None."""
+    candidates = (getattr(each, "compress", None) for each in list_factors(strategy))
+    return next((each for each in candidates if isinstance(each, Compressor)), None)
 
 
 def count_top_entries(ratio: float, elements: int) -> int:
-    """So many entries of a tensor are a ratio of it: at least one."""
-    # 0.07 * 100 is a little more than 7
+    """Return how many entries of a tensor a ratio stands for: at least one.
+
+    Args:
+        ratio: The ratio of the entries.
+        elements: The number of elements of the tensor.
+    """
+    # In floating point 0.07 * 100 is a little more than 7.
     return min(elements, max(1, ceil(ratio * elements - 1e-9)))
 
 
 def count_index_bytes(elements: int) -> int:
-    """Of a position in a tensor, on the wire."""
+    """Return the bytes of a position in a tensor of so many elements, in a message."""
     return 4 if elements < 2**31 else 8
 
 
 class Threshold(Compressor):
-    """The entries whose magnitude is above a threshold, with their values (Strom 2015, who
-    sends the threshold itself).
-    """
+    """Entries above a threshold, with their values (Strom 2015 sends the threshold itself)."""
 
     at: float = option(Decimal(above=-1e-300))
 
@@ -136,8 +170,9 @@ class OneBit(Compressor):
 
 
 class Int8(Compressor):
-    """Whole numbers of eight bits, rounded by chance so that they are right on average, and a
-    scale for each chunk (Alistarh et al. 2017, QSGD). Nothing is fed back, as published.
+    """Eight-bit integers with stochastic rounding, a scale per chunk (Alistarh et al. 2017, QSGD).
+
+    The rounding is unbiased. There is no error feedback, as published.
     """
 
     feedback = False
@@ -148,28 +183,32 @@ class Int8(Compressor):
 
 
 class PowerSgd(Compressor):
-    """A matrix as the product of two narrow ones (Vogels et al. 2019)."""
+    """A matrix as the product of two narrow ones (Vogels et al. 2019).
+
+    Attributes:
+        columns: The number of columns of the narrow matrices (the rank of the approximation).
+    """
 
     columns: int = option(Integer(), default=1)
     sums = True
     agrees = True
 
     def compresses(self, shape: Sequence[int]) -> bool:
-        """Where it halves the bytes at least."""
-        rows, others = compute_matrix_shape(shape)
-        return super().compresses(shape) and 2 * (rows + others) * self.columns < rows * others
+        """Return whether the product has at most half the bytes of the tensor."""
+        rows, columns = compute_matrix_shape(shape)
+        return super().compresses(shape) and 2 * (rows + columns) * self.columns < rows * columns
 
     def sends(self, shape: Sequence[int], item: int) -> float:
         return float(sum(compute_matrix_shape(shape)) * self.columns * item)
 
 
 def compute_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a tensor taken as a matrix: its first dimension by all others."""
+    """Return (rows, columns) of a tensor viewed as a matrix: its first dimension by all others."""
     return (shape[0], prod(shape[1:])) if len(shape) else (1, 1)
 
 
 class HalfPrecision(Compressor, abstract=True):
-    """Every number in two bytes. Nothing is fed back, as is usual."""
+    """Every number in two bytes, without error feedback, as is usual."""
 
     sums = True
     feedback = False
@@ -186,20 +225,23 @@ class Bf16(HalfPrecision):
 
 
 class Fp16(HalfPrecision):
-    """float16: 11 bits of precision; all ranks agree on a power of two by which a tensor's sum
-    fits its range.
+    """float16: 11 bits of precision, with a scale per tensor.
+
+    All ranks agree on a power of two with which the sum of a tensor fits the range.
     """
 
     agrees = True
 
 
 class Dgc(Compressor):
-    """Deep gradient compression: the entries of largest magnitude of accumulated velocities
-    (Lin et al. 2018).
+    """Deep gradient compression: the largest entries of accumulated velocities (Lin et al. 2018).
 
-    momentum: `auto` is taken over from the job's SGD;  warmup: epochs in which the ratio comes
-    down to its own;  clip: norm of the gradient of all ranks, to which each clips its own;
-    masking: the velocity of what is sent is 0 from there on.
+    Attributes:
+        ratio: The ratio of the entries that are sent.
+        momentum: The momentum; `auto` takes it over from the SGD of the job.
+        warmup: The epochs in which the ratio comes down to `ratio`.
+        clip: The norm of the gradient of all ranks to which each rank clips its own.
+        masking: Whether the velocity of the sent entries is set to 0.
     """
 
     ratio: float = option(Decimal(most=1.0))
@@ -216,15 +258,24 @@ class Dgc(Compressor):
         return TopK(self.ratio).sends(shape, item)
 
     def adapt_to_epoch(self, epoch: int) -> Self:
-        """Its ratio comes down from 1 in equal factors (as the authors' repository has it:
-        0.001 by way of 0.25, 0.063, 0.016 and 0.004).
+        """Return the compressor of an epoch: the ratio comes down from 1 in equal factors.
+
+        The repository of the authors has the same: 0.001 by way of 0.25, 0.063, 0.016 and 0.004.
         """
         return replace(
             self, ratio=self.ratio ** (min(epoch + 1, self.warmup + 1) / (self.warmup + 1))
         )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: object) -> None:
-        """Momentum has one owner, and so has clipping."""
+        """Refuse an optimizer: momentum has one owner, and so has clipping.
+
+        Args:
+            optimizer_facts: The optimizer.
+            requested: The strategy as written, for the message.
+
+        Raises:
+            Refused: If it is no SGD, or if momentum or clipping is set twice.
+        """
         if optimizer_facts.sgd_groups is None:
             raise Refused(
                 f"{requested}: dgc keeps the momentum of an SGD, and {optimizer_facts.optimizer} "
@@ -245,7 +296,16 @@ class Dgc(Compressor):
     def refuse_parameter_group(
         self, number: int, group: Mapping[str, Any], requested: object
     ) -> None:
-        """Refuse what a group of an SGD says, before a training and in every step."""
+        """Refuse the options of a parameter group of an SGD, before a training and in every step.
+
+        Args:
+            number: The number of the group.
+            group: The group.
+            requested: The strategy as written, for the message.
+
+        Raises:
+            Refused: If the group has an option that dgc does not take over, or a second momentum.
+        """
         for what in ("dampening", "maximize"):
             if group.get(what):
                 raise Refused(
@@ -266,32 +326,32 @@ class Dgc(Compressor):
     def refuse_hook(
         self, optimizer_facts: OptimizerFacts | None, steps_per_epoch: int | None
     ) -> None:
-        asked = f"hook('{self}')"
+        hook = f"hook('{self}')"
         if optimizer_facts is None:
             raise Refused(
-                f"{asked} keeps the momentum of your SGD, which would count twice; give it "
+                f"{hook} keeps the momentum of your SGD, which would count twice; give it "
                 f"optimizer="
             )
         if self.clip is not None:
             raise Refused(
-                f"{asked}: a hook sees some of the gradients at a time, and no norm of all; leave "
+                f"{hook}: a hook sees some of the gradients at a time, and no norm of all; leave "
                 f"out clip, or train "
                 f"with data(n, compress={self})"
             )
         if steps_per_epoch is not None and steps_per_epoch not in Integer(most=float("inf")):
             raise Refused(
-                f"{asked}: an epoch has a whole number of steps, from 1; got "
+                f"{hook}: an epoch has a whole number of steps, from 1; got "
                 f"steps_per_epoch={steps_per_epoch!r}"
             )
         if self.warmup and not steps_per_epoch:
             raise Refused(
-                f"{asked} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
+                f"{hook} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
                 "steps_per_epoch=len(loader), or warmup=0"
             )
-        self.refuse_optimizer(optimizer_facts, asked)
+        self.refuse_optimizer(optimizer_facts, hook)
 
 
-# ours
+# The built-in compressors.
 COMPRESSORS: tuple[type[Compressor], ...] = (
     Threshold,
     TopK,

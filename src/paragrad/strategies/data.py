@@ -1,4 +1,4 @@
-"""data: every worker computes its share of the batch, gradients are summed over all of them."""
+"""data: every worker computes its share of the batch, gradients are summed over all workers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,24 @@ class Native(Choice):
     """The backend's own all-reduce (gloo: a ring in segments)."""
 
 
-AllReduce.members[Native.name] = Native  # a name that nobody else may have
-ALL_REDUCE_SCHEDULES: tuple[type[Choice], ...] = (*LEVEL_ALGORITHMS, TwoLevel)  # ours
+AllReduce.members[Native.name] = Native  # no other all-reduce may have this name
+ALL_REDUCE_SCHEDULES: tuple[type[Choice], ...] = (*LEVEL_ALGORITHMS, TwoLevel)  # the built-in ones
 ALL_REDUCE_ALGORITHMS: tuple[type[Choice], ...] = (Native, *ALL_REDUCE_SCHEDULES)
 
 
 class Data(Strategy):
-    """Synchronous data parallelism: own share of the batch, gradients summed over all workers
-    (Goyal et al. 2017).
+    """Synchronous data parallelism: gradients of all shares of a batch summed (Goyal et al. 2017).
+
+    Attributes:
+        workers: The number of workers; auto: the ranks of the launcher, or one per core.
+        reduce: The all-reduce of the gradients.
+        state: Where parameters and optimizer state are: on every rank, in shared memory, or
+            sharded.
+        shares: The relative shares of the workers; auto: by the measured pace of each.
+        micro: The micro-batches of each share.
+        compress: The compressor of the gradients.
+        batch_norm: Whether statistics are of the whole micro-batch of all ranks, or of each share.
+        dense: Whether ranks divide the neurons of fully connected layers (`tensor`).
     """
 
     workers: int | str = option(Integer(), Word("auto"))
@@ -42,7 +52,7 @@ class Data(Strategy):
     compress: Compressor | None = option(OneOf(Compressor), Word("none"), default=None)
     batch_norm: str = option(Word("whole", "share"), default="whole")
     dense: str = option(Word("same", "tensor"), default="same")
-    update_granularity = PER_ELEMENT  # asked where it divides neurons
+    update_granularity = PER_ELEMENT  # used if it divides neurons
 
     def check_options(self) -> None:
         if self.reduce != "auto" and self.state not in ("replicated", "auto"):
@@ -78,25 +88,23 @@ class Data(Strategy):
                 "other ranks; say "
                 "the shares, such as shares=[3, 1]"
             )
-        unfit = [
-            each.name
-            for each in fields(self)
-            if each.name not in ("workers", "batch_norm", "dense")
-            and getattr(self, each.name) != each.default
+        unsuitable = [
+            option.name
+            for option in fields(self)
+            if option.name not in ("workers", "batch_norm", "dense")
+            and getattr(self, option.name) != option.default
         ]
-        if self.splits_dense_layers and unfit:
+        if self.splits_dense_layers and unsuitable:
             raise Refused(
                 f"data(dense=tensor) divides a batch evenly and sums gradients where a layer makes "
                 f"them; leave out "
-                f"{unfit[0]}"
+                f"{unsuitable[0]}"
             )
 
-    # ---- what it is --------------------------------------------------------------------------
+    # ---- properties --------------------------------------------------------------------------
     @property
     def splits_dense_layers(self) -> bool:
-        """Its ranks have samples up to the first fully connected layer, and neurons from there
-        on.
-        """
+        """Whether ranks divide samples up to the first dense layer, and neurons from there on."""
         return self.dense == "tensor"
 
     @property
@@ -137,7 +145,7 @@ class Data(Strategy):
 
     @property
     def verifiable(self) -> Self:
-        """Shares that follow may come to be any: with uneven ones."""
+        """The strategy with uneven shares, if shares adapt: these may come to be any."""
         count = self.division.shares
         return replace(self, shares=tuple(range(len(count), 0, -1))) if self.adapts_shares else self
 
@@ -169,9 +177,9 @@ class Data(Strategy):
 
     def plan_schedules(self) -> tuple[ScheduleUse, ...]:
         assert isinstance(self.workers, int)
-        unpriced = None if self.compress is None else self.compress.pricing_refusal
+        refusal = None if self.compress is None else self.compress.pricing_refusal
         return (
-            (ScheduleUse("all-reduce", self.reduce, self.workers, unpriced),)
+            (ScheduleUse("all-reduce", self.reduce, self.workers, refusal),)
             if isinstance(self.reduce, AllReduce)
             else ()
         )
@@ -202,10 +210,17 @@ class Data(Strategy):
             )
         return "say which all-reduce, for example data(4, reduce=ring)"
 
-    # ---- where and what it is for ------------------------------------------------------------
+    # ---- the environment and the job ---------------------------------------------------------
     def resolve(self, environment: Environment) -> Self:
-        """Over gloo `reduce=auto` stays: which is the quickest is seen when the first gradients
-        are exchanged.
+        """Return the same strategy with every `auto` replaced, but for `reduce=auto` over gloo.
+
+        The quickest all-reduce over gloo is known only when the first gradients are exchanged.
+
+        Args:
+            environment: Where the strategy runs.
+
+        Raises:
+            Refused: If the ranks cannot share memory and `state` needs it.
         """
         count = (
             self.workers
@@ -217,10 +232,14 @@ class Data(Strategy):
         if self.splits_dense_layers:
             return replace(self, workers=count)
         if state == "auto":
-            alone = (
+            keep_replicated = (
                 environment.user_loop or environment.shared_memory_refusal is not None or count == 1
             )
-            state = "replicated" if alone or reduce != "auto" or self.compress else "shared_memory"
+            state = (
+                "replicated"
+                if keep_replicated or reduce != "auto" or self.compress
+                else "shared_memory"
+            )
         if (
             state == "shared_memory"
             and environment.shared_memory_refusal
@@ -264,8 +283,8 @@ class Data(Strategy):
             )
 
     def list_alternatives(self, environment: Environment) -> tuple[Strategy, ...]:
-        # not what was asked to take statistics of shares, or of other micro-batches, or not to
-        # have all of the state
+        # Serial is no alternative if the user wants statistics of shares, other micro-batches, or a
+        # part of the state on each rank.
         same = (
             self.batch_norm == "whole"
             and self.micro == 1

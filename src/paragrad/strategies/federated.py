@@ -1,5 +1,6 @@
-"""federated: many clients, each with samples of its own, of which some train in every round;
-the weights they come to are averaged.
+"""federated: clients with samples of their own, some of which train in every round.
+
+The resulting weights are averaged.
 """
 
 from __future__ import annotations
@@ -24,21 +25,28 @@ class Even(Choice):
 
 
 class Dirichlet(Choice):
-    """Clients differ in their mix of classes: the smaller alpha, the fewer classes each has
-    (Hsu et al. 2019).
+    """Clients differ in their mix of classes (Hsu et al. 2019).
+
+    Attributes:
+        alpha: The smaller, the fewer classes each client has.
     """
 
     alpha: float = option(Decimal(most=1e6), default=0.5)
 
 
 class Federated(Strategy):
-    """Federated averaging: clients with data of their own, some of them each round (McMahan et
-    al. 2017).
+    """Federated averaging: clients with own data, some of them each round (McMahan et al. 2017).
 
-    fraction: of the clients, that take part in a round, at least one;  local_epochs: of each
-    over its own samples, in a round; rounds: auto is as many as pass over as many samples as
-    the job's epochs do;  split: which samples a client has;  reduce: star goes through a
-    server, which is rank 0; a ring has none.
+    Attributes:
+        workers: The number of workers.
+        clients: The number of clients.
+        fraction: The fraction of the clients that take part in a round; at least one does.
+        local_epochs: The epochs of each client over its own samples in a round.
+        rounds: The number of rounds. `auto` passes over as many samples as the epochs of the job
+            do.
+        split: Which samples a client has.
+        reduce: The all-reduce of the averages. star goes through a server, which is rank 0; a ring
+            has no server.
     """
 
     workers: int = option(Integer())
@@ -50,7 +58,7 @@ class Federated(Strategy):
     reduce: Choice = option(OneOf(Native, AllReduce), default=Star())
     is_replicated = True
     trains_clients = True
-    batch_norm = "share"  # a client's batch is its own
+    batch_norm = "share"  # a batch has samples of one client only
 
     @property
     def guarantees(self) -> Guarantees:
@@ -67,17 +75,17 @@ class Federated(Strategy):
 
     @property
     def division(self) -> Division:
-        """A batch is one client's, whole."""
+        """One share: a batch is that of a single client."""
         return Division()
 
     @property
     def alpha(self) -> float | None:
-        """How much clients differ in their mix of classes; None: by chance alone."""
+        """How much clients differ in their mix of classes; None: by chance only."""
         return self.split.alpha if isinstance(self.split, Dirichlet) else None
 
     @property
     def clients_per_round(self) -> int:
-        """Clients that take part in a round."""
+        """The number of clients that take part in a round."""
         return max(1, floor(self.fraction * self.clients + 0.5))
 
     def plan_schedules(self) -> tuple[ScheduleUse, ...]:
@@ -107,7 +115,16 @@ class Federated(Strategy):
     def refuse_job(
         self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
     ) -> None:
-        """What wants the samples of each client is asked where these are divided."""
+        """Refuse a job; the samples of each client are checked where they are divided.
+
+        Args:
+            facts: The job.
+            requested: The strategy as written, for the messages.
+            skip_first_step_check: Whether to train a job that does not repeat.
+
+        Raises:
+            Refused: With the repair.
+        """
         if facts.samples < self.clients:
             raise Refused(
                 f"{requested} has {self.clients} clients, and job {facts.job} {facts.samples} "

@@ -1,4 +1,4 @@
-"""What a strategy may ask about a job at the door."""
+"""The facts about a job and its optimizer that a strategy uses in validation."""
 
 from __future__ import annotations
 
@@ -9,92 +9,117 @@ from paragrad.errors import Refused
 
 
 class OptimizerFacts(Protocol):
-    """What a strategy may ask about an optimizer, a job's or that of a loop of the user's
-    own.
+    """Facts about an optimizer, of a job or of a user's own training loop.
+
+    Attributes:
+        optimizer: Its name.
+        update_granularity: How it updates: one of UPDATE_GRANULARITIES.
+        has_modes: Whether it has weights for training and others for evaluation.
+        keeps_copies: Whether it continues from copies of the weights that it keeps.
+        sgd_groups: The parameter groups, if it steps as torch's SGD; otherwise None.
+        clip_norm: The norm to which gradients are clipped, or None.
     """
 
     @property
-    def optimizer(self) -> str: ...  # its name
+    def optimizer(self) -> str: ...
 
     @property
-    def update_granularity(self) -> str: ...  # how it updates: one of KINDS
+    def update_granularity(self) -> str: ...
 
     @property
-    # has it weights for training, and others for tests?
     def has_modes(self) -> bool: ...
 
     @property
-    # does it go on from copies of the weights that it keeps?
     def keeps_copies(self) -> bool: ...
 
     @property
-    # of one that steps as torch's SGD
     def sgd_groups(self) -> Sequence[Mapping[str, Any]] | None: ...
 
     @property
-    def clip_norm(self) -> float | None: ...  # to which gradients are clipped
+    def clip_norm(self) -> float | None: ...
 
 
 class JobFacts(OptimizerFacts, Protocol):
-    """What a strategy may ask about a job at the door."""
+    """Facts about a job, with those about its optimizer.
+
+    An attribute `..._refusal` is a text that says why something is impossible, or None.
+
+    Attributes:
+        job: Its name.
+        samples: The samples of the training set.
+        full_batch: The samples of a full batch.
+        steps: The steps of the training.
+        micro_batch_refusal: Why a batch cannot be divided into micro-batches.
+        additivity_refusal: Why the loss of a batch is not that of its parts.
+        layout_refusal: Which random draws differ if a batch is divided.
+        repeatability_refusal: Why the same samples, or their loss, differ from one time to the
+            next.
+        optimizer_refusal: Why the optimizer cannot be built again over the same parameters.
+        replaced_parameters: The parameters that a forward replaces by others, or creates.
+        batch_sizes: The samples of a full batch, and of a shorter last one.
+        single_sample_refusal: Why the model cannot train on a single sample.
+        other_generators: Generators that draws in the model advance, besides those of torch's
+            kernels.
+        uses_autocast: Whether forwards run under autocast.
+        trained_elements: The number of elements of all trained parameters.
+    """
 
     @property
-    def job(self) -> str: ...  # its name
+    def job(self) -> str: ...
 
     @property
-    def samples(self) -> int: ...  # of the training set
+    def samples(self) -> int: ...
 
     @property
-    def full_batch(self) -> int: ...  # samples of a full batch
+    def full_batch(self) -> int: ...
 
     @property
-    def steps(self) -> int: ...  # of the training
+    def steps(self) -> int: ...
 
     @property
-    def micro_batch_refusal(self) -> str | None: ...  # why a batch cannot be cut into micro-batches
+    def micro_batch_refusal(self) -> str | None: ...
 
     @property
-    # why the loss of a batch is not that of its parts
     def additivity_refusal(self) -> str | None: ...
 
     @property
-    # what is drawn otherwise where a batch is divided
     def layout_refusal(self) -> str | None: ...
 
     @property
-    # why the same samples, or their loss, are not the same twice
     def repeatability_refusal(self) -> str | None: ...
 
     @property
-    # why the optimizer cannot be made anew over the same parameters
     def optimizer_refusal(self) -> str | None: ...
 
     @property
-    # parameters in whose place a forward puts others, or that it makes
     def replaced_parameters(self) -> tuple[str, ...]: ...
 
     @property
-    # samples of a full batch, and of a short last one
     def batch_sizes(self) -> tuple[int, ...]: ...
 
     @property
-    def single_sample_refusal(
-        self,
-    ) -> str | None: ...  # why the model cannot train on one sample alone
+    def single_sample_refusal(self) -> str | None: ...
 
     @property
-    # generators that draws in the model move, besides torch's kernels
     def other_generators(self) -> tuple[str, ...]: ...
 
     @property
-    def uses_autocast(self) -> bool: ...  # are forwards run under autocast?
+    def uses_autocast(self) -> bool: ...
 
     @property
-    def trained_elements(self) -> int: ...  # of all parameters that are trained
+    def trained_elements(self) -> int: ...
 
 
 def refuse_replaced_parameters(facts: JobFacts, requested: object) -> None:
-    """Of those who average weights, which are known by their names."""
+    """Refuse replaced parameters for strategies that average weights, which are known by name.
+
+    Args:
+        facts: The job.
+        requested: The strategy as written, for the message.
+
+    Raises:
+        Refused: If a forward of the job replaces or creates a parameter.
+    """
     if facts.replaced_parameters:
         raise Refused(
             f"{requested} averages what is known by its name, and a forward of job {facts.job} "

@@ -1,6 +1,4 @@
-"""local: every worker steps by its own gradients, and weights are averaged every so many
-steps.
-"""
+"""local: every worker steps by its own gradients; weights are averaged every so many steps."""
 
 from __future__ import annotations
 
@@ -18,12 +16,15 @@ from paragrad.strategies.strategy import Environment, Guarantees, ScheduleUse, S
 
 
 class Mean(Choice):
-    """All replicas go on from the mean of their weights (McDonald et al. 2010; Stich 2018)."""
+    """All replicas continue from the mean of their weights (McDonald et al. 2010; Stich 2018)."""
 
 
 class Nesterov(Choice):
-    """What the mean moved by is the gradient of an outer step with Nesterov's momentum (DiLoCo,
-    Douillard et al. 2023).
+    """The mean's change is the gradient of an outer Nesterov step (DiLoCo, Douillard et al. 2023).
+
+    Attributes:
+        lr: The learning rate of the outer step.
+        momentum: The momentum of the outer step.
     """
 
     lr: float = option(Decimal(), default=0.7)
@@ -35,17 +36,25 @@ class Nesterov(Choice):
 
 
 class Elastic(Choice):
-    """Replicas and a common centre are pulled to each other (EASGD, Zhang et al. 2015)."""
+    """Replicas and a common centre attract each other (EASGD, Zhang et al. 2015).
+
+    Attributes:
+        pull: The strength of the attraction; auto: 0.9 over the number of workers, as published.
+    """
 
     pull: float | str = option(Decimal(most=1.0), Word("auto"), default="auto")
 
 
 class Local(Strategy):
-    """Local SGD: weights averaged every so many steps (Stich 2018), or at the end (ParallelSGD,
-    Zinkevich et al. 2010).
+    """Local SGD: weights averaged every few steps (Stich 2018), or once (Zinkevich et al. 2010).
 
-    after: so many synchronous steps come first (post-local SGD, Lin et al. 2018);  compress:
-    what is sent where they meet in the place of how far weights moved.
+    Attributes:
+        workers: The number of workers.
+        every: The steps between two averages; end: one average at the end (ParallelSGD).
+        outer: How the replicas continue after an average.
+        after: The number of synchronous steps that come first (post-local SGD, Lin et al. 2018).
+        reduce: The all-reduce of the averages.
+        compress: The compressor of the changes of the weights, which are sent at an average.
     """
 
     workers: int | str = option(Integer(), Word("auto"))
@@ -55,7 +64,7 @@ class Local(Strategy):
     reduce: Choice = option(OneOf(Native, AllReduce), default=Native())
     compress: Compressor | None = option(OneOf(Compressor), Word("none"), default=None)
     is_replicated = True
-    batch_norm = "share"  # there is nobody to ask in a step
+    batch_norm = "share"  # ranks do not communicate in a step
 
     def check_options(self) -> None:
         if self.every == "end" and not isinstance(self.outer, Mean):
@@ -85,17 +94,22 @@ class Local(Strategy):
         return Guarantees(exact=False, replicas_equal=False, buffers_equal=False)
 
     def is_averaging_step(self, step: int) -> bool:
-        """Do replicas meet after that step, counted from 0? After the last synchronous one
-        too.
+        """Return whether replicas are averaged after a step, counted from 0.
+
+        The last synchronous step is an averaging step too.
         """
-        alone = step + 1 - self.after
-        return alone == 0 if self.every == "end" else alone >= 0 and alone % int(self.every) == 0
+        local_steps = step + 1 - self.after
+        return (
+            local_steps == 0
+            if self.every == "end"
+            else local_steps >= 0 and local_steps % int(self.every) == 0
+        )
 
     def plan_schedules(self) -> tuple[ScheduleUse, ...]:
         assert isinstance(self.workers, int)
-        unpriced = None if self.compress is None else self.compress.pricing_refusal
+        refusal = None if self.compress is None else self.compress.pricing_refusal
         return (
-            (ScheduleUse("all-reduce", self.reduce, self.workers, unpriced),)
+            (ScheduleUse("all-reduce", self.reduce, self.workers, refusal),)
             if isinstance(self.reduce, AllReduce)
             else ()
         )
@@ -104,21 +118,21 @@ class Local(Strategy):
         return "name an all-reduce for its averages, such as local(4, reduce=ring)"
 
     def resolve(self, environment: Environment) -> Self:
-        found = super().resolve(environment)
-        assert isinstance(found.workers, int)
-        outer = found.outer
-        reduce = found.reduce
+        resolved = super().resolve(environment)
+        assert isinstance(resolved.workers, int)
+        outer = resolved.outer
+        reduce = resolved.reduce
         if isinstance(outer, Elastic) and outer.pull == "auto":
-            outer = Elastic(0.9 / found.workers)  # as published
-        if isinstance(outer, Elastic) and float(outer.pull) >= (most := 2 / (found.workers + 1)):
+            outer = Elastic(0.9 / resolved.workers)  # as published
+        if isinstance(outer, Elastic) and float(outer.pull) >= (most := 2 / (resolved.workers + 1)):
             raise Refused(
-                f"{self}: with {found.workers} worker(s) a pull of {most:.3g} or more drives "
+                f"{self}: with {resolved.workers} worker(s) a pull of {most:.3g} or more drives "
                 f"centre and replicas "
                 "apart for ever; leave it out, which is 0.9 over their number, or give less"
             )
         if isinstance(reduce, AllReduce):
-            reduce = reduce.resolve(found.workers, environment.ranks_on_host or found.workers)
-        return replace(found, outer=outer, reduce=reduce)
+            reduce = reduce.resolve(resolved.workers, environment.ranks_on_host or resolved.workers)
+        return replace(resolved, outer=outer, reduce=reduce)
 
     def refuse_job(
         self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
@@ -174,7 +188,7 @@ class Local(Strategy):
             )
 
     def _averages_only_at_end(self, facts: JobFacts) -> bool:
-        """Do replicas step alone up to the end, though they were to meet?"""
+        """Return whether the training ends before the first average."""
         return self.every != "end" and self.after < facts.steps < self.after + int(self.every)
 
     def _describe_first_average(self, facts: JobFacts) -> str:

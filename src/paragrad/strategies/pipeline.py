@@ -1,5 +1,6 @@
-"""place and pipeline: a model in consecutive parts on consecutive ranks, a batch or its
-micro-batches going through them.
+"""place and pipeline: a model in consecutive parts on consecutive ranks.
+
+A batch, or its micro-batches, go through the parts.
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from paragrad.strategies.job_facts import JobFacts
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Environment, Guarantees, ScheduleUse, Strategy
 
-# modules of each part; with which module each part but the first begins
+# The number of modules of each part; or the first module of each part but the first.
 RequestedCut = tuple[int, ...] | tuple[str, ...]
-# auto: parts that take as long as each other
+# With auto, all parts take equally long.
 CUT_KINDS = (IntegerList(), NameList(), Word("auto"))
 
 
 class PartitionedStrategy(Strategy, abstract=True):
-    """The model in consecutive parts."""
+    """A strategy that partitions the model into consecutive parts.
+
+    Attributes:
+        cut: Where the model is partitioned, an option of each.
+        recompute: Whether forwards run again instead of keeping activations, an option of pipeline.
+    """
 
     schedules_micro_batches = True
-    recompute = False  # an option of pipeline
+    recompute = False
     if TYPE_CHECKING:
 
         @property
@@ -45,8 +51,9 @@ class PartitionedStrategy(Strategy, abstract=True):
 
     @property
     def requested_cut(self) -> RequestedCut | None:
-        """Modules of each part, or the first ones of all parts but the first, where the user
-        says so.
+        """The partition that the user requests, or None.
+
+        It is the number of modules of each part, or the first module of each part but the first.
         """
         return self.cut if isinstance(self.cut, tuple) else None
 
@@ -65,7 +72,10 @@ class PartitionedStrategy(Strategy, abstract=True):
             )
 
     def plan_schedules(self) -> tuple[ScheduleUse, ...]:
-        """Of a full share first; a short last batch may have fewer micro-batches."""
+        """List the schedule of a full share first, then those of fewer micro-batches.
+
+        A shorter last batch may have fewer micro-batches.
+        """
         whole = self.micro_batch_schedule
         counts = sorted(
             {
@@ -91,12 +101,17 @@ class Place(PartitionedStrategy):
 
 
 class Pipeline(PartitionedStrategy):
-    """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al.
-    2019).
+    """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al. 2019).
+
+    Attributes:
+        workers: The number of workers, one stage each (or several, if the schedule is interleaved).
+        micro: The number of micro-batches; auto: 4 x workers.
+        schedule: The order of forwards and backwards.
+        recompute: Whether forwards run again instead of keeping activations.
+        cut: Where the model is partitioned.
     """
 
     workers: int = option(Integer())
-    # auto: 4 x workers
     micro: int | str = option(Integer(), Word("auto"), default="auto")
     schedule: PipelineSchedule = option(OneOf(PipelineSchedule), default=OneFOneB())
     recompute: bool = option(Flag(), default=False)
@@ -116,9 +131,9 @@ class Pipeline(PartitionedStrategy):
 
     def resolve(self, environment: Environment) -> Self:
         micro = 4 * self.workers if isinstance(self.micro, str) else self.micro
-        if (filled := self.schedule.pad_micro_count(micro, self.workers)) != micro:
+        if (padded := self.schedule.pad_micro_count(micro, self.workers)) != micro:
             raise Refused(
                 f"{self}: {self.schedule.name} takes micro-batches in groups of {self.workers}; "
-                f"give micro={filled}"
+                f"give micro={padded}"
             )
         return replace(self, micro=micro)

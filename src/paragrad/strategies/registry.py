@@ -1,4 +1,4 @@
-"""The strategies by name: reading them, and making them ready for a world."""
+"""The strategies by name: parsing them, and resolving them for an environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from paragrad.strategies.tensor import Tensor
 STRATEGIES: dict[str, type[Strategy]] = {
     cls.name: cls
     for cls in (
-        # ours
         Serial,
         Data,
         Tensor,
@@ -36,7 +35,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-# what people call things elsewhere, in lower case -> what they are here
+# Names in other libraries, in lower case -> what they are called here.
 FOREIGN_NAMES = {
     **dict.fromkeys(
         (
@@ -77,32 +76,46 @@ FOREIGN_NAMES = {
 
 
 def collect_strategies() -> dict[str, type[Strategy]]:
-    """Ours and the user's own, by name."""
+    """Return the strategies by name, built-in ones and the user's own."""
     return Strategy.members  # type: ignore[return-value]
 
 
 def collect_all_reduces() -> dict[str, type[Choice]]:
-    """All-reduces, ours and the user's own, by name."""
-    return {Native.name: Native, **AllReduce.members}  # native first
+    """Return the all-reduces by name, built-in ones and the user's own."""
+    return {Native.name: Native, **AllReduce.members}  # native comes first
 
 
 def parse_strategies(text: str) -> tuple[Strategy, ...]:
-    """Read `strategy; strategy; ...`."""
-    # no strategies of their own
-    reduced = {name: f"did you mean data(2, reduce={name})?" for name in collect_all_reduces()}
-    elsewhere = {**FOREIGN_NAMES, **reduced}
-    read: list[Strategy] = []
+    """Parse `strategy; strategy; ...`.
+
+    Args:
+        text: The strategies as text.
+
+    Raises:
+        Refused: If the text is no list of strategies.
+    """
+    # An all-reduce is no strategy of its own.
+    suggestions = {name: f"did you mean data(2, reduce={name})?" for name in collect_all_reduces()}
+    elsewhere = {**FOREIGN_NAMES, **suggestions}
+    parsed: list[Strategy] = []
     for product in parse_products(text):
         factors = tuple(
             build_choice(call, dict(collect_strategies()), "strategy", elsewhere=elsewhere)
             for call in product
         )
-        read.append(factors[0] if len(factors) == 1 else Product(factors))  # type: ignore[arg-type]
-    return tuple(read)
+        parsed.append(factors[0] if len(factors) == 1 else Product(factors))  # type: ignore[arg-type]
+    return tuple(parsed)
 
 
 def strategy(text: str | Strategy) -> Strategy:
-    """Read one strategy; a strategy is returned as it is. Raises Refused."""
+    """Parse one strategy.
+
+    Args:
+        text: The strategy as text, such as "data(2, reduce=ring)". A strategy is returned as it is.
+
+    Raises:
+        Refused: If the text is no strategy, or more than one.
+    """
     if isinstance(text, Strategy):
         return text
     if not isinstance(text, str):
@@ -110,35 +123,49 @@ def strategy(text: str | Strategy) -> Strategy:
             f"a strategy is a text such as 'data(2, reduce=ring)' or a value such as Data(2); got "
             f"{text!r}"
         )
-    read = parse_strategies(text)
-    if len(read) > 1:
-        raise Refused(f"one strategy is wanted here, got {len(read)}: {text}")
-    return read[0]
+    parsed = parse_strategies(text)
+    if len(parsed) > 1:
+        raise Refused(f"one strategy is wanted here, got {len(parsed)}: {text}")
+    return parsed[0]
 
 
 def resolve_strategy(chosen: Strategy, environment: Environment) -> Strategy:
-    """The same strategy with every `auto` replaced. Raises Refused where the world has another
-    size than it asks for, or where what it says of itself does not fit together.
+    """Return the same strategy with every `auto` replaced.
+
+    Args:
+        chosen: The strategy.
+        environment: Where it runs.
+
+    Raises:
+        Refused: If the world has another size than the strategy, or if the options of the strategy
+            do not fit together.
     """
-    found = chosen.resolve(environment)
-    if environment.ranks is not None and found.size != environment.ranks:
+    resolved = chosen.resolve(environment)
+    if environment.ranks is not None and resolved.size != environment.ranks:
         wanted = (
-            f"{found.size} ranks, {found.servers} of them for servers,"
-            if found.servers
-            else f"{found.size} worker(s)"
+            f"{resolved.size} ranks, {resolved.servers} of them for servers,"
+            if resolved.servers
+            else f"{resolved.size} worker(s)"
         )
         raise Refused(
             f"{chosen} wants {wanted} and the launcher started {environment.ranks}; "
-            f"start {found.size}, or write data(auto)"
+            f"start {resolved.size}, or write data(auto)"
         )
-    return found
+    return resolved
 
 
 def find_schedule_use(
     chosen: Strategy, activity: str, ranks_on_host: int | None = None
 ) -> tuple[Strategy, ScheduleUse]:
-    """(resolved, its schedule), of a strategy that names one, to be drawn or simulated
-    (`doing`). Raises Refused.
+    """Return a resolved strategy and its first schedule.
+
+    Args:
+        chosen: The strategy, which must have a fixed number of workers and a schedule.
+        activity: What the schedule is for, such as "draw" or "simulate", for the message.
+        ranks_on_host: The ranks on one host, if known.
+
+    Raises:
+        Refused: If the strategy has no schedule.
     """
     if chosen.workers == "auto":
         raise Refused(

@@ -13,10 +13,14 @@ from paragrad.strategies.strategy import Environment, Guarantees, Strategy
 
 
 class Serial(Strategy):
-    """One worker, the reference of every other strategy."""
+    """One worker, the reference of every other strategy.
 
-    threads: int | str = option(Integer(), Word("auto"), default="auto")  # auto: all cores
-    # micro-batches per step
+    Attributes:
+        threads: The threads; auto: all cores.
+        micro: The micro-batches per step.
+    """
+
+    threads: int | str = option(Integer(), Word("auto"), default="auto")
     micro: int = option(Integer(), default=1)
     workers: ClassVar[int] = 1
     is_reference = True

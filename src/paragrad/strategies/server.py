@@ -14,31 +14,40 @@ from paragrad.strategies.strategy import Environment, Guarantees, Strategy
 
 
 class Bsp(Choice):
-    """Bulk synchronous: every step waits for all workers; with backup workers not for the
-    slowest (Chen et al. 2016).
+    """Bulk synchronous: every step waits for all workers, but for backups (Chen et al. 2016).
+
+    Attributes:
+        backup: The number of slowest workers that a step does not wait for.
     """
 
     backup: int = option(Integer(0), default=0)
 
 
 class Ssp(Choice):
-    """Stale synchronous: no worker is more than `bound` steps ahead of the slowest (Ho et al.
-    2013).
+    """Stale synchronous: a worker is at most `bound` steps ahead of the slowest (Ho et al. 2013).
+
+    Attributes:
+        bound: The steps that a worker may be ahead.
     """
 
     bound: int = option(Integer(0))
 
 
 class Asp(Choice):
-    """Asynchronous: nobody waits (Dean et al. 2012)."""
+    """Asynchronous: no worker waits (Dean et al. 2012)."""
 
 
 class Server(Strategy):
-    """Servers hold parameters and optimizer state in slices; workers push gradients and pull
-    parameters (Li et al. 2014).
+    """Servers hold parameters in slices; workers push gradients, pull parameters (Li et al. 2014).
 
-    sync: who waits for whom;  rate: of an update, divided by its staleness where that is above
-    1 (Zhang et al. 2015); compress: what is pushed in the place of gradients.
+    Attributes:
+        workers: The number of workers.
+        servers: The number of servers; each holds a slice of the parameters and of the optimizer
+            state.
+        sync: Which workers wait for which.
+        rate: Whether the rate of an update is divided by its staleness where that is above 1 (Zhang
+            et al. 2015).
+        compress: The compressor of the gradients that are pushed.
     """
 
     workers: int = option(Integer())
@@ -71,12 +80,12 @@ class Server(Strategy):
 
     @property
     def is_synchronous(self) -> bool:
-        """Is a step made of all its shares?"""
+        """Whether a step uses all of its shares."""
         return isinstance(self.sync, Bsp)
 
     @property
     def backup(self) -> int:
-        """Workers that a step does not wait for."""
+        """The number of workers that a step does not wait for."""
         return self.sync.backup if isinstance(self.sync, Bsp) else 0
 
     @property
@@ -89,24 +98,29 @@ class Server(Strategy):
 
     @property
     def staleness_bound(self) -> int | None:
-        """Steps that a worker may be ahead of the slowest."""
+        """The steps that a worker may be ahead of the slowest."""
         return self.sync.bound if isinstance(self.sync, Ssp) else None
 
     @property
     def share_count(self) -> int:
-        """Of a full batch."""
+        """The number of shares of a full batch."""
         return self.workers
 
     @property
     def required_shares(self) -> int:
-        """Shares that a synchronous step waits for."""
+        """The number of shares that a synchronous step waits for."""
         return self.workers - self.backup
 
     def scale_rate(self, staleness: int, workers: float) -> float:
-        """What the rate of an update of one share is multiplied by. late: its staleness;
-        workers: that were there. Where more are than the strategy has, theirs too move as far
-        as one synchronous step, for staleness grows with their number, and adds to momentum
+        """Return the factor of the learning rate for the update of one share.
+
+        If there are more workers than the strategy has, all of them together move as far as one
+        synchronous step. The reason: staleness grows with their number, and adds to momentum
         (Mitliagkas et al. 2016, arXiv 1605.09774).
+
+        Args:
+            staleness: The staleness of the share.
+            workers: The number of workers at that time.
         """
         return (
             1.0 / max(1, staleness)
@@ -123,12 +137,12 @@ class Server(Strategy):
 
     @property
     def verifiable(self) -> Self:
-        """With backup workers, a step for which nobody is late."""
+        """The strategy without backup workers: a step in which no worker is late."""
         return replace(self, sync=Bsp()) if self.backup else self
 
     @property
     def batch_norm(self) -> str:
-        # who waits for nobody has nobody to ask
+        # A worker that waits for no other cannot share statistics.
         return "share" if self.uses_work_queue else "whole"
 
     def resolve(self, environment: Environment) -> Self:

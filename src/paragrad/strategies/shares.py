@@ -1,9 +1,9 @@
-"""Who computes what of a batch: shares of ranks, micro-batches of a share.
+"""Which rank computes which samples of a batch: shares of ranks, micro-batches of a share.
 
-A batch is positions start..stop of the epoch's order. Every rank gets a contiguous part of it,
-in rank order, by largest remainder; the part is cut into micro-batches. All ranks run the same
-number of micro-batches, so that collectives inside a model (batch norm) and hooks meet; where a
-rank has none left, its part is empty (it then runs one sample with weight 0).
+A batch is positions start..stop of the order of the epoch. Every rank gets a contiguous part of it,
+in rank order, by largest remainder. The part is divided into micro-batches. All ranks run the same
+number of micro-batches, so that collectives inside a model (batch norm) and hooks meet. If a rank
+has no micro-batch left, its part is empty; it then runs one sample with weight 0.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from paragrad.schedules.actions import split_evenly
 
 @dataclass(frozen=True)
 class Division:
-    """Who computes which samples of a global batch: relative shares, one for each replica, and
-    micro-batches in each.
+    """How a global batch is divided.
+
+    Attributes:
+        shares: The relative shares, one for each replica.
+        micro: The micro-batches in each share.
     """
 
     shares: tuple[int, ...] = (1,)
@@ -26,22 +29,32 @@ class Division:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of one rank. `places` is never empty: where `positions` is, one sample
-    stands in with weight 0.
+    """A micro-batch of one rank.
+
+    Attributes:
+        positions: The samples, in the order of the epoch.
+        places: The samples, in the global batch. It is never empty: if `positions` is empty, one
+            sample takes part with weight 0.
     """
 
-    positions: list[int]  # in the epoch's order
-    places: list[int]  # in the global batch
+    positions: list[int]
+    places: list[int]
 
 
 def apportion_samples(samples: int, weights: Sequence[int]) -> list[int]:
-    """`samples` in proportion to `weights`: largest remainder, lowest rank first; sums to
-    `samples`.
+    """Divide samples in proportion to weights, by largest remainder, lowest rank first.
+
+    Args:
+        samples: The number of samples.
+        weights: The weight of each rank.
+
+    Returns:
+        The samples of each rank; their sum is `samples`.
     """
-    whole = sum(weights)
-    counts = [samples * weight // whole for weight in weights]
+    total = sum(weights)
+    counts = [samples * weight // total for weight in weights]
     by_remainder = sorted(
-        range(len(weights)), key=lambda rank: (-(samples * weights[rank] % whole), rank)
+        range(len(weights)), key=lambda rank: (-(samples * weights[rank] % total), rank)
     )
     for rank in by_remainder[: samples - sum(counts)]:
         counts[rank] += 1
@@ -49,36 +62,54 @@ def apportion_samples(samples: int, weights: Sequence[int]) -> list[int]:
 
 
 def split_micro_batches(batch: range, division: Division) -> list[list[range]]:
-    """For every micro-batch, the part of every rank: `[micro][rank] -> range of positions`;
-    parts may be empty.
+    """Divide a batch into the parts of every rank in every micro-batch.
+
+    Args:
+        batch: The positions of the batch.
+        division: The shares and the number of micro-batches.
+
+    Returns:
+        `[micro][rank] -> range of positions`; parts may be empty.
     """
     counts = apportion_samples(len(batch), division.shares)
     micro = division.micro
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    number = max(min(micro, count) for count in counts)
-    cut = [
+    micro_count = max(min(micro, count) for count in counts)
+    parts_of_ranks = [
         [
             batch[start + part.start : start + part.stop]
             for part in split_evenly(count, min(micro, count) or 1)
         ]
         for start, count in zip(starts, counts, strict=True)
     ]
-    return [[parts[k] if k < len(parts) else parts[-1][:0] for parts in cut] for k in range(number)]
+    return [
+        [parts[k] if k < len(parts) else parts[-1][:0] for parts in parts_of_ranks]
+        for k in range(micro_count)
+    ]
 
 
 def count_largest_micro_batch(samples: int, division: Division, share: int) -> int:
-    """Samples in the largest micro-batch that a share has of a batch; at least the one that
-    stands in for none.
+    """Return the samples of the largest micro-batch of a share; at least 1, the placeholder sample.
+
+    Args:
+        samples: The samples of the batch.
+        division: The shares and the number of micro-batches.
+        share: The number of the share.
     """
     return max(1, len(split_micro_batches(range(samples), division)[0][share]))
 
 
 def count_smallest_micro_batch(samples: int, division: Division, per_share: bool = False) -> int:
-    """Samples in the smallest micro-batch of a batch, over all shares; apart: in the smallest
-    part of one that is not empty.
+    """Return the samples of the smallest micro-batch of a batch.
+
+    Args:
+        samples: The samples of the batch.
+        division: The shares and the number of micro-batches.
+        per_share: Whether to count each part that is not empty on its own; otherwise all parts of a
+            micro-batch together.
     """
-    every = [
+    counts_per_micro = [
         [len(part) for part in parts if part]
         for parts in split_micro_batches(range(samples), division)
     ]
-    return min(min(counts) if per_share else sum(counts) for counts in every)
+    return min(min(counts) if per_share else sum(counts) for counts in counts_per_micro)

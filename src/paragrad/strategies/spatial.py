@@ -9,14 +9,21 @@ from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR, Guarantees, St
 
 
 class Spatial(Strategy):
-    """The image split, with halo exchange (Dryden et al. 2019)."""
+    """The image split, with halo exchange (Dryden et al. 2019).
+
+    Attributes:
+        rows: The number of ranks along the height.
+        columns: The number of ranks along the width.
+        dense: Whether ranks divide the neurons of fully connected layers (`tensor`).
+        batch_norm: Whether statistics are of the whole batch, or of each rank's share.
+    """
 
     rows: int = option(Integer())
     columns: int = option(Integer(), default=1)
     dense: str = option(Word("same", "tensor"), default="same")
     batch_norm: str = option(Word("whole", "share"), default="whole")
     splits_layers = True
-    # all ranks see every sample, and call what one worker calls
+    # All ranks see every sample, and run the calls of one worker.
     changes_layout = False
 
     def check_options(self) -> None:

@@ -1,11 +1,10 @@
-"""What a strategy is: a frozen value that answers for itself. Nobody asks for its class or its
-name.
+"""A strategy is a frozen value that describes itself; no code asks for its class or its name.
 
     s = strategy("data(2, reduce=ring)")      # == Data(2, reduce=Ring())
     s.workers, s.exact, s * Tensor(2)
 
-What runs inside a rank for it is found in `parallel/registry.py`; a strategy of a user's own
-brings it along (`exchange`).
+`parallel/registry.py` maps a strategy to the code that runs inside a rank. A user's own strategy
+provides this code itself (`make_exchange`).
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ from paragrad.strategies.shares import Division, apportion_samples, count_smalle
 
 @dataclass(frozen=True)
 class Guarantees:
-    """What holds of a strategy, whatever the job.
+    """What a strategy guarantees for every job.
 
-    exact: the same training as serial, which the first step has to show;  replicas_equal,
-    buffers_equal: all have the same parameters, buffers, after a step;  jobs_only: why it is
-    nothing for a loop of the user's own.
+    Attributes:
+        exact: The training is that of serial; the first step has to show this.
+        replicas_equal: All ranks have the same parameters after a step.
+        buffers_equal: All ranks have the same buffers after a step.
+        jobs_only: Why the strategy does not work in a user's own training loop, or None.
     """
 
     exact: bool = True
@@ -40,11 +41,15 @@ class Guarantees:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a strategy is to run, read once.
+    """Where a strategy is to run; read once.
 
-    cores: of this host;  ranks: the world's size, where a launcher gave one;  group: how many
-    of them are on this host; unshared: why they cannot share memory, or None;  backend: what
-    carries their messages;  own_loop: the user's.
+    Attributes:
+        cores: The cores of this host.
+        ranks: The size of the world, if a launcher set it; otherwise None.
+        ranks_on_host: How many ranks are on this host.
+        shared_memory_refusal: Why the ranks cannot share memory, or None.
+        backend: The backend that carries their messages.
+        user_loop: Whether the training loop is the user's own.
     """
 
     cores: int = 1
@@ -57,9 +62,15 @@ class Environment:
 
 @dataclass(frozen=True)
 class ScheduleUse:
-    """A schedule that a strategy will play over `size` ranks: proved at the door, drawn,
-    simulated, sabotaged. what: its goal, by its name in `players.proof.GOALS`; unpriced: why
-    what travels along it is not priced, with the repair.
+    """A schedule that a resolved strategy will run; validation proves it.
+
+    It can also be drawn and simulated, with a planted fault or without.
+
+    Attributes:
+        goal: The name of its goal in `executors.proof.GOALS`.
+        schedule: The schedule.
+        size: The number of its ranks.
+        pricing_refusal: Why its messages have no price, with the repair, or None.
     """
 
     goal: str
@@ -68,7 +79,7 @@ class ScheduleUse:
     pricing_refusal: str | None = None
 
 
-# how an optimizer updates: the later, the more must be together
+# How an optimizer updates. The later in this list, the more of the model one rank must hold.
 PER_ELEMENT = "element"
 PER_TENSOR = "tensor"
 WHOLE_MODEL = "all"
@@ -76,29 +87,44 @@ UPDATE_GRANULARITIES = (PER_ELEMENT, PER_TENSOR, WHOLE_MODEL)
 
 
 class Strategy(Family, abstract=True):
-    """How the training is split. `*` nests: left to right is outer to inner.
+    """How the training is divided. `*` nests: left to right is outer to inner.
 
-    One of your own says its `workers`, what it promises, and brings an `exchange`, or a `share`
-    where its axes divide the model; it may say more of the rest.
+    A class of your own sets its `workers` and its guarantees. It provides `make_exchange`, or
+    `shard_model` if its axes divide the model. It may override more of the rest.
+
+    Attributes:
+        is_replicated: Whether it holds replicas. A product has at most one such factor, leftmost.
+        is_reference: Whether other strategies are compared with it.
+        schedules_micro_batches: Whether it divides batches into micro-batches itself.
+        changes_layout: Whether a rank runs other calls, or sees other samples, than one worker.
+        adapts_shares: Whether the shares follow the pace of each rank, from the second epoch on.
+        skips_calls: Whether a rank does not run all calls that one worker runs.
+        trains_clients: Whether workers train clients, each over its own samples, and meet once a
+            round.
+        splits_layers: Whether it splits the layers of the part of the model that other factors
+            leave.
+        update_granularity: What an optimizer may need in one place, if it splits layers.
+        uses_work_queue: Whether samples come from a queue, for workers that come and go.
+        can_recover: Whether its servers keep the whole training, so that dead workers can restart.
+        servers: The ranks after the workers that serve (`Exchange.serve`).
+        threads: The threads of each rank; None: the cores are divided.
+        shards_parameters: Whether each replica holds a shard of the parameters only. Then no rank
+            can run the model alone.
+        uses_buckets: Whether gradients travel in groups. Then all ranks know in advance which
+            parameters have no gradient.
+        batch_norm: Which samples batch statistics are of: "whole" micro-batches, or each "share".
     """
 
-    # it holds replicas: at most one such factor in a product, leftmost
     is_replicated = False
-    is_reference = False  # it is what others are compared with
-    schedules_micro_batches = False  # it cuts micro-batches itself
-    # a rank runs other calls, or sees other samples, than one worker
+    is_reference = False
+    schedules_micro_batches = False
     changes_layout = True
-    # its shares are by what each rank takes, from the second epoch on
     adapts_shares = False
-    # a rank does not run all calls that one worker runs
     skips_calls = False
-    # workers train clients, each over its own samples, and meet once a round
     trains_clients = False
-    # it splits the layers of whatever other cuts leave of the model
     splits_layers = False
-    # what an optimizer may want together, where it is inside
     update_granularity = PER_TENSOR
-    if TYPE_CHECKING:  # options of some
+    if TYPE_CHECKING:  # options of some strategies
 
         @property
         def uses_work_queue(self) -> bool: ...
@@ -131,71 +157,72 @@ class Strategy(Family, abstract=True):
         def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> Any: ...
         def shard_model(self, model: Any, example: Any, axis: Any) -> Any: ...
     else:
-        # samples are handed out, to workers that come and go
         uses_work_queue = False
-        # its servers keep all of a training: workers that die begin again
         can_recover = False
-        # ranks beside the workers, after them, that serve (`Exchange.serve`)
         servers = 0
-        threads = None  # of each rank: the cores are divided
-        # replicas hold the parameters together, each some: no rank can run the model alone
+        threads = None
         shards_parameters = False
-        # gradients travel in groups: all ranks know beforehand which parameters have none
         uses_buckets = False
-        # whose samples statistics are of: "whole" micro-batches, or each "share"
         batch_norm = "whole"
 
-    # ---- what it is --------------------------------------------------------------------------
+    # ---- properties --------------------------------------------------------------------------
     @property
     def technique(self) -> str:
-        """By which name the technique that runs it is found."""
+        """The name under which the registry finds the implementation."""
         return self.name
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Outer to inner, of a resolved strategy; the ranks of the last one are neighbours."""
+        """The axes of a resolved strategy, outer to inner; ranks of the last one are neighbours."""
         assert isinstance(self.workers, int)
         return (Axis(self.name, self.workers),)
 
     @property
     def division(self) -> Division:
-        """Of a resolved strategy."""
+        """How a resolved strategy divides a batch."""
         return Division((1,) * prod(axis.size for axis in self.axes if axis.divides == "samples"))
 
     @property
     def size(self) -> int:
-        """Ranks of a resolved strategy."""
+        """The number of ranks of a resolved strategy, servers included."""
         return prod(axis.size for axis in self.axes) + self.servers
 
     @property
     def verifiable(self) -> Self:
-        """What is compared with serial, of one that changes as it goes."""
+        """The strategy to compare with serial; it differs if this strategy changes as it runs."""
         return self
 
     def is_server(self, rank: int) -> bool:
-        """Is a rank of a resolved strategy a server? They are the last ones."""
+        """Return whether a rank of a resolved strategy is a server; servers are the last ranks."""
         return rank >= self.size - self.servers
 
     @property
     def exact(self) -> bool:
-        """Is it the same training as serial?"""
+        """Whether the training is that of serial."""
         return self.guarantees.exact
 
     def plan_schedules(self) -> tuple[ScheduleUse, ...]:
-        """The schedules that a resolved strategy will play."""
+        """List the schedules that a resolved strategy will run."""
         return ()
 
     def has_open_all_reduce(self) -> bool:
-        """Is an all-reduce to be picked by what is known or measured of the machine?"""
+        """Return whether an all-reduce must still be chosen, by measurements of the machine."""
         return False
 
     def explain_no_schedule(self) -> str:
-        """Why there are none, with the repair."""
+        """Return why there are no schedules, with the repair."""
         return "try data(4, reduce=ring)"
 
-    # ---- where and what it is for ------------------------------------------------------------
+    # ---- the environment and the job ---------------------------------------------------------
     def resolve(self, environment: Environment) -> Self:
-        """The same with every `auto` replaced. Raises Refused where it cannot be here."""
+        """Return the same strategy with every `auto` replaced.
+
+        Args:
+            environment: Where the strategy runs.
+
+        Raises:
+            Refused: If it cannot run in this environment.
+        """
         return (
             replace(cast(Any, self), workers=environment.ranks or environment.cores)
             if self.workers == "auto"
@@ -205,21 +232,34 @@ class Strategy(Family, abstract=True):
     def explain_choices(
         self, resolved: Self, environment: Environment
     ) -> Iterator[tuple[str, str, str]]:
-        """What its `auto`s became, and why: (what, picked, because)."""
+        """Generate what each `auto` became, and why.
+
+        Args:
+            resolved: The resolved strategy.
+            environment: Where it runs.
+
+        Yields:
+            (option, choice, reason).
+        """
         yield from ()
 
     def list_alternatives(self, environment: Environment) -> tuple[Strategy, ...]:
-        """Other strategies, the same training, that may be faster here: worth a trial for a
-        moment.
-        """
+        """List other strategies for the same training that may be faster, worth a short trial."""
         return ()
 
     def refuse_job(
         self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
     ) -> None:
-        """Refuse a job that a resolved strategy cannot train, with the repair. asked: the
-        strategy as the user wrote it; unchecked: go on with what is known to be another
-        training.
+        """Refuse a job that a resolved strategy cannot train, with the repair.
+
+        Args:
+            facts: The job.
+            requested: The strategy as the user wrote it, for the messages.
+            skip_first_step_check: Whether to continue even if the training is known to be another
+                one.
+
+        Raises:
+            Refused: With the repair.
         """
         division = self.division
         self.refuse_small_batch(facts.full_batch, requested)
@@ -240,7 +280,15 @@ class Strategy(Family, abstract=True):
                 raise Refused(f"{requested}: {facts.layout_refusal}")
 
     def refuse_small_batch(self, full_batch: int, requested: Strategy) -> None:
-        """Refuse a full batch of fewer samples than shares."""
+        """Refuse a full batch of fewer samples than shares.
+
+        Args:
+            full_batch: The samples of a full batch.
+            requested: The strategy as the user wrote it, for the message.
+
+        Raises:
+            Refused: With the repair.
+        """
         if full_batch < (shares := len(self.division.shares)):
             raise Refused(
                 f"{requested} has {shares} workers and the full batch {full_batch} sample(s); give "
@@ -250,22 +298,32 @@ class Strategy(Family, abstract=True):
             )
 
     def refuse_single_sample(self, facts: JobFacts, requested: Strategy) -> None:
-        """Refuse micro-batches of one sample where batch norm wants more."""
+        """Refuse micro-batches of a single sample if batch norm needs more.
+
+        Args:
+            facts: The job.
+            requested: The strategy as the user wrote it, for the message.
+
+        Raises:
+            Refused: With the repair.
+        """
         division = self.division
-        apart = self.batch_norm == "share"
+        per_share = self.batch_norm == "share"
         for samples in facts.batch_sizes:
             if (
-                count_smallest_micro_batch(samples, division, apart) == 1
+                count_smallest_micro_batch(samples, division, per_share) == 1
                 and facts.single_sample_refusal
             ):
-                fewer = [
+                allowed = [
                     micro
                     for micro in range(1, division.micro)
-                    if count_smallest_micro_batch(samples, replace(division, micro=micro), apart)
+                    if count_smallest_micro_batch(
+                        samples, replace(division, micro=micro), per_share
+                    )
                     > 1
                 ]
                 repair = (
-                    f"give micro of at most {fewer[-1]}" if fewer else "give another batch size"
+                    f"give micro of at most {allowed[-1]}" if allowed else "give another batch size"
                 )
                 raise Refused(
                     f"job {facts.job}: {facts.single_sample_refusal}, and {requested} makes a "
@@ -275,16 +333,34 @@ class Strategy(Family, abstract=True):
                 )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:
-        """Refuse an optimizer, of a job or of a loop of the user's own, with the repair."""
+        """Refuse an optimizer, of a job or of a user's own training loop, with the repair.
+
+        Args:
+            optimizer_facts: The optimizer.
+            requested: The strategy as the user wrote it, for the message.
+
+        Raises:
+            Refused: With the repair.
+        """
 
     def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
-        """What the user is told at the door of a job that can be trained, and comes to
-        something else than its words say.
+        """Generate warnings for a job that can train, but not as the options suggest.
+
+        Args:
+            facts: The job.
+            requested: The strategy as the user wrote it, for the messages.
         """
         yield from ()
 
     def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
-        """Refuse the other factors of a product, with the repair."""
+        """Refuse the other factors of a product, with the repair.
+
+        Args:
+            factors: All factors of the product, this one included.
+
+        Raises:
+            Refused: With the repair.
+        """
 
     def __mul__(self, other: Strategy) -> Product:
         return Product(list_factors(self) + list_factors(other))
@@ -292,11 +368,13 @@ class Strategy(Family, abstract=True):
 
 @dataclass(frozen=True, repr=False)
 class Product(Strategy, abstract=True):
-    """A hybrid: strategies multiplied along axes, left to right is outer to inner. It has no
-    name of its own.
+    """A hybrid: strategies multiplied along axes, left to right is outer to inner.
 
-    Its answers are its factors'. At most one of them divides samples; the others cut the model,
-    the innermost first.
+    It has no name of its own. Its properties follow from those of its factors. At most one factor
+    divides samples; the others partition the model, the innermost first.
+
+    Attributes:
+        factors: The strategies, outer to inner.
     """
 
     factors: tuple[Strategy, ...] = option(ManyOf(Strategy))
@@ -327,10 +405,11 @@ class Product(Strategy, abstract=True):
 
     @property
     def division(self) -> Division:
-        """Shares by who divides samples; micro-batches by who cuts them."""
-        every = [factor.division for factor in self.factors]
+        """The shares of the factor that divides samples, and the product of all micro-batches."""
+        divisions = [factor.division for factor in self.factors]
         return Division(
-            max((each.shares for each in every), key=len), prod(each.micro for each in every)
+            max((each.shares for each in divisions), key=len),
+            prod(each.micro for each in divisions),
         )
 
     @property
@@ -349,12 +428,12 @@ class Product(Strategy, abstract=True):
 
     @property
     def guarantees(self) -> Guarantees:
-        every = [factor.guarantees for factor in self.factors]
+        guarantees = [factor.guarantees for factor in self.factors]
         return Guarantees(
-            all(each.exact for each in every),
-            all(each.replicas_equal for each in every),
-            all(each.buffers_equal for each in every),
-            next((each.jobs_only for each in every if each.jobs_only), None),
+            all(each.exact for each in guarantees),
+            all(each.replicas_equal for each in guarantees),
+            all(each.buffers_equal for each in guarantees),
+            next((each.jobs_only for each in guarantees if each.jobs_only), None),
         )
 
     @property
@@ -368,25 +447,37 @@ class Product(Strategy, abstract=True):
         return any(factor.has_open_all_reduce() for factor in self.factors)
 
     def resolve(self, environment: Environment) -> Self:
-        """Every factor where there is room for it beside the others; parameters of a cut model
-        are nobody's to share.
+        """Return the product with every factor resolved for its part of the environment.
+
+        The parameters of a partitioned model cannot be in shared memory.
+
+        Args:
+            environment: Where the product runs.
+
+        Raises:
+            Refused: If a factor cannot run in this environment.
         """
-        known = prod(factor.workers for factor in self.factors if isinstance(factor.workers, int))
-        beside = replace(
+        known_workers = prod(
+            factor.workers for factor in self.factors if isinstance(factor.workers, int)
+        )
+        factor_environment = replace(
             environment,
-            cores=max(1, environment.cores // known),
-            ranks=environment.ranks and max(1, environment.ranks // known),
-            ranks_on_host=environment.ranks_on_host and max(1, environment.ranks_on_host // known),
+            cores=max(1, environment.cores // known_workers),
+            ranks=environment.ranks and max(1, environment.ranks // known_workers),
+            ranks_on_host=environment.ranks_on_host
+            and max(1, environment.ranks_on_host // known_workers),
             shared_memory_refusal=f"{self} cuts the model, of which each rank holds a part of its "
             f"own",
         )
-        return replace(self, factors=tuple(factor.resolve(beside) for factor in self.factors))
+        return replace(
+            self, factors=tuple(factor.resolve(factor_environment) for factor in self.factors)
+        )
 
     def explain_choices(
         self, resolved: Self, environment: Environment
     ) -> Iterator[tuple[str, str, str]]:
-        for asked, found in zip(self.factors, resolved.factors, strict=True):
-            yield from asked.explain_choices(found, environment)
+        for factor, resolved_factor in zip(self.factors, resolved.factors, strict=True):
+            yield from factor.explain_choices(resolved_factor, environment)
 
     def refuse_job(
         self, facts: JobFacts, requested: Strategy, skip_first_step_check: bool = False
@@ -405,4 +496,5 @@ class Product(Strategy, abstract=True):
 
 
 def list_factors(strategy: Strategy) -> tuple[Strategy, ...]:
+    """Return the factors of a product, or the strategy itself."""
     return strategy.factors if isinstance(strategy, Product) else (strategy,)

@@ -8,14 +8,19 @@ from paragrad.strategies.strategy import PER_ELEMENT, Guarantees, Strategy
 
 
 class Tensor(Strategy):
-    """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
+    """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019).
+
+    Attributes:
+        workers: The number of workers.
+        pairs: Whether a layer after a divided one is divided by its inputs, not by its outputs
+            again.
+    """
 
     workers: int | str = option(Integer(), Word("auto"))
-    # a layer after a divided one by its inputs, not by its outputs again
     pairs: bool = option(Flag(), default=True)
     splits_layers = True
     update_granularity = PER_ELEMENT
-    # all ranks see the batch as it is, and call what one worker calls
+    # All ranks see the batch as it is, and run the calls of one worker.
     changes_layout = False
 
     @property

@@ -1,1 +1,1 @@
-"""One rank's training step: its setup, its state and the step."""
+"""One rank's training: settings, batches, the step and its check, evaluation, checkpoints."""

@@ -1,5 +1,7 @@
-"""What one rank runs of one global batch: its micro-batches, as places in the epoch's order and
-as samples.
+"""The part of a global batch that one rank runs.
+
+A part is a list of micro-batches. Each micro-batch is given as positions in the epoch's order and
+as places in the global batch.
 """
 
 from __future__ import annotations
@@ -16,8 +18,14 @@ from paragrad.strategies.shares import Division, MicroBatch, split_micro_batches
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of the global batch that stands at `whole` in the order of `epoch`;
-    indices: all its samples;  drawn: by which epoch samples are, where that is another.
+    """This rank's part of one global batch.
+
+    Attributes:
+        epoch: The epoch of the global batch.
+        global_range: The positions of the global batch in the order of `epoch`.
+        sample_indices: The dataset indices of all samples of the global batch.
+        micro_batches: The micro-batches of this rank.
+        draw_epoch: The epoch by which random draws of samples are keyed, if it is not `epoch`.
     """
 
     epoch: int
@@ -28,34 +36,44 @@ class Batch:
 
     @property
     def places(self) -> list[int]:
-        """The places in the global batch of what to load, micro-batch after micro-batch."""
+        """The places in the global batch of the samples to load, micro-batch after micro-batch."""
         return list(chain.from_iterable(each.places for each in self.micro_batches))
 
     @property
     def recorded_range(self) -> list[int]:
-        """[first, stop] of its positions, which are contiguous."""
+        """[first, stop] of this rank's positions, which are contiguous."""
         positions = [position for each in self.micro_batches for position in each.positions]
         return [min(positions), max(positions) + 1] if positions else [0, 0]
 
     def take_first_samples(
         self, count: int, division: Division, replicas: Sequence[int]
     ) -> Batch | None:
-        """The same of its first samples alone; None where a share would have none."""
-        whole = self.global_range[:count]
-        micros = split_micro_batches(whole, division)
+        """Return the same batch with its first samples only.
+
+        Args:
+            count: The number of samples to keep.
+            division: The division of a global batch among the replicas.
+            replicas: The replicas of which this rank runs the parts.
+
+        Returns:
+            The smaller batch, or None if a replica would have no sample.
+        """
+        kept_range = self.global_range[:count]
+        micro_batches = split_micro_batches(kept_range, division)
         if not all(
-            any(parts[replica] for parts in micros) for replica in range(len(division.shares))
+            any(parts[replica] for parts in micro_batches)
+            for replica in range(len(division.shares))
         ):
             return None
         return Batch(
             self.epoch,
-            whole,
+            kept_range,
             self.sample_indices[:count],
-            _make_micro_batches(whole, division, replicas),
+            _make_micro_batches(kept_range, division, replicas),
         )
 
     def iterate_slices(self) -> Iterator[tuple[MicroBatch, slice]]:
-        """Every micro-batch, with its place in what was loaded."""
+        """Yield every micro-batch with its slice of the loaded samples."""
         start = 0
         for each in self.micro_batches:
             yield each, slice(start, start + len(each.places))
@@ -64,7 +82,15 @@ class Batch:
     def iterate_micro_batches(
         self, inputs: Any, target: Any
     ) -> Iterator[tuple[MicroBatch, Any, Any]]:
-        """Every micro-batch with its part of what was loaded."""
+        """Yield every micro-batch with its part of the loaded samples.
+
+        Args:
+            inputs: The loaded inputs of all micro-batches.
+            target: The loaded targets of all micro-batches.
+
+        Yields:
+            (micro-batch, inputs, target).
+        """
         if len(self.micro_batches) == 1:
             yield self.micro_batches[0], inputs, target
             return
@@ -81,8 +107,15 @@ def make_rank_batch(
     replicas: Sequence[int],
     reverse: bool = False,
 ) -> Batch:
-    """The part of a global batch that these replicas' parts make together; reverse: each
-    micro-batch back to front.
+    """Build the part of a global batch that the given replicas run together.
+
+    Args:
+        order: The order of the samples.
+        epoch: The epoch of the global batch.
+        global_range: The positions of the global batch in the epoch's order.
+        division: The division of a global batch among the replicas.
+        replicas: The replicas of which the parts are joined.
+        reverse: Whether the samples of each micro-batch are reversed.
     """
     return Batch(
         epoch,
@@ -95,11 +128,11 @@ def make_rank_batch(
 def _make_micro_batches(
     global_range: range, division: Division, replicas: Sequence[int], reverse: bool = False
 ) -> list[MicroBatch]:
-    micros = []
+    micro_batches = []
     for parts in split_micro_batches(global_range, division):
         positions = list(chain.from_iterable(parts[replica] for replica in replicas))
         positions = positions[::-1] if reverse else positions
-        micros.append(
+        micro_batches.append(
             MicroBatch(positions, [position - global_range.start for position in positions] or [0])
         )
-    return micros
+    return micro_batches

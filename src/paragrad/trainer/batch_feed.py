@@ -1,5 +1,6 @@
-"""The feed: one rank's parts of batches as they are given to a loop, and what `step` may take
-of them.
+"""A feed of one rank's batches for a training loop.
+
+The feed also checks that `step` receives the batch that was given last.
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ from paragrad.trainer.batch import Batch
 
 
 class BatchFeed:
-    """Gives batches one after the other, each to be taken once, before the next one.
+    """Yields batches one after the other. A step takes each batch once, before the next one.
 
-    batch: what was given last and not taken;  fetched: its tensors;  samples: where they are
-    from;  began: when it began to load.
+    Attributes:
+        log: The log in which loading is recorded.
+        device: The device to which batches are moved.
+        dtype: The type to which real tensors are converted, or None.
+        pending_batch: The batch that was given last, until a step takes it.
+        loaded_batch: The tensors of the batch that was given last.
+        samples: The source of the samples.
+        load_start: The time at which the last batch began to load, in seconds of the log's clock.
+        untaken_tensors: Tensors that were given and that no step took.
     """
 
     def __init__(self, log: StepLog, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -33,14 +41,19 @@ class BatchFeed:
         self.loaded_batch: Any = None
         self.samples: Samples | None = None
         self.load_start = 0.0
-        # tensors that were given, and that no step took
         self.untaken_tensors = WeakTensorKeyDictionary()
 
     def iterate_batches(
         self, samples: Samples, batches: Iterable[Batch], loaders: int
     ) -> Iterator[Any]:
-        """What each batch is of, loaded; loaders: processes that load ahead. No more batches
-        are made than that.
+        """Yield the loaded samples of each batch.
+
+        At most as many batches as are loaded ahead are made before they are needed.
+
+        Args:
+            samples: The source of the samples.
+            batches: The batches to load, in order.
+            loaders: The number of processes that load ahead.
         """
         self.samples = samples
         batches, ahead = tee(batches)
@@ -59,16 +72,24 @@ class BatchFeed:
         for batch in batches:
             self.load_start = self.log.now()
             with self.log.record_span("load", "data"):
-                fetched = convert_batch(next(data), self.device, self.dtype)
+                loaded = convert_batch(next(data), self.device, self.dtype)
             self.pending_batch = batch
-            self.loaded_batch = fetched
-            yield fetched
-            # no step took it: it was skipped, or something looks ahead
+            self.loaded_batch = loaded
+            yield loaded
+            # No step took this batch: the loop skipped it, or something loads ahead.
             if self.pending_batch is batch:
-                self.untaken_tensors.update(dict.fromkeys(list_batch_tensors(fetched)))
+                self.untaken_tensors.update(dict.fromkeys(list_batch_tensors(loaded)))
 
     def take_batch(self, inputs: Any, target: Any) -> Batch:
-        """The batch that was given last, once. Raises StepFailed."""
+        """Return the batch that was given last, once.
+
+        Args:
+            inputs: The inputs that the step received.
+            target: The target that the step received.
+
+        Raises:
+            StepFailed: If no batch is pending, or if the step received an earlier batch.
+        """
         batch, self.pending_batch = self.pending_batch, None
         if batch is None:
             raise StepFailed(

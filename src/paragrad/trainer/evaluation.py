@@ -1,4 +1,4 @@
-"""A metric over a dataset, divided over the ranks: every sample once, no padding"""
+"""Evaluate a metric over a dataset. The ranks divide the samples: each counts once, no padding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paragrad.schedules.actions import split_evenly
 from paragrad.strategies.shares import Division, count_largest_micro_batch
 from paragrad.trainer.model_partition import check_loss_ranks
 
-EVALUATION_BATCH = 256  # samples that are evaluated at once, at most
+EVALUATION_BATCH = 256  # the largest number of samples that are evaluated at once
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # f(output, target) -> (sum, weight)
 Returned = TypeVar("Returned")
@@ -48,16 +48,29 @@ def evaluate_dataset(
     batch_with_gradients: int = EVALUATION_BATCH,
     part: tuple[int, int] | None = None,
 ) -> dict[str, float]:
-    """{"value", "weight"} of the metric (or, without one, the loss) over all samples and ranks.
-    Collective.
+    """Evaluate the metric, or the loss if there is no metric, over all samples and ranks.
 
-    passes: None before the first step;  most: samples at once where there are gradients, the
-    same on all ranks of a replica; part: (which, of how many) is this rank's, otherwise by its
-    place in the world.
+    Collective. The evaluation runs without gradients, with two exceptions. It runs with them if the
+    first batch fails without them: the model may take gradients itself (forces). A partitioned
+    model of that kind is refused during validation. It also runs with them if the weight of the
+    loss is read off its graph.
 
-    Without gradients; with them if the first batch fails without, as a model does that takes
-    some itself (forces; one that is cut was refused then), and where the weight of a loss is
-    read off its graph.
+    Args:
+        world: The ranks that divide the samples.
+        module: Model and loss.
+        passes: The passes of the strategy, or None before the first step.
+        layout: The layout of the partitioned model.
+        samples: The samples to evaluate.
+        metric: f(output, target) -> (sum, weight), or None for the loss.
+        dtype: The type to which real inputs are converted, or None.
+        loaders: The number of processes that load ahead.
+        batch_with_gradients: Samples at once where gradients are needed, the same on all ranks of a
+            replica.
+        part: (index, count) of this rank's part of the samples; the default is its place in the
+            world.
+
+    Returns:
+        {"value", "weight"}: the mean and the weight it is over.
     """
     total = 0.0
     weight = 0.0
@@ -65,55 +78,68 @@ def evaluate_dataset(
     outputs = passes.compute_outputs if passes else make_whole_model_outputs(module)
     which, parts = part or (world.rank, world.size)
     batch_with_gradients = batch_with_gradients if gradients else EVALUATION_BATCH
-    mine = split_evenly(len(samples), parts)[which]
+    positions = split_evenly(len(samples), parts)[which]
     batches = [
-        list(mine[start : start + batch_with_gradients])
-        for start in range(0, len(mine), batch_with_gradients)
+        list(positions[start : start + batch_with_gradients])
+        for start in range(0, len(positions), batch_with_gradients)
     ]
     fetched = load_batches(samples, ((0, indices) for indices in batches), loaders)
     score = functools.partial(score_batches, module, outputs, metric)
-    together = count_concurrent_batches(module, metric, passes.batches_in_flight) if passes else 1
-    for start in range(0, len(batches), together):
-        places = batches[start : start + together]
+    concurrent = count_concurrent_batches(module, metric, passes.batches_in_flight) if passes else 1
+    for start in range(0, len(batches), concurrent):
+        places = batches[start : start + concurrent]
         given = [
             separate_target(convert_batch(each, world.device, dtype))
-            for each in itertools.islice(fetched, together)
+            for each in itertools.islice(fetched, concurrent)
         ]
         kept = clone_batch(given) if start == 0 else None
         try:
-            more = score(given, places, gradients)
+            batch_sums = score(given, places, gradients)
         except RuntimeError:
-            # the other ranks of a replica would not try again
+            # The other ranks of a replica would not repeat the batch.
             if kept is None or layout.is_partitioned:
                 raise
             gradients = True
-            more = score(kept, places, gradients)
-        total = total + more[0]
-        weight = weight + more[1]
+            batch_sums = score(kept, places, gradients)
+        total = total + batch_sums[0]
+        weight = weight + batch_sums[1]
     sums = world.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
     total, weight = share_output_sums(layout, sums.tolist())
     return {"value": total / weight if weight else math.nan, "weight": weight}
 
 
 def share_output_sums(layout: Layout, sums: Sequence[float]) -> Sequence[float]:
-    """(sum, weight) of the rank that has the output, on all of a replica. Collective. Raises
-    StepFailed where none has it.
+    """Share the (sum, weight) of the rank that has the output with all ranks of its replica.
+
+    Collective.
+
+    Args:
+        layout: The layout of the partitioned model.
+        sums: This rank's (sum, weight).
+
+    Raises:
+        StepFailed: If no rank has the output.
     """
-    every = layout.share_numbers(sums)
-    check_loss_ranks([weight for _, weight in every], layout.output_rank_count)
-    found = every[0]
-    if layout.is_partitioned and not found[1]:
+    rank_sums = layout.share_numbers(sums)
+    check_loss_ranks([weight for _, weight in rank_sums], layout.output_rank_count)
+    output_sums = rank_sums[0]
+    if layout.is_partitioned and not output_sums[1]:
         raise StepFailed(
             "the rank that has the output gives none in a test: output(inputs) of the passes is "
             "None there"
         )
-    return found
+    return output_sums
 
 
 def choose_evaluation_batch(batch: int, division: Division, share: int) -> int:
-    """Samples of which a rank with that share runs the model at once in a test with gradients:
-    no more than in a step of a global batch of that size, so that no test holds a larger graph;
-    0: no step was asked for yet.
+    """Return the number of samples that a rank evaluates at once in a test with gradients.
+
+    It is at most the number in a training step, so that a test holds no larger graph.
+
+    Args:
+        batch: The size of the global batch, or 0 before the first step.
+        division: The division of a global batch among the replicas.
+        share: The index of the rank's share.
     """
     return (
         min(EVALUATION_BATCH, count_largest_micro_batch(batch, division, share))
@@ -123,8 +149,14 @@ def choose_evaluation_batch(batch: int, division: Division, share: int) -> int:
 
 
 def count_concurrent_batches(module: LossModule, metric: Metric | None, in_flight: int) -> int:
-    """Batches that are evaluated at a time: of one whose loss is weighed by its graph each has
-    its graph.
+    """Return the number of batches that are evaluated concurrently.
+
+    It is 1 if the loss is weighed by its graph, because each batch then keeps its own graph.
+
+    Args:
+        module: Model and loss.
+        metric: The metric, or None for the loss.
+        in_flight: The number of batches that the passes can run concurrently.
     """
     return 1 if metric is None and module.uses_graph_divisor else in_flight
 
@@ -132,7 +164,7 @@ def count_concurrent_batches(module: LossModule, metric: Metric | None, in_fligh
 def make_whole_model_outputs(
     module: LossModule,
 ) -> Callable[[list[Any], list[list[int]]], list[Any]]:
-    """Outputs of the whole model, as passes have them."""
+    """Return a function that computes outputs with the whole model, in the form of passes."""
     return lambda batches, _: [call_model(module.model, inputs) for inputs in batches]
 
 
@@ -144,29 +176,49 @@ def score_batches(
     places: list[list[int]],
     with_gradients: bool,
 ) -> tuple[float, float]:
-    """(sum, weight) of some batches (inputs, target) of samples at these places; zeros where
-    their output is on other ranks.
+    """Sum the metric, or the loss, over some batches.
+
+    Args:
+        module: Model and loss.
+        outputs: Computes the outputs of several batches.
+        metric: f(output, target) -> (sum, weight), or None for the loss.
+        batches: (inputs, target) of each batch.
+        places: The places of each batch's samples in the dataset.
+        with_gradients: Whether gradients are enabled.
+
+    Returns:
+        (sum, weight); zeros if the outputs are on other ranks.
     """
     total = 0.0
     weight = 0.0
     with torch.set_grad_enabled(with_gradients):
-        found = outputs([inputs for inputs, _ in batches], places)
-        for given, (_, target), own in zip(found, batches, places, strict=True):
-            if given is None:
+        results = outputs([inputs for inputs, _ in batches], places)
+        for output, (_, target), batch_places in zip(results, batches, places, strict=True):
+            if output is None:
                 continue
             if metric is None:
-                pair: Any = module.compute_loss_sum(given, target, len(own))
+                pair: Any = module.compute_loss_sum(output, target, len(batch_places))
             else:
-                pair = metric(given.detach() if isinstance(given, Tensor) else given, target)
-            more = [float(each.detach() if isinstance(each, Tensor) else each) for each in pair]
-            total = total + more[0]
-            weight = weight + more[1]
+                pair = metric(output.detach() if isinstance(output, Tensor) else output, target)
+            numbers = [float(each.detach() if isinstance(each, Tensor) else each) for each in pair]
+            total = total + numbers[0]
+            weight = weight + numbers[1]
     return total, weight
 
 
 def refuse_gradient_loss(module: LossModule, inputs: Any, target: Any, samples: int) -> None:
-    """Raises StepFailed where the loss of a test wants gradients, of which there are none in
-    one of a model that is cut, unless its weight is read off them.
+    """Refuse a loss that needs gradients in a test.
+
+    A partitioned model has no gradients in a test, unless the weight of the loss is read off them.
+
+    Args:
+        module: Model and loss.
+        inputs: The inputs of a small batch.
+        target: The target of that batch.
+        samples: The number of samples of that batch.
+
+    Raises:
+        StepFailed: If the loss fails in eval mode without gradients.
     """
     with preserve_all_state(module), use_model_eval_mode(module.model):
         try:
@@ -188,8 +240,9 @@ def refuse_gradient_loss(module: LossModule, inputs: Any, target: Any, samples: 
 
 
 def call_without_gradients(function: Callable[[], Returned]) -> Returned:
-    """function(), without gradients; again with them where it fails: a model may take some
-    itself (forces, penalties).
+    """Call a function without gradients, and again with them if that fails.
+
+    A model may take gradients itself, for forces or penalties.
     """
     try:
         with torch.no_grad():

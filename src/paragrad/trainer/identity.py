@@ -1,5 +1,6 @@
-"""What a training is known by when it is to go on: a checkpoint of another one is refused by
-name.
+"""The identity of a training, by which it can be resumed.
+
+A checkpoint of another training is refused, and the message names the difference.
 """
 
 from __future__ import annotations
@@ -21,18 +22,25 @@ from paragrad.jobs.job import CPU, Job
 from paragrad.jobs.loss import LossModule
 from paragrad.runtime.generators import fingerprint_generators, keep_generators
 
-PROBED_SAMPLES = 8  # samples by whose loss a training is known
+PROBED_SAMPLES = 8  # samples over which the identifying loss is computed
 INITIAL_LOSS_KEY = "loss before training"
-# relative: sums in another order, by another processor, are closer
+# relative; sums in another order, or on another processor, differ by less
 LOSS_TOLERANCE = 1e-4
-NEW_KEYS = {"model", "loss", INITIAL_LOSS_KEY}  # what earlier versions did not save
+NEW_KEYS = {"model", "loss", INITIAL_LOSS_KEY}  # entries that earlier versions did not save
 
 
 def describe_initial_training(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> dict[str, Any]:
-    """Model, loss, optimizer, scheduler and clipping as they begin, by name."""
-    found: dict[str, Any] = {
+    """Describe model, loss, optimizer, scheduler and clipping before the first step, by name.
+
+    Args:
+        job: The job.
+        model: The job's model.
+        optimizer: The optimizer over the model.
+        scheduler: The scheduler, or None.
+    """
+    identity: dict[str, Any] = {
         "model": describe_callable(model),
         "loss": describe_loss(job.loss),
         "optimizer": type(optimizer).__name__,
@@ -40,8 +48,8 @@ def describe_initial_training(
         "scheduler": type(scheduler).__name__ if scheduler else None,
     }
     for number, group in enumerate(optimizer.param_groups):
-        found[f"parameters in group {number}"] = len(group["params"])
-        found.update(
+        identity[f"parameters in group {number}"] = len(group["params"])
+        identity.update(
             {
                 f"{name} of group {number}": str(value)
                 for name, value in group.items()
@@ -49,27 +57,35 @@ def describe_initial_training(
             }
         )
     if scheduler:
-        found.update(
+        identity.update(
             {
                 f"{name} of the scheduler": str(value)
                 for name, value in scheduler.state_dict().items()
                 if not callable(value)
             }
         )
-    return found
+    return identity
 
 
 def compute_initial_loss(job: Job, model: nn.Module, train_dataset: Dataset) -> float | None:
-    """The loss of samples from all over the dataset, in eval mode, before training: by it data,
-    transforms and the code of model and loss are known. None where eval mode has no loss, or
-    another one each time.
+    """Compute the loss of samples from all over the dataset before training, in eval mode.
+
+    The loss identifies the data, the transforms, and the code of model and loss.
+
+    Args:
+        job: The job.
+        model: The job's model.
+        train_dataset: The training set.
+
+    Returns:
+        The loss; None if eval mode has no loss, or if it is not repeatable.
     """
     samples = job.make_samples(train_dataset)
     count = min(len(train_dataset), job.batch, PROBED_SAMPLES)
     places = [len(train_dataset) * number // count for number in range(count)]
     module = LossModule(model, job.build_loss())
 
-    def loss() -> float:
+    def compute_loss() -> float:
         total, weight = module(
             *separate_target(convert_batch(samples[0, places], CPU, job.parameter_dtype)), count
         )
@@ -82,15 +98,17 @@ def compute_initial_loss(job: Job, model: nn.Module, train_dataset: Dataset) -> 
             use_model_eval_mode(model),
             torch.no_grad(),
         ):
-            before = fingerprint_generators()
-            first = loss()
-            again = loss()
+            generators_before = fingerprint_generators()
+            first = compute_loss()
+            second = compute_loss()
             return (
                 first
-                if first == again and isfinite(first) and fingerprint_generators() == before
+                if first == second
+                and isfinite(first)
+                and fingerprint_generators() == generators_before
                 else None
             )
-    except Exception:  # of a model that has no loss outside of training
+    except Exception:  # The model has no loss in eval mode.
         return None
 
 
@@ -102,37 +120,47 @@ def refuse_other_training(
     relation: str = "was saved with",
     repair: str = "resume it as it was",
 ) -> None:
-    """Refuse what was saved in a folder as another training than this. here: who asks, such as
-    "job mlp has";  with_, repair: what is said of one that was not saved.
+    """Refuse a saved training that is not the current one.
+
+    Args:
+        folder: The folder of the saved training, or a text that names it.
+        theirs: The identity that was saved, by name.
+        current: The identity of the current training, by name.
+        subject: The start of the message's second part, such as "job mlp has".
+        relation: The phrase that follows the folder in the message.
+        repair: The repair that the message suggests.
+
+    Raises:
+        Refused: If an entry of the identities differs.
     """
     for name in {**theirs, **current}:
-        saved = theirs.get(name)
-        found = current.get(name)
-        if saved == found or (name in NEW_KEYS and name not in theirs):
+        old = theirs.get(name)
+        new = current.get(name)
+        if old == new or (name in NEW_KEYS and name not in theirs):
             continue
         if name == INITIAL_LOSS_KEY:
             if (
-                saved is not None
-                and found is not None
-                and abs(found - saved) > LOSS_TOLERANCE * abs(saved) + 1e-7
+                old is not None
+                and new is not None
+                and abs(new - old) > LOSS_TOLERANCE * abs(old) + 1e-7
             ):
                 raise Refused(
-                    f"{folder} is of a job whose loss before training was {saved:.6g}, over "
+                    f"{folder} is of a job whose loss before training was {old:.6g}, over "
                     f"samples from all over "
-                    f"the dataset, and here it is {found:.6g}: other data, other transforms, or "
+                    f"the dataset, and here it is {new:.6g}: other data, other transforms, or "
                     f"another forward or "
                     f"loss; {repair}"
                 )
             continue
         raise Refused(
-            f"{folder} {relation} {name} {_find_different_line(saved, found)}, and {subject} "
-            f"{_find_different_line(found, saved)}; "
-            + (f"give --{name} {saved}" if name in ("seed", "batch") else repair)
+            f"{folder} {relation} {name} {_find_different_line(old, new)}, and {subject} "
+            f"{_find_different_line(new, old)}; "
+            + (f"give --{name} {old}" if name in ("seed", "batch") else repair)
         )
 
 
 def _find_different_line(text: Any, other: Any) -> Any:
-    """Of a text of many lines the first that the other has not; of anything else the whole."""
+    """Return the first line of a text that the other text does not have; other values unchanged."""
     if not isinstance(text, str) or not isinstance(other, str) or "\n" not in text + other:
         return text
     known = set(other.splitlines())

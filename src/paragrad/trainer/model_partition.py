@@ -1,4 +1,4 @@
-"""Holding: what a rank holds of a model that is cut, and the optimizer over it."""
+"""The part of a partitioned model that a rank holds, and the optimizer over it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,16 @@ from paragrad.trainer.settings import Settings
 
 @dataclass(frozen=True)
 class ModelPartition:
-    """module: this rank's part of the model, and the loss;  layout: where it stands in the
-    whole;  hollow: the whole, without values;  draws: with the number that each random call of
-    the part has in the whole;  chose: as in Share;  groups: of the optimizer, the serial names
-    of its parameters;  around: as in Share.
+    """The part of a partitioned model that a rank holds.
+
+    Attributes:
+        module: This rank's part of the model, and the loss.
+        layout: The place of the part in the whole model.
+        empty_model: The whole model without values.
+        draws: The random draws, with the number that each random call of the part has in the whole.
+        choices: The choices for the log, as in ModelShard.
+        groups: The serial names of the parameters in each group of the optimizer.
+        contexts: The contexts of the passes, as in ModelShard.
     """
 
     module: LossModule
@@ -59,44 +65,69 @@ class ModelPartition:
 
 
 def place_rank(strategy: Strategy, world: World) -> World:
-    """Where this rank stands: among the workers, in their axes, or among the servers, which are
-    the last ranks. Collective.
+    """Place a rank among the workers, in their axes, or among the servers.
+
+    Collective. The servers are the last ranks.
+
+    Args:
+        strategy: The resolved strategy.
+        world: All ranks.
+
+    Returns:
+        The world of this rank.
     """
     if not strategy.servers:
         return world.add_axes(*strategy.axes)
-    # workers come and go, and are each in a world of their own
+    # Workers of a work queue come and go; each one is in a world of its own.
     if world.size == 1:
         return world
-    if world.size == strategy.size - strategy.servers:  # servers are in none
+    if world.size == strategy.size - strategy.servers:  # The world has no servers.
         return world.add_axes(*strategy.axes)
     workers = world.size - strategy.servers
-    found = world.split_ranks([range(workers), range(workers, world.size)])
-    assert found is not None
-    return found if strategy.is_server(world.rank) else found.add_axes(*strategy.axes)
+    group = world.split_ranks([range(workers), range(workers, world.size)])
+    assert group is not None
+    return group if strategy.is_server(world.rank) else group.add_axes(*strategy.axes)
 
 
 def is_shared_per_host(strategy: Strategy, world: World) -> bool:
-    """Do the ranks of one host have the whole model's values in one place, until it is cut?"""
+    """Return whether the ranks of a host share the whole model's values until it is partitioned.
+
+    Args:
+        strategy: The resolved strategy.
+        world: The ranks.
+    """
     return has_model_shards(strategy) and world.size > 1 and world.device.type == "cpu"
 
 
 def build_trainer_arguments(
     world: World, job: Job, strategy: Strategy, settings: Settings
 ) -> dict[str, Any]:
-    """What a Trainer is made of where it trains a job: model, optimizer and all that the job
-    says; what servers hold lies where messages are sent from. Collective.
+    """Build the arguments of a Trainer for a job: model, optimizer, and the options of the job.
+
+    Collective. A server holds its parameters on the CPU, from where messages are sent.
+
+    Args:
+        world: The ranks.
+        job: The job.
+        strategy: The resolved strategy.
+        settings: The settings.
+
+    Returns:
+        The arguments by the names of Trainer's parameters.
     """
     if strategy.servers and world.size == strategy.size and strategy.is_server(world.rank):
         world = replace(world, device=CPU)
     if is_shared_per_host(strategy, world):
-        begun = shared_initialization.build_shared_model(world, job.build_model_to_train)
-        TRAINED_MODELS.add(begun.model)
+        initial_model = shared_initialization.build_shared_model(world, job.build_model_to_train)
+        TRAINED_MODELS.add(initial_model.model)
     else:
-        begun = shared_initialization.InitialModel(job.build_model_to_train().to(world.device))
-    optimizer = job.optimizer(begun.model.parameters())
+        initial_model = shared_initialization.InitialModel(
+            job.build_model_to_train().to(world.device)
+        )
+    optimizer = job.optimizer(initial_model.model.parameters())
     return {
         "world": world,
-        "model": begun.model,
+        "model": initial_model.model,
         "loss": job.build_loss(world.device),
         "optimizer": optimizer,
         "seed": job.seed,
@@ -106,7 +137,7 @@ def build_trainer_arguments(
         "autocast": job.autocast,
         "collate": job.collate,
         "dtype": job.parameter_dtype,
-        "initial_model": begun,
+        "initial_model": initial_model,
         "exchange_options": settings.exchange_options,
         "reverse": settings.reverse,
         "skip_first_step_check": settings.skip_first_step_check,
@@ -126,19 +157,32 @@ def build_model_partition(
     inspections: dict[str, Any],
     keep_whole: bool,
 ) -> ModelPartition:
-    """Cut a model, and let the optimizer hold this rank's part. Collective. example: inputs of
-    some samples; looks: as share_of has them;  whole_too: the whole model stays as it is beside
-    it.
+    """Partition a model, and let the optimizer hold this rank's part.
 
-    Raises StepFailed where the parts do not make up the model, or where the optimizer cannot
-    update parts.
+    Collective.
+
+    Args:
+        strategy: The resolved strategy.
+        module: The whole model and the loss.
+        optimizer: The optimizer over the whole model.
+        draws: The random draws of the whole model.
+        world: The ranks.
+        example_inputs: The inputs of some samples.
+        inspections: The inspections of the model, as in `build_model_shard`.
+        keep_whole: Whether the whole model stays unchanged beside the part.
+
+    Returns:
+        This rank's part.
+
+    Raises:
+        StepFailed: If the parts do not make up the model, or if the optimizer cannot update parts.
     """
-    kind = find_update_granularity(
+    granularity = find_update_granularity(
         optimizer, known_elementwise=type(optimizer) in FOREACH_OPTIMIZERS
     )
     refuse_parameter_views(module.model)
     parameters = dict(module.model.named_parameters())
-    if hooked := [
+    if hooked_names := [
         name
         for name, each in parameters.items()
         if each._backward_hooks or each._post_accumulate_grad_hooks
@@ -146,66 +190,72 @@ def build_model_partition(
         raise StepFailed(
             f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the "
             f"module",
-            tensor=", ".join(hooked[:3]),
+            tensor=", ".join(hooked_names[:3]),
         )
-    # by ours the values are; others' may write to them
-    untouched = all(map(is_builtin_technique, select_factors(strategy, "shard_model")))
-    twin = shared_initialization.copy_modules if untouched else copy.deepcopy
-    hollow = layout.build_empty_model(module.model)
-    model = twin(module.model) if keep_whole else module.model
+    # Built-in strategies leave the values untouched; a strategy of the user may write to them.
+    values_untouched = all(map(is_builtin_technique, select_factors(strategy, "shard_model")))
+    copy_model = shared_initialization.copy_modules if values_untouched else copy.deepcopy
+    empty_model = layout.build_empty_model(module.model)
+    model = copy_model(module.model) if keep_whole else module.model
     serial = {
         **parameters,
         **{name: buffer.clone() for name, buffer in module.model.named_buffers()},
     }
-    share = build_model_shard(strategy, model, example_inputs, world, inspections)
-    shared_initialization.make_values_private(share.model)
-    if draws.other_generators and share.draw_calls is not None:
+    shard = build_model_shard(strategy, model, example_inputs, world, inspections)
+    shared_initialization.make_values_private(shard.model)
+    if draws.other_generators and shard.draw_calls is not None:
         raise StepFailed(
             f"the model draws from {', '.join(draws.other_generators)}, and in parts its calls are "
             f"others; "
             f"draw by torch, "
             f"or in the dataset, or train without {strategy}"
         )
-    if share.draw_calls is not None and not all(
-        call in range(len(draws.calls)) for call in share.draw_calls
+    if shard.draw_calls is not None and not all(
+        call in range(len(draws.calls)) for call in shard.draw_calls
     ):
         raise StepFailed(
-            f"{strategy} gives the random calls of a part the numbers {list(share.draw_calls)}, "
+            f"{strategy} gives the random calls of a part the numbers {list(shard.draw_calls)}, "
             f"and the "
             f"model's are "
             f"0 to {len(draws.calls) - 1}"
         )
-    own = Layout(
+    own_layout = Layout(
         world.select_axes([axis.name for axis in world.axes if axis.divides != "samples"]),
-        share.specs,
+        shard.specs,
         list(serial),
-        share.has_output,
+        shard.has_output,
     )
-    _check_partition(strategy, own, share, serial, optimizer, kind)
+    _check_partition(strategy, own_layout, shard, serial, optimizer, granularity)
     names = {parameter: name for name, parameter in parameters.items()}
     groups = [
         [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
     ]
-    held: dict[Tensor, list[tuple[ShardSpec, Tensor]]] = {
+    shards: dict[Tensor, list[tuple[ShardSpec, Tensor]]] = {
         parameter: [] for parameter in parameters.values()
     }
-    for name, parameter in share.model.named_parameters():
-        held[parameters[share.specs[name].name]].append((share.specs[name], parameter))
-    layout.install_shards(optimizer, held)
+    for name, parameter in shard.model.named_parameters():
+        shards[parameters[shard.specs[name].name]].append((shard.specs[name], parameter))
+    layout.install_shards(optimizer, shards)
     return ModelPartition(
-        module.wrap_model(share.model),
-        own,
-        hollow,
-        replace(draws, serial_calls=share.draw_calls),
-        share.choices,
+        module.wrap_model(shard.model),
+        own_layout,
+        empty_model,
+        replace(draws, serial_calls=shard.draw_calls),
+        shard.choices,
         groups,
-        share.contexts,
+        shard.contexts,
     )
 
 
 def check_loss_ranks(weights: list[float], loss_rank_count: int) -> None:
-    """Of the ranks of a replica, givers first: those that say so have the loss, and no others.
-    Raises StepFailed.
+    """Check that the ranks of a replica that declare an output are those that have the loss.
+
+    Args:
+        weights: The weights of the loss on the ranks; the ranks that declare an output come first.
+        loss_rank_count: The number of ranks that declare an output.
+
+    Raises:
+        StepFailed: If other ranks have the loss.
     """
     if any(weight != weights[0] for weight in weights[:loss_rank_count]) or any(
         weights[loss_rank_count:]
@@ -226,33 +276,36 @@ def _check_partition(
     optimizer: torch.optim.Optimizer,
     granularity: str,
 ) -> None:
-    """Every local tensor is a part of a serial one, every element counts once, and the
-    optimizer updates parts. Collective.
+    """Check a partition: shards match, each element counts once, the optimizer can update shards.
+
+    Collective.
     """
     layout.output_rank_count = int(layout.world.all_reduce(torch.tensor(float(shard.has_output))))
-    every = layout.world.gather_objects(
+    rank_reports = layout.world.gather_objects(
         (
             _find_wrong_tensor(shard, serial),
-            [replace(held, gradient_worlds=()) for held in shard.specs.values()],
+            [replace(spec, gradient_worlds=()) for spec in shard.specs.values()],
         )
     )
-    told = next(filter(None, (wrong for wrong, *_ in every)), None)
-    if every and not told:
-        told = _find_uncounted_tensor(
-            [held for *_, helds in every for held in helds if held.is_primary], serial
+    problem = next(filter(None, (wrong_tensor for wrong_tensor, *_ in rank_reports)), None)
+    if rank_reports and not problem:
+        problem = _find_uncounted_tensor(
+            [spec for *_, specs in rank_reports for spec in specs if spec.is_primary], serial
         )
-    if every and not told and not layout.output_rank_count:
-        told = "no rank gives the output and the loss"
-    if told := layout.world.broadcast_object(told):
+    if rank_reports and not problem and not layout.output_rank_count:
+        problem = "no rank gives the output and the loss"
+    if problem := layout.world.broadcast_object(problem):
         raise StepFailed(
-            f"{strategy} cuts the model wrongly: {told}; every element of every parameter and "
+            f"{strategy} cuts the model wrongly: {problem}; every element of every parameter and "
             f"buffer is to be "
             "held, and to count on one rank of a replica"
         )
-    parts = layout.world.all_reduce(
-        torch.tensor(float(any(held.where is not None for held in shard.specs.values()))), "MAX"
+    has_split_tensors = layout.world.all_reduce(
+        torch.tensor(float(any(spec.where is not None for spec in shard.specs.values()))), "MAX"
     )
-    refuse_unfit_optimizer(strategy, optimizer, granularity, PER_ELEMENT if parts else PER_TENSOR)
+    refuse_unfit_optimizer(
+        strategy, optimizer, granularity, PER_ELEMENT if has_split_tensors else PER_TENSOR
+    )
 
 
 def refuse_unfit_optimizer(
@@ -261,55 +314,68 @@ def refuse_unfit_optimizer(
     granularity: str,
     available_granularity: str,
 ) -> None:
-    """Raises StepFailed where an optimizer, which updates by that kind, wants more together
-    than a rank has (ELEMENT or TENSOR: one that has a hook, or a list of its own, knows the
-    parameters of the model, and not those of a part).
+    """Refuse an optimizer that needs more in one update than a rank has.
+
+    An optimizer with a hook, or with a list of its own, uses the parameters of the whole model, and
+    not those of a part.
+
+    Args:
+        strategy: The strategy that partitions the model.
+        optimizer: The optimizer.
+        granularity: What one update of the optimizer needs.
+        available_granularity: What a rank has: PER_ELEMENT or PER_TENSOR.
+
+    Raises:
+        StepFailed: If the optimizer cannot update parts.
     """
-    if beside := find_step_hook(optimizer):
+    if hook := find_step_hook(optimizer):
         raise StepFailed(
-            f"{type(optimizer).__name__} has {beside}, which may look at parameters that are on "
+            f"{type(optimizer).__name__} has {hook}, which may look at parameters that are on "
             f"another rank, for "
             f"{strategy} cuts the model; do what it does in the step() of an optimizer of your "
             f"own, or train "
             f"without {strategy}"
         )
     if UPDATE_GRANULARITIES.index(granularity) > UPDATE_GRANULARITIES.index(available_granularity):
-        wants = "all parameters" if granularity == WHOLE_MODEL else "whole tensors"
-        has, by = (
+        needs = "all parameters" if granularity == WHOLE_MODEL else "whole tensors"
+        situation, unit = (
             ("cuts them", "element by element")
             if available_granularity == PER_ELEMENT
             else ("has them on several ranks", "each tensor by itself")
         )
         raise StepFailed(
-            f"{type(optimizer).__name__} wants {wants} together (tried on a small copy), and "
-            f"{strategy} {has}; "
-            f"use one that updates {by}, such as Adam"
+            f"{type(optimizer).__name__} wants {needs} together (tried on a small copy), and "
+            f"{strategy} {situation}; "
+            f"use one that updates {unit}, such as Adam"
         )
 
 
 def _find_wrong_tensor(shard: ModelShard, serial: Mapping[str, Tensor]) -> str | None:
-    """What a local tensor is not, of what it says."""
-    local = {**dict(shard.model.named_parameters()), **dict(shard.model.named_buffers())}
-    if strange := [name for name in shard.specs if name not in local]:
-        return f"{strange[0]} is said to be held, and the part has no such parameter or buffer"
-    for name, tensor in local.items():
-        if (held := shard.specs.get(name)) is None:
+    """Describe a local tensor that differs from its shard spec, or return None."""
+    local_tensors = {**dict(shard.model.named_parameters()), **dict(shard.model.named_buffers())}
+    if unknown := [name for name in shard.specs if name not in local_tensors]:
+        return f"{unknown[0]} is said to be held, and the part has no such parameter or buffer"
+    for name, tensor in local_tensors.items():
+        if (spec := shard.specs.get(name)) is None:
             return f"{name} is held, and of which tensor it is a part is not said"
-        whole = serial[held.name]
-        if whole.shape != held.shape or held.extract_shard(whole).shape != tensor.shape:
+        serial_tensor = serial[spec.name]
+        if (
+            serial_tensor.shape != spec.shape
+            or spec.extract_shard(serial_tensor).shape != tensor.shape
+        ):
             return (
                 f"{name} has the shape {tuple(tensor.shape)}, and what it says to hold of "
-                f"{held.name}, whole "
-                f"{tuple(whole.shape)}, has another"
+                f"{spec.name}, whole "
+                f"{tuple(serial_tensor.shape)}, has another"
             )
-        if not is_same_value(held.extract_shard(whole), tensor.detach()):
-            return f"{name} has other values than what it says to hold of {held.name}"
-        if tensor.requires_grad != whole.requires_grad:
+        if not is_same_value(spec.extract_shard(serial_tensor), tensor.detach()):
+            return f"{name} has other values than what it says to hold of {spec.name}"
+        if tensor.requires_grad != serial_tensor.requires_grad:
             return (
-                f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, and {held.name} "
+                f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, and {spec.name} "
                 f"of the model is not"
             )
-        if held.gradient_worlds and not isinstance(tensor, nn.Parameter):
+        if spec.gradient_worlds and not isinstance(tensor, nn.Parameter):
             return f"{name} has owners and is a buffer, which has no gradient"
     return None
 
@@ -317,15 +383,15 @@ def _find_wrong_tensor(shard: ModelShard, serial: Mapping[str, Tensor]) -> str |
 def _find_uncounted_tensor(
     counted_specs: list[ShardSpec], serial: Mapping[str, Tensor]
 ) -> str | None:
-    """A tensor of which an element counts nowhere, or twice."""
+    """Describe a tensor with an element that counts nowhere or twice, or return None."""
     for name, tensor in serial.items():
-        parts = [held for held in counted_specs if held.name == name]
-        found = sum(held.extract_shard(tensor).numel() for held in parts)
-        if found != tensor.numel():
-            return f"of the {tensor.numel()} elements of {name} {found} count"
+        specs = [spec for spec in counted_specs if spec.name == name]
+        count = sum(spec.extract_shard(tensor).numel() for spec in specs)
+        if count != tensor.numel():
+            return f"of the {tensor.numel()} elements of {name} {count} count"
         if any(
             one.has_overlap(other)
-            for one, other in itertools.combinations(parts, 2)
+            for one, other in itertools.combinations(specs, 2)
             if tensor.numel()
         ):
             return f"of {name} some elements count twice, and others not at all"

@@ -1,16 +1,19 @@
-"""How quick a rank is: slowed on purpose, where that is asked for, and measured, for shares
-that follow it.
+"""The speed of a rank: slowed on purpose, or measured so that shares can follow it.
 
-    slow="1=3x"             rank 1 takes three times as long for every step slow="random:0.2=3x"
-    every rank does for a fifth of its steps, chosen by (seed, rank, step) pace=0.05
-    a step of an equal share of a full batch takes at least 50 ms, one of another share in
-    proportion
+    slow="1=3x"              rank 1 takes three times as long for every step
+    slow="random:0.2=3x"     every rank does so for a fifth of its steps, which are chosen by
+                             (seed, rank, step)
+    pace=0.05                a step over an equal share of a full batch takes at least 50 ms;
+                             other shares take time in proportion
 
-A rank is slowed by waiting after its backward: it computes what it would, so the training is
-the same. What a rank takes for its samples is the time of its forwards on the clock, without
-what batch norm waits for others, and for its backwards as much more as they cost of the core:
-in a backward there may be an exchange, in which a quick rank waits for a slow one. On a GPU,
-whose backward costs its own core nothing, it is twice that of the forward.
+A rank is slowed by a wait after its backward. It computes what it would compute anyway, so the
+training is the same.
+
+The time that a rank needs for its samples is that of its forwards and backwards. The forwards
+are measured by the wall clock, without the time that batch norm waits for other ranks. The
+backwards are estimated from CPU time, in proportion to the forwards. The reason is that a
+backward may contain an exchange in which a fast rank waits for a slow one. On a GPU, a backward
+costs the CPU nothing; it counts as twice the forward.
 """
 
 from __future__ import annotations
@@ -31,17 +34,21 @@ from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division, apportion_samples
 
-# times a forward, on a GPU: a gradient of the input and one of the weights for each product
+# the time of a backward on a GPU, in forwards: two gradients (input, weights) for each product
 BACKWARD_FACTOR = 2.0
-SHARE_RESOLUTION = 1000  # speeds are rounded to so many parts of a sample
-# of the time of a step: shares that save less than a twentieth stay as they are
+SHARE_RESOLUTION = 1000  # resolution: speeds are rounded to thousandths of a batch
+# ratio of step times: shares change only if they save at least 5 %
 WORTHWHILE_RATIO = 0.95
 
 
 @dataclass(frozen=True)
 class SlowRanks:
-    """Ranks with factors; (share of steps, factor) for all; and the least seconds of a step of
-    an equal share.
+    """The ranks that are slowed on purpose.
+
+    Attributes:
+        ranks: (rank, factor) of single ranks.
+        random_slowdown: (fraction of steps, factor) for all ranks, or None.
+        pace: The least seconds of a step over an equal share.
     """
 
     ranks: tuple[tuple[int, float], ...] = ()
@@ -49,19 +56,33 @@ class SlowRanks:
     pace: float = 0.0
 
     def compute_slowdown(self, seed: int, rank: int, step: int) -> float:
-        """How many times as long a rank takes for a step."""
-        found = dict(self.ranks).get(rank, 1.0)
+        """Return the factor by which a step of a rank takes longer.
+
+        Args:
+            seed: The seed of the training.
+            rank: The rank.
+            step: The step.
+        """
+        slowdown = dict(self.ranks).get(rank, 1.0)
         if (
             self.random_slowdown
             and random.Random(f"paragrad slow {seed} {rank} {step}").random()
             < self.random_slowdown[0]
         ):
-            found *= self.random_slowdown[1]
-        return found
+            slowdown *= self.random_slowdown[1]
+        return slowdown
 
 
 def read_slow_ranks(slow: str | None, pace: float | None) -> SlowRanks:
-    """Settings `slow` and `pace`. Raises Refused."""
+    """Read the settings `slow` and `pace`.
+
+    Args:
+        slow: A text such as "1=3x" or "random:0.2=3x", or None.
+        pace: The least seconds of a step over an equal share, or None.
+
+    Raises:
+        Refused: If a value cannot be read or is out of range.
+    """
     if pace is not None and (
         isinstance(pace, bool) or not isinstance(pace, int | float) or not 0 < pace < inf
     ):
@@ -69,7 +90,7 @@ def read_slow_ranks(slow: str | None, pace: float | None) -> SlowRanks:
     if slow is not None and not isinstance(slow, str):
         raise Refused(f"slow must be a text such as '1=3x' or 'random:0.2=3x', got {slow!r}")
     ranks = dict[int, float]()
-    some = None
+    random_slowdown = None
     for each in slow.split(",") if slow is not None else ():
         kind, _, rest = each.strip().partition(":")
         if kind != "random":
@@ -77,29 +98,37 @@ def read_slow_ranks(slow: str | None, pace: float | None) -> SlowRanks:
             if rank in ranks:
                 raise Refused(f"--slow {slow}: rank {rank} is there twice; give it one factor")
             ranks[rank] = factor
-        elif some is not None:
+        elif random_slowdown is not None:
             raise Refused(f"--slow {slow}: random is there twice; give it one share and factor")
         else:
-            share, _, times = rest.partition("=")
+            share, _, times_text = rest.partition("=")
             try:
-                some = float(share), float(times.removesuffix("x"))
+                random_slowdown = float(share), float(times_text.removesuffix("x"))
             except ValueError:
                 raise Refused(
                     f"--slow {each}: write random:SHARE=FACTOR, such as random:0.2=3x"
                 ) from None
-            if not 0 < some[0] <= 1:
+            if not 0 < random_slowdown[0] <= 1:
                 raise Refused(
                     f"--slow {each}: {share} is the share of steps; give a number above 0, at most "
                     f"1"
                 )
-            factor = some[1]
+            factor = random_slowdown[1]
         if not 1 <= factor < inf:
             raise Refused(f"--slow {each}: a rank is slowed by a factor; give at least 1")
-    return SlowRanks(tuple(ranks.items()), some, float(pace or 0.0))
+    return SlowRanks(tuple(ranks.items()), random_slowdown, float(pace or 0.0))
 
 
 def refuse_unknown_ranks(slow_ranks: SlowRanks, workers: int) -> None:
-    """Refuse to slow a worker that is not there."""
+    """Refuse to slow a worker that does not exist.
+
+    Args:
+        slow_ranks: The ranks that are slowed.
+        workers: The number of workers.
+
+    Raises:
+        Refused: If a slowed rank is not below `workers`.
+    """
     if strange := [rank for rank, _ in slow_ranks.ranks if rank >= workers]:
         raise Refused(
             f"--slow {strange[0]}=...: there are {workers} worker(s); give one from 0 to "
@@ -108,8 +137,13 @@ def refuse_unknown_ranks(slow_ranks: SlowRanks, workers: int) -> None:
 
 
 class Pace:
-    """Of one rank: slows it, and adds up what it takes. rank: in the world;  seed: of the
-    training;  on_gpu: is it on one?
+    """Slows one rank, and sums up the time that its samples take.
+
+    Args:
+        slow_ranks: The ranks that are slowed.
+        seed: The seed of the training.
+        rank: This rank's number in the world.
+        on_gpu: Whether the rank runs on a GPU.
     """
 
     def __init__(self, slow_ranks: SlowRanks, seed: int, rank: int, on_gpu: bool = False) -> None:
@@ -117,44 +151,61 @@ class Pace:
         self.seed = seed
         self.rank = rank
         self.on_gpu = on_gpu
-        # since shares were looked at last
+        # sums since the last update of the shares
         self.samples = 0
         self.seconds = 0.0
-        self.epoch: int | None = None  # in which that was
+        self.epoch: int | None = None  # the epoch of the last update
 
     @contextlib.contextmanager
     def pace_step(self, step: int, samples: int, share: float, passes: Passes) -> Iterator[None]:
-        """Around the passes of a step over so many samples. share: of a full batch, where all
-        have equal ones.
+        """Measure the passes of a step, and wait after them if this rank is slowed.
+
+        Args:
+            step: The step.
+            samples: The number of samples in this rank's share.
+            share: The number of samples in an equal share of a full batch.
+            passes: The passes of the strategy, which measure their time.
         """
         forward = passes.forward_seconds
         on_core = passes.forward_cpu_seconds
-        begun = time.thread_time()
+        start = time.thread_time()
         yield
-        seconds = time.thread_time() - begun
+        seconds = time.thread_time() - start
         if self.on_gpu:
             seconds = (1 + BACKWARD_FACTOR) * (passes.forward_seconds - forward)
-        elif (core := passes.forward_cpu_seconds - on_core) > 0:
-            seconds *= (passes.forward_seconds - forward) / core
-        wanted = max(
+        elif (core_seconds := passes.forward_cpu_seconds - on_core) > 0:
+            seconds *= (passes.forward_seconds - forward) / core_seconds
+        target_seconds = max(
             seconds, self.slow_ranks.pace * samples / share
         ) * self.slow_ranks.compute_slowdown(self.seed, self.rank, step)
-        # which is what is asked for: nobody is waited for
-        time.sleep(wanted - seconds)
-        if samples:  # not of one that stands in
+        # The sleep is intended: it slows this rank, and no other rank is waited for.
+        time.sleep(target_seconds - seconds)
+        if samples:  # A rank without samples runs a placeholder sample, which does not count.
             self.samples = self.samples + samples
-            self.seconds = self.seconds + wanted
+            self.seconds = self.seconds + target_seconds
 
     def update_shares(
         self, world: World, full_batch: int, division: Division, log: StepLog, epoch: int
     ) -> Division:
-        """A division of full batches in proportion to what all ranks measured, a sample at
-        least for each; that of before where another is hardly worth it, nothing was measured,
-        or they followed in this epoch before. Collective.
+        """Divide full batches in proportion to the speeds that all ranks measured.
+
+        Collective. Each rank gets at least one sample. The division stays as it is in three cases.
+        The new one saves less than 5 % of a step, nothing was measured, or the shares were updated
+        in this epoch already.
+
+        Args:
+            world: The replicas among which a batch is divided.
+            full_batch: The number of samples of a full batch.
+            division: The current division.
+            log: The log in which a new division is recorded.
+            epoch: The epoch that begins.
+
+        Returns:
+            The division to use from here on.
         """
         if epoch == self.epoch:
             return division
-        told = [
+        measurements = [
             each.tolist()
             for each in world.all_gather(
                 torch.tensor([self.samples, self.seconds], dtype=torch.float64)
@@ -162,16 +213,16 @@ class Pace:
         ]
         self.samples = 0
         self.seconds = 0.0
-        if not all(samples and seconds for samples, seconds in told):
+        if not all(samples and seconds for samples, seconds in measurements):
             return division
         self.epoch = epoch
-        speeds = [samples / seconds for samples, seconds in told]
+        speeds = [samples / seconds for samples, seconds in measurements]
         rest = apportion_samples(
             full_batch - len(speeds),
             [round(SHARE_RESOLUTION * full_batch * speed / sum(speeds)) for speed in speeds],
         )
-        # who has none would never be measured again
-        found = tuple(1 + more for more in rest)
+        # A rank without samples would never be measured again.
+        new_shares = tuple(1 + extra for extra in rest)
         times = [
             max(
                 samples / speed
@@ -179,15 +230,15 @@ class Pace:
                     apportion_samples(full_batch, shares), speeds, strict=True
                 )
             )
-            for shares in (division.shares, found)
+            for shares in (division.shares, new_shares)
         ]
         if times[1] >= WORTHWHILE_RATIO * times[0]:
             return division
         log.write_choice(
             "shares",
-            str(list(found)),
+            str(list(new_shares)),
             f"samples of a full batch from epoch {epoch} on; before it ranks took "
             + ", ".join(f"{speed:.0f}" for speed in speeds)
             + " samples a second",
         )
-        return replace(division, shares=found)
+        return replace(division, shares=new_shares)

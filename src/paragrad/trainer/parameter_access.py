@@ -1,5 +1,6 @@
-"""What a part of the model, or a shard, would not follow: how loss or model read parameters,
-and what a user changes later.
+"""What a partition or a shard of the model would not follow.
+
+This is how the loss or the model reads parameters, and what the user changes later.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from paragrad.engine.state.values import is_same_value, make_restorer
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule
 
-# the last is an LSTM's, which hears of new ones
+# _flat_weights is an LSTM's attribute; the LSTM updates it with new parameters.
 PARAMETER_CONTAINERS = {"_parameters", "_buffers", "_modules", "_flat_weights"}
-# copies are exchanged nowhere: each rank makes their gradients for itself, and these are alike
-# if torch's are from run to run
+# Copies are never exchanged. Each rank computes their gradients itself, and these are equal only if
+# torch's operations are deterministic.
 NONDETERMINISM_HINT = (
     "If its gradient is a sum that several threads make in any order (of x[index], say), call "
     "torch.use_deterministic_algorithms(True) where the job begins"
@@ -42,9 +43,16 @@ NONDETERMINISM_HINT = (
 
 
 def refuse_parameter_views(model: nn.Module) -> None:
-    """Raises StepFailed where a module keeps a parameter, or its values, in an attribute that
-    is none: on a rank the parameter moves elsewhere, and the attribute stays what it was. Nor
-    can those of a script be moved.
+    """Refuse a module that keeps a parameter, or its values, in a plain attribute.
+
+    If the parameter moves to another rank, the attribute stays unchanged. Parameters of a
+    TorchScript module cannot be moved either.
+
+    Args:
+        model: The model.
+
+    Raises:
+        StepFailed: If an attribute keeps a parameter or a view of one, or a module is a script.
     """
     if scripts := [
         name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)
@@ -54,19 +62,19 @@ def refuse_parameter_views(model: nn.Module) -> None:
             f"itself; give "
             "the module that it was made of, or train it with data(n)"
         )
-    places = {
+    storages = {
         each.untyped_storage()._cdata: name
         for name, each in model.named_parameters()
         if each.layout == torch.strided
     }
-    known = {id(each) for each in model.buffers()}
+    buffer_ids = {id(each) for each in model.buffers()}
     names = {id(each): name for name, each in model.named_parameters()}
     for name, module in model.named_modules():
-        # as spectral_norm makes it
-        anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        # attributes that a pre-forward hook computes anew, as spectral_norm does
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for key, value in vars(module).items():
             for each in (
-                _list_attribute_tensors(value) if key not in PARAMETER_CONTAINERS | anew else ()
+                _list_attribute_tensors(value) if key not in PARAMETER_CONTAINERS | computed else ()
             ):
                 if id(each) in names:
                     raise StepFailed(
@@ -76,11 +84,11 @@ def refuse_parameter_views(model: nn.Module) -> None:
                         "with data(n)"
                     )
                 if (
-                    id(each) not in known
+                    id(each) not in buffer_ids
                     and each.layout == torch.strided
-                    and each.untyped_storage()._cdata in places
+                    and each.untyped_storage()._cdata in storages
                 ):
-                    parameter = places[each.untyped_storage()._cdata]
+                    parameter = storages[each.untyped_storage()._cdata]
                     raise StepFailed(
                         f"the attribute {key} of {name or 'the model'} is a view of the parameter "
                         f"{parameter}, "
@@ -90,7 +98,7 @@ def refuse_parameter_views(model: nn.Module) -> None:
 
 
 def _list_attribute_tensors(value: Any) -> list[Tensor]:
-    """Of an attribute: in containers, and in the attributes of an object that is no module."""
+    """List the tensors of an attribute: in containers, and in attributes of plain objects."""
     leaves = _list_leaves(value)
     inside = [
         _list_leaves(vars(leaf))
@@ -102,7 +110,10 @@ def _list_attribute_tensors(value: Any) -> list[Tensor]:
 
 
 def _list_leaves(value: Any) -> list[Any]:
-    """Those of sets too; but no proxies, which raise where what they stand for has gone."""
+    """List the leaves of a value, also of sets.
+
+    Weak proxies are left out: they raise if the object behind them is gone.
+    """
     leaves = [leaf for leaf in tree_leaves(value) if type(leaf) not in weakref.ProxyTypes]
     return [
         each for leaf in leaves for each in (leaf if isinstance(leaf, set | frozenset) else [leaf])
@@ -110,8 +121,17 @@ def _list_leaves(value: Any) -> list[Any]:
 
 
 def refuse_loss_reading_parameters(module: LossModule, inputs: Any, target: Any) -> None:
-    """Raises StepFailed where the loss itself reads parameters of the model, which would be
-    another rank's, or a copy's.
+    """Refuse a loss that reads parameters of the model itself.
+
+    These parameters would be on another rank, or copies.
+
+    Args:
+        module: Model and loss.
+        inputs: The inputs of a small batch.
+        target: The target of that batch.
+
+    Raises:
+        StepFailed: If the graph of the loss contains a parameter of the model.
     """
     names = {id(each): name for name, each in module.model.named_parameters()}
     with preserve_all_state(module):
@@ -119,15 +139,15 @@ def refuse_loss_reading_parameters(module: LossModule, inputs: Any, target: Any)
             with torch.no_grad():
                 output = call_model(module.model, inputs)
             value = module.loss(output, target)
-        except Exception:  # of anything else the step will tell
+        except Exception:  # The first step reports any other error.
             return
     nodes = [each.grad_fn for each in tree_leaves(value) if isinstance(each, Tensor)]
-    seen = set()
+    visited = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         nodes += [following for following, _ in node.next_functions]
         if (name := names.get(id(getattr(node, "variable", None)))) is not None:
             raise StepFailed(
@@ -140,8 +160,17 @@ def refuse_loss_reading_parameters(module: LossModule, inputs: Any, target: Any)
 def refuse_unequal_copies(
     layout: Layout, parameters: Mapping[str, Tensor], model: nn.Module
 ) -> None:
-    """What several ranks of a replica hold is the same to the bit, also where a forward writes
-    to it unseen. Collective.
+    """Check that the copies that several ranks of a replica hold are bit-equal.
+
+    Collective. A forward may write to a copy on one rank alone without being traced.
+
+    Args:
+        layout: The layout of the partitioned model.
+        parameters: This rank's parameters by name.
+        model: This rank's part of the model.
+
+    Raises:
+        StepFailed: If copies differ.
     """
     if unequal := layout.find_unequal_copies(
         {**layout.select_copies(parameters, 1), **dict(model.named_buffers())}, layout.world
@@ -158,28 +187,41 @@ def refuse_unequal_copies(
 
 
 def refuse_empty_model_use(*arguments: object) -> None:
-    """A hook of a model that is cut."""
+    """Refuse to use a partitioned model; a hook of all its modules."""
     raise StepFailed(NO_VALUES_MESSAGE.format("this object"))
 
 
 class UserModel:
-    """The model and optimizer of a loop of one's own, of which ranks train parts: these do not
-    hear of what is done to it, but for Python attributes, in which they follow it.
+    """The model and optimizer of the user's own loop, of which the ranks train parts.
+
+    The parts do not see changes of this model, with one exception: they follow its Python
+    attributes.
+
+    Attributes:
+        model: The user's model.
+        optimizer: The user's optimizer.
+        initial_properties: Modules, parameters and groups at the time of the partitioning; None
+            before it.
+        python_state: The Python attributes of the model at that time.
+        hooks: The hooks that refuse to use the model while it is partitioned.
+        pinned_objects: Objects that are kept alive, so that their ids stay unique.
+        initial_modes: The training or eval mode of each module at that time.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
         self.optimizer = optimizer
-        # modules, parameters and groups, once it is cut
         self.initial_properties: dict[str, tuple[str, object]] | None = None
         self.python_state: PythonState | None = None
-        # on the model while it is cut
         self.hooks: list[RemovableHandle] = []
-        self.pinned_objects: list[object] = []  # that their ids stay theirs
+        self.pinned_objects: list[object] = []
         self.initial_modes: dict[str, tuple[str, object]] = {}
 
     def release_values(self) -> None:
-        """It has no values from here on: what they were would be taken for what they are."""
+        """Release the values of the model when it is partitioned.
+
+        Outdated values could otherwise be taken for current ones.
+        """
         remove_model_values(self.model)
         for module in self.model.modules():
             self.hooks += [
@@ -200,37 +242,48 @@ class UserModel:
         )
 
     def remove_hooks(self) -> None:
-        """The context has ended."""
+        """Remove the hooks when the context ends."""
         for hook in self.hooks:
             hook.remove()
 
     def follow_changes(
         self, local_model: nn.Module, passes: Passes | None, check_modes: bool = True
     ) -> None:
-        """What was set on modules since then, and on objects that they keep, is set on the
-        part's, too. modes: they are to be what they were. Raises StepFailed where something was
-        frozen, set to eval, replaced, given a hook, or given to the optimizer.
+        """Copy new attributes of the user's modules, and of objects they keep, to this rank's part.
+
+        Args:
+            local_model: This rank's part of the model.
+            passes: The passes of the strategy, or None before the first step.
+            check_modes: Whether the training and eval modes must be unchanged.
+
+        Raises:
+            StepFailed: If something was frozen, set to eval mode, replaced, given a hook, or given
+                to the optimizer.
         """
         if self.initial_properties is None or self.python_state is None:
             return
         if change := next(self._list_changes(check_modes), None):
             raise StepFailed(change)
-        known = self.python_state.owners
+        known_owners = self.python_state.owners
         if changed := {
             (name, what): value
             for (name, what), value in self.python_state.collect_changes().items()
-            if what != "training" or not isinstance(known[name], nn.Module)
+            if what != "training" or not isinstance(known_owners[name], nn.Module)
         }:
-            ours = find_state_owners(local_model)
+            local_owners = find_state_owners(local_model)
             for (name, what), value in changed.items():
-                vars(ours[name])[what] = value
+                vars(local_owners[name])[what] = value
             self.python_state = PythonState(find_state_owners(self.model))
             if passes is not None:
                 passes.invalidate_plans()
 
     def write_back_numbers(self, numbers: Mapping[tuple[str, str], Any]) -> None:
-        """Numbers that forwards have changed, on every rank, are so on the model: its user
-        reads them, and may set them back. numbers: by owner and attribute.
+        """Write numbers that the forwards changed on every rank back to the user's model.
+
+        The user reads them there, and may reset them.
+
+        Args:
+            numbers: The values by (owner, attribute).
         """
         if self.python_state is None:
             return
@@ -245,18 +298,18 @@ class UserModel:
     def _list_changes(self, check_modes: bool) -> Iterator[str]:
         assert self.initial_properties is not None
         assert self.python_state is not None
-        were = self.initial_properties
-        are = self._describe_properties()
-        are |= {
+        initial = self.initial_properties
+        current = self._describe_properties()
+        current |= {
             f"the attribute {'.'.join(filter(None, each))}": ("is gone", True)
             for each in self.python_state.list_removed_attributes()
         }
         if check_modes:
-            were = were | self.initial_modes
-            are = are | self._describe_modes()
-        for what in dict.fromkeys((*were, *are)):
-            if were.get(what) != are.get(what):
-                now, _ = are.get(what, ("is gone", None))
+            initial = initial | self.initial_modes
+            current = current | self._describe_modes()
+        for what in dict.fromkeys((*initial, *current)):
+            if initial.get(what) != current.get(what):
+                now, _ = current.get(what, ("is gone", None))
                 yield (
                     f"{what} {now}, other than when the model was cut, and its parts on the ranks "
                     f"would not follow; change "
@@ -265,9 +318,7 @@ class UserModel:
                 )
 
     def _list_other_attributes(self) -> dict[str, object]:
-        """What modules, and objects that they keep, have in attributes that cannot be
-        followed.
-        """
+        """Return the attributes of modules, and of objects they keep, that cannot be followed."""
         return {
             f"{name}.{what}".lstrip("."): value
             for name, owner in find_state_owners(self.model).items()
@@ -286,27 +337,27 @@ class UserModel:
         }
 
     def _describe_properties(self) -> dict[str, tuple[str, object]]:
-        """Of each what to say of it, and what it is compared by."""
-        found: dict[str, tuple[str, object]] = {}
+        """Return a phrase for a message, and a value for the comparison, for each property."""
+        properties: dict[str, tuple[str, object]] = {}
         for name, module in self.model.named_modules():
-            found[f"what is called {name}" if name else "it"] = "is another module", id(module)
-            found[f"{name or 'the model'}'s list of hooks"] = (
+            properties[f"what is called {name}" if name else "it"] = "is another module", id(module)
+            properties[f"{name or 'the model'}'s list of hooks"] = (
                 "has others",
                 [*map(list, list_hook_dicts(module))],
             )
         for name, parameter in self.model.named_parameters():
-            found[f"the parameter {name}"] = "is another tensor", id(parameter)
-            found[f"{name}.requires_grad"] = (
+            properties[f"the parameter {name}"] = "is another tensor", id(parameter)
+            properties[f"{name}.requires_grad"] = (
                 f"is {parameter.requires_grad}",
                 parameter.requires_grad,
             )
         for name, buffer in self.model.named_buffers():
-            found[f"the buffer {name}"] = "is another tensor", id(buffer)
+            properties[f"the buffer {name}"] = "is another tensor", id(buffer)
         for what, value in self._list_other_attributes().items():
-            found[f"the attribute {what}"] = "is another object", id(value)
+            properties[f"the attribute {what}"] = "is another object", id(value)
         for number, group in enumerate(self.optimizer.param_groups):
-            found[f"group {number} of the optimizer"] = (
+            properties[f"group {number} of the optimizer"] = (
                 "has other parameters",
                 [id(each) for each in group["params"]],
             )
-        return found
+        return properties

@@ -1,5 +1,6 @@
-"""Settings: how a training is run, beside what is trained (Job) and how it is split
-(Strategy).
+"""Settings: how a training is run.
+
+What is trained is the Job; how it is split is the Strategy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paragrad.trainer.pace import SlowRanks, read_slow_ranks
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
-MAX_TIMEOUT = 2_000_000  # seconds: of more milliseconds sockets know nothing
+MAX_TIMEOUT = 2_000_000  # seconds; sockets take no larger number of milliseconds
 
 # settings that had another name until version 0.1, and the names that they have now
 RENAMED = {
@@ -42,14 +43,18 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class Until:
-    """Stop a run after the epoch whose test reaches `value`: from below for a metric, from
-    above for the loss.
+    """A goal: a run stops after the epoch in which the test reaches `value`.
+
+    Attributes:
+        metric: The name of the metric, or "loss".
+        value: The value to reach: from below for a metric, from above for the loss.
     """
 
     metric: str
     value: float
 
     def is_reached(self, test: float) -> bool:
+        """Return whether a test value reaches the goal."""
         return test <= self.value if self.metric == "loss" else test >= self.value
 
     def __str__(self) -> str:
@@ -58,21 +63,35 @@ class Until:
 
 @dataclass(frozen=True)
 class Settings:
-    """data: folder handed to the job's dataset functions;  device: "cpu" or "cuda";  backend:
-    one of BACKENDS; overlap: exchange gradients while backward still runs;  loaders: processes
-    per rank that load samples ahead; save: a checkpoint every so many steps and at the end
-    (None: only when asked to stop);  resume: the folder of a run whose last checkpoint to go on
-    from, or of one checkpoint;  until: "accuracy=97.5", where to stop; tensorboard: write event
-    files too;  trace: a file for what every rank did when, which Perfetto opens; memory: what a
-    rank may hold, with batch="fit": "2GB", or bytes; machine: a machine file, from which `auto`
-    picks an all-reduce;  sabotage: a planted bug in the exchange; unproved: do not prove the
-    schedule at the door; unchecked: do not compare the first step with one worker's, and go on
-    with what is known to be another training; timeout: seconds that a rank waits for another;
-    slow: ranks that wait on purpose, "1=3x" or "random:0.2=3x";  pace: seconds that a step of
-    an equal share takes at least (`training.pace`);  listen: an address of this host, HOST or
-    HOST:PORT, at which workers may join from other hosts, and allow: the folder of their public
-    keys;  noise_scale: measure the gradient noise scale in every so many steps; reverse: every
-    batch back to front (the rounding twin of serial);  limit: stop after so many steps.
+    """How a training is run.
+
+    Attributes:
+        data: The folder given to the job's dataset functions.
+        device: "cpu" or "cuda".
+        backend: One of BACKENDS.
+        overlap: Whether gradients are exchanged while backward still runs.
+        loaders: The number of processes per rank that load samples ahead.
+        save: A checkpoint is written every `save` steps and at the end. None: only when a stop is
+            requested.
+        resume: The folder of a run, of which the last checkpoint is resumed, or of one checkpoint.
+        until: The goal at which the run stops, such as "accuracy=97.5".
+        tensorboard: Whether TensorBoard event files are written too.
+        trace: The file for a trace of what every rank did and when, in Perfetto's format.
+        memory: What a rank may hold, with batch="fit": "2GB", or a number of bytes.
+        machine: A machine file, by which `auto` chooses an all-reduce.
+        inject_fault: A fault that is planted in the exchange.
+        skip_schedule_check: Do not prove the schedules before any rank starts.
+        skip_first_step_check: Do not compare the first step with one worker's, and train on even if
+            the training is known to differ.
+        timeout: The seconds that a rank waits for another one.
+        slow: Ranks that wait on purpose: "1=3x" or "random:0.2=3x".
+        pace: The least seconds of a step over an equal share (`trainer.pace`).
+        listen: The address of this host, HOST or HOST:PORT, at which workers may join from other
+            hosts.
+        allow: The folder of the public keys of workers that may join.
+        noise_scale: The gradient noise scale is measured every `noise_scale` steps.
+        reverse: Whether every batch is reversed (the rounding baseline of serial).
+        limit: The number of steps after which the run stops.
     """
 
     data: str | Path | None = None
@@ -101,12 +120,12 @@ class Settings:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of data."""
+        """The data folder as a path."""
         return Path(self.data) if self.data else None
 
     @property
     def goal(self) -> Until | None:
-        """`until`, read. Raises Refused."""
+        """The goal that `until` describes. Raises Refused."""
         if not isinstance(self.until, str):
             return self.until
         metric, sign, value = self.until.partition("=")
@@ -120,41 +139,50 @@ class Settings:
 
     @property
     def memory_budget(self) -> int | None:
-        """Bytes that a rank may hold. Raises Refused."""
-        found = parse_bytes(self.memory) if isinstance(self.memory, str) else self.memory
-        if found is not None and (
-            isinstance(found, bool) or not isinstance(found, int) or found < 1
+        """The bytes that a rank may hold. Raises Refused."""
+        allowed = parse_bytes(self.memory) if isinstance(self.memory, str) else self.memory
+        if allowed is not None and (
+            isinstance(allowed, bool) or not isinstance(allowed, int) or allowed < 1
         ):
             raise Refused(f"memory must be bytes above 0, such as '2GB', got {self.memory!r}")
-        return found
+        return allowed
 
     @property
     def known_machine(self) -> Machine | None:
-        """The machine of the file. Raises Refused."""
+        """The machine that the machine file describes. Raises Refused."""
         return read_machine_file(Path(self.machine), count_cores())[0] if self.machine else None
 
     def has_reached_limit(self, steps: int) -> bool:
-        """Are as many steps made as were asked for?"""
+        """Return whether `limit` steps are completed."""
         return self.limit is not None and steps >= self.limit
 
     def has_reached_goal(self, test: Mapping[str, float] | None) -> bool:
-        """Has a test ({"value", ...}; None: none was made) come to the goal, where there is
-        one?
+        """Return whether a test reaches the goal.
+
+        Args:
+            test: The test's result {"value", ...}, or None if there was no test.
         """
         return bool(self.goal and test and self.goal.is_reached(test["value"]))
 
     @property
     def slow_ranks(self) -> SlowRanks:
-        """`slow` and `pace`, read. Raises Refused."""
+        """The ranks that `slow` and `pace` describe. Raises Refused."""
         return read_slow_ranks(self.slow, self.pace)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
-        """What of it an exchange is told."""
+        """The settings that an exchange needs."""
         return ExchangeOptions(self.overlap, self.known_machine, self.inject_fault)
 
     def check_settings(self, job: Job | None = None) -> None:
-        """Refuse what no rank should see (and what does not fit the job). Raises Refused."""
+        """Check the settings before any rank starts, and whether they fit the job.
+
+        Args:
+            job: The job, or None if only the settings are checked.
+
+        Raises:
+            Refused: If a setting is wrong or does not fit the job.
+        """
         self._check_types()
         for name, known in (("device", DEVICES), ("backend", BACKENDS), ("inject_fault", FAULTS)):
             value = getattr(self, name)
@@ -176,7 +204,7 @@ class Settings:
                 f"{self.timeout!r}"
             )
         if self.folder is not None and not os.path.isdir(self.folder):
-            # a job may make it
+            # only a warning: a job may create the folder
             warnings.warn(
                 f"there is no data folder {self.folder} (--data, PARAGRAD_DATA)", stacklevel=2
             )
@@ -197,7 +225,7 @@ class Settings:
         if self.trace is not None:
             chrome_trace.check_trace_path(Path(self.trace))
         if self.machine:
-            # it refuses a file that is none, and warns of another machine's
+            # This refuses a file that is no machine file, and warns about another machine's file.
             load_machine(Path(self.machine), count_cores())
         if self.memory_budget is not None and job is not None and job.batch != "fit":
             raise Refused(
@@ -258,7 +286,14 @@ def name_in_records(name: str) -> str:
 
 
 def build_settings(values: dict[str, Any]) -> Settings:
-    """Settings by their names. Raises Refused with the nearest one."""
+    """Build settings from values by name.
+
+    Args:
+        values: The values by the names of the fields.
+
+    Raises:
+        Refused: If a name is unknown; the message suggests the nearest one.
+    """
     known = [each.name for each in fields(Settings)]
     for name in values:
         if name in RENAMED:

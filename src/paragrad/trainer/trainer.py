@@ -1,8 +1,9 @@
-"""Trainer: one rank's model, and the step that reads like the sentence
+"""The Trainer: one rank's model, and its training step.
 
     batch -> loss -> gradients -> exchange -> update
 
-`loop.py` drives it for Jobs, `commands/parallelize.py` gives it to people who own their loop.
+`loops/synchronous.py` drives it for Jobs. `commands/parallelize.py` gives it to users that have
+their own loop.
 """
 
 from __future__ import annotations
@@ -80,9 +81,12 @@ from paragrad.trainer.settings import Settings
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's outcome, the same on every rank: the mean loss of the global batch, and its
-    weight (samples or tokens); of replicas that step alone, each one's own. stop: some rank was
-    asked to stop.
+    """The result of a step, the same on every rank.
+
+    Attributes:
+        loss: The mean loss of the global batch; of replicas that step alone, of the replica's part.
+        weight: The weight of the mean (samples or tokens), likewise.
+        stop: Whether a stop was requested on any rank.
     """
 
     loss: float
@@ -93,17 +97,79 @@ class StepResult:
 class Trainer:
     """One rank of a resolved strategy, over a model on the world's device.
 
-    scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are
-    computed in, or None;  dtype: what inputs are brought to, otherwise what the model's real
-    parameters share;  record: where steps and spans go, or None;  how: exchanges go;  like:
-    compute what one worker must to be compared with that strategy (the union of all ranks'
-    parts, micro-batch by micro-batch);  reverse: each micro-batch in reverse order (the
-    rounding twin);  examined: the loss was looked at, at the door;  otherwise it is before the
-    first step;  unchecked: do not compare the first step with one worker's, and go on where
-    draws depend on the layout;  seen: what a look at the model showed at the door;  begun: how
-    the model came here, where it is cut;  tests: before the first step of one that is cut a
-    test is compared;  pace: whether this rank is slowed on purpose;  noise: as in
-    GradientNorms.
+    Args:
+        world: The ranks.
+        model: The model.
+        loss: The loss.
+        optimizer: The optimizer over the model.
+        strategy: The resolved strategy.
+        seed: The seed of the training.
+        scheduler: The scheduler, as in Job.
+        clip_norm: The norm to which gradients are clipped, as in Job.
+        autocast: The type of forward and loss under autocast, or None.
+        collate: The collate function, as in Job.
+        dtype: The type of real inputs; the default is the type that the model's real parameters
+            share.
+        record: The record of steps and spans, or None.
+        exchange_options: The options of the exchange.
+        compared_strategy: Make one worker's step in a form that can be compared with this strategy:
+            the union of all ranks' parts, micro-batch by micro-batch.
+        reverse: Whether each micro-batch is reversed (the rounding baseline).
+        loss_checked: Whether validation checked the loss; otherwise it is checked before the first
+            step.
+        skip_first_step_check: Do not compare the first step with one worker's, and go on if random
+            draws depend on the layout.
+        validation_probe: The probe of the model during validation, or None.
+        initial_model: How the model reached this rank, if it is to be partitioned.
+        has_tests: Whether a test is compared before the first step of a partitioned model.
+        pace: The pace of this rank, if it is slowed on purpose.
+        noise_interval: The steps between two measurements of gradient noise, as in GradientNorms.
+
+    Attributes:
+        full_world: All ranks, with servers.
+        world: The world of this rank, with the axes of the strategy.
+        is_server: Whether this rank is a server, which makes no steps.
+        model: The model, or this rank's part of it.
+        initial_optimizer_attributes: The attributes of the optimizer before the first step.
+        log: The log of steps and spans.
+        shared_hosts: The hosts on which the ranks share the model's values, or None.
+        division: The division of a global batch among the replicas.
+        samples_world: The ranks among which samples are divided.
+        replicas: The replicas of which this rank runs the parts.
+        is_share_leader: Whether this rank records its share; one rank of those with the share does.
+        is_exact_split: Whether an exact strategy splits the batch, so that its step is checked.
+        parameters: The parameters of `model`, by name.
+        precision: The coarsest type of the model.
+        module: Model and loss.
+        model_identity: The identity of the model in the user's own loop.
+        all_parameters: The parameters of `module`.
+        layout: The layout of the partitioned model.
+        shard_layout: The layout of the tensors that this rank holds: `layout`, or that of shards.
+        group_names: The serial names of the parameters in each group of the optimizer, once the
+            model is partitioned.
+        empty_model: The whole model, without values once it is partitioned.
+        user_model: The model of the user's own loop, or None.
+        exchange: The exchange, from the first step on.
+        passes: The passes, from the first step on.
+        model_inspections: The places where techniques partition the model.
+        pass_contexts: The contexts in which the passes run.
+        feed: The feed of batches.
+        straggler_watch: The monitor of ranks that other ranks wait for.
+        steps: The number of completed steps.
+        own_steps: The number of steps that this trainer made.
+        batch_size: The size of the global batch, once it is known.
+        restored_strategy_state: The state that the saved strategy's exchange kept beside the
+            optimizer's state.
+        activation_bytes: The bytes that backward saves of a micro-batch.
+        coarsest_eps: The eps of the coarsest numbers in the model.
+        draws: The random draws of the model.
+        draw_alike: Runs a function with the same draws on every rank.
+        noise: The norms by which gradient noise is measured.
+        step_check: The check of the current step, or None.
+        state_before_step: The state of the module before the current step, or None.
+        rehearsing: Whether the current step is a rehearsal, which is restored.
+        used_autocast: Whether the passes of the current step used autocast.
+        batch_norm: The batch norms of the model.
     """
 
     def __init__(
@@ -132,7 +198,6 @@ class Trainer:
         pace: Pace | None = None,
         noise_interval: int = 0,
     ) -> None:
-        # without steps
         self.full_world = world
         self.world = place_rank(strategy, world)
         self.is_server = strategy.is_server(world.rank)
@@ -152,7 +217,6 @@ class Trainer:
         self.skip_first_step_check = skip_first_step_check
         self.validation_probe = validation_probe
         self.has_tests = has_tests
-        # where the ranks of one have the model in one place
         self.shared_hosts = initial_model.record_choice(self.log, world) if initial_model else None
         self.division, self.samples_world = (
             (compared_strategy or strategy).division,
@@ -163,7 +227,6 @@ class Trainer:
             if compared_strategy
             else [self.samples_world.rank % len(self.division.shares)]
         )
-        # of the ranks with one share, the one that records it
         self.is_share_leader = self.world.is_first("samples")
         self.is_exact_split = (
             strategy.exact
@@ -173,24 +236,19 @@ class Trainer:
         )
         self.parameters = dict(model.named_parameters())
         self.precision = find_coarsest_dtype(model)
-        # own loops
         self.module = LossModule(model, loss)
         self.model_identity = {} if loss_checked else {"model": describe_callable(model)}
         self.dtype, self.all_parameters = (
             dtype or find_shared_dtype(model),
             list(self.module.parameters()),
         )
-        # what of the model this rank holds, from the cut on; held: or its shards
         self.layout = Layout()
         self.shard_layout = self.layout
-        # then, serial names of the parameters in each group of the optimizer
         self.group_names: list[list[str]] = []
-        # without values once it is cut
         self.empty_model = model
         self.user_model = None if loss_checked else UserModel(model, optimizer)
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
-        # where techniques cut; what they want around
         self.model_inspections = dict[str, Any]()
         self.pass_contexts = tuple[PassContext, ...]()
         self.pace = pace or Pace(SlowRanks(), seed, world.rank, world.device.type != "cpu")
@@ -198,13 +256,10 @@ class Trainer:
             BatchFeed(self.log, world.device, self.dtype),
             StragglerMonitor(self.world, strategy.guarantees.replicas_equal),
         )
-        # taken: by this trainer;  batch_size: once known
         self.steps = 0
         self.own_steps = 0
         self.batch_size = 0
-        # what exchanges of the strategy that was saved keep beside the optimizer's state
         self.restored_strategy_state: OptimizerState = {}
-        # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
         self.activation_bytes = 0
         self.coarsest_eps = 0.0
         self.draws, self.draw_alike, self.noise = (
@@ -212,10 +267,8 @@ class Trainer:
             ReplicatedDraws(seed, world.device),
             GradientNorms(self.all_parameters, noise_interval),
         )
-        # of the step under way, that it is one worker's; kept: what it began with
         self.step_check: StepCheck | None = None
         self.state_before_step: ModuleSnapshot | None = None
-        # cast: the passes were under autocast
         self.rehearsing = False
         self.used_autocast = False
         self.batch_norm = BatchNorm(
@@ -224,7 +277,7 @@ class Trainer:
             self._count_batch_norm_bytes,
             local_statistics=strategy.batch_norm == "share",
         )
-        # what is drawn from here on differs by rank
+        # Draws from here on differ by rank.
         generators.seed_everything(seed + 1 + world.rank)
 
     @classmethod
@@ -236,8 +289,14 @@ class Trainer:
         settings: Settings | None = None,
         **overrides: Any,
     ) -> Trainer:
-        """The trainer of a job, whose model every rank builds itself; one that is cut, one rank
-        of every host.
+        """Build the trainer of a job. Every rank builds the model, or one rank of each host.
+
+        Args:
+            world: The ranks.
+            job: The job.
+            strategy: The resolved strategy.
+            settings: The settings, or None for the defaults.
+            **overrides: Further arguments of Trainer.
         """
         return cls(
             strategy=strategy,
@@ -245,7 +304,11 @@ class Trainer:
         )
 
     def adopt_partition(self, partition: ModelPartition) -> None:
-        """From here on this rank holds a part of the model."""
+        """Let this rank hold a part of the model from here on.
+
+        Args:
+            partition: The part.
+        """
         self.module = partition.module
         self.empty_model = partition.empty_model
         self.draws = partition.draws
@@ -270,13 +333,20 @@ class Trainer:
     def batches(
         self, dataset: Dataset, batch: int, epoch: int, *, start: int = 0, loaders: int = 0
     ) -> Iterator[Any]:
-        """This rank's part of every global batch of an epoch, in the exact order: a function of
-        (seed, epoch, index).
+        """Return this rank's part of every global batch of an epoch, in the exact order.
 
-        batch: the global size;  start: begin with that batch of the epoch;  loaders: processes
-        that load ahead. Gives (inputs, target), or the dict where samples are dicts, for
-        `step`, which must take it before the next one. Collective where shares follow what
-        ranks take.
+        The order is a function of (seed, epoch, index). `step` must take each batch before the next
+        one. Collective if shares follow the speed of the ranks.
+
+        Args:
+            dataset: The dataset.
+            batch: The size of the global batch.
+            epoch: The epoch.
+            start: The batch of the epoch at which to start.
+            loaders: The number of processes that load ahead.
+
+        Returns:
+            An iterator of (inputs, target), or of dicts if the samples are dicts.
         """
         refuse_loader(dataset, "the dataset")
         order = SampleOrder(len(dataset), batch, self.seed)
@@ -289,7 +359,7 @@ class Trainer:
         return self.iterate_batches_at(
             dataset,
             order,
-            ((epoch, whole) for whole in order.list_batches(start)),
+            ((epoch, positions) for positions in order.list_batches(start)),
             loaders,
             self.division,
         )
@@ -302,8 +372,14 @@ class Trainer:
         loaders: int = 0,
         division: Division | None = None,
     ) -> Iterator[Any]:
-        """The same for chosen (epoch, positions of a global batch); places of one epoch follow
-        each other.
+        """Yield this rank's part of chosen global batches.
+
+        Args:
+            dataset: The dataset.
+            order: The order of the samples.
+            places: (epoch, positions of a global batch); places of one epoch follow each other.
+            loaders: The number of processes that load ahead.
+            division: The division of a global batch; None for the trainer's.
         """
         division = division or self.division
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
@@ -316,24 +392,30 @@ class Trainer:
             yield from self.feed.iterate_batches(
                 samples,
                 (
-                    make_rank_batch(order, epoch, whole, division, self.replicas, self.reverse)
-                    for _, whole in group
+                    make_rank_batch(order, epoch, positions, division, self.replicas, self.reverse)
+                    for _, positions in group
                 ),
                 loaders,
             )
 
     # ---- the step ----------------------------------------------------------------------------
     def step(self, inputs: Any, target: Any = None) -> StepResult:
-        """Forward, backward, exchange, update on what `batches` gave last. Raises StepFailed
-        with step and tensor.
+        """Make a step on the last batch of `batches`: forward, backward, exchange, update.
+
+        Args:
+            inputs: The inputs, or the dict.
+            target: The target; None if the samples are dicts.
+
+        Raises:
+            StepFailed: With the step and the tensor.
         """
         try:
             batch = self.feed.take_batch(inputs, target)
             target = inputs if target is None else target
             with self.straggler_watch.track_step(self.steps):
                 prepare_step(self, batch, inputs, target)
-                own = self.compute_batch_gradients(batch, inputs, target)
-                own, result, rate = self._update(batch, inputs, target, own)
+                local_sums = self.compute_batch_gradients(batch, inputs, target)
+                local_sums, result, rate = self._update(batch, inputs, target, local_sums)
         except Exception as error:
             cause = error if self.exchange is None else self.exchange.find_cause(error)
             raise self.report_failure(cause, is_local=self.strategy.trains_clients) from cause
@@ -342,10 +424,10 @@ class Trainer:
             self.exchange.count_bytes("parts", self.layout.sent_bytes, computed=True)
             if self.user_model is not None and self.passes is not None:
                 self.user_model.write_back_numbers(self.passes.collect_python_numbers())
-        # what the step was compared with, and a whole model
+        # The first step frees the reference step's memory, and the whole model.
         allocator.return_freed_memory(self.own_steps == 0)
-        mine, order = (
-            (own, batch.recorded_range)
+        recorded_sums, order = (
+            (local_sums, batch.recorded_range)
             if self.is_share_leader and not self.exchange.already_applied
             else (LossSums(), [0, 0])
         )
@@ -353,7 +435,7 @@ class Trainer:
             self.steps,
             self.feed.load_start,
             epoch=batch.epoch,
-            loss=[mine.loss, mine.weight],
+            loss=[recorded_sums.loss, recorded_sums.weight],
             order=order,
             lr=rate,
             sent=dict(self.exchange.sent_bytes),
@@ -364,10 +446,19 @@ class Trainer:
         return result
 
     def compute_batch_gradients(self, batch: Batch, inputs: Any, target: Any) -> LossSums:
-        """Summed over micro-batches, replicas and owners; this rank's own sums."""
+        """Compute the gradients of a batch, summed over micro-batches, replicas and shared tensors.
+
+        Args:
+            batch: This rank's part of the global batch.
+            inputs: The inputs of that part.
+            target: The target of that part.
+
+        Returns:
+            This rank's own sums of the loss.
+        """
         assert self.exchange is not None
         assert self.passes is not None
-        # also those that the optimizer does not hold
+        # This includes parameters that the optimizer does not hold.
         for parameter in self.all_parameters:
             parameter.grad = None
         self.exchange.begin()
@@ -380,7 +471,7 @@ class Trainer:
         self.exchange.stop_requested = self.world.stop.is_set()
         self.exchange.local_samples = samples
         self.exchange.epoch = batch.epoch
-        looked = (
+        measured_model = (
             None
             if self.rehearsing
             or self.own_steps >= COUNTED_STEPS
@@ -388,28 +479,28 @@ class Trainer:
             or not self.coarsest_eps
             else self.model
         )
-        still = refuse_moved_parameters(
+        moved_check = refuse_moved_parameters(
             self.exchange, self.parameters, self.layout, self.samples_world.size
         )
-        late = check_seen_draws(
+        draw_check = check_seen_draws(
             self.draws,
             self.layout.is_partitioned
             and self.is_exact_split
             and (self.own_steps + 1).bit_count() == 1,
         )
-        paced = (
+        pace = (
             contextlib.nullcontext()
             if self.rehearsing
             else self.pace.pace_step(self.steps, samples, share, self.passes)
         )
         with (
-            count_activations(self.passes, looked),
-            still,
-            late,
-            paced,
+            count_activations(self.passes, measured_model),
+            moved_check,
+            draw_check,
+            pace,
             enter_pass_contexts(self.pass_contexts, self.exchange.count_bytes),
         ):
-            own = run_passes(
+            local_sums = run_passes(
                 self.passes, batch.iterate_micro_batches(inputs, target), len(batch.micro_batches)
             )
         if self.autocast is not None and not self.rehearsing and not self.used_autocast:
@@ -418,13 +509,21 @@ class Trainer:
                 f"within.casting()"
             )
         self.exchange.doubtful_weight = self.module.doubtful_total
-        self.exchange.finish(own.weight, own.loss)
+        self.exchange.finish(local_sums.weight, local_sums.loss)
         self.layout.sum_shared_gradients(self.parameters)
-        return own
+        return local_sums
 
     def share_totals(self, local_sums: LossSums) -> tuple[LossSums, list[float]]:
-        """(own sums of this rank's share, [weight, loss, ranks asked to stop, doubtful weight]
-        of all), as who has the loss tells; of the wish to stop all hear. Collective.
+        """Share the sums of the rank that has the loss with all ranks of its replica.
+
+        Collective. A request to stop is shared with all ranks.
+
+        Args:
+            local_sums: This rank's own sums.
+
+        Returns:
+            The sums of this rank's share, and [weight, loss, stop requests, doubtful weight] of all
+            ranks.
         """
         assert self.exchange is not None
         with (
@@ -432,13 +531,13 @@ class Trainer:
             if self.layout.is_partitioned
             else contextlib.nullcontext()
         ):
-            told = self.layout.share_numbers(
+            rank_numbers = self.layout.share_numbers(
                 [local_sums.loss, local_sums.weight, *check_totals(self.exchange)]
             )
-        check_loss_ranks([each[1] for each in told], self.layout.output_rank_count)
-        loss, weight, *sums = told[0]
+        check_loss_ranks([each[1] for each in rank_numbers], self.layout.output_rank_count)
+        loss, weight, *sums = rank_numbers[0]
         sums[2], self.exchange.weight_share = (
-            max(each[4] for each in told),
+            max(each[4] for each in rank_numbers),
             weight / (sums[0] or 1.0),
         )
         return local_sums._replace(loss=loss, weight=weight), sums
@@ -446,14 +545,17 @@ class Trainer:
     def _update(
         self, batch: Batch, inputs: Any, target: Any, local_sums: LossSums
     ) -> tuple[LossSums, StepResult, float]:
-        """The one division by the global weight, then clipping, the optimizer and the
-        scheduler: as serial. Returns the share's own sums, the result and the learning rate of
-        this update.
+        """Divide once by the global weight, then clip, and step optimizer and scheduler.
+
+        This is what serial does.
+
+        Returns:
+            The sums of this rank's share, the result, and the learning rate of this update.
         """
         assert self.exchange is not None
-        local_sums, (weight, loss, stop, doubt) = self.share_totals(local_sums)
+        local_sums, (weight, loss, stop, doubtful_weight) = self.share_totals(local_sums)
         with self.log.record_span("update", "update"):
-            weight = resolve_doubtful_weight(self, batch, inputs, target, weight, doubt)
+            weight = resolve_doubtful_weight(self, batch, inputs, target, weight, doubtful_weight)
             rate = float(self.optimizer.param_groups[0]["lr"])
             self.exchange.weight = weight
             self.exchange.stop_requested = self.exchange.stop_requested or stop > 0
@@ -476,9 +578,14 @@ class Trainer:
     def key_draws(
         self, micro: MicroBatch, first: int = 0, calls: CallNumbers | None = None
     ) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward: what is drawn is keyed by each sample's place in the
-        global batch; where that depends on the layout, a draw that the first step did not make
-        ends the run. first, calls: as Keyed has them.
+        """Key random draws of forward and backward by each sample's place in the global batch.
+
+        If draws depend on the layout, a draw that the first step did not make ends the run.
+
+        Args:
+            micro: The micro-batch.
+            first: As in `engine.rng.draws.key_draws`.
+            calls: As in `engine.rng.draws.key_draws`.
         """
         strict = self.is_exact_split and self.strategy.changes_layout
         return key_draws(
@@ -493,18 +600,28 @@ class Trainer:
         )
 
     def use_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Use the trainer's autocast, if there is any and the step is no rehearsal."""
         self.used_autocast = True
-        off = self.autocast is None or self.rehearsing
+        is_off = self.autocast is None or self.rehearsing
         return (
             contextlib.nullcontext()
-            if off
+            if is_off
             else torch.autocast(self.world.device.type, self.autocast)
         )
 
-    # ---- what others look at -----------------------------------------------------------------
+    # ---- evaluation, state and checkpoints ---------------------------------------------------
     def evaluate(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> float:
-        """The metric over a dataset (or, without one, the loss): every sample once, over all
-        ranks. Collective.
+        """Evaluate the metric, or the loss if there is no metric, over all samples and ranks.
+
+        Collective.
+
+        Args:
+            dataset: The dataset.
+            metric: f(output, target) -> (sum, weight), or None for the loss.
+            loaders: The number of processes that load ahead.
+
+        Returns:
+            The mean.
         """
         return self.evaluate_with_weight(dataset, metric, loaders)["value"]
 
@@ -515,8 +632,17 @@ class Trainer:
         loaders: int = 0,
         part: tuple[int, int] | None = None,
     ) -> dict[str, float]:
-        """The same with the weight it stands on: {"value", "weight"}. part: (which, of how
-        many), where it is told.
+        """Evaluate the metric or the loss with its weight. Collective.
+
+        Args:
+            dataset: The dataset.
+            metric: f(output, target) -> (sum, weight), or None for the loss.
+            loaders: The number of processes that load ahead.
+            part: (index, count) of this rank's part of the samples; the default is its place in the
+                world.
+
+        Returns:
+            {"value", "weight"}: the mean and the weight it is over.
         """
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         if self.user_model is not None:
@@ -541,8 +667,9 @@ class Trainer:
             )
 
     def use_evaluation_weights(self) -> contextlib.AbstractContextManager[Any]:
-        """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards
-        as they were. Collective.
+        """Use the evaluation weights of an optimizer that has them (schedule-free), then restore.
+
+        Collective.
         """
         return (
             self.exchange.use_evaluation_weights()
@@ -551,20 +678,20 @@ class Trainer:
         )
 
     def use_effective_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model as what the run stands for, where replicas differ; afterwards as it was.
-        Collective.
-        """
+        """Use the weights that a run of differing replicas stands for, then restore. Collective."""
         return self.exchange.use_effective_weights() if self.exchange else contextlib.nullcontext()
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of every parameter as the last update used it (mean, clipped); until any
-        rank begins the next step. Collective where this rank holds parts, as `state` is.
+        """Return the gradient of every parameter as the last update used it (mean, clipped).
+
+        The gradients are valid until any rank begins the next step. Collective if this rank holds a
+        part of the model.
         """
         assert self.exchange is not None
         return self.shard_layout.gather_serial_tensors(self.exchange.gather_gradients())
 
     def gather_model(self) -> nn.Module:
-        """The model, put together on rank 0 where ranks hold parts. Collective."""
+        """Gather the model on rank 0 if ranks hold parts of it. Collective."""
         if not self.shard_layout.is_partitioned or (
             self.layout.is_partitioned and self.samples_world.rank
         ):
@@ -579,8 +706,9 @@ class Trainer:
         )
 
     def get_local_tensors(self) -> dict[str, Tensor]:
-        """What is on this rank: parameters, and buffers unless the strategy lets them differ by
-        rank.
+        """Return the tensors on this rank.
+
+        These are the parameters, and the buffers unless the strategy lets them differ by rank.
         """
         buffers = dict(self.model.named_buffers()) if self.strategy.guarantees.buffers_equal else {}
         return {
@@ -589,39 +717,55 @@ class Trainer:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """The same of the whole model, as what the run stands for."""
+        """Return the tensors of the whole model, with its effective weights. Collective."""
         with self.use_effective_weights():
-            # the run's, in here
+            # Inside this context, buffers are those of the run.
             buffers = (
                 {} if self.strategy.guarantees.replicas_equal else dict(self.model.named_buffers())
             )
-            found = self.shard_layout.gather_serial_tensors(
+            tensors = self.shard_layout.gather_serial_tensors(
                 {
                     **self.get_local_tensors(),
                     **{name: each.detach() for name, each in buffers.items()},
                 }
             )
-            return {name: tensor for name, tensor in found.items() if tensor is not None}
+            return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def save(
         self, folder: str | Path, identity: dict[str, Any] | None = None, **extra_state: Any
     ) -> None:
-        """Write a checkpoint of this step below a folder, and keep the one before it. beside:
-        as in Snapshot. Collective.
+        """Write a checkpoint of this step below a folder; the previous one is kept. Collective.
+
+        Args:
+            folder: The folder below which the checkpoint is written.
+            identity: The identity of the Job; None for the user's own loop.
+            **extra_state: Further entries of state.json, as in Snapshot.
         """
         trainer_snapshot.save_snapshot(self, Path(folder), identity, extra_state)
 
     def load(self, folder: str | Path) -> None:
-        """Go on from the newest whole checkpoint below a folder, saved under any strategy:
-        `trainer.steps` steps were made. Collective: rank 0 chooses, and every rank reads that
-        one. Raises Refused.
+        """Resume from the newest undamaged checkpoint below a folder, saved under any strategy.
+
+        Collective: rank 0 chooses, and every rank reads that one. `trainer.steps` is then the
+        number of completed steps.
+
+        Args:
+            folder: The folder of a run, or of one checkpoint.
+
+        Raises:
+            Refused: If there is no undamaged checkpoint, or if it does not fit.
         """
         trainer_snapshot.restore_snapshot(
             self, agree_on_newest_checkpoint(self.world, Path(folder))
         )
 
-    # own: no other rank had a part in it
     def report_failure(self, error: Exception, is_local: bool = False) -> StepFailed:
+        """Record a failed step, and return its error.
+
+        Args:
+            error: The error.
+            is_local: Whether no other rank had a part in it.
+        """
         self.log.write_failed_step(self.steps)
         return (
             StepFailed.wrap_error(error, self.steps)
@@ -630,9 +774,9 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Let go of the exchange; the model is a plain one again."""
+        """Close the exchange; the model is a plain one again."""
         self.straggler_watch.close()
-        self.log.write_failed_step(self.steps)  # spans that no step took
+        self.log.write_failed_step(self.steps)  # spans that belong to no step
         for each in (self.passes, self.exchange, self.noise):
             if each is not None:
                 each.close()

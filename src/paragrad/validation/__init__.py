@@ -1,1 +1,1 @@
-"""What is checked before any rank starts."""
+"""Validation: what is checked before any rank starts."""

@@ -1,5 +1,6 @@
-"""The account of activations: what the ranks of a replica will hold, task by task, before any
-of them starts.
+"""A forecast of activations: what the ranks of a replica will hold, task by task.
+
+The forecast is made before any rank starts.
 """
 
 from __future__ import annotations
@@ -35,11 +36,17 @@ from paragrad.validation.inspect_job import JobInspection
 
 @dataclass(frozen=True)
 class ActivationForecast:
-    """What the ranks of one replica hold of activations and messages in a step of a full batch.
+    """The activations and messages that the ranks of one replica hold in a step of a full batch.
 
-    strategy: the same, cut where the model was cut here;  sizes: samples of each micro-batch;
-    weights: by samples, of each part;  tested: messages between parts in a test, None without a
-    test set;  first: of the replica's ranks, among all.
+    Attributes:
+        strategy: The strategy, with the cut at which the model was partitioned here.
+        first_rank: The first rank of the replica, among all ranks.
+        pipelined: The schedule of the micro-batches.
+        ranks: The number of ranks of the replica.
+        recompute: Whether stages are recomputed in backward.
+        micro_batch_sizes: The number of samples of each micro-batch.
+        memory_by_size: The bytes of each stage, by the number of samples of a micro-batch.
+        test_memory: The schedule and the message bytes of a test; None without a test set.
     """
 
     strategy: Strategy
@@ -52,22 +59,23 @@ class ActivationForecast:
     test_memory: tuple[MicroBatchSchedule, list[StageBytes]] | None
 
     def list_moments(self, rank: int) -> list[TaskMemory]:
-        """Task by task."""
+        """List what a rank holds, task by task."""
         return compute_task_memory(
             self.pipelined, rank, self.ranks, self._get_stage_memory, self.recompute
         )
 
     def _get_stage_memory(self, stage: int, micro: int) -> StageBytes:
-        # the last stands in for those of none
+        # Micro-batches that do not exist are counted as the last one.
         return self.memory_by_size[
             self.micro_batch_sizes[min(micro, len(self.micro_batch_sizes) - 1)]
         ][stage]
 
     def compute_peak(self, rank: int) -> int:
+        """Compute the most bytes that a rank holds in a step."""
         return max(each.bytes for each in self.list_moments(rank))
 
     def compute_test_peak(self, rank: int) -> int | None:
-        """At most, in a test."""
+        """Compute the most bytes that a rank holds in a test; None without a test set."""
         if self.test_memory is None:
             return None
         schedule, each = self.test_memory
@@ -82,14 +90,25 @@ class ActivationForecast:
 def forecast_activations(
     job: Job, resolved: Strategy, inspection: JobInspection, data: Path | None = None
 ) -> ActivationForecast:
-    """Of an admitted job, and of the replica with the largest share. Runs one micro-batch of
-    each size here, part by part. Raises Refused.
+    """Forecast the activations of a validated job, for the replica with the largest share.
+
+    One micro-batch of each size is run here, stage by stage.
+
+    Args:
+        job: The job.
+        resolved: The resolved strategy.
+        inspection: What validation found out about the job.
+        data: The folder of data.
+
+    Raises:
+        Refused: If the memory of the strategy or of the model cannot be measured here.
     """
-    if strange := next(
+    if custom_factor := next(
         (each for each in list_factors(resolved) if not is_builtin_technique(each)), None
     ):
         raise Refused(
-            f"{resolved}: what {strange} does in a step is known to it alone; train with it, and "
+            f"{resolved}: what {custom_factor} does in a step is known to it alone; train with it, "
+            f"and "
             f"the record says "
             "what its ranks held"
         )
@@ -119,7 +138,7 @@ def forecast_activations(
         inputs, target = separate_target(
             convert_batch(samples[0, batch.sample_indices, batch.places], CPU, job.parameter_dtype)
         )
-        micros = {
+        micro_batches = {
             len(each[0].positions): each
             for each in batch.iterate_micro_batches(inputs, target)
             if each[0].positions
@@ -129,22 +148,24 @@ def forecast_activations(
         module.has_traced_divisor = inspection.probe.weight_known
         try:
             if parts is None:
-                weights = {
+                memory_by_size = {
                     size: [
                         micro_batch_memory.measure_whole_model(
                             module, inspection.probe.draws, job.autocast, each
                         )
                     ]
-                    for size, each in micros.items()
+                    for size, each in micro_batches.items()
                 }
-                # which weighs the loss, in a test too
-                graph = job.metric is None and module.uses_graph_divisor
-                tested = (
+                # The graph of the loss also gives its weight in a test.
+                uses_graph = job.metric is None and module.uses_graph_divisor
+                test_memory = (
                     None
                     if job.test is None
                     else (
-                        MicroBatchSchedule(OneFOneB(), 1, first_trained_stage=0 if graph else 1),
-                        weights[max(sizes)] if graph else [StageBytes(0, 0, 0)],
+                        MicroBatchSchedule(
+                            OneFOneB(), 1, first_trained_stage=0 if uses_graph else 1
+                        ),
+                        memory_by_size[max(sizes)] if uses_graph else [StageBytes(0, 0, 0)],
                     )
                 )
                 return ActivationForecast(
@@ -154,11 +175,11 @@ def forecast_activations(
                     1,
                     False,
                     sizes,
-                    weights,
-                    tested,
+                    memory_by_size,
+                    test_memory,
                 )
             return _forecast_stages(
-                job, resolved, replica, parts, inspection, module, micros, sizes, data
+                job, resolved, replica, parts, inspection, module, micro_batches, sizes, data
             )
         except StepFailed as error:
             raise Refused(f"job {job.name}, {resolved}: {error}") from error
@@ -185,14 +206,16 @@ def _forecast_stages(
 ) -> ActivationForecast:
     stages = parts.micro_batch_schedule.count_stages(parts.size)
     schedule = parts.micro_batch_schedule.schedule
-    example = next(iter(micro_batches.values()))[1]
+    example_inputs = next(iter(micro_batches.values()))[1]
     with torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
-        cut = balance.partition_into_stages(module.model, example, stages, parts.requested_cut)
+        cut = balance.partition_into_stages(
+            module.model, example_inputs, stages, parts.requested_cut
+        )
     settled = replace(parts, cut=tuple(map(len, cut.stages)))  # type: ignore[call-arg]
     passes = micro_batch_memory.build_local_passes(
         settled, cut, module, inspection.probe.draws, job.autocast
     )
-    weights = {
+    memory_by_size = {
         size: list(micro_batch_memory.measure_stages(passes, each))
         for size, each in micro_batches.items()
     }
@@ -201,45 +224,50 @@ def _forecast_stages(
         schedule.pad_micro_count(len(sizes), parts.size),
         passes.stage_module.first_trained,
     )
-    tested = None
+    test_memory = None
     if job.test is not None:
         tests = job.make_samples(open_dataset(job.test, data))
-        mine = -(-inspection.test_samples // len(resolved.division.shares))
-        # which weighs the loss, in a test too
-        graph = job.metric is None and module.uses_graph_divisor
-        most = (
+        test_samples = -(-inspection.test_samples // len(resolved.division.shares))
+        # The graph of the loss also gives its weight in a test.
+        uses_graph = job.metric is None and module.uses_graph_divisor
+        batch = (
             choose_evaluation_batch(len(inspection.order.get_batch(0)), resolved.division, replica)
-            if graph
+            if uses_graph
             else EVALUATION_BATCH
         )
-        count = min(most, mine)
-        given, _ = separate_target(
+        count = min(batch, test_samples)
+        inputs, _ = separate_target(
             convert_batch(tests[0, list(range(count))], CPU, job.parameter_dtype)
         )
         with use_model_eval_mode(module.model), torch.no_grad():
-            came = list(micro_batch_memory.count_boundary_bytes(passes, given))
-        under_way = schedule.pad_micro_count(
+            message_bytes = list(micro_batch_memory.count_boundary_bytes(passes, inputs))
+        in_flight = schedule.pad_micro_count(
             min(
                 count_concurrent_batches(module, job.metric, parts.micro_batch_schedule.micro),
-                -(-mine // most),
+                -(-test_samples // batch),
             ),
             parts.size,
         )
-        kept = [0] * (stages - 1) + [weights[max(sizes)][-1].saved if graph else 0]
-        tested = (
-            MicroBatchSchedule(schedule, under_way, first_trained_stage=stages - graph),
-            [StageBytes(came_in, 0, held) for came_in, held in zip(came, kept, strict=True)],
+        saved_bytes = [0] * (stages - 1) + [
+            memory_by_size[max(sizes)][-1].saved if uses_graph else 0
+        ]
+        test_memory = (
+            MicroBatchSchedule(schedule, in_flight, first_trained_stage=stages - uses_graph),
+            [
+                StageBytes(message, 0, saved)
+                for message, saved in zip(message_bytes, saved_bytes, strict=True)
+            ],
         )
-    cut_here = functools.reduce(
+    resolved_cut = functools.reduce(
         operator.mul, [settled if each is parts else each for each in list_factors(resolved)]
     )
     return ActivationForecast(
-        cut_here,
+        resolved_cut,
         replica * parts.size,
         pipelined,
         parts.size,
         settled.recompute,
         sizes,
-        weights,
-        tested,
+        memory_by_size,
+        test_memory,
     )

@@ -1,4 +1,4 @@
-"""May a job's batches be divided: into micro-batches, and down to one sample?"""
+"""Whether a job's batches can be divided: into micro-batches, and down to one sample."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from paragrad.runtime.world import World
 
 
 def explain_no_micro_batches(job: Job, data: Path | None = None) -> str | None:
-    """Why batches of a job cannot be cut into micro-batches, or None. Batches of two lengths
-    are looked at: one may be that of another dimension by chance.
+    """Explain why batches of a job cannot be sliced into micro-batches, or return None.
+
+    Batches of two lengths are tried, because one length may equal another dimension by chance.
+
+    Args:
+        job: The job.
+        data: The folder of data.
     """
     train = open_dataset(job.train, data)
     for count in {min(len(train), 3), min(len(train), 2)}:
@@ -28,8 +33,13 @@ def explain_no_micro_batches(job: Job, data: Path | None = None) -> str | None:
 
 
 def explain_no_single_sample(job: Job, data: Path | None = None) -> str | None:
-    """Why a job's model cannot train on one sample alone, or None: a batch norm over one value
-    for each channel.
+    """Explain why a job's model cannot train on a single sample, or return None.
+
+    The usual reason is a batch norm over one value for each channel.
+
+    Args:
+        job: The job.
+        data: The folder of data.
     """
     model = job.build_model()
     samples = job.make_samples(open_dataset(job.train, data))
@@ -40,12 +50,12 @@ def explain_no_single_sample(job: Job, data: Path | None = None) -> str | None:
                 model, convert_batch(separate_target(samples[0, [0]])[0], CPU, job.parameter_dtype)
             )
         except ValueError as error:
-            said = str(error).partition(";")[0]
+            message = str(error).partition(";")[0]
             return (
-                f"batch norm cannot train on one sample ({said})"
-                if said.startswith(batch_norm.TOO_FEW_VALUES)
+                f"batch norm cannot train on one sample ({message})"
+                if message.startswith(batch_norm.TOO_FEW_VALUES)
                 else None
             )
-        except Exception:  # of anything else the step will tell
+        except Exception:  # The first step reports any other error.
             return None
     return None

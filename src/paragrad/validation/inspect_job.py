@@ -1,6 +1,4 @@
-"""The door for jobs: what is checked before any rank starts, and what is found out on the
-way.
-"""
+"""Inspect a job before any rank starts: check it, and collect facts about it."""
 
 from __future__ import annotations
 
@@ -58,27 +56,46 @@ CLOSURE_MESSAGE = (
 
 @dataclass(frozen=True)
 class JobInspection:
-    """What the door found out about a job."""
+    """What validation found out about a job.
+
+    Attributes:
+        samples: The number of training samples.
+        test_samples: The number of test samples.
+        parameter_count: The number of elements of all trained parameters.
+        order: The order of the samples.
+        shapes: The shapes of the model's state, by serial name.
+        initial_training: Optimizer, scheduler and clipping before the first step: "optimizer",
+            "lr of group 0", ...
+        probe: What one forward and backward of the model showed.
+        whole_batch_reason: Why collate must be given whole batches, or None.
+        whole_loss_reason: Why the loss of a batch is not that of its parts, or None.
+        first_loss: The loss of samples from all over the dataset, in eval mode, before training;
+            None if there is no such loss.
+        lazy_inputs: Inputs that give lazy modules their shapes, if the model has some.
+        rate_scaling: The factor of the learning rate and its reason, or None.
+    """
 
     samples: int
     test_samples: int
     parameter_count: int
     order: SampleOrder
-    shapes: dict[str, list[int]]  # of the model's state, by its serial names
-    # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
+    shapes: dict[str, list[int]]
     initial_training: dict[str, Any]
-    probe: Probe  # what a look at the model showed
-    whole_batch_reason: str | None = None  # why collate must be given whole batches
-    whole_loss_reason: str | None = None  # why the loss of a batch is not that of its parts
-    # of samples from all over the dataset, in eval mode, before training; None: it has none
+    probe: Probe
+    whole_batch_reason: str | None = None
+    whole_loss_reason: str | None = None
     first_loss: float | None = None
-    # inputs that give lazy modules their shapes, where the model has some
     lazy_inputs: Any = None
-    rate_scaling: str | None = None  # what the learning rate is multiplied by, and why
+    rate_scaling: str | None = None
 
     def prepare_job(self, job: Job) -> Job:
-        """The job as it can be trained: its model has shapes from the beginning, its collate is
-        given what it needs, its rates are those of its batch.
+        """Return the job in a form that can be trained.
+
+        The shapes of its model are set, its collate is given whole batches if it needs them, and
+        its learning rates fit its batch.
+
+        Args:
+            job: The job.
         """
         job, _ = rescale_job(job, self.samples)
         job = (
@@ -94,20 +111,28 @@ class JobInspection:
 
 
 def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
-    """Check a job at the door: build its model once and run one small batch forward and
-    backward. Raises Refused.
+    """Check a job, build its model once, and run one small batch forward and backward.
+
+    Args:
+        job: The job.
+        data: The folder of data.
+
+    Raises:
+        Refused: If the job cannot be trained.
     """
     _check_job_fields(job)
     train = _open_dataset(job, "train", data)
     test = _open_dataset(job, "test", data) if job.test is not None else None
-    job, scaled = rescale_job(job, len(train))
+    job, rate_scaling = rescale_job(job, len(train))
     model = _call_job_function(job, "model", job.build_model)
-    lazy = None
+    lazy_inputs = None
     if list_lazy_tensors(model):
-        few = job.make_samples(train)[0, list(range(min(len(train), 2)))]
-        lazy = convert_batch(separate_target(few)[0], CPU, torch.get_default_dtype())
+        first_samples = job.make_samples(train)[0, list(range(min(len(train), 2)))]
+        lazy_inputs = convert_batch(
+            separate_target(first_samples)[0], CPU, torch.get_default_dtype()
+        )
         model = _call_job_function(
-            job, "model", job.replace(model=LazyModelBuilder(job.model, lazy)).build_model
+            job, "model", job.replace(model=LazyModelBuilder(job.model, lazy_inputs)).build_model
         )
     if isinstance(job.loss, nn.Module) and any(
         parameter.requires_grad for parameter in job.loss.parameters()
@@ -122,7 +147,7 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
     _check_dense_values(job, model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_job_optimizer(job, model)
-    probe, whole_batch, whole_loss = _probe_model_and_loss(job, model, train)
+    probe, whole_batch_reason, whole_loss_reason = _probe_model_and_loss(job, model, train)
     first_loss = compute_initial_loss(job, model, train)
     if test is not None:
         _check_test_batch(job, model.eval(), test)
@@ -139,11 +164,11 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
         shapes,
         describe_initial_training(job, model, optimizer, scheduler),
         probe,
-        whole_batch,
-        whole_loss,
+        whole_batch_reason,
+        whole_loss_reason,
         first_loss,
-        lazy,
-        scaled,
+        lazy_inputs,
+        rate_scaling,
     )
     _check_optimizer_step(job, optimizer)
     if scheduler is not None:
@@ -152,7 +177,7 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
 
 
 def _check_dense_values(job: Job, model: nn.Module) -> None:
-    """What files and other ranks take are dense numbers."""
+    """Check that the state is dense: files and other ranks take no other numbers."""
     for name, each in model.state_dict().items():
         if isinstance(each, Tensor) and (each.layout != torch.strided or each.is_quantized):
             kind = "quantized" if each.is_quantized else "sparse"
@@ -248,39 +273,41 @@ def _call_job_function(job: Job, name: str, function: Callable[[], Any]) -> Any:
 
 def _check_job_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = _call_job_function(job, "optimizer", lambda: job.optimizer(model.parameters()))
-    make = job.scheduler
+    make_scheduler = job.scheduler
     scheduler = (
         None
-        if make is None or not isinstance(optimizer, torch.optim.Optimizer)
-        else _call_job_function(job, "scheduler", lambda: make(optimizer) or "nothing")
+        if make_scheduler is None or not isinstance(optimizer, torch.optim.Optimizer)
+        else _call_job_function(job, "scheduler", lambda: make_scheduler(optimizer) or "nothing")
     )
-    wrong = explain_untrainable(model, optimizer, scheduler)
-    if wrong:
-        raise Refused(f"job {job.name}: {wrong}")
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    left = [
+    problem = explain_untrainable(model, optimizer, scheduler)
+    if problem:
+        raise Refused(f"job {job.name}: {problem}")
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    omitted = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter not in held
+        if parameter.requires_grad and parameter not in optimized
     ]
-    if left:
+    if omitted:
         warnings.warn(
-            f"job {job.name}: the optimizer leaves out {len(left)} trainable parameter(s), which "
+            f"job {job.name}: the optimizer leaves out {len(omitted)} trainable parameter(s), "
+            f"which "
             f"stay as they are: "
-            f"{', '.join(left[:3])}{', ...' if len(left) > 3 else ''}",
+            f"{', '.join(omitted[:3])}{', ...' if len(omitted) > 3 else ''}",
             stacklevel=2,
         )
     return optimizer, scheduler
 
 
 def _check_optimizer_step(job: Job, optimizer: torch.optim.Optimizer) -> None:
-    """One step without any gradient, of a model that is looked at no more: some optimizers say
-    only there what they want.
+    """Make one step without any gradient.
+
+    The model is not used afterwards. Some optimizers report only in a step what they require.
     """
     try:
         with keep_generators():
             optimizer.step()
-    except Exception as error:  # of anything else the first step will tell
+    except Exception as error:  # The first step reports any other error.
         if "closure" in str(error):
             raise Refused(
                 f"job {job.name}: {CLOSURE_MESSAGE.format(type(optimizer).__name__)} (it says: "
@@ -289,8 +316,15 @@ def _check_optimizer_step(job: Job, optimizer: torch.optim.Optimizer) -> None:
 
 
 def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None:
-    """What of a model, its optimizer and its scheduler cannot be trained here, with the repair,
-    or None.
+    """Explain why a model, its optimizer and its scheduler cannot be trained here, or return None.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        scheduler: The scheduler, or None.
+
+    Returns:
+        The reason with the repair, or None.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return "the model has no trainable parameters; give it at least one with requires_grad"
@@ -310,15 +344,16 @@ def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None)
         return CLOSURE_MESSAGE.format(type(optimizer).__name__)
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "SparseAdam takes sparse gradients alone, which are not exchanged; use Adam"
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if strange := set(held) - set(model.parameters()):
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if foreign := set(optimized) - set(model.parameters()):
         return (
-            f"the optimizer holds {len(strange)} parameter(s) that are not the model's; build "
+            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's; build "
             f"it from model.parameters()"
         )
-    if len(held) > len(set(held)):
+    if len(optimized) > len(set(optimized)):
         return (
-            f"the optimizer holds {len(held) - len(set(held))} parameter(s) twice; give each once"
+            f"the optimizer holds {len(optimized) - len(set(optimized))} parameter(s) twice; give "
+            f"each once"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return (
@@ -340,8 +375,9 @@ def _use_job_autocast(job: Job) -> torch.autocast:
 
 
 def _check_test_batch(job: Job, model: nn.Module, test: Dataset) -> None:
-    """One small batch of the test set through model and metric: otherwise both are first seen
-    at the end of an epoch.
+    """Run one small batch of the test set through model and metric.
+
+    Otherwise both would run for the first time at the end of an epoch.
     """
     indices = list(range(min(len(test), 8)))
     inputs, target = convert_batch(
@@ -360,28 +396,28 @@ def _check_test_batch(job: Job, model: nn.Module, test: Dataset) -> None:
             lambda: call_without_gradients(lambda: call_model(model, clone_batch(inputs))),
         )
         metric = job.metric
-        # of what the model returns in evaluation, which may be less than in training
+        # The loss takes what the model returns in eval mode, which may be less than in training.
         if metric is None:
             _check_test_loss(
                 job, LossModule(model, job.build_loss()), BatchExcerpt(inputs, target, indices)
             )
             return
-        found = _call_job_function(
+        result = _call_job_function(
             job,
             f"metric {job.metric_name}",
             lambda: metric(output.detach() if isinstance(output, Tensor) else output, target),
         )
     try:
-        _, _ = map(float, found if isinstance(found, tuple | list) else [])
+        _, _ = map(float, result if isinstance(result, tuple | list) else [])
     except (TypeError, ValueError, RuntimeError):
-        told = ", ".join(
+        kinds = ", ".join(
             f"tensor of shape {tuple(each.shape)}"
             if isinstance(each, Tensor)
             else type(each).__name__
-            for each in (found if isinstance(found, tuple | list) else [found])
+            for each in (result if isinstance(result, tuple | list) else [result])
         )
         raise Refused(
-            f"job {job.name}: metric {job.metric_name} returned ({told}) for a batch of "
+            f"job {job.name}: metric {job.metric_name} returned ({kinds}) for a batch of "
             f"{len(indices)}; return a "
             "pair of numbers (sum, weight) that add up over batches, such as the sum over the "
             "samples and their "
@@ -390,37 +426,39 @@ def _check_test_batch(job: Job, model: nn.Module, test: Dataset) -> None:
 
 
 def _check_test_loss(job: Job, module: LossModule, part: BatchExcerpt) -> None:
-    """Without a metric the test is the loss in eval mode, summed over ranks: does it add up
-    there?
-    """
+    """Check that the loss is additive in eval mode, where it is the test if there is no metric."""
     with keep_generators(), preserve_module_state(module):
-        before = fingerprint_generators()
+        generators_before = fingerprint_generators()
         _call_job_function(
             job,
             "loss of a batch of test (give a metric, if it cannot take what the model returns in "
             "eval mode)",
             lambda: call_without_gradients(lambda: module(*part.copy_batch(), len(part.positions))),
         )
-        draws = fingerprint_generators() != before  # no two batches have the same loss then
-        wrong = None
-        with contextlib.suppress(ValueError):  # it cannot be cut
+        # If it draws, no two batches have the same loss.
+        draws = fingerprint_generators() != generators_before
+        problem = None
+        with contextlib.suppress(ValueError):  # The batch cannot be sliced.
             parts = part.split_unequally()
-            wrong = (
+            problem = (
                 _check_additivity(job, module, parts, Draws())
                 if len(parts) == 3 and not draws
                 else None
             )
-    if wrong:
+    if problem:
         raise Refused(
-            f"job {job.name}: the test, which is the loss in eval mode: {wrong}; or give a metric"
+            f"job {job.name}: the test, which is the loss in eval mode: {problem}; or give a metric"
         )
 
 
 def _probe_model_and_loss(
     job: Job, model: nn.Module, train: Dataset
 ) -> tuple[Probe, str | None, str | None]:
-    """Look at the model, and ask the loss (`additive`). Returns what was seen, why collate must
-    have whole batches, and why the loss of a batch is not that of its parts.
+    """Probe the model, and check whether the loss is additive (`engine.loss_additivity`).
+
+    Returns:
+        (probe, whole_batch_reason, whole_loss_reason). The reasons say why collate must be given
+        whole batches, and why the loss of a batch is not that of its parts.
     """
     samples = job.make_samples(train)
     indices = list(range(min(job.batch, len(train), MAX_SAMPLES)))
@@ -430,78 +468,90 @@ def _probe_model_and_loss(
     part = parts[0].convert(job.parameter_dtype)
     module = LossModule(model, job.build_loss())
 
-    def repeated(count: int) -> tuple[Any, Any]:
+    def repeat_first_sample(count: int) -> tuple[Any, Any]:
         return separate_target(
             convert_batch(samples[0, indices[:1] * count], CPU, job.parameter_dtype)
         )
 
     with keep_generators():
         norm = batch_norm.BatchNorm(World(), model, lambda *_: None, samples=len(indices))
-        there = dict(model.named_parameters())
-        with _use_job_autocast(job), preserve_module_state(module) as before, norm:
+        parameters = dict(model.named_parameters())
+        with _use_job_autocast(job), preserve_module_state(module) as snapshot, norm:
             try:
                 probe = replace(
-                    probe_model(module, part.inputs, part.target, len(indices), norm, repeated),
-                    changed_by_forward=before.list_changed_frozen(),
-                    replaced_parameters=list_replaced_parameters(module.model, there),
+                    probe_model(
+                        module, part.inputs, part.target, len(indices), norm, repeat_first_sample
+                    ),
+                    changed_by_forward=snapshot.list_changed_frozen(),
+                    replaced_parameters=list_replaced_parameters(module.model, parameters),
                 )
             except Exception as error:
                 raise _diagnose_failed_batch(job, module, part, error) from error
-        # by which parts would differ; a strategy that splits the batch is refused for that
+        # The draws would make parts differ. A strategy that splits the batch is refused for that.
         if probe.draws.layout_dependence:
             return probe, None, None
-        wrong = _call_job_function(
+        loss_problem = _call_job_function(
             job, "loss", lambda: _check_additivity(job, module, parts, probe.draws)
         )
-        because = explain_whole_batch(samples, job.batch)
-        if (wrong or because) and job.collate is not None:
-            whole = replace(samples, collate=WholeBatch(job.collate))
-            with contextlib.suppress(ValueError):  # what it makes cannot be cut
-                still = _check_additivity(job, module, collect_parts(whole, indices), probe.draws)
-                because = because or (
-                    None if still else "what it makes of a share counts otherwise"
+        whole_batch_reason = explain_whole_batch(samples, job.batch)
+        if (loss_problem or whole_batch_reason) and job.collate is not None:
+            whole_samples = replace(samples, collate=WholeBatch(job.collate))
+            with contextlib.suppress(ValueError):  # The collated batch cannot be sliced.
+                remaining_problem = _check_additivity(
+                    job, module, collect_parts(whole_samples, indices), probe.draws
                 )
-                wrong = still
-    return probe, because, wrong and (explain_unequal_samples(samples, indices, parts[0]) or wrong)
+                whole_batch_reason = whole_batch_reason or (
+                    None if remaining_problem else "what it makes of a share counts otherwise"
+                )
+                loss_problem = remaining_problem
+    return (
+        probe,
+        whole_batch_reason,
+        loss_problem and (explain_unequal_samples(samples, indices, parts[0]) or loss_problem),
+    )
 
 
 def _diagnose_failed_batch(
     job: Job, module: LossModule, part: BatchExcerpt, error: Exception
 ) -> Refused:
-    """Of a batch that did not go forward and backward: where it ended, tried once more in
-    parts.
+    """Find out whether model or loss fails, when a batch does not run forward and backward.
+
+    Both are run once more, one after the other.
     """
-    where = (
+    note = (
         " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)"
         if job.autocast
         else ""
     )
     inputs, target = part.copy_batch()
     output = _call_job_function(
-        job, f"one batch through the model{where}", lambda: call_model(module.model, inputs)
+        job, f"one batch through the model{note}", lambda: call_model(module.model, inputs)
     )
-    wrong = describe_bad_loss(_call_job_function(job, "loss", lambda: module.loss(output, target)))
+    problem = describe_bad_loss(
+        _call_job_function(job, "loss", lambda: module.loss(output, target))
+    )
     return Refused(
         f"job {job.name}: "
-        + (wrong or f"one batch forward and backward raised {type(error).__name__}: {error}")
+        + (problem or f"one batch forward and backward raised {type(error).__name__}: {error}")
     )
 
 
 def _check_additivity(
     job: Job, module: LossModule, parts: list[BatchExcerpt], draws: Draws
 ) -> str | None:
-    """What is wrong with the loss: in float64, or in the job's own type where the model
-    cannot.
+    """Return what is wrong with the loss, or None.
+
+    It is checked in float64, or in the job's own type if the model cannot run in float64.
     """
     try:
-        twin = LossModule(
+        precise_module = LossModule(
             convert_model(copy.deepcopy(module.model), torch.float64),
             job.replace(dtype=torch.float64).build_loss(),
         )
         return find_additivity_error(
-            twin, [part.convert(torch.float64) for part in parts], draws, in_float64=True
+            precise_module, [part.convert(torch.float64) for part in parts], draws, in_float64=True
         )
-    # constants in float32 that meet float64, a model that cannot be copied
+    # The model may contain float32 constants, or it cannot be copied.
     except Exception:
         return find_additivity_error(
             module, [part.convert(job.parameter_dtype) for part in parts], draws, in_float64=False

@@ -1,4 +1,4 @@
-"""What a strategy may ask about a job at the door."""
+"""What a strategy may ask about a job during validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from paragrad.validation.repeatability import explain_single_use_optimizer, expl
 
 
 class InspectedOptimizer:
-    """An optimizer, as a strategy may ask about it (`strategies.facts.Updating`)."""
+    """An optimizer as a strategy sees it. `strategies.job_facts.OptimizerFacts` has the properties.
+
+    Attributes:
+        instance: The optimizer itself.
+        clip_norm: The norm to which gradients are clipped, or None.
+    """
 
     def __init__(self, optimizer: Optimizer, clip_norm: float | None = None) -> None:
         self.instance = optimizer
@@ -55,8 +60,13 @@ class InspectedOptimizer:
 
 @dataclass(frozen=True)
 class InspectedJob:
-    """A job, as a strategy may ask about it (`strategies.facts.Facts`). limit: steps after
-    which it stops before its end.
+    """A job as a strategy sees it. `strategies.job_facts.JobFacts` has the properties.
+
+    Attributes:
+        definition: The job itself.
+        inspection: What validation found out about it.
+        data: The folder of data.
+        limit: The number of steps after which the training stops, or None.
     """
 
     definition: Job
@@ -78,8 +88,8 @@ class InspectedJob:
 
     @property
     def steps(self) -> int:
-        whole = self.definition.epochs * self.inspection.order.steps
-        return whole if self.limit is None else min(whole, self.limit)
+        total = self.definition.epochs * self.inspection.order.steps
+        return total if self.limit is None else min(total, self.limit)
 
     @property
     def micro_batch_refusal(self) -> str | None:
@@ -91,8 +101,8 @@ class InspectedJob:
 
     @property
     def layout_refusal(self) -> str | None:
-        drawn = self.inspection.probe.draws.layout_dependence
-        return explain_layout_draws(drawn) if drawn else None
+        draw = self.inspection.probe.draws.layout_dependence
+        return explain_layout_draws(draw) if draw else None
 
     @functools.cached_property
     def repeatability_refusal(self) -> str | None:
@@ -135,7 +145,8 @@ class InspectedJob:
     def _inspected_optimizer(self) -> InspectedOptimizer:
         optimizer = self.definition.optimizer(self.definition.build_model().parameters())
         if self.definition.scheduler is not None:
-            self.definition.scheduler(optimizer)  # OneCycleLR sets momentum, too
+            # a scheduler may change the optimizer: OneCycleLR sets momentum
+            self.definition.scheduler(optimizer)
         return InspectedOptimizer(optimizer)
 
     @property

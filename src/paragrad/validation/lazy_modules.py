@@ -1,5 +1,6 @@
-"""Lazy modules (nn.LazyLinear, ...): a model has its shapes before an optimizer or an exchange
-is built over it.
+"""Lazy modules (nn.LazyLinear, ...).
+
+Their shapes are set before an optimizer or an exchange is built over the model.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from paragrad.trainer.evaluation import call_without_gradients
 
 @dataclass(frozen=True)
 class LazyModelBuilder:
-    """A function that builds a model and gives its lazy modules their shapes and values by one
-    forward in eval mode.
+    """A function that builds a model and sets the shapes of its lazy modules.
 
-    Every rank does it under the job's seed, on the same inputs. Raises Refused where some stay
-    without shapes.
+    One forward in eval mode gives them shapes and values. Every rank runs it under the job's seed,
+    on the same inputs. A call raises Refused if some modules stay without shapes.
+
+    Attributes:
+        model_function: The function that builds the model.
+        inputs: The inputs of the forward.
     """
 
     model_function: Callable[[], nn.Module]
@@ -33,9 +37,10 @@ class LazyModelBuilder:
         model = self.model_function()
         with use_model_eval_mode(model):
             call_without_gradients(lambda: call_model(model, clone_batch(self.inputs)))
-        if left := list_lazy_tensors(model):
+        if lazy_names := list_lazy_tensors(model):
             raise Refused(
-                f"{', '.join(left)} of the model have no shapes after a forward in eval mode; give "
+                f"{', '.join(lazy_names)} of the model have no shapes after a forward in eval "
+                f"mode; give "
                 f"what is used in "
                 "training alone its sizes (nn.Linear instead of nn.LazyLinear)"
             )
@@ -43,7 +48,7 @@ class LazyModelBuilder:
 
 
 def list_lazy_tensors(model: nn.Module) -> list[str]:
-    """The parameters and buffers of a model that have no shapes yet."""
+    """List the parameters and buffers of a model that have no shapes yet."""
     return [
         name
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -1,6 +1,4 @@
-"""Is there room for a training? What its ranks will take of this host's memory at least, before
-any of them starts.
-"""
+"""Check the memory of this host for a training before any rank starts."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from paragrad.strategies.shares import MicroBatch, apportion_samples
 from paragrad.strategies.strategy import Strategy, list_factors
 from paragrad.validation.inspect_job import JobInspection
 
-# bytes of a rank's process that are its own, forked and joined, before it has a model
+# bytes of a forked rank that it shares with no other process, before it has a model
 PROCESS_BYTES = 20 << 20
 
 
@@ -35,77 +33,94 @@ def refuse_insufficient_memory(
     data: Path | None,
     device: str = "cpu",
 ) -> None:
-    """Refuse ranks that this host's memory cannot hold, with the largest number that it can;
-    and a batch, and a model.
+    """Refuse ranks, a batch, or a model that this host's memory cannot hold.
 
-    Counted is what they need at least: processes, gradients in each and parameters once, and
-    what backward keeps of a micro-batch; not the optimizer's state, nor what a backend or an
-    operation takes for itself.
+    The check counts the least that the ranks need: processes, the parameters once, gradients in
+    each process, and what backward saves of a micro-batch. It does not count the optimizer's state,
+    nor what a backend or an operation allocates.
+
+    Args:
+        job: The job.
+        requested: The strategy as it was written.
+        resolved: The resolved strategy.
+        inspection: What validation found out about the job.
+        data: The folder of data.
+        device: The device of the training.
+
+    Raises:
+        Refused: If the memory is too small; the message names the largest number of ranks that
+            fits.
     """
     if get_launched_size() is None:
         refuse_oversized_dataset(inspection.samples, f"job {job.name}: train", resolved.size)
-    left = read_available_memory()
-    here = resolved.size
-    # launched ranks would look at different moments
-    if left is None or device != "cpu" or get_launched_size() is not None:
+    available = read_available_memory()
+    ranks_here = resolved.size
+    # Ranks of another launcher would read the memory at different moments.
+    if available is None or device != "cpu" or get_launched_size() is not None:
         return
     model = inspection.parameter_count * job.parameter_dtype.itemsize
-    full = min(job.batch, inspection.samples)
+    full_batch = min(job.batch, inspection.samples)
     micro = resolved.division.micro
-    largest = -(-max(apportion_samples(full, resolved.division.shares)) // micro)
+    largest = -(-max(apportion_samples(full_batch, resolved.division.shares)) // micro)
 
-    kept = min(
-        full,
+    saved_samples = min(
+        full_batch,
         largest
         * (
             len(resolved.division.shares) * count_in_flight(resolved)
             if has_model_shards(resolved)
-            else here
+            else ranks_here
         ),
     )
 
-    def gradients(ranks: int) -> int:
-        # of a cut model, once a replica
-        return model * (len(resolved.division.shares) if has_model_shards(resolved) else ranks)
+    def gradient_bytes(count: int) -> int:
+        # A replica of a partitioned model has its gradients once.
+        return model * (len(resolved.division.shares) if has_model_shards(resolved) else count)
 
-    def wanted(ranks: int, of_sample: int) -> int:
-        return model + ranks * PROCESS_BYTES + gradients(ranks) + kept * of_sample
+    def estimate(count: int, sample_bytes: int) -> int:
+        return model + count * PROCESS_BYTES + gradient_bytes(count) + saved_samples * sample_bytes
 
-    if wanted(here, inspection.probe.activation_bytes) <= left:
+    if estimate(ranks_here, inspection.probe.activation_bytes) <= available:
         return
-    of_sample = _measure_sample_bytes(job, inspection.probe.draws, data)
-    if wanted(here, of_sample) <= left:
+    sample_bytes = _measure_sample_bytes(job, inspection.probe.draws, data)
+    if estimate(ranks_here, sample_bytes) <= available:
         return
-    told = (
-        f"{requested} wants at least {_format_bytes(wanted(here, of_sample))} here: {here} "
-        f"process{'es' if here > 1 else ''} of "
-        f"{_format_bytes(PROCESS_BYTES + gradients(here) // here)} with gradients, "
+    need = (
+        f"{requested} wants at least {_format_bytes(estimate(ranks_here, sample_bytes))} here: "
+        f"{ranks_here} "
+        f"process{'es' if ranks_here > 1 else ''} of "
+        f"{_format_bytes(PROCESS_BYTES + gradient_bytes(ranks_here) // ranks_here)} with "
+        f"gradients, "
         f"{_format_bytes(model)} of "
         f"parameters, "
-        f"{_format_bytes(kept * of_sample)} that backward keeps of {kept} "
-        f"sample{'s' if kept > 1 else ''}; "
-        f"{_format_bytes(left)} are left: "
+        f"{_format_bytes(saved_samples * sample_bytes)} that backward keeps of {saved_samples} "
+        f"sample{'s' if saved_samples > 1 else ''}; "
+        f"{_format_bytes(available)} are left: "
     )
-    once, each = (
-        (gradients(here) + kept * of_sample, PROCESS_BYTES)
+    fixed, per_rank = (
+        (gradient_bytes(ranks_here) + saved_samples * sample_bytes, PROCESS_BYTES)
         if has_model_shards(resolved)
-        else (full * of_sample, PROCESS_BYTES + model)
+        else (full_batch * sample_bytes, PROCESS_BYTES + model)
     )
-    if here > 1 and (fit := (left - model - once) // each) > 0:
-        raise Refused(f"{told}at most {fit} rank{'s fit' if fit > 1 else ' fits'}")
-    if wanted(here, 0) > left:
+    if ranks_here > 1 and (fit := (available - model - fixed) // per_rank) > 0:
+        raise Refused(f"{need}at most {fit} rank{'s fit' if fit > 1 else ' fits'}")
+    if estimate(ranks_here, 0) > available:
         raise Refused(
-            f"{told}the model does not fit; train a smaller one, or on a host with more memory"
+            f"{need}the model does not fit; train a smaller one, or on a host with more memory"
         )
     raise Refused(
-        f"{told}the batch does not fit; make it smaller"
+        f"{need}the batch does not fit; make it smaller"
         + (f", or cut it into micro-batches (micro={2 * micro})" if largest > 1 else "")
     )
 
 
 def count_in_flight(strategy: Strategy) -> int:
-    """Micro-batches of a replica whose activations its parts keep at a time, at least, however
-    unlike the parts are.
+    """Count the micro-batches of a replica for which its stages keep activations concurrently.
+
+    The count is a lower bound, however the stages differ in size.
+
+    Args:
+        strategy: The resolved strategy.
     """
     parts = next(
         (each for each in list_factors(strategy) if isinstance(each, PartitionedStrategy)), None
@@ -113,21 +128,23 @@ def count_in_flight(strategy: Strategy) -> int:
     if parts is None or parts.recompute:
         return 1
     pipelined = parts.micro_batch_schedule
-    kept = min(pipelined.count_kept_micro_batches(rank, parts.size) for rank in range(parts.size))
-    return max(1, kept * parts.size // pipelined.count_stages(parts.size))
+    in_flight = min(
+        pipelined.count_kept_micro_batches(rank, parts.size) for rank in range(parts.size)
+    )
+    return max(1, in_flight * parts.size // pipelined.count_stages(parts.size))
 
 
 def _measure_sample_bytes(job: Job, draws: Draws, data: Path | None) -> int:
-    """Bytes that backward keeps of one sample more."""
+    """Measure the bytes that backward saves for each further sample."""
     samples = job.make_samples(open_dataset(job.train, data))
     model = job.build_model()
     module = LossModule(model, job.build_loss())
-    found = []
+    measured = []
     for count in sorted({min(len(samples), 2), min(len(samples), 4)}):
         places = list(range(count))
         with keep_generators(), preserve_module_state(module):
             pair = separate_target(convert_batch(samples[0, places], CPU, job.parameter_dtype))
-            found.append(
+            measured.append(
                 (
                     count,
                     measure_whole_model(
@@ -135,7 +152,7 @@ def _measure_sample_bytes(job: Job, draws: Draws, data: Path | None) -> int:
                     ).saved,
                 )
             )
-    (few, least), (more, most) = found[0], found[-1]
+    (few, least), (more, most) = measured[0], measured[-1]
     return max(0, most - least) // max(1, more - few)
 
 

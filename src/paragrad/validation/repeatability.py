@@ -1,6 +1,8 @@
-"""Is a job the same each time it is asked: its samples, its loss, its optimizer? Where some
-parts of a training are made by whoever has time for them, what nobody puts back goes from one
-to the next, and who was first decides.
+"""Whether a job's samples, loss and optimizer are repeatable.
+
+Some strategies let any free process compute a part of the training. State that is not restored
+would then pass from one part to the next, and the order of the processes would change the
+training.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from paragrad.runtime.world import World
 def explain_unrepeatable(
     job: Job, data: Path | None = None, draws: Draws | None = None
 ) -> str | None:
-    """Why the same samples are not the same twice, or their loss is not, or None."""
+    """Explain why the same samples, or their loss, differ when they are repeated, or return None.
+
+    Args:
+        job: The job.
+        data: The folder of data.
+        draws: The random draws of the model.
+    """
     train = open_dataset(job.train, data)
     samples = job.make_samples(train)
     indices = list(range(min(job.batch, len(train), MAX_SAMPLES)))
@@ -48,8 +56,14 @@ def explain_unrepeatable(
 def explain_unequal_samples(
     samples: Samples, indices: list[int], first_loaded: BatchExcerpt
 ) -> str | None:
-    """Loaded again, are the samples others?"""
-    both = [
+    """Explain that the same samples differ when they are loaded again, or return None.
+
+    Args:
+        samples: The source of the samples.
+        indices: The indices of the samples.
+        first_loaded: The samples as they were loaded first.
+    """
+    loads = [
         [tensor.to_dense() for tensor in list_batch_tensors(list(pair))]
         for pair in (
             (first_loaded.inputs, first_loaded.target),
@@ -58,7 +72,7 @@ def explain_unequal_samples(
     ]
     return (
         None
-        if is_same_batch(*both)
+        if is_same_batch(*loads)
         else (
             "train gives other values each time it is asked for the same samples: dataset or "
             "collate keeps a state or a random "
@@ -69,11 +83,11 @@ def explain_unequal_samples(
 
 
 def explain_single_use_optimizer(job: Job) -> str | None:
-    """Why a job's optimizer cannot be made anew over the same parameters, or None."""
+    """Explain why a job's optimizer cannot be built twice over one model, or return None."""
     parameters: list[Any] = list(job.build_model().parameters())
-    before = [_count_hooks(each) for each in parameters]
+    hooks_before = [_count_hooks(each) for each in parameters]
     first = job.optimizer(parameters)
-    if [_count_hooks(each) for each in parameters] != before:
+    if [_count_hooks(each) for each in parameters] != hooks_before:
         return (
             "it registers hooks on parameters, which stay there: register them where the model "
             "is made"

@@ -1,4 +1,4 @@
-"""Can a job go on from a checkpoint? What both must have in common, and the newest that fits."""
+"""Whether a job can resume a checkpoint: the identity that both must share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from paragrad.validation.inspect_job import JobInspection
 
 
 def build_job_identity(job: Job, inspection: JobInspection) -> dict[str, Any]:
-    """What a job must have in common with the one that was saved."""
+    """Build the identity that a job must share with the saved one.
+
+    Args:
+        job: The job.
+        inspection: What validation found out about the job.
+    """
     return {
         "name": job.name,
         "seed": job.seed,
@@ -34,50 +39,62 @@ def build_job_identity(job: Job, inspection: JobInspection) -> dict[str, Any]:
 def find_checkpoint(
     parent: Path, job: Job, inspection: JobInspection, rounds: ClientRounds | None = None
 ) -> SavedCheckpoint:
-    """The newest whole checkpoint of a run, if it is this job's. rounds: to be made. Raises
-    Refused; a damaged one is warned of by name.
+    """Find the newest undamaged checkpoint of a run, and check that it belongs to this job.
+
+    A damaged checkpoint is named in a warning.
+
+    Args:
+        parent: The folder of a run, or of one checkpoint.
+        job: The job.
+        inspection: What validation found out about the job.
+        rounds: The rounds to train, or None.
+
+    Raises:
+        Refused: If there is no undamaged checkpoint, or if it does not fit the job.
     """
     saved = find_newest_checkpoint(parent)
-    ours = build_job_identity(job, inspection)
-    refuse_other_training(saved.folder, saved.state["identity"], ours, f"job {job.name} has")
-    made = saved.step
+    identity = build_job_identity(job, inspection)
+    refuse_other_training(saved.folder, saved.state["identity"], identity, f"job {job.name} has")
+    done = saved.step
     wanted = job.epochs * inspection.order.steps
-    what = "steps"
+    unit = "steps"
     if rounds is not None:
-        own = rounds.match_checkpoint(saved.step, saved.state.get("rounds"))
-        made, wanted, what = (
-            (made, rounds.count_serial_steps(rounds.count), what)
-            if own is None
-            else (own, rounds.count, "rounds")
+        finished_rounds = rounds.match_checkpoint(saved.step, saved.state.get("rounds"))
+        done, wanted, unit = (
+            (done, rounds.count_serial_steps(rounds.count), unit)
+            if finished_rounds is None
+            else (finished_rounds, rounds.count, "rounds")
         )
-    more = "more --epochs" if rounds is None or rounds.requested_rounds is None else "more rounds="
-    if made > wanted:
+    repair = (
+        "more --epochs" if rounds is None or rounds.requested_rounds is None else "more rounds="
+    )
+    if done > wanted:
         raise Refused(
-            f"{saved.folder} has {made} {what} behind it, and job {job.name} wants {wanted}; give "
-            f"{more}"
+            f"{saved.folder} has {done} {unit} behind it, and job {job.name} wants {wanted}; give "
+            f"{repair}"
         )
-    if made == wanted:
-        of = f" of {job.epochs} epoch(s)" if what == "steps" else ""
+    if done == wanted:
+        scope = f" of {job.epochs} epoch(s)" if unit == "steps" else ""
         warnings.warn(
-            f"{saved.folder}: all {made} {what}{of} were made; nothing is left to train ({more} go "
-            f"on)",
+            f"{saved.folder}: all {done} {unit}{scope} were made; nothing is left to train "
+            f"({repair} go on)",
             stacklevel=2,
         )
-    # launched ranks have their own models by then, and their memory
+    # Ranks of another launcher already have their own models, which take memory.
     if get_launched_size() is None:
         _try_loading(saved, job)
     return saved
 
 
 def _try_loading(saved: SavedCheckpoint, job: Job) -> None:
-    """Before any rank starts: on a model and an optimizer that are then let go."""
+    """Load the checkpoint into a temporary model and optimizer before any rank starts."""
     model = job.build_model()
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     try:
-        # model() may give one to everybody
+        # model() may return one shared object.
         model, optimizer, scheduler = copy.deepcopy((model, optimizer, scheduler))
-    # which cannot be copied: the ranks will tell
+    # The model cannot be copied; the ranks report whether loading fails.
     except Exception:
         return
     checkpoint.load_checkpoint(

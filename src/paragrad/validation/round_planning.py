@@ -1,6 +1,4 @@
-"""The rounds of a training whose clients each have samples of their own: what the door finds
-out about them.
-"""
+"""The plan of the rounds of a training in which each client has samples of its own."""
 
 from __future__ import annotations
 
@@ -18,12 +16,20 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.validation.inspect_job import JobInspection
 from paragrad.validation.inspected_job import InspectedJob
 
-MAX_DRAWN_ROUNDS = 20_000  # rounds of which each is drawn before the first begins
+MAX_DRAWN_ROUNDS = 20_000  # the most rounds that are drawn before the first one begins
 
 
 def read_client_labels(job: Job, requested: Strategy, resolved: Strategy, data: Path | None) -> Any:
-    """Of every sample its class, where clients are divided by it; otherwise None. Raises
-    Refused.
+    """Read the class of every sample if samples are assigned to clients by class; otherwise None.
+
+    Args:
+        job: The job.
+        requested: The strategy as it was written.
+        resolved: The resolved strategy.
+        data: The folder of data.
+
+    Raises:
+        Refused: If the dataset has no labels.
     """
     by_class = resolved.trains_clients and resolved.alpha is not None
     return read_labels(open_dataset(job.train, data), str(requested)) if by_class else None
@@ -32,7 +38,14 @@ def read_client_labels(job: Job, requested: Strategy, resolved: Strategy, data: 
 def plan_rounds(
     resolved: Strategy, order: SampleOrder, epochs: int, labels: Any
 ) -> ClientRounds | None:
-    """The rounds of a resolved strategy; None where it has none."""
+    """Plan the rounds of a resolved strategy; None if it has no rounds.
+
+    Args:
+        resolved: The resolved strategy.
+        order: The order of the samples.
+        epochs: The number of epochs of the job.
+        labels: The class of every sample, or None.
+    """
     if not resolved.trains_clients:
         return None
     clients = assign_samples(order.samples, resolved.clients, order.seed, labels, resolved.alpha)
@@ -48,8 +61,14 @@ def plan_rounds(
 
 
 def refuse_many_rounds(rounds: ClientRounds | None, requested: Strategy) -> None:
-    """Refuse so many rounds that to draw who takes part in each takes longer than anybody waits
-    for.
+    """Refuse so many rounds that drawing their clients would take too long.
+
+    Args:
+        rounds: The rounds, or None.
+        requested: The strategy as it was written.
+
+    Raises:
+        Refused: If there are too many rounds.
     """
     if rounds and rounds.has_varying_steps and rounds.count > MAX_DRAWN_ROUNDS:
         raise Refused(
@@ -63,7 +82,17 @@ def refuse_many_rounds(rounds: ClientRounds | None, requested: Strategy) -> None
 def refuse_round_schedule(
     rounds: ClientRounds | None, inspection: JobInspection, requested: Strategy, job: str
 ) -> None:
-    """Refuse more rounds than a scheduler goes on for, which knows how many steps it makes."""
+    """Refuse more rounds than a scheduler with a fixed number of steps allows.
+
+    Args:
+        rounds: The rounds, or None.
+        inspection: What validation found out about the job.
+        requested: The strategy as it was written.
+        job: The name of the job.
+
+    Raises:
+        Refused: If the scheduler ends too early, or if the learning rate is scaled by the batch.
+    """
     if rounds is not None and inspection.rate_scaling:
         raise Refused(
             f"{requested}: scale_lr follows the batch, which is a client's here, who may have "
@@ -73,21 +102,31 @@ def refuse_round_schedule(
         )
     if rounds is None or inspection.initial_training["scheduler"] != "OneCycleLR":
         return
-    most = int(inspection.initial_training["total_steps of the scheduler"])
-    wanted = rounds.count_serial_steps(rounds.count)
-    if wanted > most:
-        fewer = max(1, rounds.count_finished_rounds(most + 1) - 1)
+    last_step = int(inspection.initial_training["total_steps of the scheduler"])
+    needed = rounds.count_serial_steps(rounds.count)
+    if needed > last_step:
+        possible = max(1, rounds.count_finished_rounds(last_step + 1) - 1)
         raise Refused(
-            f"job {job}: its OneCycleLR ends after {most} steps, and {requested} passes over as "
+            f"job {job}: its OneCycleLR ends after {last_step} steps, and {requested} passes over "
+            f"as "
             f"many "
-            f"samples as {wanted} "
-            f"steps of serial; give at most rounds={fewer}, or a OneCycleLR of {wanted} steps"
+            f"samples as {needed} "
+            f"steps of serial; give at most rounds={possible}, or a OneCycleLR of {needed} steps"
         )
 
 
 def refuse_wrapped_tensors(rounds: ClientRounds | None, job: Job, requested: Strategy) -> None:
-    """Refuse tensors that hold others in their place: they are not put back before a client,
-    and have no mean.
+    """Refuse tensors that wrap other tensors.
+
+    They are not restored before a client trains, and they have no mean.
+
+    Args:
+        rounds: The rounds, or None.
+        job: The job.
+        requested: The strategy as it was written.
+
+    Raises:
+        Refused: If a parameter or a buffer wraps another tensor.
     """
     model = job.build_model() if rounds else nn.Module()
     for name, each in (*model.named_parameters(), *model.named_buffers()):
@@ -104,8 +143,17 @@ def refuse_wrapped_tensors(rounds: ClientRounds | None, job: Job, requested: Str
 def refuse_single_sample_clients(
     rounds: ClientRounds | None, job_facts: InspectedJob, requested: Strategy
 ) -> None:
-    """Refuse a client with a batch of one sample, where the model cannot train on that."""
-    lone = (
+    """Refuse a client with a batch of one sample if the model cannot train on one sample.
+
+    Args:
+        rounds: The rounds, or None.
+        job_facts: The inspected job.
+        requested: The strategy as it was written.
+
+    Raises:
+        Refused: If a client has a batch of one sample.
+    """
+    single = (
         [
             client
             for client, samples in enumerate(rounds.clients)
@@ -114,13 +162,13 @@ def refuse_single_sample_clients(
         if rounds
         else []
     )
-    if lone and rounds and job_facts.single_sample_refusal:
-        sizes = len(rounds.clients[lone[0]]), rounds.order.batch
+    if single and rounds and job_facts.single_sample_refusal:
+        sizes = len(rounds.clients[single[0]]), rounds.order.batch
         raise Refused(
             f"job {job_facts.job}: {job_facts.single_sample_refusal}, and {requested} has "
-            f"{len(lone)} client(s) with a batch "
+            f"{len(single)} client(s) with a batch "
             f"of one: client "
-            f"{lone[0]} has {sizes[0]} sample(s) in batches of {sizes[1]}; give another batch "
+            f"{single[0]} has {sizes[0]} sample(s) in batches of {sizes[1]}; give another batch "
             f"size, or another "
             "number of clients"
         )

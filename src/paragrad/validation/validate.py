@@ -1,4 +1,4 @@
-"""The door: a job, a strategy and settings are checked together before any rank starts."""
+"""Validation: job, strategy and settings are checked together before any rank starts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,21 @@ from paragrad.validation.round_planning import (
 
 @dataclass(frozen=True)
 class ValidatedRun:
-    """A job, a strategy and settings that passed the door together."""
+    """A job, a strategy and settings that passed validation together.
+
+    Attributes:
+        job: The job, prepared for training.
+        requested: The strategy as it was written.
+        resolved: The strategy without open choices.
+        settings: The settings.
+        inspection: What validation found out about the job.
+        environment: Where the training runs.
+        backend: The backend that carries the messages of the ranks.
+        resume_checkpoint: The checkpoint to resume, or None.
+        trial_result: What a trial found out (`commands.trial`), or None.
+        batch_reason: Why the batch has its size, if it was searched for (`commands.fit_batch`).
+        labels: The class of every sample, if samples are assigned to clients by class.
+    """
 
     job: Job
     requested: Strategy
@@ -81,33 +95,34 @@ class ValidatedRun:
     settings: Settings
     inspection: JobInspection
     environment: Environment
-    backend: str  # what carries the ranks' messages
-    resume_checkpoint: SavedCheckpoint | None = None  # what to go on from
-    trial_result: str | None = None  # what a trial saw (`trial.py`)
-    # why the batch is as large as it is, where it was found (`fit.py`)
+    backend: str
+    resume_checkpoint: SavedCheckpoint | None = None
+    trial_result: str | None = None
     batch_reason: str | None = None
-    # of every sample its class, where clients are divided by it
     labels: Any = None
 
     @functools.cached_property
     def rounds(self) -> ClientRounds | None:
-        """Of a training in rounds."""
+        """The rounds, if the training has rounds."""
         return plan_rounds(self.resolved, self.inspection.order, self.job.epochs, self.labels)
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self.resolved.size
 
     @property
     def threads(self) -> int:
+        """The number of threads of each rank."""
         return choose_thread_count(self.resolved)
 
     @property
     def shm_obstacle(self) -> str | None:
+        """Why ranks on the CPU cannot use shared memory, or None."""
         return explain_no_shm(self.size)
 
     def replace_seed(self, seed: int) -> ValidatedRun:
-        """The same training under another seed."""
+        """Return the same training with another seed."""
         job = self.job.replace(seed=seed)
         return replace(
             self,
@@ -122,8 +137,19 @@ class ValidatedRun:
         *arguments: Any,
         on_report: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
-        """function(world, *arguments) on as many ranks as the strategy wants: the answers of
-        all. Raises RankFailed.
+        """Run function(world, *arguments) on all ranks of the strategy.
+
+        Args:
+            launcher: The launcher of the ranks.
+            function: The function that each rank runs.
+            *arguments: The arguments of the function.
+            on_report: Receives (rank, report) for each report of a rank.
+
+        Returns:
+            The results of all ranks.
+
+        Raises:
+            RankFailed: If a rank fails.
         """
         return launcher.run(
             function,
@@ -144,8 +170,18 @@ def validate_run(
     settings: Settings | None = None,
     inspection: JobInspection | None = None,
 ) -> ValidatedRun:
-    """Check job, strategy and settings at the door, which leaves the generators of this
-    process, a user's, as they are. Raises Refused with the repair.
+    """Validate a job, a strategy and settings together, before any rank starts.
+
+    The random generators of this process, which belong to the user, are preserved.
+
+    Args:
+        job: The job.
+        requested: The strategy as it was written.
+        settings: The settings, or None for the defaults.
+        inspection: What an earlier validation found out about the job, or None.
+
+    Raises:
+        Refused: If they do not fit together; the message contains the repair.
     """
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
@@ -158,14 +194,14 @@ def validate_run(
     settings = settings or Settings()
     requested = strategy(requested)
     settings.check_settings(job)
-    here = detect_environment(settings)
-    resolved = resolve_and_check_strategy(requested, here)
+    environment = detect_environment(settings)
+    resolved = resolve_and_check_strategy(requested, environment)
     inspection = inspection or inspect_job(job, settings.folder)
     job = inspection.prepare_job(job)
-    about = InspectedJob(job, inspection, settings.folder, settings.limit)
+    inspected = InspectedJob(job, inspection, settings.folder, settings.limit)
     with convert_strategy_errors(requested):
-        resolved.refuse_job(about, requested, settings.skip_first_step_check)
-        resolved.refuse_optimizer(about, requested)
+        resolved.refuse_job(inspected, requested, settings.skip_first_step_check)
+        resolved.refuse_optimizer(inspected, requested)
     check_partitioning(job, requested, resolved, settings.folder, inspection.probe.weight_known)
     refuse_insufficient_memory(
         job, requested, resolved, inspection, settings.folder, settings.device
@@ -178,7 +214,7 @@ def validate_run(
             f"out --loaders"
         )
     if settings.listen is not None:
-        if not resolved.uses_work_queue or here.ranks is not None:
+        if not resolved.uses_work_queue or environment.ranks is not None:
             raise Refused(
                 "--listen: workers join where samples are handed out, under paragrad's own "
                 "launcher, and "
@@ -186,43 +222,48 @@ def validate_run(
                     f"{requested} divides each batch among its own; give server(n, sync=asp), ssp "
                     f"or "
                     f"bsp(backup=1)"
-                    if here.ranks is None
+                    if environment.ranks is None
                     else "another one started this; start it without"
                 )
             )
         refuse_host_port(parse_host_port("--listen", settings.listen), 1 + resolved.servers)
-    if settings.noise_scale and (why := explain_no_measurement(resolved)):
-        raise Refused(f"{requested}: the gradient noise scale {why}")
+    if settings.noise_scale and (reason := explain_no_measurement(resolved)):
+        raise Refused(f"{requested}: the gradient noise scale {reason}")
     backend = choose_backend(settings, resolved.size)
-    checked = ValidatedRun(
+    validated = ValidatedRun(
         job,
         requested,
         resolved,
         settings,
         inspection,
-        here,
+        environment,
         backend,
         labels=read_client_labels(job, requested, resolved, settings.folder),
     )
-    refuse_many_rounds(checked.rounds, requested)
-    refuse_single_sample_clients(checked.rounds, about, requested)
-    refuse_round_schedule(checked.rounds, inspection, requested, job.name)
-    refuse_wrapped_tensors(checked.rounds, job, requested)
+    refuse_many_rounds(validated.rounds, requested)
+    refuse_single_sample_clients(validated.rounds, inspected, requested)
+    refuse_round_schedule(validated.rounds, inspection, requested, job.name)
+    refuse_wrapped_tensors(validated.rounds, job, requested)
     with convert_strategy_errors(requested):
-        for notice in resolved.list_warnings(about, requested):
+        for notice in resolved.list_warnings(inspected, requested):
             warnings.warn(notice, stacklevel=2)
     if not settings.resume:
-        return checked
+        return validated
     return replace(
-        checked,
+        validated,
         resume_checkpoint=resume_check.find_checkpoint(
-            Path(settings.resume), job, inspection, checked.rounds
+            Path(settings.resume), job, inspection, validated.rounds
         ),
     )
 
 
 def detect_environment(settings: Settings, has_own_loop: bool = False) -> Environment:
-    """Where a training with these settings is to run. own_loop: the user's."""
+    """Detect where a training with these settings runs.
+
+    Args:
+        settings: The settings.
+        has_own_loop: Whether the user's own loop drives the training.
+    """
     ranks = get_launched_size()
     return Environment(
         count_cores(),
@@ -235,8 +276,16 @@ def detect_environment(settings: Settings, has_own_loop: bool = False) -> Enviro
 
 
 def resolve_and_check_strategy(requested: Strategy, environment: Environment) -> Strategy:
-    """A strategy resolved, its answers looked at: a user's own may leave some out, or
-    contradict itself. Raises Refused.
+    """Resolve a strategy and check the result.
+
+    A strategy of the user may lack members or contradict itself.
+
+    Args:
+        requested: The strategy as it was written.
+        environment: Where the training runs.
+
+    Raises:
+        Refused: If the strategy is incomplete or inconsistent.
     """
     for factor in _list_custom_factors(requested):
         for name, repair in (
@@ -253,27 +302,36 @@ def resolve_and_check_strategy(requested: Strategy, environment: Environment) ->
             ):
                 raise Refused(f"{_qualify_strategy_name(factor)} has no {name}; {repair}")
     with convert_strategy_errors(requested):
-        found = resolve_strategy(requested, environment)
-        _check_resolved_strategy(requested, found)
-    return found
+        resolved = resolve_strategy(requested, environment)
+        _check_resolved_strategy(requested, resolved)
+    return resolved
 
 
 @contextlib.contextmanager
 def convert_strategy_errors(requested: Strategy) -> Iterator[None]:
-    """Around questions to a strategy: a user's own may raise anything. Raises Refused."""
+    """Convert errors of a user's strategy to Refused.
+
+    Such a strategy may raise any exception when its members are called.
+
+    Args:
+        requested: The strategy as it was written.
+
+    Raises:
+        Refused: If a strategy of the user raises an exception.
+    """
     try:
         yield
     except Exception as error:
         if isinstance(error, Refused) or not _list_custom_factors(requested):
             raise
-        who = " * ".join(map(_qualify_strategy_name, _list_custom_factors(requested)))
+        names = " * ".join(map(_qualify_strategy_name, _list_custom_factors(requested)))
         raise Refused(
-            f"{who}, asked about itself, raised {type(error).__name__}: {error}; mend it"
+            f"{names}, asked about itself, raised {type(error).__name__}: {error}; mend it"
         ) from error
 
 
 def _list_custom_factors(requested: Strategy) -> list[Strategy]:
-    """The factors that are a user's own."""
+    """List the factors that are not built in."""
     return [factor for factor in list_factors(requested) if not is_builtin_technique(factor)]
 
 
@@ -282,7 +340,7 @@ def _qualify_strategy_name(factor: Strategy) -> str:
 
 
 def _check_resolved_strategy(requested: Strategy, resolved: Strategy) -> None:
-    """What a strategy says of itself fits together. Raises Refused."""
+    """Check that the properties of a resolved strategy are consistent. Raises Refused."""
     if not isinstance(resolved, type(requested)):
         raise Refused(
             f"{requested}, resolved, is {resolved!r}; let resolve() return one of its own kind, "
@@ -302,16 +360,16 @@ def _check_resolved_strategy(requested: Strategy, resolved: Strategy) -> None:
             + "; their product is the number of workers"
         )
     build_grid(resolved.axes, resolved.size - resolved.servers)
-    along = (
+    replicas = (
         1
         if resolved.trains_clients
         else prod(axis.size for axis in resolved.axes if axis.divides == "samples")
     )
-    if len(resolved.division.shares) != along:
+    if len(resolved.division.shares) != replicas:
         raise Refused(
             f"{requested} divides a batch into {len(resolved.division.shares)} shares, and its "
             f"axes have "
-            f"{along} replicas; "
+            f"{replicas} replicas; "
             "give one share per replica"
         )
     for axis in resolved.axes:
@@ -320,32 +378,32 @@ def _check_resolved_strategy(requested: Strategy, resolved: Strategy) -> None:
                 f"{requested}: axis {axis.name} divides {axis.divides!r}; let it divide samples, "
                 f"domain or model"
             )
-    for what, value in (
+    for name, value in (
         ("shares", resolved.division.shares),
         ("micro", resolved.division.micro),
         ("threads", resolved.threads or 1),
     ):
         if value not in (IntegerList() if isinstance(value, tuple) else Integer()):
-            raise Refused(f"{requested} says {what} {value!r}; let it be of whole numbers from 1")
+            raise Refused(f"{requested} says {name} {value!r}; let it be of whole numbers from 1")
     if resolved.batch_norm not in ("whole", "share"):
         raise Refused(
             f"{requested} says batch_norm {resolved.batch_norm!r}; let it be whole or share"
         )
     _check_factor_conflicts(resolved)
-    if strange := [plan.goal for plan in resolved.plan_schedules() if plan.goal not in GOALS]:
+    if unknown_goals := [plan.goal for plan in resolved.plan_schedules() if plan.goal not in GOALS]:
         raise Refused(
-            f"{requested} plans {strange[0]!r}, which nobody can prove; known: {', '.join(GOALS)}"
+            f"{requested} plans {unknown_goals[0]!r}, which nobody can prove; known: "
+            f"{', '.join(GOALS)}"
         )
 
 
 def _check_factor_conflicts(resolved: Strategy) -> None:
-    """Of a product one factor at most divides samples, has an exchange, has passes. Raises
-    Refused.
-    """
+    """Check that at most one factor divides samples, has an exchange, or has passes."""
     factors = list_factors(resolved)
-    if len(factors) > 1 and (serving := [factor for factor in factors if factor.servers]):
+    if len(factors) > 1 and (server_factors := [factor for factor in factors if factor.servers]):
         raise Refused(
-            f"{resolved}: {serving[0]} has servers, which know no other axes; leave the other "
+            f"{resolved}: {server_factors[0]} has servers, which know no other axes; leave the "
+            f"other "
             f"factors "
             f"out"
         )
@@ -360,9 +418,10 @@ def _check_factor_conflicts(resolved: Strategy) -> None:
             "a product can"
         )
     for what, function in (("exchange", "make_exchange"), ("passes", "make_passes")):
-        if len(both := select_factors(resolved, function)) > 1:
+        if len(factors_with := select_factors(resolved, function)) > 1:
             raise Refused(
-                f"{resolved}: {' and '.join(map(str, both))} both bring {what} of their own; at "
+                f"{resolved}: {' and '.join(map(str, factors_with))} both bring {what} of their "
+                f"own; at "
                 f"most "
                 f"one factor of a "
                 "product can"
@@ -370,49 +429,72 @@ def _check_factor_conflicts(resolved: Strategy) -> None:
 
 
 def choose_thread_count(resolved: Strategy) -> int:
-    """Threads of each rank: the host's cores divided, unless the strategy says otherwise."""
+    """Choose the number of threads of each rank.
+
+    It is the host's cores divided by its ranks, unless the strategy sets it.
+
+    Args:
+        resolved: The resolved strategy.
+    """
     if isinstance(resolved.threads, int):
         return resolved.threads
     return max(1, count_cores() // (count_local_ranks() or resolved.size))
 
 
 def choose_backend(settings: Settings, size: int) -> str:
-    """What carries the ranks' messages: shm where all are on this host and on the CPU, NCCL
-    where each has a GPU of its own, otherwise gloo. Raises Refused where what is asked for
-    cannot be.
+    """Choose the backend that carries the messages of the ranks.
+
+    It is shm if all ranks are on the CPU of this host. It is NCCL if each rank has a GPU of its
+    own, and gloo otherwise.
+
+    Args:
+        settings: The settings.
+        size: The number of ranks.
+
+    Raises:
+        Refused: If the backend in the settings is impossible.
     """
-    here = count_local_ranks() or size
+    local_ranks = count_local_ranks() or size
     gpus = torch.cuda.device_count()
-    if settings.backend == "nccl" and here > gpus:
+    if settings.backend == "nccl" and local_ranks > gpus:
         raise Refused(
-            f"backend nccl wants a GPU per rank; here are {gpus} for {here} ranks: leave out "
+            f"backend nccl wants a GPU per rank; here are {gpus} for {local_ranks} ranks: leave "
+            f"out "
             f"--backend, and they "
             "exchange through the host"
         )
-    if settings.backend == "shm" and (why := explain_no_shm(size)):
-        raise Refused(f"{why}; leave out --backend")
-    found = settings.backend
-    if found == "auto" and settings.device == "cuda":
-        found = "nccl" if here <= gpus else "gloo"
-    elif found == "auto":
-        found = "gloo" if explain_no_shm(size) else "shm"
-    if size > 1 and found != "shm":
+    if settings.backend == "shm" and (reason := explain_no_shm(size)):
+        raise Refused(f"{reason}; leave out --backend")
+    backend = settings.backend
+    if backend == "auto" and settings.device == "cuda":
+        backend = "nccl" if local_ranks <= gpus else "gloo"
+    elif backend == "auto":
+        backend = "gloo" if explain_no_shm(size) else "shm"
+    if size > 1 and backend != "shm":
         check_network_interfaces()
-    return found
+    return backend
 
 
 def explain_no_shm(size: int) -> str | None:
-    """Why ranks on the CPU cannot talk through shared memory, or None."""
-    elsewhere = size - (count_local_ranks() or size)
+    """Explain why ranks on the CPU cannot use shared memory, or return None.
+
+    Args:
+        size: The number of ranks.
+    """
+    remote_ranks = size - (count_local_ranks() or size)
     return (
-        f"{elsewhere} of {size} ranks are on other hosts"
-        if elsewhere
+        f"{remote_ranks} of {size} ranks are on other hosts"
+        if remote_ranks
         else explain_unavailable_shm()
     )
 
 
 def explain_no_shared_parameters(settings: Settings) -> str | None:
-    """Why the ranks cannot keep parameters in one memory, or None."""
+    """Explain why the ranks cannot keep parameters in one memory, or return None.
+
+    Args:
+        settings: The settings.
+    """
     if settings.device != "cpu":
         return f"parameters on {settings.device} are each rank's own"
     return explain_no_shm(get_launched_size() or 1)
@@ -421,8 +503,19 @@ def explain_no_shared_parameters(settings: Settings) -> str | None:
 def check_partitioning(
     job: Job, requested: Strategy, resolved: Strategy, data: Path | None, loss_weight_known: bool
 ) -> None:
-    """Refuse a model that cannot be cut as asked for, tried on two samples; and what would not
-    follow parts or shards of it. known: the weight of its loss is read off the graph.
+    """Check on two samples that the model can be partitioned as the strategy requires.
+
+    This also refuses what would not follow partitions or shards of the model.
+
+    Args:
+        job: The job.
+        requested: The strategy as it was written.
+        resolved: The resolved strategy.
+        data: The folder of data.
+        loss_weight_known: Whether the weight of the loss is read off its graph.
+
+    Raises:
+        Refused: If the model or the optimizer cannot be partitioned.
     """
     if not has_model_shards(resolved) and not resolved.shards_parameters:
         return
@@ -436,7 +529,7 @@ def check_partitioning(
     inputs, target = convert_batch(separate_target(samples[0, places]), CPU, job.parameter_dtype)
     try:
         module = LossModule(job.build_model(), job.build_loss())
-        if togethers := [
+        if granularities := [
             factor.update_granularity for factor in list_factors(resolved) if factor.splits_layers
         ]:
             optimizer = job.optimizer(module.model.parameters())
@@ -446,10 +539,10 @@ def check_partitioning(
                 find_update_granularity(
                     optimizer, known_elementwise=type(optimizer) in FOREACH_OPTIMIZERS
                 ),
-                min(togethers, key=UPDATE_GRANULARITIES.index),
+                min(granularities, key=UPDATE_GRANULARITIES.index),
             )
         refuse_parameter_views(module.model)
-        build_empty_model(module.model)  # can it be copied?
+        build_empty_model(module.model)  # This raises StepFailed if the model cannot be copied.
         refuse_loss_reading_parameters(module, inputs, target)
         if (
             has_model_shards(resolved)
@@ -458,16 +551,25 @@ def check_partitioning(
             and not loss_weight_known
         ):
             refuse_gradient_loss(module, inputs, target, len(places))
-        for cuttable in list_model_checks(resolved):
+        for check_model in list_model_checks(resolved):
             module = LossModule(job.build_model(), job.build_loss())
             with preserve_all_state(module):
-                cuttable(module.model, inputs, job.test is not None)
+                check_model(module.model, inputs, job.test is not None)
     except StepFailed as error:
         raise Refused(f"job {job.name}, {requested}: {error}") from error
 
 
 def prove_strategy_schedules(requested: Strategy, resolved: Strategy, settings: Settings) -> None:
-    """Prove the schedules of a strategy at the size of this world, before any rank starts."""
+    """Prove the schedules of a strategy at the size of this world, before any rank starts.
+
+    Args:
+        requested: The strategy as it was written.
+        resolved: The resolved strategy.
+        settings: The settings.
+
+    Raises:
+        Refused: If a schedule is wrong, or if a fault is to be injected and there is no schedule.
+    """
     plans = resolved.plan_schedules()
     if settings.inject_fault and not plans:
         raise Refused(

@@ -1,4 +1,4 @@
-"""What an optimizer keeps: in the states of its parameters, and beside them."""
+"""What an optimizer keeps: in the state of its parameters, and outside of it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,27 @@ from paragrad.engine.state.values import is_same_value
 
 
 def select_global_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """What it keeps in its state under names of its own, as a count of steps for all
-    parameters.
+    """Return the entries of the state that belong to no parameter.
+
+    An example is a step count for all parameters.
+
+    Args:
+        optimizer: The optimizer.
     """
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def copy_optimizer_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers and tensors that it keeps as attributes of its own, as they are now. What begins
-    with _ is torch's, or a wrapper's; flags say what is there already.
+    """Copy the numbers and tensors that an optimizer keeps in its own attributes.
+
+    Names that start with _ belong to torch or to a wrapper. Flags are left out, because they only
+    say what is there.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        The values by attribute name.
     """
     return {
         name: value.clone() if isinstance(value, Tensor) else value
@@ -34,8 +46,12 @@ def copy_optimizer_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any
 def list_unsaved_state(
     optimizer: torch.optim.Optimizer, initial_attributes: Mapping[str, Any]
 ) -> list[str]:
-    """What of an optimizer is in no state of a parameter and in no group, by name; of its
-    attributes those that are not as they began.
+    """List what an optimizer keeps in no parameter state and in no group, by name.
+
+    Args:
+        optimizer: The optimizer.
+        initial_attributes: Its attributes at the start (`copy_optimizer_attributes`). Only
+            attributes that have changed since then are listed.
     """
     now = copy_optimizer_attributes(optimizer)
     return [
@@ -51,14 +67,25 @@ def list_unsaved_state(
 def load_parameter_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]
 ) -> None:
-    """An optimizer goes on from a parameter's state, of which the tensors may be elsewhere:
-    each goes to where the one is that it replaces; a first one to the parameter, but for
-    counts, which steps want there only if they are fused or captured.
+    """Load the state of a parameter into an optimizer.
+
+    A tensor goes to the device of the tensor that it replaces. A new tensor goes to the device of
+    the parameter. A new step count (a tensor without dimensions) is moved only if the step is fused
+    or captured.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: The parameter.
+        state: Its state; the tensors may be on another device.
     """
-    own = optimizer.state[parameter]
-    counts = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    for what, value in state.items():
-        before = own.get(what)
-        if isinstance(value, Tensor) and (isinstance(before, Tensor) or value.dim() or counts):
-            value = value.to(before.device if isinstance(before, Tensor) else parameter.device)
-        own[what] = value
+    current = optimizer.state[parameter]
+    moves_counts = any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
+    for key, value in state.items():
+        replaced = current.get(key)
+        if isinstance(value, Tensor) and (
+            isinstance(replaced, Tensor) or value.dim() or moves_counts
+        ):
+            value = value.to(replaced.device if isinstance(replaced, Tensor) else parameter.device)
+        current[key] = value

@@ -1,5 +1,7 @@
-"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or
-neither, and whether from copies of the weights; its draws.
+"""Test on a small copy how an optimizer updates its parameters.
+
+The update may work element by element, tensor by tensor, or neither. It may continue from its own
+copies of the weights, and it may draw random numbers.
 """
 
 from __future__ import annotations
@@ -23,32 +25,42 @@ from paragrad.runtime.generators import (
 )
 from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR, WHOLE_MODEL
 
-# a dimension of the copy at most; above 128, from which known optimizers factor a matrix
+# Largest size of a dimension in a trial. Known optimizers factor a matrix from 128 on.
 TRIAL_SIZE = 160
-# the same for classes known to treat every element alike, which are tried all the same, for one
-# step
+# The same for classes that are known to update element by element. They are tested for one step.
 SHORT_TRIAL_SIZE = 8
-# of the gradients of each step: so that clipping inside of an optimizer shows
+# scale of the gradients in each step, so that clipping inside of an optimizer has an effect
 GRADIENT_SCALES = (1.0, 1e3, 1e-3, 1.0, 1.0, 1.0, 1.0)
-# steps: some optimizers write what they keep into the parameters every few steps alone
+# steps: some optimizers write their copies into the parameters only every few steps
 COPY_TRIAL_STEPS = 12
-# of a move by somebody else, after one more step: more where weight decay alone has shrunk it
+# share of a move by other code that must remain after one more step; weight decay leaves more
 REMAINING_SHARE = 0.85
 TensorGroups = list[list[Tensor]]
 
 
 @dataclass
 class TrialParameter:
-    """A small parameter, and what the optimizer knows of it before the first step."""
+    """A small parameter and its optimizer state before the first step.
+
+    Attributes:
+        values: The values of the parameter.
+        state: The optimizer state of the parameter.
+    """
 
     values: Tensor
     state: dict[str, Any]
 
     def slice_piece(self, which: int) -> TrialParameter:
-        """The first third of the elements, or the rest, as a flat piece."""
+        """Return the first third of the elements (0) or the rest (1) as a flat parameter.
+
+        Args:
+            which: 0 or 1.
+        """
         state = {
-            what: _slice_piece(value, which) if isinstance(value, Tensor) and value.dim() else value
-            for what, value in self.state.items()
+            entry: _slice_piece(value, which)
+            if isinstance(value, Tensor) and value.dim()
+            else value
+            for entry, value in self.state.items()
         }
         return TrialParameter(_slice_piece(self.values, which), state)
 
@@ -56,12 +68,19 @@ class TrialParameter:
 def find_update_granularity(
     optimizer: torch.optim.Optimizer, known_elementwise: bool = False
 ) -> str:
-    """ELEMENT: any piece of a parameter will do;  TENSOR: each parameter by itself;  ALL:
-    neither, or it cannot be tried.
+    """Test whether an optimizer updates element by element or tensor by tensor.
 
-    Hooks and a step that was put on the object may hold the real parameters, so nothing is
-    tried with them. What is drawn follows the order of all parameters. known: of a class that
-    is known to go element by element, so that a brief trial will do.
+    An optimizer with hooks, or with a step method set on the object, is not tested: these may hold
+    the real parameters. An update that draws random numbers depends on the order of all parameters.
+
+    Args:
+        optimizer: The optimizer.
+        known_elementwise: Its class is known to update element by element, so a short test is
+            enough.
+
+    Returns:
+        PER_ELEMENT: any piece of a parameter can be updated alone. PER_TENSOR: each parameter can
+            be updated alone. WHOLE_MODEL: neither, or it cannot be tested.
     """
     if find_step_hook(optimizer):
         return WHOLE_MODEL
@@ -69,18 +88,18 @@ def find_update_granularity(
     size = SHORT_TRIAL_SIZE if known_elementwise else TRIAL_SIZE
     scales = GRADIENT_SCALES[:1] if known_elementwise else GRADIENT_SCALES
 
-    def drawn(shape: torch.Size) -> Tensor:
+    def draw(shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     with keep_generators():
-        before = fingerprint_generators()
+        states_before = fingerprint_generators()
         groups = [
             [
                 TrialParameter(
-                    drawn(_copy_corner_float64(parameter, size).shape),
+                    draw(_copy_corner_float64(parameter, size).shape),
                     {
-                        what: _copy_corner_float64(value, size)
-                        for what, value in optimizer.state.get(parameter, {}).items()
+                        entry: _copy_corner_float64(value, size)
+                        for entry, value in optimizer.state.get(parameter, {}).items()
                     },
                 )
                 for parameter in _choose_largest(group["params"], 1 if known_elementwise else 2)
@@ -88,88 +107,111 @@ def find_update_granularity(
             for group in optimizer.param_groups
         ]
         gradients = [
-            [[scale * drawn(each.values.shape) for each in group] for group in groups]
+            [[scale * draw(each.values.shape) for each in group] for group in groups]
             for scale in scales
         ]
-        for kind, tried in ((PER_ELEMENT, _is_elementwise), (PER_TENSOR, _is_tensorwise)):
+        for kind, is_kind in ((PER_ELEMENT, _is_elementwise), (PER_TENSOR, _is_tensorwise)):
             try:
-                if tried(optimizer, groups, gradients):
-                    return WHOLE_MODEL if fingerprint_generators() != before else kind
-            # of a foreign step on what it was not made for: then it is not so
+                if is_kind(optimizer, groups, gradients):
+                    return WHOLE_MODEL if fingerprint_generators() != states_before else kind
+            # an unknown step may raise anything on such parameters: then it is not of this kind
             except Exception:
                 continue
     return WHOLE_MODEL
 
 
 def has_weight_copies(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it go on from copies of the weights that it keeps (in float32 beside coarser ones,
-    slow ones), so that what somebody else writes into the parameters is lost? False where it
-    cannot be tried, and of one with modes.
+    """Test whether an optimizer continues from its own copies of the weights.
 
-    Two copies of it make the same steps, and the parameters of one are moved after the first:
-    the move stays.
+    Examples are copies in float32 next to coarser weights, and slow weights. Such an optimizer
+    loses what other code writes into the parameters. Two copies of the optimizer run the same
+    steps, and the parameters of one are moved after the first step. The move must remain.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        False also if the optimizer cannot be tested or has modes.
     """
     if find_step_hook(optimizer) or has_modes(optimizer):
         return False
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(like: Tensor) -> Tensor:
-        found = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-        return (found + found.sign()).to(like.dtype)  # none near 0
+    def draw(like: Tensor) -> Tensor:
+        values = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        return (values + values.sign()).to(like.dtype)  # no number near 0
 
-    # of a foreign step on what it was not made for
+    # an unknown step may raise anything on such parameters
     with keep_generators(), suppress(Exception):
         groups = [
             [
                 TrialParameter(
                     _copy_corner(parameter.detach(), SHORT_TRIAL_SIZE),
                     {
-                        what: _copy_corner(value, SHORT_TRIAL_SIZE)
-                        for what, value in optimizer.state.get(parameter, {}).items()
+                        entry: _copy_corner(value, SHORT_TRIAL_SIZE)
+                        for entry, value in optimizer.state.get(parameter, {}).items()
                     },
                 )
                 for parameter in _choose_largest(group["params"], 2)
             ]
             for group in optimizer.param_groups
         ]
-        moves = [drawn(each.values) for each in _flatten_groups(groups)]
-        (stayed, one), (moved, other) = (
+        moves = [draw(each.values) for each in _flatten_groups(groups)]
+        (unmoved_parameters, unmoved_optimizer), (moved_parameters, moved_optimizer) = (
             _start_trial(optimizer, groups),
             _start_trial(optimizer, groups),
         )
-        left = [1.0 for _ in moves]
+        remaining = [1.0 for _ in moves]
         for step in range(COPY_TRIAL_STEPS):
-            gradients = [[drawn(each.values) for each in group] for group in groups]
-            _run_trial_step(one, stayed, gradients)
-            _run_trial_step(other, moved, gradients)
+            gradients = [[draw(each.values) for each in group] for group in groups]
+            _run_trial_step(unmoved_optimizer, unmoved_parameters, gradients)
+            _run_trial_step(moved_optimizer, moved_parameters, gradients)
             for parameter, move in (
-                zip(_flatten_groups(moved), moves, strict=True) if not step else ()
+                zip(_flatten_groups(moved_parameters), moves, strict=True) if not step else ()
             ):
                 parameter.detach().add_(move)
-            before = left
-            left = [
+            previous = remaining
+            remaining = [
                 _measure_remaining_share(*each)
-                for each in zip(_flatten_groups(stayed), _flatten_groups(moved), moves, strict=True)
+                for each in zip(
+                    _flatten_groups(unmoved_parameters),
+                    _flatten_groups(moved_parameters),
+                    moves,
+                    strict=True,
+                )
             ]
-            if any(now < REMAINING_SHARE * then for now, then in zip(left, before, strict=True)):
+            if any(
+                now < REMAINING_SHARE * earlier
+                for now, earlier in zip(remaining, previous, strict=True)
+            ):
                 return True
     return False
 
 
 def _measure_remaining_share(stayed: Tensor, moved: Tensor, move: Tensor) -> float:
-    """How much of a move is left."""
-    apart, whole = (
+    """Return which share of a move remains."""
+    difference, full_move = (
         each.detach().to(torch.complex128).reshape(-1) for each in (moved - stayed, move)
     )
     return (
-        float((torch.vdot(whole, apart) / torch.vdot(whole, whole)).real) if move.numel() else 1.0
+        float((torch.vdot(full_move, difference) / torch.vdot(full_move, full_move)).real)
+        if move.numel()
+        else 1.0
     )
 
 
 def find_step_hook(optimizer: torch.optim.Optimizer) -> str | None:
-    """What runs in a step besides the class's own, or None. A learning rate scheduler's
-    counting around it is nothing. Of one that was never initialised as an Optimizer (a wrapper
-    with the groups of another), nobody knows.
+    """Find what runs in a step besides the step method of the class.
+
+    The step counter of a learning rate scheduler does not count. An object may never have been
+    initialized as an Optimizer (a wrapper with the groups of another one). Its step is unknown, so
+    it counts as hooked.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        A description for a message, or None.
     """
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return "a step of its own around another optimizer's"
@@ -182,31 +224,31 @@ def find_step_hook(optimizer: torch.optim.Optimizer) -> str | None:
         for hook in hooks.values():
             return f"the hook {getattr(hook, '__name__', type(hook).__name__)}"
     step = vars(optimizer).get("step")
-    counted = (
+    is_counter = (
         getattr(step, "_wrapped_by_lr_sched", False)
         and getattr(step, "__wrapped__", None) is type(optimizer).step
     )
-    return "a step that was put on the object" if step is not None and not counted else None
+    return "a step that was put on the object" if step is not None and not is_counter else None
 
 
 def _choose_largest(parameters: list[Tensor], count: int) -> list[Tensor]:
-    """Of each number of dimensions the largest parameters, so many."""
-    found: dict[int, list[Tensor]] = defaultdict(list)
+    """Choose the `count` largest parameters for each number of dimensions."""
+    by_dims: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        if len(found[parameter.dim()]) < count:
-            found[parameter.dim()].append(parameter)
-    return [parameter for each in found.values() for parameter in each]
+        if len(by_dims[parameter.dim()]) < count:
+            by_dims[parameter.dim()].append(parameter)
+    return [parameter for each in by_dims.values() for parameter in each]
 
 
 def _copy_corner(value: Any, size: int) -> Any:
-    """The corner of a tensor; anything else as it is."""
+    """Copy the corner of a tensor; return any other value as a copy."""
     if not isinstance(value, Tensor) or not value.dim():
         return copy.deepcopy(value)
     return value.detach()[tuple(slice(size) for _ in value.shape)].cpu().clone()
 
 
 def _copy_corner_float64(value: Any, size: int) -> Any:
-    """The same, in float64."""
+    """Copy the corner of a tensor in float64."""
     corner = _copy_corner(value, size)
     return (
         corner.double()
@@ -220,8 +262,9 @@ def _is_elementwise(
     groups: list[list[TrialParameter]],
     gradients: list[TensorGroups],
 ) -> bool:
-    """Whole parameters against pieces of them, held by two optimizers; a third one holds
-    nothing.
+    """Compare an update of whole parameters with updates of their pieces.
+
+    Two optimizers hold one piece of each parameter; a third one holds nothing.
     """
     whole = _run_trial(optimizer, groups, gradients)
     _run_trial(optimizer, [[] for _ in groups], [[[] for _ in groups] for _ in gradients])
@@ -237,8 +280,8 @@ def _is_elementwise(
             are_pieces=True,
         )
         if not all(
-            _is_equal_update(_slice_piece(wanted, which), found, began.values)
-            for wanted, found, began in zip(
+            _is_equal_update(_slice_piece(expected, which), actual, initial.values)
+            for expected, actual, initial in zip(
                 _flatten_groups(whole), _flatten_groups(part), _flatten_groups(pieces), strict=True
             )
         ):
@@ -251,27 +294,28 @@ def _is_tensorwise(
     groups: list[list[TrialParameter]],
     gradients: list[TensorGroups],
 ) -> bool:
-    """All together against optimizers that hold all parameters, where every other one has a
-    gradient; the rest must stay.
+    """Compare one update of all parameters with updates in which every second gradient is missing.
+
+    Parameters without a gradient must not change.
     """
     whole = _flatten_groups(_run_trial(optimizer, groups, gradients))
     for which in (0, 1):
-        few: Any = [
+        some_gradients: Any = [
             [
                 [each if place % 2 == which else None for place, each in enumerate(group)]
                 for group in step
             ]
             for step in gradients
         ]
-        mine = [place % 2 == which for group in groups for place in range(len(group))]
-        part = _flatten_groups(_run_trial(optimizer, groups, few))
-        for own, wanted, found, began in zip(
-            mine, whole, part, _flatten_groups(groups), strict=True
+        is_updated = [place % 2 == which for group in groups for place in range(len(group))]
+        part = _flatten_groups(_run_trial(optimizer, groups, some_gradients))
+        for updated, expected, actual, initial in zip(
+            is_updated, whole, part, _flatten_groups(groups), strict=True
         ):
             if not (
-                _is_equal_update(wanted, found, began.values)
-                if own
-                else torch.equal(found, began.values)
+                _is_equal_update(expected, actual, initial.values)
+                if updated
+                else torch.equal(actual, initial.values)
             ):
                 return False
     return True
@@ -283,12 +327,12 @@ def _flatten_groups(groups: list[list[Any]]) -> list[Any]:
 
 def _slice_piece(tensor: Tensor, which: int) -> Tensor:
     flat = tensor.reshape(-1)
-    cut = -(-len(flat) // 3)
-    return flat[cut:] if which else flat[:cut]
+    split = -(-len(flat) // 3)
+    return flat[split:] if which else flat[:split]
 
 
 def _is_equal_update(expected: Tensor, actual: Tensor, initial: Tensor) -> bool:
-    """Did both arrive at the same, up to rounding, and not where they began?"""
+    """Return whether two results agree up to rounding, and differ from the start."""
     if not expected.numel():
         return True
     moved = float((expected - initial).abs().max())
@@ -302,43 +346,44 @@ def _run_trial(
     gradients: list[TensorGroups],
     are_pieces: bool = False,
 ) -> TensorGroups:
-    """The parameters after some steps of a copy of the optimizer, in eval mode where it has
-    modes.
+    """Return the parameters after some steps of a copy of the optimizer.
+
+    If the optimizer has modes, they are the parameters of eval mode.
     """
-    held, twin = _start_trial(optimizer, groups, are_pieces)
+    parameters, trial_optimizer = _start_trial(optimizer, groups, are_pieces)
     for step in gradients:
-        _run_trial_step(twin, held, step)
+        _run_trial_step(trial_optimizer, parameters, step)
     if are_pieces and any(
         value.dim() and value.shape != parameter.shape
-        for parameter, state in twin.state.items()
+        for parameter, state in trial_optimizer.state.items()
         for value in state.values()
         if isinstance(value, Tensor)
     ):
         raise ValueError(
             "state of another shape than the piece, which could not be put together again"
         )
-    return [[parameter.detach() for parameter in group] for group in held]
+    return [[parameter.detach() for parameter in group] for group in parameters]
 
 
 def _start_trial(
     optimizer: torch.optim.Optimizer, groups: list[list[TrialParameter]], are_pieces: bool = False
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """(small parameters, a copy of the optimizer over them), before its first step."""
-    held: Any = [
+    """Return (small parameters, a copy of the optimizer for them) before the first step."""
+    parameters: Any = [
         [each.values.clone() if are_pieces else nn.Parameter(each.values.clone()) for each in group]
         for group in groups
     ]
-    twin = _copy_optimizer(optimizer, held)
-    for parameter, known in zip(_flatten_groups(held), _flatten_groups(groups), strict=True):
-        if known.state:
-            twin.state[parameter] = copy.deepcopy(known.state)
-    return held, twin
+    trial_optimizer = _copy_optimizer(optimizer, parameters)
+    for parameter, trial in zip(_flatten_groups(parameters), _flatten_groups(groups), strict=True):
+        if trial.state:
+            trial_optimizer.state[parameter] = copy.deepcopy(trial.state)
+    return parameters, trial_optimizer
 
 
 def _run_trial_step(
     trial_optimizer: torch.optim.Optimizer, parameters: Any, gradients: TensorGroups
 ) -> None:
-    """In eval mode afterwards, where it has modes."""
+    """Run a step; an optimizer with modes is in eval mode afterwards."""
     set_optimizer_mode(trial_optimizer, "train")
     for parameter, gradient in zip(
         _flatten_groups(parameters), _flatten_groups(gradients), strict=True
@@ -351,14 +396,15 @@ def _run_trial_step(
 def _copy_optimizer(
     optimizer: torch.optim.Optimizer, parameter_groups: TensorGroups
 ) -> torch.optim.Optimizer:
-    """The same class, attributes and hyper-parameters over other parameters; Optimizer's own
-    copy forgets the attributes.
+    """Copy an optimizer (class, attributes, hyper-parameters) for other parameters.
+
+    The copy function of torch's Optimizer loses the attributes.
     """
     memo: dict[int, Any] = _RefusingMemo(
         {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     )
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(twin).update(
+    trial_optimizer: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(trial_optimizer).update(
         copy.deepcopy(
             {
                 name: value
@@ -369,35 +415,60 @@ def _copy_optimizer(
             memo,
         )
     )
-    torch.optim.Optimizer.__setstate__(twin, {"state": defaultdict(dict), "param_groups": []})
+    torch.optim.Optimizer.__setstate__(
+        trial_optimizer, {"state": defaultdict(dict), "param_groups": []}
+    )
     for group, parameters in zip(optimizer.param_groups, parameter_groups, strict=True):
         settings = copy.deepcopy(
             {name: value for name, value in group.items() if name != "params"}, memo
         )
-        # a warm-up begins with 0, which would show nothing
+        # a warm-up starts with a rate of 0, with which nothing changes
         if not settings.get("lr", 1.0):
             settings["lr"] = settings["lr"] + 0.01
-        twin.param_groups.append({**settings, "params": parameters})
-    return twin
+        trial_optimizer.param_groups.append({**settings, "params": parameters})
+    return trial_optimizer
 
 
 class _RefusingMemo(dict[int, Any]):
-    """deepcopy's memory of what was copied, which lets no real parameter be copied along."""
+    """The memo of deepcopy, which raises an error if a real parameter would be copied.
+
+    Attributes:
+        refused_ids: Ids of the real parameters.
+    """
 
     def __init__(self, refused_ids: set[int]) -> None:
         super().__init__()
         self.refused_ids = refused_ids
 
     def get(self, key: int, default: Any = None) -> Any:
+        """Return what was copied already.
+
+        Args:
+            key: Id of an object.
+            default: Returned if the object was not copied yet.
+
+        Raises:
+            ValueError: The object is a real parameter.
+        """
         if key in self.refused_ids:
             raise ValueError("the optimizer keeps its parameters outside of its groups")
         return super().get(key, default)
 
 
 class ReplicatedDraws:
-    """Calls that every rank makes by itself, such as an optimizer's step, and that shall draw
-    the same random numbers on all ranks, and as on one worker: the generators begin as (seed,
-    step) says. Where the first call of a name draws nothing, the later ones cost nothing.
+    """Runs functions that must draw the same random numbers on all ranks, and as one worker does.
+
+    An example is an optimizer step, which every rank runs itself. The generators start from (seed,
+    step). If the first call with a name draws nothing, later calls with that name cost nothing.
+
+    Args:
+        seed: The seed of the job.
+        device: Device of the parameters.
+
+    Attributes:
+        seed: The seed of the job.
+        cuda_generator: The generator of the device, or None on the CPU.
+        has_draws: For each name, whether its first call drew numbers.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -412,21 +483,21 @@ class ReplicatedDraws:
             function()
             return
         with use_seeded_generators(f"{name} {self.seed} {step}"), self._seed_cuda_generator():
-            before = self._read_generator_states()
+            states_before = self._read_generator_states()
             function()
-            self.has_draws.setdefault(name, self._read_generator_states() != before)
+            self.has_draws.setdefault(name, self._read_generator_states() != states_before)
 
     @contextmanager
     def _seed_cuda_generator(self) -> Iterator[None]:
-        """The device's own generator, as torch's on the CPU; afterwards as it was."""
-        kept = self.cuda_generator and self.cuda_generator.get_state()
+        """Seed the generator of the device like torch's CPU generator; restore it afterwards."""
+        saved_state = self.cuda_generator and self.cuda_generator.get_state()
         if self.cuda_generator is not None:
             self.cuda_generator.manual_seed(torch.default_generator.initial_seed())
         try:
             yield
         finally:
             if self.cuda_generator is not None:
-                self.cuda_generator.set_state(kept)
+                self.cuda_generator.set_state(saved_state)
 
     def _read_generator_states(self) -> Any:
         return (
@@ -436,7 +507,10 @@ class ReplicatedDraws:
 
 
 def compute_clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of that norm are multiplied by, as torch.nn.utils.clip_grad_norm_ does
-    (None: not at all).
+    """Return the factor for gradients of a norm, as torch.nn.utils.clip_grad_norm_ computes it.
+
+    Args:
+        norm: The norm of all gradients.
+        max_norm: The largest norm that is allowed; None: the factor is 1.
     """
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

@@ -1,8 +1,7 @@
-"""Slices: which rank adds up and updates which part of all gradients, where parameters are
-shared by the ranks of a host.
+"""Slices: which rank sums and updates which part of all gradients.
 
-A slice is a list of stretches, one per parameter it touches. Which ones may be cut out of a
-parameter depends on the optimizer.
+They are used if the ranks of a host share parameters. A slice is a list of ranges, one for each
+parameter that it touches. The optimizer determines which ranges of a parameter are possible.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from paragrad.engine.optimizer.update_probe import find_step_hook
 from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR
 
-# torch's own classes with an update by operations over lists of tensors
+# classes of torch that can update by operations on lists of tensors
 FOREACH_OPTIMIZERS = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -27,14 +26,20 @@ FOREACH_OPTIMIZERS = (
     torch.optim.Adadelta,
     torch.optim.Adamax,
 )
-# have a fused kernel for the CPU
+# classes of torch that have a fused kernel for the CPU
 FUSED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-SLICE_GRAIN = 64  # elements: no cache line of a float's is written by two ranks
+SLICE_GRAIN = 64  # elements: two ranks never write the same cache line of floats
 
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """Elements start to stop of parameter number `index`."""
+    """Elements start to stop - 1 of a parameter.
+
+    Attributes:
+        index: Number of the parameter.
+        start: The first element.
+        stop: One more than the last element.
+    """
 
     index: int
     start: int
@@ -48,8 +53,17 @@ def assign_slices(
     ranks: int,
     grain: int = SLICE_GRAIN,
 ) -> tuple[list[list[ParameterRange]], str]:
-    """(the stretches of every rank, why so), for parameters of some lengths (elements); kind:
-    what `updates_by` found.
+    """Divide the elements of all parameters among ranks.
+
+    Args:
+        optimizer: The optimizer.
+        kind: The result of `find_update_granularity`.
+        lengths: Number of elements of each parameter.
+        ranks: Number of ranks.
+        grain: A slice starts at a multiple of so many elements.
+
+    Returns:
+        (the ranges of every rank, the reason for this division).
     """
     name = type(optimizer).__name__
     if kind == PER_ELEMENT:
@@ -61,21 +75,26 @@ def assign_slices(
             lengths, ranks
         ), f"{name} wants whole tensors: each is one rank's"
     everything = [ParameterRange(index, 0, length) for index, length in enumerate(lengths)]
-    why = (
+    reason = (
         "has a hook or a step of its own that may look at any parameter"
         if find_step_hook(optimizer)
         else "did not update element by element or tensor by tensor where it was tried"
     )
-    return [everything] + [[] for _ in range(ranks - 1)], f"{name} {why}: rank 0 updates everything"
+    return [everything] + [
+        [] for _ in range(ranks - 1)
+    ], f"{name} {reason}: rank 0 updates everything"
 
 
 def step_with_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """optimizer.step() by torch's fused kernel where it has one for the CPU, otherwise by
-    operations over lists of tensors.
+    """Run optimizer.step() with torch's fastest kernel for the CPU.
 
-    torch by itself chooses neither on a CPU. What its user chose stays (so does an lr that is a
-    tensor, which lists refuse, and capturable=True, of which torch says that it is for GPUs);
-    no checkpoint says what was chosen here.
+    That is a fused kernel if torch has one, otherwise the operations on lists of tensors. By
+    default torch chooses neither on a CPU. A choice of the user stays. So does an lr that is a
+    tensor, which operations on lists refuse, and capturable=True, which torch reserves for GPUs. A
+    checkpoint does not show what was chosen here.
+
+    Args:
+        optimizer: The optimizer.
     """
     groups = [
         group
@@ -103,42 +122,44 @@ def step_with_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _can_fuse(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """The fused kernels take no complex numbers, and not at once what had a gradient before and
-    what has its first.
+    """Return whether the fused kernel can update these parameters.
+
+    It takes no complex numbers. It also does not take parameters with state and parameters without
+    state in the same call.
     """
-    met = {
+    has_state = {
         bool(optimizer.state.get(parameter))
         for parameter in parameters
         if parameter.grad is not None
     }
-    return len(met) <= 1 and all(map(torch.is_floating_point, parameters))
+    return len(has_state) <= 1 and all(map(torch.is_floating_point, parameters))
 
 
 def _split_evenly(lengths: list[int], ranks: int, grain: int) -> list[list[ParameterRange]]:
     total = sum(lengths)
-    cuts = [min(total, -(-total * rank // ranks // grain) * grain) for rank in range(ranks)] + [
+    bounds = [min(total, -(-total * rank // ranks // grain) * grain) for rank in range(ranks)] + [
         total
     ]
-    found: list[list[ParameterRange]] = []
-    for first, last in itertools.pairwise(cuts):
-        begin = 0
-        stretches = []
+    slices: list[list[ParameterRange]] = []
+    for first, last in itertools.pairwise(bounds):
+        offset = 0
+        ranges = []
         for index, length in enumerate(lengths):
-            start = max(first, begin) - begin
-            stop = min(last, begin + length) - begin
+            start = max(first, offset) - offset
+            stop = min(last, offset + length) - offset
             if start < stop:
-                stretches.append(ParameterRange(index, start, stop))
-            begin += length
-        found.append(stretches)
-    return found
+                ranges.append(ParameterRange(index, start, stop))
+            offset += length
+        slices.append(ranges)
+    return slices
 
 
 def _assign_whole_tensors(lengths: list[int], ranks: int) -> list[list[ParameterRange]]:
-    """The longest first, each to the rank that has least."""
-    found: list[list[ParameterRange]] = [[] for _ in range(ranks)]
+    """Assign each tensor to the rank with the smallest load, the longest tensor first."""
+    slices: list[list[ParameterRange]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         rank = loads.index(min(loads))
-        found[rank].append(ParameterRange(index, 0, lengths[index]))
+        slices[rank].append(ParameterRange(index, 0, lengths[index]))
         loads[rank] += lengths[index]
-    return [sorted(stretches, key=lambda stretch: stretch.index) for stretches in found]
+    return [sorted(ranges, key=lambda each: each.index) for ranges in slices]

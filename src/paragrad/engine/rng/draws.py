@@ -1,17 +1,18 @@
-"""Random draws that do not depend on the layout: a function of (seed, step, call, sample,
-block, element).
+"""Random draws that do not depend on the layout.
 
-Every sample draws the same numbers whichever rank, share or micro-batch it is in, so what a
-model draws under `data(4)` is what it draws under `serial`. For the time of a step torch's
-random kernels themselves are replaced (`Keyed`): that sees dropout wherever it is (inside
-attention, an LSTM, a function imported by name), DropPath, noise, and what gradient
-checkpointing recomputes in backward, and costs other operations nothing.
+A draw is a function of (seed, step, call, sample, block, element). Every sample draws the same
+numbers in any rank, share or micro-batch. So a model draws under `data(4)` what it draws under
+`serial`.
 
-Which dimension of a drawn tensor the samples are is seen, not guessed (`seen`): the model runs
-on two samples and on three; the dimension that grew, by so many blocks (the heads of an
-attention), is theirs. Where none grew the draw is common to all samples (a mask of a weight),
-so to all ranks. A draw of which two dimensions grew, or calls in another order, depend on the
-layout, and a strategy with such a model is not exact.
+For the time of a step, torch's random kernels themselves are replaced (`KeyedDraws`). This covers
+dropout everywhere (inside attention, an LSTM, a function imported by name), DropPath and noise. It
+also covers what gradient checkpointing recomputes in backward. Other operations cost nothing more.
+
+The dimension of the samples in a drawn tensor is measured, not guessed (`inspect_draws`): the model
+runs on two samples and on three. The dimension that grew by some number of blocks (the heads of an
+attention) belongs to the samples. If no dimension grew, the draw is common to all samples and ranks
+(a mask of a weight). If two dimensions grew, or the order of the calls changed, the draws depend on
+the layout. A strategy with such a model is not exact.
 """
 
 from __future__ import annotations
@@ -40,36 +41,44 @@ from paragrad.runtime.generators import (
 )
 
 GENERATOR_NAMES = ("torch", "numpy", "random")
-TEST_STEP = -1  # in place of a step
+TEST_STEP = -1  # used as the number of the step in a test
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A random call of a model's forward. dim: where its samples are, None: common to all
-    samples.
+    """A random call in the forward pass of a model.
+
+    Attributes:
+        name: Name of the kernel.
+        dim_count: Number of dimensions of the drawn tensor.
+        dim: Dimension of the samples; None: the draw is common to all samples.
+        other_sizes: Sizes of the other dimensions, as measured.
     """
 
     name: str
     dim_count: int
     dim: int | None
-    other_sizes: tuple[int, ...]  # the other dimensions, as they were seen
+    other_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Draws:
-    """All random calls of a model's forward, as `seen`. by_layout: what makes them depend on
-    the layout, or None.
+    """All random calls in the forward pass of a model, as `inspect_draws` found them.
 
-    others: generators (torch, numpy, random) that other draws moved, which are common to all
-    samples;  serial: of every call of a part of the model, which of these it is (None: the
-    model is whole).
+    Attributes:
+        calls: The calls in their order.
+        layout_dependence: Why the draws depend on the layout, or None.
+        other_generators: Generators (torch, numpy, random) that other draws moved; these draws are
+            common to all samples.
+        serial_calls: For each call of a part of the model, its index among the calls of the whole
+            model. None: the model is whole.
+        sample_dims: A cache, filled in steps: the sample dimension and the blocks of each call.
     """
 
     calls: tuple[Draw, ...] = ()
     layout_dependence: str | None = None
     other_generators: tuple[str, ...] = ()
     serial_calls: tuple[int, ...] | None = None
-    # found in steps
     sample_dims: dict[Any, tuple[int | None, int]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -78,25 +87,42 @@ class Draws:
         return bool(self.calls or self.other_generators or self.layout_dependence)
 
     def __or__(self, other: Draws) -> Draws:
-        """What two parts of a batch draw: equal calls of one part stay, for a call is also
-        known by its place among them.
+        """Combine the draws of two parts of a batch.
+
+        Equal calls within one part are all kept, because a call is also identified by its place
+        among them.
         """
-        lacking = (call for call in other.calls if call not in self.calls)
+        missing = (call for call in other.calls if call not in self.calls)
         return Draws(
-            (*self.calls, *dict.fromkeys(lacking)),
+            (*self.calls, *dict.fromkeys(missing)),
             self.layout_dependence or other.layout_dependence,
             tuple(dict.fromkeys(self.other_generators + other.other_generators)),
         )
 
 
 class DrawRecorder(DrawSource):
-    """Notes every call, and gives every sample the same numbers."""
+    """Records every call, and gives every sample the same numbers.
+
+    Attributes:
+        calls: (name, shape) of each call.
+        own_generators: Kernels that were called with their own generator.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, ...]]] = []
         self.own_generators: set[str] = set()
 
     def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        """Record the call and fill the tensor.
+
+        Args:
+            name: Name of the kernel.
+            tensor: The tensor to fill.
+            distribution: The distribution of the numbers.
+
+        Returns:
+            The tensor.
+        """
         self.calls.append((name, tuple(tensor.shape)))
         fill_from_hashes(
             tensor, None, hash_rows(len(self.calls), (0,), 1, tensor.device), distribution
@@ -104,26 +130,38 @@ class DrawRecorder(DrawSource):
         return tensor
 
     def record_own_generator(self, name: str) -> None:
+        """Record a call that brought its own generator.
+
+        Args:
+            name: Name of the kernel.
+        """
         self.own_generators.add(name)
 
 
-# of each number that torch's generator gave, which random call of a forward it is
+# for each number drawn from torch's generator: the index of the random call in a forward pass
 CallNumbers = dict[int, int]
 
 
 class KeyedDraws(DrawSource):
-    """Keys every draw by the places in the global batch of the samples in this forward
-    (`positions`).
+    """Draws numbers that depend on the places of the samples in the global batch.
 
-    Gradient checkpointing runs parts of the forward again in backward, and restores torch's
-    generator for it: every call draws one number there, and a number that was drawn before is
-    the same call again. strict: a draw that was not `seen` so ends the step; otherwise it is
-    the samples' where its first dimension can be theirs; first: which of this rank's calls the
-    first one here is;  calls: of each number drawn which call it is, where backward comes by
-    itself.
+    Gradient checkpointing runs parts of the forward pass again in backward, and restores torch's
+    generator for it. Every call draws one number from that generator. If this number was drawn
+    before, the call is the same one again.
+
+    Args:
+        draws: The known random calls of a forward pass.
+        seed: The seed of the job.
+        step: Number of the step, or `TEST_STEP`.
+        positions: Places of the samples of this forward pass in the global batch.
+        strict: A draw that does not fit the known calls raises StepFailed. Otherwise its first
+            dimension belongs to the samples if its size allows it.
+        first_call: Index of the first call here among the calls of this rank.
+        call_numbers: For each number drawn from torch's generator, the index of its call. Pass it
+            if backward runs in a context of its own.
     """
 
-    # calls that no forward of a part was seen to make are numbered from here
+    # calls that are not in `Draws.serial_calls` are numbered from here
     UNSEEN_CALL_OFFSET = 2**20
 
     def __init__(
@@ -145,15 +183,29 @@ class KeyedDraws(DrawSource):
         self.call_numbers: CallNumbers = {} if call_numbers is None else call_numbers
 
     def skip_call(self) -> None:
+        """Count a call that another rank makes."""
         self._number_call()
 
     def _number_call(self) -> int:
-        """Which call of this rank's it is."""
+        """Return the index of this call on this rank."""
         return self.call_numbers.setdefault(
             draw_torch_number(), self.first_call + len(self.call_numbers)
         )
 
     def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        """Fill a tensor with the numbers of this call for the samples that are here.
+
+        Args:
+            name: Name of the kernel.
+            tensor: The tensor to fill.
+            distribution: The distribution of the numbers.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            StepFailed: The draw does not fit the known calls, and `strict` is set.
+        """
         call = self._find_serial_call(self._number_call(), name)
         if not tensor.numel():
             return tensor
@@ -163,26 +215,32 @@ class KeyedDraws(DrawSource):
             )
             >> 1
         )
-        here = {
+        divided = {
             at: each
             for at, each in get_draw_box().items()
             if at < tensor.dim() and tensor.shape[at] == sum(map(len, each[1]))
         }
-        shape = tuple(here[at][0] if at in here else size for at, size in enumerate(tensor.shape))
-        known = name, shape, len(self.positions), call
-        if known not in self.draws.sample_dims:
-            self.draws.sample_dims[known] = self._find_sample_dim(name, shape, call)
-        dim, blocks = self.draws.sample_dims[known]
-        row = hash_rows(key, (0,) if dim is None else self.positions, blocks, tensor.device)
-        if dim in here:
-            row = torch.cat([row[each.start : each.stop] for each in here[dim][1]])
+        shape = tuple(
+            divided[at][0] if at in divided else size for at, size in enumerate(tensor.shape)
+        )
+        cache_key = name, shape, len(self.positions), call
+        if cache_key not in self.draws.sample_dims:
+            self.draws.sample_dims[cache_key] = self._find_sample_dim(name, shape, call)
+        dim, blocks = self.draws.sample_dims[cache_key]
+        row_hashes = hash_rows(key, (0,) if dim is None else self.positions, blocks, tensor.device)
+        if dim in divided:
+            row_hashes = torch.cat([row_hashes[each.start : each.stop] for each in divided[dim][1]])
         fill_from_hashes(
-            tensor, dim, row, distribution, {at: places for at, (_, places) in here.items()}
+            tensor,
+            dim,
+            row_hashes,
+            distribution,
+            {at: places for at, (_, places) in divided.items()},
         )
         return tensor
 
     def _find_serial_call(self, call: int, name: str) -> int:
-        """The number that a call has in the whole model."""
+        """Return the index of a call among the calls of the whole model."""
         if self.draws.serial_calls is None:
             return call
         if call < len(self.draws.serial_calls):
@@ -198,8 +256,9 @@ class KeyedDraws(DrawSource):
     def _find_sample_dim(
         self, name: str, shape: tuple[int, ...], call: int
     ) -> tuple[int | None, int]:
-        """(sample dimension, blocks) of this call: of all that were seen the one that fits, by
-        its order where several do.
+        """Return (sample dimension, blocks) of this call.
+
+        The known call that fits decides; if several fit, their order decides.
         """
         samples = len(self.positions)
         fits = [
@@ -211,13 +270,19 @@ class KeyedDraws(DrawSource):
         ]
         dims = {draw.dim for draw in fits}
         if len(dims) > 1:
-            here = self.draws.calls[call] if call < len(self.draws.calls) else None
-            alike = {
+            known_call = self.draws.calls[call] if call < len(self.draws.calls) else None
+            exact_dims = {
                 draw.dim
                 for draw in fits
                 if draw.dim is None or draw.other_sizes == drop_dim(shape, draw.dim)
             }
-            dims = {here.dim} if here in fits else alike if len(alike) == 1 else dims
+            dims = (
+                {known_call.dim}
+                if known_call in fits
+                else exact_dims
+                if len(exact_dims) == 1
+                else dims
+            )
         if len(dims) == 1:
             dim = dims.pop()
             return dim, 1 if dim is None else shape[dim] // samples
@@ -241,10 +306,21 @@ def key_draws(
     first_call: int = 0,
     call_numbers: CallNumbers | None = None,
 ) -> Iterator[None]:
-    """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they
-    draw, or always; then strictly, unless all ranks see the same samples. Draws from other
-    generators, which are common to all samples, begin alike in every forward of a step, on
-    every rank.
+    """Key the draws in the forward and backward passes of some samples (`KeyedDraws`).
+
+    Draws from other generators are common to all samples. They start from the same state in every
+    forward pass of a step, on every rank.
+
+    Args:
+        draws: The known random calls. If there are none, nothing is keyed.
+        seed: The seed of the job.
+        step: Number of the step.
+        positions: Places of the samples in the global batch.
+        always: Key the draws even if no random calls are known.
+        strict: With `always`, refuse draws that do not fit. False if all ranks see the same
+            samples.
+        first_call: As in `KeyedDraws`.
+        call_numbers: As in `KeyedDraws`.
     """
     if not draws and not always:
         yield
@@ -261,10 +337,17 @@ def key_draws(
 def key_test_draws(
     draws: Draws, seed: int, places: list[int], first_call: int = 0
 ) -> Iterator[None]:
-    """Around a forward in a test: what it draws (dropout that stays on, noise) is keyed by the
-    samples' places in the dataset. So every rank draws its part of the same numbers, and every
-    test of a training the same. What comes from numpy and random is the same on all ranks that
-    test these samples together. first: as Keyed has it.
+    """Key the draws in the forward pass of a test by the places of the samples in the dataset.
+
+    A model may draw in a test (dropout that stays on, noise). Every rank draws its part of the same
+    numbers, and every test of a training draws the same numbers. Draws from numpy and random are
+    the same on all ranks that test these samples together.
+
+    Args:
+        draws: The known random calls.
+        seed: The seed of the job.
+        places: Places of the samples in the dataset.
+        first_call: As in `KeyedDraws`.
     """
     with (
         use_seeded_generators(f"test {seed} {places[0]}"),
@@ -277,14 +360,25 @@ def key_test_draws(
 
 @contextlib.contextmanager
 def check_seen_draws(draws: Draws, is_inspected: bool) -> Iterator[None]:
-    """Around passes, where they are looked at: numpy's and Python's generators move if they
-    were seen to, and are seeded in every forward then. Raises StepFailed where they do so all
-    the same.
+    """Check that generators of numpy and Python do not move, unless they were known to.
+
+    If they are known to move, they are seeded in every forward pass.
+
+    Args:
+        draws: The known random calls.
+        is_inspected: Whether to check these passes.
+
+    Raises:
+        StepFailed: A generator moved that did not move when the model was inspected.
     """
-    before = fingerprint_generators() if is_inspected and not draws.other_generators else {}
+    states_before = fingerprint_generators() if is_inspected and not draws.other_generators else {}
     yield
-    now = fingerprint_generators() if before else {}
-    if moved := [name for name in before if name != "torch" and now[name] != before[name]]:
+    states_after = fingerprint_generators() if states_before else {}
+    if moved := [
+        name
+        for name in states_before
+        if name != "torch" and states_after[name] != states_before[name]
+    ]:
         raise StepFailed(
             f"the model or its loss draws from {moved[0]}, and did not when it was looked at: "
             f"ranks that have a "
@@ -294,51 +388,59 @@ def check_seen_draws(draws: Draws, is_inspected: bool) -> Iterator[None]:
         )
 
 
-# ---- what a forward draws --------------------------------------------------------------------
+# ---- find the draws of a forward pass --------------------------------------------------------
 def inspect_draws(forward: Callable[[int], object]) -> Draws:
-    """What forward(samples) draws, run on two samples and on three."""
+    """Find the draws of a forward pass, from a run on two samples and one on three.
+
+    Args:
+        forward: forward(samples) runs the model on so many samples.
+
+    Returns:
+        The random calls, and why they depend on the layout if they do.
+    """
     recordings = []
-    moved = []
+    moved_states = []
     for samples in (2, 3):
         seed_generators("what a model draws")
-        before = fingerprint_generators()
+        states_before = fingerprint_generators()
         with use_draw_source(DrawRecorder()) as recording:
             forward(samples)
         recordings.append(recording)
-        moved.append(
+        moved_states.append(
             {
                 name: state
                 for name, state in fingerprint_generators().items()
-                if state != before[name]
+                if state != states_before[name]
             }
         )
     two, three = (recording.calls for recording in recordings)
-    if not (two or three or moved[0] or moved[1] or recordings[0].own_generators):
+    if not (two or three or moved_states[0] or moved_states[1] or recordings[0].own_generators):
         return Draws()
-    wrong = [f"{name} by a generator of its own" for name in sorted(recordings[0].own_generators)]
-    wrong += [
+    reasons = [f"{name} by a generator of its own" for name in sorted(recordings[0].own_generators)]
+    reasons += [
         f"draws from {name}, which differ with the number of samples"
         for name in GENERATOR_NAMES
-        if moved[0].get(name) != moved[1].get(name)
+        if moved_states[0].get(name) != moved_states[1].get(name)
     ]
     if [name for name, _ in two] != [name for name, _ in three]:
-        wrong.append("other random calls where there are more samples")
-        return Draws((), "; ".join(wrong))
+        reasons.append("other random calls where there are more samples")
+        return Draws((), "; ".join(reasons))
     calls = []
     for (name, shape), (_, larger) in zip(two, three, strict=True):
         call = _infer_draw(name, shape, larger)
         if isinstance(call, str):
-            wrong.append(call)
+            reasons.append(call)
         else:
             calls.append(call)
     return Draws(
         tuple(calls),
-        "; ".join(dict.fromkeys(wrong)) or None,
-        tuple(name for name in GENERATOR_NAMES if name in moved[0]),
+        "; ".join(dict.fromkeys(reasons)) or None,
+        tuple(name for name in GENERATOR_NAMES if name in moved_states[0]),
     )
 
 
 def _infer_draw(name: str, two: tuple[int, ...], three: tuple[int, ...]) -> Draw | str:
+    """Compare the shapes for two and three samples; return the draw, or why it is not exact."""
     grown = [dim for dim, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
     if len(two) != len(three) or len(grown) > 1:
         return (

@@ -1,8 +1,7 @@
-"""Random numbers as a hash of coordinates: (key, sample, block, element) -> a number, whoever
-asks.
+"""Random numbers as a hash of coordinates: (key, sample, block, element) -> a number.
 
-The hash is MurmurHash3's 32-bit finaliser (Appleby 2011, public domain), in wrapping int32
-arithmetic.
+The number does not depend on the rank that computes it. The hash is the 32-bit finalizer of
+MurmurHash3 (Appleby 2011, public domain), in wrapping int32 arithmetic.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 HASH_CHUNK = 1 << 16  # numbers hashed at a time: they stay in the cache
-# elements of a sample up to which their hashes are kept for the next call
+# up to so many elements of a sample, their hashes are kept for the next call
 MAX_CACHED_ELEMENTS = 1 << 22
-# of a uniform number, so that rounding never makes it 1; otherwise 24
+# bits of a uniform number (other types: 24), such that rounding never gives 1
 UNIFORM_BITS = {torch.bfloat16: 8, torch.float16: 11}
 
 # hashes (int32), type of the result -> numbers
@@ -25,8 +24,15 @@ Distribution = Callable[[Tensor, torch.dtype], Tensor]
 
 
 def mix_hash(h: Tensor, complete: bool = True) -> Tensor:
-    """The finaliser, in place; not whole: without its last line, which would mix the upper half
-    of a number into the lower.
+    """Apply the finalizer in place.
+
+    Args:
+        h: Hashes (int32), changed in place.
+        complete: False: leave out the last line, which mixes the upper half of a number into the
+            lower half.
+
+    Returns:
+        h itself.
     """
     shifted = h >> 16
     h ^= shifted.bitwise_and_(0xFFFF)
@@ -42,28 +48,36 @@ def mix_hash(h: Tensor, complete: bool = True) -> Tensor:
 
 
 def hash_elements(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A hash of every place in a sample's part of a drawn tensor, by its coordinates: padding
-    moves none.
+    """Hash the coordinates of every element in the part of a drawn tensor that belongs to a sample.
+
+    The hash of an element does not change with the size of the tensor, so padding does not move it.
+
+    Args:
+        shape: Shape of the part.
+        device: Device of the result.
+
+    Returns:
+        The hashes, flat (int32).
     """
-    kept = math.prod(shape) <= MAX_CACHED_ELEMENTS
-    return (_hash_coordinates if kept else _hash_coordinates.__wrapped__)(
+    is_cached = math.prod(shape) <= MAX_CACHED_ELEMENTS
+    return (_hash_coordinates if is_cached else _hash_coordinates.__wrapped__)(
         tuple((range(length),) for length in shape), device
     )
 
 
 @functools.lru_cache(maxsize=16)
 def _hash_coordinates(ranges_by_dim: tuple[tuple[range, ...], ...], device: torch.device) -> Tensor:
-    """places: of every dimension, which of its elements."""
+    """Hash the coordinates of the elements that are selected in every dimension."""
     h = torch.zeros(1, dtype=torch.int32, device=device)
     for ranges in ranges_by_dim:
-        place = torch.cat(
+        coordinates = torch.cat(
             [
                 torch.arange(each.start, each.stop, dtype=torch.int32, device=device)
                 for each in ranges
             ]
         )
         # 2^32 / golden ratio
-        h = mix_hash((h.unsqueeze(-1) ^ place * -1640531527 + 0x5BD1E995).view(-1))
+        h = mix_hash((h.unsqueeze(-1) ^ coordinates * -1640531527 + 0x5BD1E995).view(-1))
     return h
 
 
@@ -73,7 +87,17 @@ def _spread_positions(positions: tuple[int, ...], device: torch.device) -> Tenso
 
 
 def hash_rows(key: int, positions: tuple[int, ...], blocks: int, device: torch.device) -> Tensor:
-    """(samples * blocks,): a hash of every sample and block of a draw."""
+    """Hash every sample and block of a draw.
+
+    Args:
+        key: Key of the draw.
+        positions: Places of the samples in the global batch.
+        blocks: Blocks of each sample.
+        device: Device of the result.
+
+    Returns:
+        The hashes, of shape (samples * blocks,).
+    """
     h = mix_hash(_spread_positions(positions, device) + key)
     if blocks == 1:
         return h
@@ -86,7 +110,12 @@ def hash_rows(key: int, positions: tuple[int, ...], blocks: int, device: torch.d
 
 
 def map_to_uniform(h: Tensor, dtype: torch.dtype) -> Tensor:
-    """[0, 1), the same numbers in float32 and float64."""
+    """Map hashes to uniform numbers in [0, 1), the same in float32 and float64.
+
+    Args:
+        h: Hashes (int32).
+        dtype: Type of the numbers; for an integer type the result is float32.
+    """
     bits = UNIFORM_BITS.get(dtype, 24)
     return (h >> (32 - bits)).bitwise_and_((1 << bits) - 1).to(
         dtype if dtype.is_floating_point else torch.float32
@@ -94,19 +123,34 @@ def map_to_uniform(h: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def map_to_open_interval(h: Tensor) -> Tensor:
-    """(0, 1) in float64, for distributions that are turned from it."""
+    """Map hashes to uniform numbers in (0, 1) in float64.
+
+    Other distributions are computed from these by the inverse of their distribution function.
+
+    Args:
+        h: Hashes (int32).
+    """
     return (h.double() + (2.0**31 + 0.5)) * 2.0**-32
 
 
 def make_bernoulli(p: float) -> Distribution:
-    """True with probability p."""
+    """Return the distribution that is True with probability p.
+
+    Args:
+        p: The probability.
+    """
     if p >= 1.0:
         return lambda h, dtype: torch.ones_like(h, dtype=torch.bool)
     return lambda h, dtype: h < round(p * 2**32) - 2**31
 
 
 def make_uniform_integers(low: int, high: int) -> Distribution:
-    """Whole numbers from low, below high."""
+    """Return the uniform distribution over the integers from low to high - 1.
+
+    Args:
+        low: The smallest integer.
+        high: One more than the largest integer.
+    """
     width = high - low
     if width <= 2**31:
         return lambda h, dtype: ((h.long() + 2**31) * width >> 32) + low
@@ -122,21 +166,26 @@ def fill_from_hashes(
     distribution: Distribution,
     places: Mapping[int, tuple[range, ...]] | None = None,
 ) -> None:
-    """Numbers by the hashes of (row, element), chunk by chunk.
+    """Fill a tensor with numbers from the hashes of (row, element), chunk by chunk.
 
-    places: of a part of a tensor, by dimension, which elements of the whole one are here; the
-    rows are those of this part.
+    Args:
+        tensor: The tensor, filled in place.
+        dim: Dimension of the rows (samples and blocks); None: all elements are one row.
+        row_hashes: The hash of each row that is here.
+        distribution: Maps hashes to numbers.
+        places: If the tensor is a part of a whole one: for a dimension, which elements of the whole
+            tensor are here.
     """
     shape = tuple(tensor.shape)
-    lines = tuple(
+    ranges_by_dim = tuple(
         (places or {}).get(at, (range(size),)) for at, size in enumerate(shape) if at != dim
     )
     element = (
         hash_elements(shape if dim is None else drop_dim(shape, dim), tensor.device)
         if not places
-        else _hash_coordinates.__wrapped__(lines, tensor.device)
+        else _hash_coordinates.__wrapped__(ranges_by_dim, tensor.device)
     )
-    into = (
+    target = (
         tensor
         if tensor.is_contiguous() and not dim
         else torch.empty(
@@ -145,16 +194,22 @@ def fill_from_hashes(
         if dim is not None
         else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     )
-    at_once = max(1, HASH_CHUNK // element.numel())
-    for some, out in zip(
-        row_hashes.view(-1, 1).split(at_once),
-        into.view(len(row_hashes), -1).split(at_once),
+    rows_per_chunk = max(1, HASH_CHUNK // element.numel())
+    for chunk, out in zip(
+        row_hashes.view(-1, 1).split(rows_per_chunk),
+        target.view(len(row_hashes), -1).split(rows_per_chunk),
         strict=True,
     ):
-        out.copy_(distribution(mix_hash(some ^ element, complete=False), tensor.dtype))
-    if into is not tensor:
-        tensor.copy_(into.movedim(0, dim) if dim else into)
+        out.copy_(distribution(mix_hash(chunk ^ element, complete=False), tensor.dtype))
+    if target is not tensor:
+        tensor.copy_(target.movedim(0, dim) if dim else target)
 
 
 def drop_dim(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Return a shape without one dimension.
+
+    Args:
+        shape: The shape.
+        dim: The dimension to leave out.
+    """
     return shape[:dim] + shape[dim + 1 :]

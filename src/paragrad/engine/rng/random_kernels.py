@@ -1,8 +1,8 @@
-"""Torch's random kernels, replaced: for the time of a step whoever is `drawing` says what they
-draw.
+"""Replacements of torch's random kernels.
 
-Each is a function of `Drawing.numbers`, which fills a tensor by a distribution. Where nothing
-is drawing, and where a call brings a generator of its own, they do what they did.
+For the time of a step, a `DrawSource` provides the numbers. Each replacement calls
+`DrawSource.draw_numbers`, which fills a tensor from a distribution. The original kernel runs if no
+source is in use, or if a call brings its own generator.
 """
 
 from __future__ import annotations
@@ -29,18 +29,34 @@ DrawSourceType = TypeVar("DrawSourceType", bound="DrawSource")
 
 
 class DrawSource(abc.ABC):
-    """Asked by the replaced kernels what a call draws; name: the kernel's."""
+    """Provides the numbers that the replaced kernels draw."""
 
     @abc.abstractmethod
     def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
-        """Fill a tensor."""
+        """Fill a tensor with random numbers.
+
+        Args:
+            name: Name of the kernel.
+            tensor: The tensor to fill.
+            distribution: The distribution of the numbers.
+
+        Returns:
+            The tensor.
+        """
 
     def skip_call(self) -> None:
-        """Another rank makes a call: what comes after it is the same one here as there."""
+        """Count a call that another rank makes.
+
+        Later calls then have the same index on both ranks.
+        """
         draw_torch_number()
 
-    def record_own_generator(self, name: str) -> None:  # noqa: B027 -- most do not ask
-        """A call brought a generator of its own."""
+    def record_own_generator(self, name: str) -> None:  # noqa: B027 -- most ignore it
+        """Record that a call brought its own generator.
+
+        Args:
+            name: Name of the kernel.
+        """
 
 
 def _draw_bernoulli(source: DrawSource, name: str, tensor: Tensor, p: Tensor) -> Tensor:
@@ -65,21 +81,23 @@ def _draw_integers(
     source: DrawSource, name: str, tensor: Tensor, low: int = 0, high: int | None = None
 ) -> Tensor:
     if high is None:
-        kind = tensor.dtype
-        most = (
-            2 ** {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}.get(kind, 24)
-            if kind.is_floating_point
-            else (1 if kind == torch.bool else torch.iinfo(kind).max)
+        dtype = tensor.dtype
+        largest = (
+            2 ** {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+            if dtype.is_floating_point
+            else (1 if dtype == torch.bool else torch.iinfo(dtype).max)
         )
-        high = most + 1
+        high = largest + 1
     return source.draw_numbers(name, tensor, make_uniform_integers(low, high))
 
 
 def _draw_multinomial(
     source: DrawSource, name: str, weights: Tensor, count: int, replacement: bool = False
 ) -> Tensor:
-    """With replacement by the inverse of the distribution, otherwise the largest of weight /
-    exponential (Efraimidis 2006).
+    """Draw indices by their weights.
+
+    With replacement, the inverse of the distribution function is used. Otherwise the indices with
+    the largest weight / exponential are chosen (Efraimidis 2006).
     """
     if replacement:
         total = weights.double().cumsum(-1)
@@ -137,8 +155,8 @@ def _apply_dropout(
 
 
 def _make_fill_kernel(make_distribution: Callable[..., Distribution]) -> Callable[..., Tensor]:
-    """A kernel that fills its tensor by a distribution of the other arguments."""
-    return lambda draw, name, tensor, *arguments: draw.draw_numbers(
+    """Return a kernel that fills its tensor from a distribution of its other arguments."""
+    return lambda source, name, tensor, *arguments: source.draw_numbers(
         name, tensor, make_distribution(*arguments)
     )
 
@@ -184,26 +202,28 @@ RANDOM_KERNELS: dict[str, Callable[..., Any]] = {
     "native_dropout": _apply_dropout,
 }
 
-# of the whole process: backward recomputes on a thread of autograd's
+# For the whole process, not for a thread: backward recomputes on a thread of autograd.
 _draw_source: DrawSource | None = None
-_call_count = 0  # times that a kernel was called
-# of a tensor's dimension: its size in the whole, and what is here of it
+_call_count = 0  # how often a kernel was called
+# for a dimension of a tensor: its size in the whole tensor, and which elements are here
 DrawBox = dict[int, tuple[int, tuple[range, ...]]]
 _draw_box: DrawBox = {}
 
 
 @functools.cache
 def _replace_kernels() -> list[Any]:
-    """Replace torch's random kernels, once: where nothing is `_drawing` they do what they did.
-    Keeps what holds them there.
+    """Replace torch's random kernels, once per process.
+
+    If no draw source is in use, the replacements call the original kernels. Returns the libraries,
+    which must be kept alive.
     """
     libraries = []
     for device in ("CPU", *(["CUDA"] if torch.cuda.is_available() else [])):
         library = torch.library.Library("aten", "IMPL")
         for name, sampler in RANDOM_KERNELS.items():
-            # no such kernel on this device
+            # a device may lack a kernel
             with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-                # that a kernel is replaced is meant
+                # torch warns about a replaced kernel, which is the purpose here
                 warnings.simplefilter("ignore")
                 original = torch.library.get_kernel(f"aten::{name}", device)
                 library.impl(name, _wrap_kernel(name, sampler, original), device, with_keyset=True)
@@ -216,16 +236,16 @@ def _wrap_kernel(name: str, sampler: Callable[..., Any], original: Any) -> Calla
     schema = getattr(getattr(torch.ops.aten, operator), overload or "default")._schema
     takes_generator = any(argument.name == "generator" for argument in schema.arguments)
 
-    def kernel(keys: Any, *arguments: Any, generator: Any = None, **more: Any) -> Any:
+    def kernel(keys: Any, *arguments: Any, generator: Any = None, **options: Any) -> Any:
         global _call_count
         _call_count += 1
         if _draw_source is not None and generator is None:
-            return sampler(_draw_source, operator.rstrip("_"), *arguments, **more)
+            return sampler(_draw_source, operator.rstrip("_"), *arguments, **options)
         if _draw_source is not None:
             _draw_source.record_own_generator(operator)
         if takes_generator:
-            more["generator"] = generator
-        return original.call_boxed(keys, *arguments, **more)
+            options["generator"] = generator
+        return original.call_boxed(keys, *arguments, **options)
 
     return kernel
 
@@ -241,65 +261,87 @@ def _get_torch_random() -> tuple[Any, Any, Tensor]:
 
 
 def draw_torch_number() -> int:
-    """A number from torch's own generator."""
+    """Draw a number from torch's own generator."""
     kernel, keys, place = _get_torch_random()
     return int(kernel.call_boxed(keys, place, 2**62))
 
 
 class _CallCounter(DrawSource):
-    """How often is drawn."""
+    """Counts how often numbers are drawn."""
 
     count = 0
 
     def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        """Count the call, and leave the tensor unchanged.
+
+        Args:
+            name: Name of the kernel.
+            tensor: The tensor.
+            distribution: The distribution of the numbers.
+
+        Returns:
+            The tensor.
+        """
         self.count += 1
         return tensor
 
 
 def count_random_calls() -> int:
-    """How many random calls this process has made, from the first time that this was asked."""
+    """Return how many random calls this process has made since the kernels were replaced.
+
+    The first call of this function replaces them.
+    """
     _replace_kernels()
     return _call_count
 
 
 def skip_random_calls(call: Callable[[], object]) -> None:
-    """A call that another rank makes, here with other tensors: as often as it draws, that
-    counts.
+    """Count the random calls that another rank makes.
+
+    Args:
+        call: Makes the same draws, here with other tensors.
     """
     if _draw_source is not None:
-        with use_draw_source(_CallCounter()) as counted:
+        with use_draw_source(_CallCounter()) as counter:
             call()
-        for _ in range(counted.count):
+        for _ in range(counter.count):
             _draw_source.skip_call()
 
 
 @contextlib.contextmanager
 def use_draw_box(box: DrawBox) -> Iterator[None]:
-    """Around a random function of a part of a tensor: what it draws are the numbers that the
-    whole one has there.
+    """Draw the numbers that the whole tensor has at this place, for a function of a part of it.
+
+    Args:
+        box: For each divided dimension, its whole size and which elements are here.
     """
     global _draw_box
-    before = _draw_box
+    previous = _draw_box
     _draw_box = box
     try:
         yield
     finally:
-        _draw_box = before
+        _draw_box = previous
 
 
 def get_draw_box() -> DrawBox:
+    """Return the box of the tensor that is being drawn."""
     return _draw_box
 
 
 @contextlib.contextmanager
 def use_draw_source(source: DrawSourceType) -> Iterator[DrawSourceType]:
-    """Around forward and backward: random kernels ask `by`."""
+    """Use a source of numbers for the random kernels, around forward and backward passes.
+
+    Args:
+        source: The source.
+    """
     global _draw_source
     _get_torch_random()
     _replace_kernels()
-    before = _draw_source
+    previous = _draw_source
     _draw_source = source
     try:
         yield source
     finally:
-        _draw_source = before
+        _draw_source = previous

@@ -1,1 +1,1 @@
-"""State of models and of Python that is copied, compared and put back."""
+"""State of models and of Python that is copied, compared and restored."""

@@ -1,5 +1,6 @@
-"""What stands in a model of the user's own while ranks train parts of it: tensors without
-values, which say so when asked.
+"""Empty tensors: placeholders in the model of the user while ranks train parts of it.
+
+They have no values. An operation that needs values raises an error which says so.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ ALLOWED_FUNCTIONS = GLOBAL_ATTRIBUTES | {
 
 
 class EmptyTensor(Tensor):
-    """A parameter, a buffer or a gradient: its shape and type. called: what it is;  home: its
-    device;  gradient: then it may be set to zero, which the step does.
+    """A parameter, buffer or gradient without values; it has only a shape and a type.
+
+    Attributes:
+        label: What the tensor is, for messages.
+        original_device: The device of the tensor that it replaces.
+        is_gradient: It stands for a gradient. It may be set to zero, as a training step does.
     """
 
     label: str
@@ -42,17 +47,24 @@ class EmptyTensor(Tensor):
 
     @classmethod
     def make_empty(cls, tensor: Tensor, label: str, is_gradient: bool = False) -> Self:
-        home = tensor.original_device if isinstance(tensor, EmptyTensor) else tensor.device
-        made = Tensor._make_subclass(
+        """Make an empty tensor with the shape and type of a tensor.
+
+        Args:
+            tensor: The tensor to replace.
+            label: What the tensor is, for messages.
+            is_gradient: It stands for a gradient.
+        """
+        device = tensor.original_device if isinstance(tensor, EmptyTensor) else tensor.device
+        empty = Tensor._make_subclass(
             cls, tensor.detach().to("meta"), not is_gradient and tensor.requires_grad
         )
-        made.__dict__.update(
+        empty.__dict__.update(
             label=label,
-            original_device=home,
+            original_device=device,
             is_gradient=is_gradient,
             _is_param=isinstance(tensor, nn.Parameter) and not is_gradient,
         )
-        return made
+        return empty
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,31 +72,31 @@ class EmptyTensor(Tensor):
         first = args[0] if args else None
         if name == "grad" and isinstance(first, EmptyTensor):
             return _access_gradient(first, *args[1:])
-        # to which inputs are brought
+        # code moves inputs to this device
         if name in ("device", "is_cpu", "is_cuda") and isinstance(first, EmptyTensor):
             return (
                 first.original_device
                 if name == "device"
                 else first.original_device.type == name.removeprefix("is_")
             )
-        zeroed = (
+        is_zeroing = (
             name in ("zero_", "detach_") and isinstance(first, EmptyTensor) and first.is_gradient
         )
-        if name in ALLOWED_FUNCTIONS or zeroed:
+        if name in ALLOWED_FUNCTIONS or is_zeroing:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        what = next(
+        label = next(
             (each.label for each in tree_leaves((args, kwargs)) if isinstance(each, EmptyTensor)),
             "one of its tensors",
         )
-        raise StepFailed(NO_VALUES_MESSAGE.format(what))
+        raise StepFailed(NO_VALUES_MESSAGE.format(label))
 
 
-def _access_gradient(tensor: EmptyTensor, *given: Any) -> EmptyTensor | None:
-    """What it has, or is set to."""
-    if given and given[0] is not None:
+def _access_gradient(tensor: EmptyTensor, *value: Any) -> EmptyTensor | None:
+    """Return the gradient of an empty tensor, or set it to None."""
+    if value and value[0] is not None:
         raise StepFailed(NO_VALUES_MESSAGE.format(f"the gradient of {tensor.label}"))
-    if given or not tensor.requires_grad:
+    if value or not tensor.requires_grad:
         return None
     with torch._C.DisableTorchFunctionSubclass():
         return EmptyTensor.make_empty(tensor, f"the gradient of {tensor.label}", is_gradient=True)

@@ -1,5 +1,6 @@
-"""What forwards change besides gradients, and putting it back: parameters, buffers, Python
-state, generators.
+"""Find and undo what forward passes change besides gradients.
+
+This covers parameters, buffers, Python state, hooks and random generators.
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ NON_OWNER_TYPES = (
 
 @contextlib.contextmanager
 def preserve_all_state(module: LossModule) -> Iterator[None]:
-    """Afterwards gradients, parameters, buffers, Python state of model and loss, and all
-    generators are as they were.
+    """Restore a module and all random generators afterwards.
+
+    Gradients, parameters, buffers, and the Python state of model and loss are restored.
+
+    Args:
+        module: The model and the loss.
     """
     with (
         keep_generators(),
@@ -60,22 +65,39 @@ def preserve_all_state(module: LossModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_module_state(module: LossModule) -> Iterator[ModuleSnapshot]:
-    """The same, but for the generators; what they were."""
-    before = ModuleSnapshot(
+    """Restore a module afterwards, but not the random generators.
+
+    Args:
+        module: The model and the loss. Their gradients are None inside the context.
+
+    Yields:
+        The snapshot of the module.
+    """
+    snapshot = ModuleSnapshot(
         module, list(dict(module.model.named_parameters())), include_buffers=True
     )
-    for parameter in before.parameters.values():
+    for parameter in snapshot.parameters.values():
         parameter.grad = None
     try:
-        yield before
+        yield snapshot
     finally:
-        before.restore_module()
+        snapshot.restore_module()
 
 
 class PythonState:
-    """What objects keep in Python attributes, as it is; later, what changed. Of what can be
-    copied and compared: numbers, text, generators, tensors that want no gradient, and lists,
-    dicts, tuples of these. compared: it may be asked what changed.
+    """What objects keep in Python attributes, as it was when this object was made.
+
+    It covers what can be copied and compared: numbers, text, generators, tensors that need no
+    gradient, and lists, dicts and tuples of these.
+
+    Args:
+        owners: The objects by name.
+        comparable: Keep copies, so that changes can be listed.
+
+    Attributes:
+        owners: The objects by name.
+        attribute_names: For each object, the names of all its attributes.
+        values: For each object and attribute, (copy or None, function that restores it).
     """
 
     def __init__(self, owners: Mapping[str, Any], comparable: bool = True) -> None:
@@ -83,62 +105,82 @@ class PythonState:
         self.attribute_names = {name: set(vars(owner)) for name, owner in self.owners.items()}
         self.values = {
             name: {
-                what: (
-                    copy_value(vars(owner)[what]) if comparable else None,
-                    make_restorer(vars(owner)[what]),
+                attribute: (
+                    copy_value(vars(owner)[attribute]) if comparable else None,
+                    make_restorer(vars(owner)[attribute]),
                 )
-                for what in list_comparable_attributes(owner)
+                for attribute in list_comparable_attributes(owner)
             }
             for name, owner in self.owners.items()
         }
 
     def collect_changes(self) -> dict[tuple[str, str], Any]:
-        """What is not as it was, by owner and attribute, as it is now."""
+        """Return the present values of attributes that have changed, by (owner, attribute)."""
         return {
-            (name, what): copy_value(vars(owner)[what])
+            (name, attribute): copy_value(vars(owner)[attribute])
             for name, owner in self.owners.items()
-            for what in list_comparable_attributes(owner)
+            for attribute in list_comparable_attributes(owner)
             if not (
-                what in self.values[name]
-                and is_same_value(vars(owner)[what], self.values[name][what][0])
+                attribute in self.values[name]
+                and is_same_value(vars(owner)[attribute], self.values[name][attribute][0])
             )
         }
 
     def list_removed_attributes(self) -> list[tuple[str, str]]:
-        """Attributes that are there no more."""
+        """Return (owner, attribute) of attributes that no longer exist."""
         return [
-            (name, what)
+            (name, attribute)
             for name, owner in self.owners.items()
-            for what in self.values[name]
-            if what not in vars(owner)
+            for attribute in self.values[name]
+            if attribute not in vars(owner)
         ]
 
     def restore_attributes(self, excluded: Iterable[nn.Module] = ()) -> None:
-        """apart: modules that stay as they are, with their objects. Each attribute is the same
-        object again, with what it held: others have it too.
+        """Restore all attributes.
+
+        Each attribute is again the same object with its old content, because other code may refer
+        to that object.
+
+        Args:
+            excluded: Modules that stay as they are, with the objects in their attributes.
         """
-        spared = {id(each) for module in excluded for each in (module, *vars(module).values())}
+        excluded_ids = {
+            id(each) for module in excluded for each in (module, *vars(module).values())
+        }
         for name, owner in self.owners.items():
-            if id(owner) in spared:
+            if id(owner) in excluded_ids:
                 continue
-            now = vars(owner)
-            for what in [
-                what
-                for what in _list_attribute_names(owner)
-                if what not in self.attribute_names[name]
+            attributes = vars(owner)
+            for attribute in [
+                attribute
+                for attribute in _list_attribute_names(owner)
+                if attribute not in self.attribute_names[name]
             ]:
-                del now[what]
-            for what, (_, put_back) in self.values[name].items():
-                now[what] = put_back()
+                del attributes[attribute]
+            for attribute, (_, restore) in self.values[name].items():
+                attributes[attribute] = restore()
 
 
 class ModuleSnapshot:
-    """A model and its loss as they are; later, what changed.
+    """A model and its loss as they were when this object was made.
 
-    values: names of parameters whose values and gradients are kept too, to put them back;
-    whether others changed is told by their versions, which `parameter.data` does not move.
-    buffers: they are kept too, which parameters there are, and hooks: a model that registers
-    them in its first forward, and notes in an attribute that it did, would do so again.
+    Changes of parameters are detected by their versions. A change through `parameter.data` does not
+    increase the version, so it is found only for saved parameters.
+
+    Args:
+        module: The model and the loss.
+        saved_parameters: Names of parameters to restore; their values and gradients are saved too.
+        include_buffers: Also save buffers, hooks, and the set of parameters. A model may register
+            hooks in its first forward pass and note that in an attribute. If only the attribute
+            were restored, it would register them again.
+
+    Attributes:
+        python_state: The Python state of model and loss.
+        parameters: The parameters by name.
+        versions: The version of each parameter.
+        saved_values: (data, copy of the values, gradient) of each saved parameter.
+        buffer_restorers: Functions that restore buffers and the set of parameters.
+        hook_restorers: Functions that restore hooks.
     """
 
     def __init__(
@@ -148,8 +190,8 @@ class ModuleSnapshot:
         include_buffers: bool = False,
     ) -> None:
         self.python_state = PythonState(_find_all_owners(module))
-        # a shard is changed by no forward: that sees the whole parameter, which is gone after
-        # it
+        # A forward pass cannot change a shard: it works on the whole parameter, which is freed
+        # after the pass.
         self.parameters = {
             name: parameter
             for name, parameter in module.model.named_parameters()
@@ -171,12 +213,16 @@ class ModuleSnapshot:
             else []
         )
         self.buffer_restorers = [
-            kept_as(each) for kept_as in (_save_buffers, _save_parameters) for each in modules
+            save(each) for save in (_save_buffers, _save_parameters) for each in modules
         ]
         self.hook_restorers = [_save_hooks(each) for each in modules]
 
     def collect_module_changes(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(parameters, Python state) that are not as they were, by name, as they are now."""
+        """Return what has changed.
+
+        Returns:
+            (parameters, Python state) by name, with their present values.
+        """
         return (
             {
                 name: parameter.detach().clone()
@@ -184,13 +230,13 @@ class ModuleSnapshot:
                 if self._is_changed(name)
             },
             {
-                f"{name}.{what}".lstrip("."): value
-                for (name, what), value in self.python_state.collect_changes().items()
+                f"{name}.{attribute}".lstrip("."): value
+                for (name, attribute), value in self.python_state.collect_changes().items()
             },
         )
 
     def list_changed_frozen(self) -> tuple[str, ...]:
-        """Names of parameters that are not trained, and are not as they were."""
+        """Return the names of parameters that are not trained and have changed."""
         return tuple(
             name
             for name, each in self.parameters.items()
@@ -205,61 +251,74 @@ class ModuleSnapshot:
         )
 
     def restore_module(self) -> None:
+        """Restore everything that was saved."""
         for name, (data, value, gradient) in self.saved_values.items():
             parameter = self.parameters[name]
             if self._is_changed(name) or parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
                 data.copy_(value)
             parameter.grad = gradient
-        for put_back in (
+        for restore in (
             *self.buffer_restorers,
             *self.hook_restorers,
             self.python_state.restore_attributes,
         ):
-            put_back()
+            restore()
 
 
 @contextlib.contextmanager
 def undo_forward_effects(model: nn.Module, excluded: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """What a forward does to buffers, hooks and Python state is undone. apart: modules whose
-    Python state stays what it is then.
+    """Undo what a forward pass does to buffers, hooks and Python state.
+
+    Args:
+        model: The model.
+        excluded: Modules that keep their present Python state.
     """
     state = PythonState(find_state_owners(model), comparable=False)
-    kept = [kept_as(each) for kept_as in (_save_buffers, _save_hooks) for each in model.modules()]
+    restorers = [save(each) for save in (_save_buffers, _save_hooks) for each in model.modules()]
     try:
         yield
     finally:
-        for put_back in kept:
-            put_back()
+        for restore in restorers:
+            restore()
         state.restore_attributes(excluded)
 
 
 def copy_python_attributes(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """What modules have in Python attributes, tensors and arrays with values left out."""
+    """Copy what modules keep in Python attributes, without tensors and arrays that have values.
+
+    Args:
+        module: The module; its submodules are included.
+
+    Returns:
+        The values by (module, attribute).
+    """
     return {
-        (inner, what): copy_value(vars(inner)[what])
+        (inner, attribute): copy_value(vars(inner)[attribute])
         for inner in module.modules()
-        for what in _list_attribute_names(inner)
-        if is_plain_value(vars(inner)[what])
+        for attribute in _list_attribute_names(inner)
+        if is_plain_value(vars(inner)[attribute])
         and all(
             isinstance(each, (*IMMUTABLE_TYPES, FakeTensor))
-            for each in tree_leaves(vars(inner)[what])
+            for each in tree_leaves(vars(inner)[attribute])
         )
     }
 
 
 def _save_buffers(module: nn.Module) -> Callable[[], None]:
-    """Puts them back, and their values."""
-    entries = _save_entries(module._buffers)
-    held = dict(module._buffers)
-    values = {name: buffer.detach().clone() for name, buffer in held.items() if buffer is not None}
+    """Return a function that restores the buffers of a module and their values."""
+    restore_entries = _save_entries(module._buffers)
+    buffers = dict(module._buffers)
+    values = {
+        name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None
+    }
 
-    def put_back() -> None:
+    def restore() -> None:
         for name, value in values.items():
-            set_tensor_values(held[name], value)
-        entries()
+            set_tensor_values(buffers[name], value)
+        restore_entries()
 
-    return put_back
+    return restore
 
 
 def _save_parameters(module: nn.Module) -> Callable[[], None]:
@@ -267,62 +326,82 @@ def _save_parameters(module: nn.Module) -> Callable[[], None]:
 
 
 def list_replaced_parameters(model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Names of parameters that a forward took away, made, or put others in the place of."""
-    now: dict[str, Any] = dict(model.named_parameters())
+    """Return the names of parameters that a forward pass removed, created or replaced.
+
+    Args:
+        model: The model after the forward pass.
+        parameters: Its parameters before, by name.
+    """
+    present: dict[str, Any] = dict(model.named_parameters())
     return tuple(
-        name for name in {**parameters, **now} if now.get(name) is not parameters.get(name)
+        name for name in {**parameters, **present} if present.get(name) is not parameters.get(name)
     )
 
 
 def list_hook_dicts(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dicts in which a module keeps its hooks.
+
+    Args:
+        module: The module.
+    """
     return [vars(module)[name] for name in HOOK_ATTRIBUTES]
 
 
 def _save_hooks(module: nn.Module) -> Callable[[], None]:
-    every = [_save_entries(hooks) for hooks in list_hook_dicts(module)]
+    restorers = [_save_entries(hooks) for hooks in list_hook_dicts(module)]
 
-    def put_back() -> None:
-        for each in every:
-            each()
+    def restore() -> None:
+        for restore_entries in restorers:
+            restore_entries()
 
-    return put_back
+    return restore
 
 
 def _save_entries(entries: Any) -> Callable[[], None]:
-    """Puts back which there are, where others have come in their place (`self.seen += 1`), or
-    beside them. A script of torch.jit has no dict of them, and lets nobody change it.
+    """Return a function that restores the entries of a dict.
+
+    Entries may have been replaced (`self.seen += 1`) or added. A torch.jit script has no such dict
+    and does not allow changes.
     """
     if not isinstance(entries, dict):
         return lambda: None
-    held = entries.copy()
+    saved = entries.copy()
 
-    def put_back() -> None:
-        if len(entries) != len(held) or any(
-            entries.get(name) is not each for name, each in held.items()
+    def restore() -> None:
+        if len(entries) != len(saved) or any(
+            entries.get(name) is not each for name, each in saved.items()
         ):
             entries.clear()
-            entries.update(held)
+            entries.update(saved)
 
-    return put_back
+    return restore
 
 
 def find_state_owners(model: nn.Module, prefix: str = "") -> dict[str, Any]:
-    """Who of a model may keep something in Python, by name, each once: its modules, and objects
-    in attributes of these, such as a configuration.
+    """Find the objects of a model that may keep Python state, each once.
+
+    These are its modules, and objects in attributes of modules, such as a configuration.
+
+    Args:
+        model: The model.
+        prefix: Prefix of the names.
+
+    Returns:
+        The objects by name.
     """
-    found: dict[str, Any] = dict(model.named_modules(prefix=prefix))
-    known = set(map(id, found.values()))
-    for name, module in list(found.items()):
-        for what in _list_attribute_names(module):
-            value = vars(module)[what]
-            if _can_own_state(value) and id(value) not in known:
-                known.add(id(value))
-                found[f"{name}.{what}".lstrip(".")] = value
-    return found
+    owners: dict[str, Any] = dict(model.named_modules(prefix=prefix))
+    known_ids = set(map(id, owners.values()))
+    for name, module in list(owners.items()):
+        for attribute in _list_attribute_names(module):
+            value = vars(module)[attribute]
+            if _can_own_state(value) and id(value) not in known_ids:
+                known_ids.add(id(value))
+                owners[f"{name}.{attribute}".lstrip(".")] = value
+    return owners
 
 
 def _can_own_state(value: Any) -> bool:
-    with contextlib.suppress(Exception):  # a proxy of what has gone
+    with contextlib.suppress(Exception):  # a proxy of an object that is gone
         return (
             not isinstance(value, NON_OWNER_TYPES)
             and type(getattr(value, "__dict__", None)) is dict
@@ -331,22 +410,27 @@ def _can_own_state(value: Any) -> bool:
 
 
 def list_comparable_attributes(owner: Any) -> list[str]:
-    """Attributes that are copied and compared; of an object no containers, which may be a
-    vocabulary or a dataset.
+    """Return the names of attributes that are copied and compared.
+
+    For an object that is not a module, containers are left out: they may be a vocabulary or a
+    dataset.
+
+    Args:
+        owner: A module or another object.
     """
     return [
-        what
-        for what in _list_attribute_names(owner)
-        if is_plain_value(vars(owner)[what])
+        attribute
+        for attribute in _list_attribute_names(owner)
+        if is_plain_value(vars(owner)[attribute])
         and (
             isinstance(owner, nn.Module)
-            or isinstance(vars(owner)[what], (*IMMUTABLE_TYPES, *GENERATOR_TYPES, Tensor))
+            or isinstance(vars(owner)[attribute], (*IMMUTABLE_TYPES, *GENERATOR_TYPES, Tensor))
         )
     ]
 
 
 def _find_all_owners(module: LossModule) -> dict[str, Any]:
-    """Those of the model and of the loss, or a loss that is an object."""
+    """Return the state owners of the model and of the loss; a loss may also be a plain object."""
     loss = module.state_owner
     name = "the loss" if hasattr(module.model, "loss") else "loss"
     if isinstance(loss, nn.Module):

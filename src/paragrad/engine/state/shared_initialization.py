@@ -1,14 +1,15 @@
-"""The values of a whole model, once on each host, until every rank holds its part.
+"""Keep the values of a whole model once on each host, until every rank holds its part.
 
-The first rank of a host builds the model, and moves its values into memory that the ranks of
-the host share. The others get its modules by pickle, in which a storage is a place of that
-memory: parameters, buffers, tied ones, views of one storage, and what the modules keep in
-Python come over, and nothing is built twice. What cannot be pickled (parametrizations, handles
-of the system) the others build themselves, one after another, and let their own values go at
-once.
+The first rank of a host builds the model. It moves the values into memory that the ranks of the
+host share. The other ranks receive the modules by pickle, in which a storage is a place in that
+memory. So parameters, buffers, tied tensors, views of one storage, and the Python state of modules
+are transferred, and nothing is built twice.
 
-Every rank maps the memory copy-on-write: a model is its rank's own, whatever is done with it,
-and what nobody writes is there once.
+Some models cannot be pickled (parametrizations, handles of the system). The other ranks then build
+the model themselves, one after another, and free their own values at once.
+
+Every rank maps the memory copy-on-write. So each rank has its own model and may change it, and
+values that no rank writes exist only once.
 """
 
 from __future__ import annotations
@@ -42,21 +43,29 @@ from paragrad.shm.region import (
     read_boot_id,
 )
 
-PICKLE_OFFSET = align_to_cache_line(
-    TOKEN_BYTES
-)  # where the pickle is in the memory; the storages follow
+# offset of the pickle in the shared memory; the storages follow it
+PICKLE_OFFSET = align_to_cache_line(TOKEN_BYTES)
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """firsts: of each rank, the first one of its host."""
+    """Which ranks are on the same host.
+
+    Attributes:
+        first_ranks: For each rank, the first rank of its host.
+    """
 
     first_ranks: Sequence[int]
 
     @classmethod
     def find_hosts(cls, world: World) -> Hosts:
-        """A host here is those who can open each other's memory: of one boot, process namespace
-        and user. Collective.
+        """Find the hosts of all ranks. Collective.
+
+        Here a host is a set of ranks that can open the memory of one another: same boot, process
+        namespace and user.
+
+        Args:
+            world: All ranks.
         """
         name = (
             f"rank {world.rank}"
@@ -68,27 +77,41 @@ class Hosts:
 
     @property
     def has_shared_host(self) -> bool:
-        """Is one of them host to several ranks?"""
+        """Whether a host has several ranks."""
         return len(set(self.first_ranks)) < len(self.first_ranks)
 
     def take_turns(self, world: World, ranks: Sequence[int]) -> Iterator[bool]:
-        """Some ranks take turns, on every host one after another: is it this rank's?
+        """Let some ranks take turns: on every host one after another, all hosts at once.
+
         Collective.
+
+        Args:
+            world: All ranks.
+            ranks: The ranks that take turns.
+
+        Yields:
+            For each turn, whether it belongs to this rank.
         """
         turn_of: dict[int, int] = {}
-        taken: Counter[int] = Counter()
+        turn_counts: Counter[int] = Counter()
         for rank in ranks:
-            turn_of[rank] = taken[self.first_ranks[rank]]
-            taken[self.first_ranks[rank]] += 1
-        for turn in range(max(taken.values(), default=0)):
+            turn_of[rank] = turn_counts[self.first_ranks[rank]]
+            turn_counts[self.first_ranks[rank]] += 1
+        for turn in range(max(turn_counts.values(), default=0)):
             yield turn_of.get(world.rank) == turn
             world.barrier()
 
 
 @dataclass(frozen=True)
 class InitialModel:
-    """How a rank begins. picked, because: in how many copies the model is on a host, for the
-    record; empty where there was nothing to pick.
+    """The whole model with which a rank starts.
+
+    Attributes:
+        model: The model.
+        hosts: Which ranks are on the same host, or None.
+        choice: For the record: in how many copies the model is on a host. Empty if there was
+            nothing to choose.
+        reason: The reason for the choice.
     """
 
     model: nn.Module
@@ -97,7 +120,15 @@ class InitialModel:
     reason: str = ""
 
     def record_choice(self, log: StepLog, world: World) -> Hosts | None:
-        """Into the record; the hosts."""
+        """Write the choice into the record.
+
+        Args:
+            log: The record of this rank.
+            world: All ranks.
+
+        Returns:
+            The hosts.
+        """
         if self.choice and world.rank == 0:
             log.write_choice("whole model", self.choice, self.reason)
         return self.hosts
@@ -105,9 +136,13 @@ class InitialModel:
 
 @dataclass(frozen=True)
 class Offer:
-    """What the first rank of a host has for the others. address: of the memory;  pickled: bytes
-    of the model's pickle;  sizes: of the storages;  because: why there is no pickle, or no
-    memory.
+    """What the first rank of a host offers to the other ranks.
+
+    Attributes:
+        address: Address of the shared memory.
+        pickle_bytes: Size of the pickle of the model, in bytes.
+        storage_sizes: Sizes of the storages, in bytes.
+        reason: Why there is no pickle, or no memory.
     """
 
     address: str = ""
@@ -117,8 +152,16 @@ class Offer:
 
 
 def build_shared_model(world: World, build_model: Callable[[], nn.Module]) -> InitialModel:
-    """A model that one rank of every host builds, and the random generators as that leaves
-    them. Collective.
+    """Build a model on one rank of every host, and share it with the others. Collective.
+
+    The random generators of all ranks are then as the build leaves them.
+
+    Args:
+        world: All ranks.
+        build_model: Builds the model.
+
+    Returns:
+        The model of this rank.
     """
     hosts = Hosts.find_hosts(world)
     if not hosts.has_shared_host:
@@ -131,11 +174,11 @@ def build_shared_model(world: World, build_model: Callable[[], nn.Module]) -> In
             offer = _gather_offers(world, Offer())[hosts.first_ranks[world.rank]]
         try:
             model = _unpickle_offered_model(offer)
-            because = ""
+            failure_reason = ""
         except Exception as error:
-            because = offer.reason or describe_error(error)
+            failure_reason = offer.reason or describe_error(error)
         return _build_where_missing(
-            world, hosts, model, because, lambda: _build_and_adopt(build_model, offer)
+            world, hosts, model, failure_reason, lambda: _build_and_adopt(build_model, offer)
         )
     model = build_model()
     region, offer = _offer_model(model, with_modules=True)
@@ -148,8 +191,16 @@ def build_shared_model(world: World, build_model: Callable[[], nn.Module]) -> In
 
 
 def share_model_values(world: World, model: nn.Module) -> InitialModel:
-    """A model that every rank has, with the same values: from here on those of one rank of
-    every host. Collective.
+    """Share the values of a model that every rank has with the same values. Collective.
+
+    Afterwards the values on one rank of every host serve all ranks of that host.
+
+    Args:
+        world: All ranks.
+        model: The model of this rank.
+
+    Returns:
+        The same model.
     """
     hosts = Hosts.find_hosts(world)
     _adopt_first_rank_values(world, hosts, model)
@@ -159,8 +210,14 @@ def share_model_values(world: World, model: nn.Module) -> InitialModel:
 def load_shared_model(
     world: World, hosts: Hosts | None, model: nn.Module, load_checkpoint: Callable[[bool], None]
 ) -> None:
-    """Load a checkpoint into a model and what belongs to it, the model's values on one rank of
-    every host. Collective.
+    """Load a checkpoint; one rank of every host reads the values of the model. Collective.
+
+    Args:
+        world: All ranks.
+        hosts: Which ranks are on the same host; None: every rank reads the values.
+        model: The model of this rank.
+        load_checkpoint: load_checkpoint(with_values) loads the checkpoint, with or without the
+            values of the model.
     """
     load_checkpoint(hosts is None or hosts.first_ranks[world.rank] == world.rank)
     if hosts is not None and not _adopt_first_rank_values(world, hosts, model):
@@ -168,19 +225,22 @@ def load_shared_model(
 
 
 def _adopt_first_rank_values(world: World, hosts: Hosts, model: nn.Module) -> bool:
-    """Has a model now the values of that of the host's first rank? Collective."""
-    first = hosts.first_ranks[world.rank]
+    """Take over the values of the first rank of the host. Collective.
+
+    Returns whether that worked.
+    """
+    first_rank = hosts.first_ranks[world.rank]
     if not hosts.has_shared_host:
         return True
     region, offer = (
-        _offer_model(model, with_modules=False) if first == world.rank else (None, Offer())
+        _offer_model(model, with_modules=False) if first_rank == world.rank else (None, Offer())
     )
-    offer = _gather_offers(world, offer)[first]
-    there = first == world.rank or _adopt_values(model, offer)
+    offer = _gather_offers(world, offer)[first_rank]
+    has_values = first_rank == world.rank or _adopt_values(model, offer)
     world.barrier()
     if region is not None:
         region.close_descriptor()
-    return there
+    return has_values
 
 
 def _gather_offers(world: World, offer: Offer) -> list[Offer]:
@@ -194,10 +254,12 @@ def _build_where_missing(
     failure_reason: str,
     build_model: Callable[[], nn.Module],
 ) -> InitialModel:
-    """Whoever did not get the model builds it, one after another."""
+    """Build the model on ranks that did not get it, one after another."""
     reasons = world.broadcast_object(world.gather_objects(failure_reason))
-    for mine in hosts.take_turns(world, [rank for rank, reason in enumerate(reasons) if reason]):
-        if mine:
+    for is_my_turn in hosts.take_turns(
+        world, [rank for rank, reason in enumerate(reasons) if reason]
+    ):
+        if is_my_turn:
             model = build_model()
     assert model is not None
     if any(reasons):
@@ -210,57 +272,61 @@ def _build_where_missing(
     )
 
 
-# ---- one rank has it, and the others take it -------------------------------------------------
+# ---- one rank offers its values, and the others take them over -------------------------------
 def _offer_model(model: nn.Module, with_modules: bool) -> tuple[CreatedRegion | None, Offer]:
-    """Move a model's values into memory that others can open. whole: with the modules."""
+    """Move the values of a model into memory that other ranks can open.
+
+    With `with_modules`, the modules are offered too.
+    """
     storages = _list_storages(model)
-    text = b""
-    because = ""
+    pickle_data = b""
+    reason = ""
     if with_modules:
         try:
-            text, storages = dump_tensorless((model, capture_generators()), storages)
+            pickle_data, storages = dump_tensorless((model, capture_generators()), storages)
         except Exception as error:
-            because = describe_error(error)
+            reason = describe_error(error)
     sizes = tuple(storage.nbytes() for storage in storages)
-    places = compute_offsets(PICKLE_OFFSET + len(text), sizes)
+    offsets = compute_offsets(PICKLE_OFFSET + len(pickle_data), sizes)
     users: dict[int, list[Tensor]] = {}
     for tensor in _list_host_tensors(model):
         users.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     region = None
     try:
-        region = CreatedRegion(places[-1], reserved=0)
+        region = CreatedRegion(offsets[-1], reserved=0)
         mapped = SharedRegion(region.descriptor, region.size, private=True)
-        region.reserve_pages(0, places[0])
-        region.map[PICKLE_OFFSET : PICKLE_OFFSET + len(text)] = text
-        # one after another: what was moved is let go
-        for begin, size in zip(places, sizes, strict=False):
-            region.reserve_pages(begin, size)
+        region.reserve_pages(0, offsets[0])
+        region.map[PICKLE_OFFSET : PICKLE_OFFSET + len(pickle_data)] = pickle_data
+        # one after another: each storage is freed after it was moved
+        for offset, size in zip(offsets, sizes, strict=False):
+            region.reserve_pages(offset, size)
             _move_storage(
                 storages.pop(0),
-                region.bytes[begin : begin + size],
-                mapped.make_storage(begin, size),
+                region.bytes[offset : offset + size],
+                mapped.make_storage(offset, size),
                 users,
             )
     except (RuntimeError, OSError) as error:
         if region is not None:
-            region.close_descriptor()  # by nobody: it is let go
+            region.close_descriptor()  # no other rank opens it: this frees the memory
         return None, Offer(reason=str(error))
     return_freed_memory()
-    return region, Offer(region.address, len(text), sizes, because)
+    return region, Offer(region.address, len(pickle_data), sizes, reason)
 
 
 def _move_storage(
     storage: UntypedStorage, place: Tensor, mapped: UntypedStorage, users: dict[int, list[Tensor]]
 ) -> None:
-    """The bytes of a storage, to another place, and the tensors over it."""
+    """Move the bytes of a storage to another place, and the tensors that use it."""
     place.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
     for tensor in users.pop(storage._cdata, ()):
         _rebind_tensor(tensor, mapped)
 
 
 def _unpickle_offered_model(offer: Offer) -> nn.Module:
-    """The model that another rank built. Raises where there is none, or it cannot be unpickled
-    here.
+    """Return the model that another rank built.
+
+    Raises an error if there is none, or if it cannot be unpickled here.
     """
     if not offer.pickle_bytes:
         raise RuntimeError(offer.reason)
@@ -282,9 +348,10 @@ def _unpickle_offered_model(offer: Offer) -> nn.Module:
 
 
 def _register_output_capture(model: nn.Module) -> None:
-    """What transformers writes down in a process when it builds a model of a class there: which
-    modules' outputs its forward gathers (hidden states, logits of routers). Without it they
-    would be missing.
+    """Register the modules of a model with transformers.
+
+    When transformers builds a model, it registers in this process which modules' outputs a forward
+    pass collects (hidden states, logits of routers). Without that these outputs would be missing.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if (registry := getattr(capturing, "_CAN_RECORD_REGISTRY", None)) is None:
@@ -301,8 +368,9 @@ def _build_and_adopt(build_model: Callable[[], nn.Module], offer: Offer) -> nn.M
 
 
 def _adopt_values(model: nn.Module, offer: Offer) -> bool:
-    """Has a model now the values that another rank offers? Not where its tensors are others, or
-    the memory cannot be opened.
+    """Take over the values that another rank offers; return whether that worked.
+
+    It does not work if the tensors differ, or if the memory cannot be opened.
     """
     storages = _list_storages(model)
     if not offer.address or [storage.nbytes() for storage in storages] != list(
@@ -311,15 +379,15 @@ def _adopt_values(model: nn.Module, offer: Offer) -> bool:
         return False
     try:
         region = open_region(offer.address, private=True)
-        starts = compute_offsets(PICKLE_OFFSET + offer.pickle_bytes, offer.storage_sizes)
+        offsets = compute_offsets(PICKLE_OFFSET + offer.pickle_bytes, offer.storage_sizes)
     except RuntimeError:
         return False
-    places = {
-        each._cdata: region.make_storage(begin, each.nbytes())
-        for each, begin in zip(storages, starts, strict=False)
+    new_storages = {
+        each._cdata: region.make_storage(offset, each.nbytes())
+        for each, offset in zip(storages, offsets, strict=False)
     }
     for tensor in _list_host_tensors(model):
-        _rebind_tensor(tensor, places[tensor.untyped_storage()._cdata])
+        _rebind_tensor(tensor, new_storages[tensor.untyped_storage()._cdata])
     del storages
     return_freed_memory()
     return True
@@ -327,7 +395,14 @@ def _adopt_values(model: nn.Module, offer: Offer) -> bool:
 
 # ---- the values of a model -------------------------------------------------------------------
 def copy_modules(model: nn.Module) -> nn.Module:
-    """The same modules once more, over the same values."""
+    """Copy the modules of a model; the copy uses the same values.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The copy.
+    """
     return copy.deepcopy(
         model,
         {
@@ -341,7 +416,11 @@ def copy_modules(model: nn.Module) -> nn.Module:
 
 
 def make_values_private(model: nn.Module) -> None:
-    """From here on a model has values of its own, and no more of them than it needs."""
+    """Give a model its own values, without more memory than it needs.
+
+    Args:
+        model: The model, changed in place.
+    """
     tensors = _list_host_tensors(model)
     users = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
     copies: dict[int, UntypedStorage] = {}
@@ -350,13 +429,13 @@ def make_values_private(model: nn.Module) -> None:
         if users[storage._cdata] == 1:
             tensor.data = tensor.data.clone()
             continue
-        if storage._cdata not in copies:  # views of one another stay so
+        if storage._cdata not in copies:  # views keep sharing one storage
             copies[storage._cdata] = storage.clone()
         _rebind_tensor(tensor, copies[storage._cdata])
 
 
 def _list_host_tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers that have their values in a storage of the host."""
+    """Return the parameters and buffers that have values in host memory."""
     return [
         each
         for each in (*model.parameters(), *model.buffers())
@@ -374,7 +453,7 @@ def _list_storages(model: nn.Module) -> list[UntypedStorage]:
 
 
 def _rebind_tensor(tensor: Tensor, storage: UntypedStorage) -> None:
-    """The same tensor over another storage, which has the same bytes."""
+    """Set a tensor to another storage with the same bytes."""
     tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
         storage, tensor.storage_offset(), tensor.shape, tensor.stride()
     )

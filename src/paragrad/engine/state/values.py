@@ -1,6 +1,4 @@
-"""Values that can be copied, compared and put back: numbers, text, generators, tensors, and
-what holds them.
-"""
+"""Copy, compare and restore values: numbers, text, generators, tensors, and containers."""
 
 from __future__ import annotations
 
@@ -34,21 +32,30 @@ IMMUTABLE_TYPES = (
     torch.device,
 )
 GENERATOR_TYPES = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
-# values: of a part that another rank holds; of a model given away
+# tensors without values: of a part on another rank; of a model that ranks train in parts
 VALUELESS_TYPES = FakeTensor, EmptyTensor
-# another's own may not let itself be changed
+# subclasses are left out: they may refuse changes
 CONTAINER_TYPES = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
 @dataclass(frozen=True)
 class GeneratorState:
-    """A random generator's state."""
+    """The state of a random generator.
+
+    Attributes:
+        state: The state, in the form of the library of the generator.
+    """
 
     state: Any
 
 
 def is_plain_value(value: Any) -> bool:
-    # of what may have gone: isinstance asks it
+    """Return whether a value can be copied, compared and restored.
+
+    Args:
+        value: Any value.
+    """
+    # the object behind a proxy may be gone, and isinstance would access it
     if type(value) in weakref.ProxyTypes:
         return False
     if isinstance(value, dict):
@@ -73,6 +80,11 @@ def _is_immutable_key(key: Any) -> bool:
 
 
 def copy_value(value: Any) -> Any:
+    """Copy a value; of a generator, copy the state.
+
+    Args:
+        value: A plain value. Tensors without values are not copied.
+    """
     if isinstance(value, (*IMMUTABLE_TYPES, *VALUELESS_TYPES)):
         return value
     if isinstance(value, GENERATOR_TYPES):
@@ -91,16 +103,23 @@ def _get_generator_state(generator: Any) -> Any:
 
 
 def make_restorer(value: Any) -> Callable[[], Any]:
-    """Gives the same object back, with what it holds now."""
+    """Remember a value and its content.
+
+    Args:
+        value: A plain value.
+
+    Returns:
+        A function that restores the content and returns the same object.
+    """
     if isinstance(value, (*IMMUTABLE_TYPES, *VALUELESS_TYPES)):
         return lambda: value
-    put_back = _make_content_restorer(value)
+    restore_content = _make_content_restorer(value)
 
-    def again() -> Any:
-        put_back()
+    def restore() -> Any:
+        restore_content()
         return value
 
-    return again
+    return restore
 
 
 def _make_content_restorer(value: Any) -> Callable[[], Any]:
@@ -110,28 +129,30 @@ def _make_content_restorer(value: Any) -> Callable[[], Any]:
         return functools.partial(set_tensor_values, value, value.detach().clone())
     if isinstance(value, numpy.ndarray):
         return functools.partial(_restore_array, value, value.copy())
-    held = {
+    restorers = {
         key: make_restorer(each)
         for key, each in (value.items() if isinstance(value, dict) else enumerate(value))
     }
 
-    def put_back() -> None:
-        again = {key: each() for key, each in held.items()}
-        now = dict(value.items() if isinstance(value, dict) else enumerate(value))
-        if now.keys() == again.keys() and all(now[key] is each for key, each in again.items()):
-            return  # it may be one that is not to be changed
+    def restore() -> None:
+        restored = {key: each() for key, each in restorers.items()}
+        present = dict(value.items() if isinstance(value, dict) else enumerate(value))
+        if present.keys() == restored.keys() and all(
+            present[key] is each for key, each in restored.items()
+        ):
+            return  # unchanged, and the container may refuse changes
         if isinstance(value, dict | set):
             value.clear()
-            value.update(again if isinstance(value, dict) else again.values())
+            value.update(restored if isinstance(value, dict) else restored.values())
         elif not isinstance(value, tuple):
             value.clear()
-            value.extend(again.values())
+            value.extend(restored.values())
 
-    return put_back
+    return restore
 
 
 def _restore_array(array: numpy.ndarray[Any, Any], values: numpy.ndarray[Any, Any]) -> None:
-    if not numpy.array_equal(array, values):  # it may be for reading alone
+    if not numpy.array_equal(array, values):  # the array may be read-only
         numpy.copyto(array, values)
 
 
@@ -145,6 +166,12 @@ def _set_generator_state(generator: Any, state: Any) -> None:
 
 
 def is_same_value(a: Any, b: Any) -> bool:
+    """Return whether two values are equal; nan equals nan.
+
+    Args:
+        a: A value.
+        b: A value, or a `GeneratorState` to compare with the generator a.
+    """
     if isinstance(b, GeneratorState):
         return is_same_value(
             a.state
@@ -182,11 +209,21 @@ def is_same_value(a: Any, b: Any) -> bool:
 
 
 def is_differentiable(tensor: Tensor) -> bool:
+    """Return whether a tensor has a type that allows gradients.
+
+    Args:
+        tensor: The tensor.
+    """
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def set_tensor_values(buffer: Tensor, values: Tensor) -> None:
-    """In place where the shape is the same."""
+    """Give a tensor new values, in place if the shape is the same.
+
+    Args:
+        buffer: The tensor to change. A tensor without values is left alone.
+        values: The new values.
+    """
     if isinstance(buffer, VALUELESS_TYPES):
         return
     if buffer.shape != values.shape:
@@ -202,15 +239,27 @@ def _is_equal_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def list_saved_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Buffers that its state_dict holds, each once, as they are now: a forward may make them
-    anew.
+    """Return the buffers that the state_dict of a module contains, each once.
+
+    A forward pass may replace buffers, so the result is valid for now only.
+
+    Args:
+        module: The module.
+        prefix: Prefix of the names.
     """
-    kept = {id(each) for each in module.state_dict(keep_vars=True).values()}
-    return {name: each for name, each in module.named_buffers(prefix) if id(each) in kept}
+    saved = {id(each) for each in module.state_dict(keep_vars=True).values()}
+    return {name: each for name, each in module.named_buffers(prefix) if id(each) in saved}
 
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers of a type are summed."""
+    """Return the type in which numbers of a type are summed.
+
+    Args:
+        dtype: Type of the numbers.
+
+    Returns:
+        float32 or finer; float64 for integers.
+    """
     return (
         torch.promote_types(dtype, torch.float32)
         if dtype.is_floating_point or dtype.is_complex

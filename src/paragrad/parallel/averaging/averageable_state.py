@@ -1,10 +1,14 @@
-"""What has a mean over workers, besides weights, and what mean it has: for all who average
-weights in place of gradients.
+"""Which values have a mean over workers, and how that mean is computed.
 
-Values: parameters, buffers that the model's state_dict holds, and those of a loss that is a
-module. What it does not hold (`persistent=False`) is computed anew where it is missing: a cache
-that one worker filled further than another has no mean. Nor has what modules keep in Python.
-Optimizers' states: of numbers the mean, of codes for numbers one worker's.
+It serves all strategies that average weights instead of gradients.
+
+Values with a mean are parameters, buffers in the state_dict of the model, and the saved buffers of
+a loss that is a module. A buffer outside of the state_dict (`persistent=False`) is recomputed where
+it is missing. It may be a cache that one worker filled further than another, so it has no mean.
+Python state of modules has no mean either.
+
+In the state of an optimizer, tensors of numbers are averaged. Of tensors that hold codes for
+numbers, those of one worker are used.
 """
 
 from __future__ import annotations
@@ -25,10 +29,10 @@ from paragrad.engine.state.values import (
 from paragrad.jobs.loss import LossModule
 from paragrad.record.step_log import StepLog
 
-# of norms, which docs say become means
+# statistics of norm layers: the documentation says that they are averaged
 BATCH_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-GroupNumbers = list[dict[str, float]]  # of an optimizer, by group
-LOSS_PREFIX = "the loss"  # before the names of its buffers
+GroupNumbers = list[dict[str, float]]  # the numbers in each group of an optimizer
+LOSS_PREFIX = "the loss"  # prefix of the names of its buffers
 REPLACED_MESSAGE = (
     "a forward put another parameter in its place, tied it or made it, and what is averaged is "
     "known by its name; do "
@@ -42,25 +46,49 @@ ONE_SHAPE_HINT = (
 
 
 def collect_averageable(loss_module: LossModule) -> dict[str, Tensor]:
-    """What has a mean, by name."""
+    """Return the values that have a mean, by name.
+
+    Args:
+        loss_module: The model and the loss.
+
+    Returns:
+        Parameters and saved buffers of the model, and saved buffers of the loss with LOSS_PREFIX.
+    """
     loss = loss_module.state_owner
-    beside = list_saved_buffers(loss, LOSS_PREFIX) if isinstance(loss, nn.Module) else {}
+    loss_buffers = list_saved_buffers(loss, LOSS_PREFIX) if isinstance(loss, nn.Module) else {}
     return {
         **dict(loss_module.model.named_parameters()),
         **list_saved_buffers(loss_module.model),
-        **beside,
+        **loss_buffers,
     }
 
 
 def round_to_type(mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mean as a value of a type; of whole numbers the nearest one."""
+    """Convert a mean to the dtype of the value.
+
+    Args:
+        mean: The mean.
+        dtype: The dtype. Integers are rounded to the nearest one; a boolean is true from 0.5 on.
+
+    Returns:
+        A tensor of that dtype.
+    """
     if dtype == torch.bool:
         return mean >= 0.5
     return (mean if dtype.is_floating_point or dtype.is_complex else mean.round()).to(dtype)
 
 
 class AveragingNotes:
-    """What a record says, once: which values become means, and what has none."""
+    """Notes in the step log on averaged values and on values without a mean, each written once.
+
+    Args:
+        log: The step log.
+
+    Attributes:
+        log: The step log.
+        averaged_names: Names of averaged values that were noted.
+        noted_topics: Topics that were noted, such as "python".
+    """
 
     def __init__(self, log: StepLog) -> None:
         self.log = log
@@ -68,7 +96,12 @@ class AveragingNotes:
         self.noted_topics = set[str]()
 
     def note_averages(self, names: Iterable[str]) -> None:
-        """Of values that forwards changed, and that were averaged."""
+        """Note values that forward passes changed and that were averaged.
+
+        Args:
+            names: Their names. Statistics of norm layers are left out; the documentation covers
+                them.
+        """
         new = [
             name
             for name in names
@@ -87,8 +120,15 @@ class AveragingNotes:
     def note_python_state(
         self, before: PythonState, description: str, tensors: Sequence[str] = ()
     ) -> None:
-        """A forward has been. tensors: of a model that is cut, which may stand in
-        attributes.
+        """Note the Python state that forward passes changed. It has no mean.
+
+        It is called after a forward pass; only the first call has an effect.
+
+        Args:
+            before: The Python state before the forward pass.
+            description: How that state relates between workers, as the log shows it.
+            tensors: Names of tensors of a partitioned model that may be attributes. They are left
+                out.
         """
         changed = before.collect_changes() if "python" not in self.noted_topics else ()
         self.noted_topics.add("python")
@@ -101,14 +141,22 @@ class AveragingNotes:
             )
 
     def note_optimizer_groups(self, worker_groups: list[GroupNumbers]) -> None:
-        """What optimizers have in their groups, of which the first one's are saved."""
-        every = [
+        """Note settings of optimizer groups that differ between workers.
+
+        A checkpoint holds those of the first worker.
+
+        Args:
+            worker_groups: For each worker, the numbers in its groups.
+        """
+        group_values = [
             (what, {each[what] for each in groups if what in each})
             for groups in zip(*worker_groups, strict=True)
             for what in groups[0]
         ]
         differ = [
-            f"{what} ({min(found):g} to {max(found):g})" for what, found in every if len(found) > 1
+            f"{what} ({min(values):g} to {max(values):g})"
+            for what, values in group_values
+            if len(values) > 1
         ]
         if differ and "groups" not in self.noted_topics:
             self.noted_topics.add("groups")
@@ -123,38 +171,53 @@ def _shorten_names(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
 
 
-# ---- optimizers' states ----------------------------------------------------------------------
+# ---- optimizer states -------------------------------------------------------------------------
 def average_state(
     worker_states: list[tuple[float, layout.OptimizerState]],
 ) -> layout.OptimizerState:
-    """Of some workers', each by its weight, the mean of what tensors of numbers hold; of
-    anything else the first one's. Where a parameter's holds other tensors too (the codes of an
-    8-bit optimizer, beside their scales) one worker's, whole.
+    """Compute the mean of the optimizer states of workers.
+
+    Tensors of numbers are averaged, each by the weight of its worker. Of anything else, the value
+    of the first worker is used. If a parameter has other tensors too, its whole state is that of
+    one worker. An example is an 8-bit optimizer, which keeps codes and their scales.
+
+    Args:
+        worker_states: For each worker, its weight and its state.
+
+    Returns:
+        The state by parameter name.
     """
-    # they have just met
+    # if all weights are 0, the replicas were averaged just now and count equally
     worker_states = (
         worker_states
         if any(weight for weight, _ in worker_states)
         else [(1.0, state) for _, state in worker_states]
     )
-    found: layout.OptimizerState = {}
+    averaged: layout.OptimizerState = {}
     for name in dict.fromkeys(name for _, state in worker_states for name in state):
-        there = [(weight, state[name]) for weight, state in worker_states if name in state]
-        if any(_is_code(value) for _, values in there for value in values.values()):
-            found[name] = dict(there[0][1])
+        parameter_states = [
+            (weight, state[name]) for weight, state in worker_states if name in state
+        ]
+        if any(_is_code(value) for _, values in parameter_states for value in values.values()):
+            averaged[name] = dict(parameter_states[0][1])
         else:
-            found[name] = {
+            averaged[name] = {
                 what: _average_state_value(
-                    [(weight, values[what]) for weight, values in there if what in values]
+                    [
+                        (weight, values[what])
+                        for weight, values in parameter_states
+                        if what in values
+                    ]
                 )
-                for what in dict.fromkeys(what for _, values in there for what in values)
+                for what in dict.fromkeys(what for _, values in parameter_states for what in values)
             }
-    return found
+    return averaged
 
 
 def _is_averageable(value: Any) -> bool:
-    """A tensor that has a mean: not a count, nor of a type so coarse that its values are
-    codes.
+    """Return whether a value is a tensor that has a mean.
+
+    A count has none, and neither has a dtype so coarse that its values are codes.
     """
     return (
         isinstance(value, Tensor)
@@ -165,6 +228,7 @@ def _is_averageable(value: Any) -> bool:
 
 
 def _is_code(value: Any) -> bool:
+    """Return whether a value is a tensor, with dimensions, that has no mean."""
     return isinstance(value, Tensor) and bool(value.dim()) and not _is_averageable(value)
 
 
@@ -185,7 +249,11 @@ def _average_state_value(weighted_values: list[tuple[float, Any]]) -> Any:
 
 
 def collect_group_numbers(optimizer: torch.optim.Optimizer) -> GroupNumbers:
-    """What it has in each of its groups."""
+    """Return the numbers in each group of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return [
         {what: value for what, value in group.items() if isinstance(value, int | float)}
         for group in optimizer.param_groups

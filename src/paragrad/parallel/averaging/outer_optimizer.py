@@ -1,14 +1,17 @@
-"""What replicas go on from when their weights are averaged, and what the run stands for in
-between.
+"""Outer optimizers: the weights with which replicas continue after an averaging.
 
-mean       all go on from the mean. nesterov   a centre steps by what the mean moved away from
-it, as by a gradient, with Nesterov's momentum, and all go on from
-           it (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
-elastic    replicas are pulled to a centre, and the centre to their plain mean: x_i -= a (x_i -
-c), c += a sum (x_i - c) (EASGD:
-           Zhang, Choromanska & LeCun 2015, arXiv 1412.6651). There a gradient and the pull are
-           taken at the same weights; here replicas are pulled when they have stepped, as if the
-           pull of each step came before its gradient.
+They also define the effective weights of the run between two averagings.
+
+    mean       All replicas continue with the mean.
+    nesterov   A centre steps by its distance from the mean, as by a gradient, with Nesterov's
+               momentum. All replicas continue with the centre.
+               (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1)
+    elastic    Replicas are pulled to a centre, and the centre to their plain mean:
+               x_i -= a (x_i - c), c += a sum (x_i - c)
+               (EASGD: Zhang, Choromanska & LeCun 2015, arXiv 1412.6651)
+
+In the paper of EASGD a gradient and the pull are taken at the same weights. Here replicas are
+pulled after their step, as if the pull of each step came before its gradient.
 """
 
 from __future__ import annotations
@@ -26,30 +29,57 @@ Tensors = Sequence[Tensor]
 
 
 class OuterOptimizer(ABC):
-    """Of some tensors, all replicas' alike. momentum: what a checkpoint has to hold beside
-    them;  even: the mean counts all replicas alike, not by their samples;  centre: what they do
-    not become when they meet.
+    """Base class of outer optimizers.
+
+    Its tensors are equal on all replicas.
+
+    Attributes:
+        momentum: Tensors that a checkpoint must hold in addition to the weights.
+        counts_equally: Whether the mean counts all replicas equally, not by their samples.
+        centre: The centre, if there is one.
     """
 
     momentum: Tensors = ()
     counts_equally = False
     centre: Tensors = ()
 
-    # the mean has no centre
+    # empty by default, because the mean has no centre
     def start_local_phase(self, weights: Tensors) -> None:  # noqa: B027
-        """From here on replicas, which are equal, step alone."""
+        """Begin a phase in which replicas step alone. They are equal now.
+
+        Args:
+            weights: The weights of this replica.
+        """
 
     def compute_effective_weights(self, means: Tensors) -> Tensors:
-        """What the run stands for while replicas are apart; nothing is changed."""
+        """Return the effective weights of the run while replicas differ. Nothing is changed.
+
+        Args:
+            means: The means of the weights over replicas.
+        """
         return means
 
     @abstractmethod
     def update_replica(self, weights: Tensors, means: Tensors) -> None:
-        """Replicas meet: this one's tensors become, in place, what it goes on from."""
+        """Set the weights with which this replica continues after an averaging.
+
+        Args:
+            weights: The weights of this replica, changed in place.
+            means: The means of the weights over replicas.
+        """
 
 
 def build_outer_optimizer(strategy: Local, tensors: Tensors, momentum: Tensors) -> OuterOptimizer:
-    """The one of a resolved strategy. momentum: of a checkpoint, or none."""
+    """Build the outer optimizer of a resolved strategy.
+
+    Args:
+        strategy: The strategy.
+        tensors: The weights of this replica.
+        momentum: The momentum from a checkpoint; empty if there is none.
+
+    Returns:
+        The outer optimizer.
+    """
     if isinstance(strategy.outer, Nesterov):
         return NesterovOuterOptimizer(strategy.outer, tensors, momentum)
     if isinstance(strategy.outer, Elastic):
@@ -59,7 +89,7 @@ def build_outer_optimizer(strategy: Local, tensors: Tensors, momentum: Tensors) 
 
 
 class MeanOuterOptimizer(OuterOptimizer):
-    """The mean itself."""
+    """All replicas continue with the mean."""
 
     def update_replica(self, weights: Tensors, means: Tensors) -> None:
         for mine, mean in zip(weights, means, strict=True):
@@ -67,8 +97,10 @@ class MeanOuterOptimizer(OuterOptimizer):
 
 
 class CentredOuterOptimizer(OuterOptimizer, ABC):
-    """With a centre, in float32 where tensors are coarser: in these the steps of many meetings
-    would be lost.
+    """Base class of outer optimizers with a centre.
+
+    The centre is at least float32. In a coarser dtype, the small steps of many averagings would be
+    lost.
     """
 
     def start_local_phase(self, weights: Tensors) -> None:
@@ -78,9 +110,15 @@ class CentredOuterOptimizer(OuterOptimizer, ABC):
 
 
 class NesterovOuterOptimizer(CentredOuterOptimizer):
-    """A centre that steps, and that all become. Its step is of a whole round: in the middle of
-    one the run stands for the mean, which a step would carry beyond it, with all of the
-    momentum for a part of the way.
+    """A centre that steps with Nesterov's momentum. All replicas continue with it.
+
+    Its step belongs to a whole round. In the middle of a round the effective weights are the mean.
+    A step would go beyond the mean, because it uses all of the momentum for a part of the round.
+
+    Args:
+        outer: The momentum and the learning rate.
+        tensors: The weights of this replica.
+        momentum: The momentum from a checkpoint; empty if there is none.
     """
 
     def __init__(self, outer: Nesterov, tensors: Tensors, momentum: Tensors) -> None:
@@ -107,7 +145,13 @@ class NesterovOuterOptimizer(CentredOuterOptimizer):
 
 
 class ElasticOuterOptimizer(CentredOuterOptimizer):
-    """A centre that replicas are pulled to, and do not become."""
+    """A centre to which replicas are pulled, without becoming equal to it.
+
+    Args:
+        pull: The factor a of the pull.
+        replicas: Number of replicas.
+        tensors: The weights of this replica.
+    """
 
     counts_equally = True
 

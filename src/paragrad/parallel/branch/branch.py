@@ -1,6 +1,4 @@
-"""branch: sub-networks of which none needs another, on ranks of their own; the rest of the
-model is on all.
-"""
+"""The branch strategy: independent sub-networks on ranks of their own; the rest is on all ranks."""
 
 from __future__ import annotations
 
@@ -39,14 +37,19 @@ from paragrad.parallel.tracing.tracer import track_modules
 from paragrad.runtime.world import World
 from paragrad.strategies.branch import Branch as Strategy
 
-ROUNDS = 8  # until no other function is found that wants values
+ROUNDS = 8  # runs at most, until no further function is found that needs values
 
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """forks: their branches, in the order of a forward;  owners: by parameter or buffer, whose
-    it is;  whole: functions that want values on all ranks;  notes: what travels;  numbers: of
-    each parameter and buffer, how many.
+    """How branches are assigned to ranks.
+
+    Attributes:
+        forks: The branches of each fork, in the order of a forward.
+        owners: By parameter or buffer, the rank that has it.
+        value_functions: Functions that need values on all ranks.
+        transfers: What travels.
+        element_counts: Number of elements of each parameter and buffer.
     """
 
     forks: list[list[ModelBranch]]
@@ -57,22 +60,45 @@ class BranchPlan:
 
 
 def check_model(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
-    """Has the model branches? Raises StepFailed with the repair."""
+    """Check that the model has branches.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        example: Inputs of some samples.
+        tested: Whether the model must run in eval mode too.
+
+    Raises:
+        StepFailed: It has too few; the message names the repair.
+    """
     inspect_model(strategy, model, example, tested)
 
 
 def inspect_model(
     strategy: Strategy, model: nn.Module, example: Any, tested: bool = False
 ) -> BranchPlan:
-    """Which branches there are, and whose each is. tested: a test has to be possible too."""
+    """Find the branches of a model, and assign them to ranks.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        example: Inputs of some samples.
+        tested: Whether the model must run in eval mode too.
+
+    Returns:
+        The plan.
+
+    Raises:
+        StepFailed: The model has too few branches, or cannot run in this way.
+    """
     ranks = strategy.size
     refuse_compiled_model(model)
     with (
         preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)),
         explain_model_errors("without gradients"),
     ):
-        found = time_forks(model, example, ranks)
-    most = max(map(len, found), default=1)
+        forks = time_forks(model, example, ranks)
+    most = max(map(len, forks), default=1)
     if most < 2:
         raise StepFailed(
             "the model has no branches: everything in it that has parameters needs what came "
@@ -86,33 +112,44 @@ def inspect_model(
             f"branch({most})"
         )
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    owners = assign_branches(found, ranks)
-    whole = frozenset[str]()
+    owners = assign_branches(forks, ranks)
+    value_functions = frozenset[str]()
     for _ in range(ROUNDS):
-        looking, testing = (BranchTrial(model, owners, ranks, whole) for _ in range(2))
+        training_trial, test_trial = (
+            BranchTrial(model, owners, ranks, value_functions) for _ in range(2)
+        )
         with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
-            looking.run_forward(example)
+            training_trial.run_forward(example)
         with (
             preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)),
             contextlib.nullcontext() if tested else contextlib.suppress(StepFailed),
         ):
-            testing.run_forward(example, tested=True)
-        before = whole
-        whole = frozenset(looking.value_functions | testing.value_functions)
-        if whole == before:
+            test_trial.run_forward(example, tested=True)
+        previous = value_functions
+        value_functions = frozenset(training_trial.value_functions | test_trial.value_functions)
+        if value_functions == previous:
             break
     return BranchPlan(
-        found,
+        forks,
         owners,
-        whole,
-        tuple(looking.transfers),
+        value_functions,
+        tuple(training_trial.transfers),
         {name: each.numel() for name, each in tensors},
     )
 
 
 class BranchTrial:
-    """A run of the model in which one rank has all branches, and notes what they would show
-    each other.
+    """A run of the model on one rank that has all branches, and notes what branches would share.
+
+    It implements what `AxisGroup.decider` needs of ShardingDecider.
+
+    Attributes:
+        model: The model.
+        owners: By parameter or buffer, the rank that has it.
+        value_functions: Functions that need values on all ranks, also those that this run finds.
+        group: The ranks.
+        transfers: The transfers so far.
+        module_stack: Names of the modules that are being called.
     """
 
     def __init__(
@@ -129,29 +166,53 @@ class BranchTrial:
         self.transfers: list[TransferNote] = []
 
     def note_transfer(self, what: str, sent: int, detail: str) -> None:
+        """Note a transfer of the module that is being called.
+
+        Args:
+            what: The kind of transfer.
+            sent: Bytes that a rank sends.
+            detail: Text for the summary.
+        """
         self.transfers.append(TransferNote(self.module_stack[-1], what, sent, detail))
 
     def check_meta_call(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> None:
-        """Can it be told without values? draws: it draws inside of what it does, so that all
-        ranks have to call it.
+        """Check whether a call also works without values.
+
+        If it does not, all ranks have to make it with values.
+
+        Args:
+            func: The function.
+            name: Its name.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            draws: Whether it draws random numbers inside, so that all ranks must call it.
         """
         if draws:
             self.value_functions.add(name)
         try:
             with torch.no_grad():
                 run_on_meta(func, name, args, kwargs)
-        # whatever it says: then it is called with values, everywhere
+        # After any error, the function is called with values on all ranks.
         except Exception:
             self.value_functions.add(name)
 
     def run_forward(self, inputs: Any, tested: bool = False) -> None:
-        held = {
+        """Run the model.
+
+        Args:
+            inputs: Inputs of some samples.
+            tested: Whether it runs in eval mode, without gradients.
+
+        Raises:
+            StepFailed: The model cannot run in this way.
+        """
+        substitutes = {
             id(tensor): SingleRankTensor(tensor, owner, self.group, standing=True)
             for _, _, tensor, owner in _iterate_owned_tensors(self.model, self.owners)
         }
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with (
-            substitute_tensors(self.model, held),
+            substitute_tensors(self.model, substitutes),
             patch_torch_functions(),
             refuse_checkpoints(),
             track_modules(self.model) as self.module_stack,
@@ -161,54 +222,67 @@ class BranchTrial:
             tree_map_only(
                 SingleRankTensor, share_value, call_model(self.model, clone_batch(inputs))
             )
-        if own := [
-            name for name in find_assigned_buffers(self.model, buffers, held) if name in self.owners
+        if owned := [
+            name
+            for name in find_assigned_buffers(self.model, buffers, substitutes)
+            if name in self.owners
         ]:
             raise StepFailed(
-                f"a forward makes the buffer {own[0]} anew, which is in a branch; change it in "
+                f"a forward makes the buffer {owned[0]} anew, which is in a branch; change it in "
                 f"place "
                 "(self.name.copy_(...)), or train the model with data(n)",
-                tensor=own[0],
+                tensor=owned[0],
             )
 
 
 @contextlib.contextmanager
 def refuse_checkpoints() -> Iterator[None]:
-    """A forward that is made again in backward would be made by some ranks alone."""
-    plain = checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator
+    """Refuse checkpoints, temporarily: only some ranks would recompute a branch's forward."""
+    originals = checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator
 
-    def refused(*_: Any, **__: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise StepFailed(
             "the model makes parts of its forward again in backward (torch.utils.checkpoint), and "
             "ranks with "
             "other branches would not; train it without, or with data(n)"
         )
 
-    checkpoint.checkpoint = refused
-    checkpoint._checkpoint_without_reentrant_generator = refused
+    checkpoint.checkpoint = refuse
+    checkpoint._checkpoint_without_reentrant_generator = refuse
     try:
         yield
     finally:
-        checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator = plain
+        checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator = originals
 
 
 def _iterate_owned_tensors(
     model: nn.Module, owners: dict[str, int]
 ) -> Iterator[tuple[nn.Module, str, Tensor, int]]:
-    of = {
+    """Yield (module, attribute, tensor, owner) of each tensor that one rank has."""
+    owner_by_id = {
         id(each): owners[name]
         for name, each in [*model.named_parameters(), *model.named_buffers()]
         if name in owners
     }
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            for own, tensor in list(tensors.items()):
-                if tensor is not None and id(tensor) in of:
-                    yield module, own, tensor, of[id(tensor)]
+            for attribute, tensor in list(tensors.items()):
+                if tensor is not None and id(tensor) in owner_by_id:
+                    yield module, attribute, tensor, owner_by_id[id(tensor)]
 
 
 def describe_layers(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
-    """The forks, branch by branch. inputs: of so many samples."""
+    """Describe the forks branch by branch.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        inputs: Inputs of some samples.
+        samples: Number of these samples.
+
+    Returns:
+        Lines of a table.
+    """
     plan = inspect_model(strategy, model, inputs)
     rows = [
         ("fork", "branch", "rank", "numbers", "forward [ms]"),
@@ -224,17 +298,17 @@ def describe_layers(strategy: Strategy, model: nn.Module, inputs: Any, samples: 
             for branch in branches
         ),
     ]
-    sums = [
+    sent = [
         sum(note.bytes for note in plan.transfers if note.kind == what)
         for what in ("shown", "copied")
     ]
-    own = sum(plan.element_counts[name] for name in plan.owners)
-    every = sum(plan.element_counts.values())
+    owned = sum(plan.element_counts[name] for name in plan.owners)
+    total = sum(plan.element_counts.values())
     return [
         *align_columns(rows),
-        f"{own / max(every, 1):.1%} of {every:,} numbers are one rank's; shown at merges: "
-        f"{sums[0]:,} bytes "
-        f"in a forward, gradients summed before forks: {sums[1]:,} in a backward, for {samples} "
+        f"{owned / max(total, 1):.1%} of {total:,} numbers are one rank's; shown at merges: "
+        f"{sent[0]:,} bytes "
+        f"in a forward, gradients summed before forks: {sent[1]:,} in a backward, for {samples} "
         f"samples",
     ]
 
@@ -242,43 +316,54 @@ def describe_layers(strategy: Strategy, model: nn.Module, inputs: Any, samples: 
 def shard_model(
     strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: BranchPlan
 ) -> ModelShard:
-    """The trunk, and this rank's branches. Collective over the axis."""
-    line = AxisGroup(axis, SplitOptions(value_functions=plan.value_functions))
-    of_others = {
+    """Leave the trunk of a model and this rank's branches. Collective over the axis.
+
+    Args:
+        strategy: The strategy.
+        model: The model, which is changed.
+        example: Inputs of some samples.
+        axis: The ranks.
+        plan: The branches of each rank.
+
+    Returns:
+        This rank's shard of the model.
+    """
+    group = AxisGroup(axis, SplitOptions(value_functions=plan.value_functions))
+    other_ids = {
         id(tensor)
         for _, _, tensor, owner in _iterate_owned_tensors(model, plan.owners)
         if owner != axis.rank
     }
-    held = {
+    specs = {
         name: ShardSpec(name, tuple(tensor.shape), is_primary=name in plan.owners or axis.rank == 0)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        if id(tensor) not in of_others
+        if id(tensor) not in other_ids
     }
-    known: dict[int, SingleRankTensor] = {}
-    absent: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-    for module, own, tensor, owner in list(_iterate_owned_tensors(model, plan.owners)):
-        kept = id(tensor) not in of_others
-        if id(tensor) not in known:
-            known[id(tensor)] = SingleRankTensor(
-                tensor if kept else _make_valueless(tensor), owner, line, standing=True
+    substitutes: dict[int, SingleRankTensor] = {}
+    absent_tensors: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    for module, attribute, tensor, owner in list(_iterate_owned_tensors(model, plan.owners)):
+        is_kept = id(tensor) not in other_ids
+        if id(tensor) not in substitutes:
+            substitutes[id(tensor)] = SingleRankTensor(
+                tensor if is_kept else _make_valueless(tensor), owner, group, standing=True
             )
-        module.__dict__[own] = known[id(tensor)]
-        if not kept:
+        module.__dict__[attribute] = substitutes[id(tensor)]
+        if not is_kept:
             tensors: dict[str, Any] = (
-                module._parameters if own in module._parameters else module._buffers
+                module._parameters if attribute in module._parameters else module._buffers
             )
-            tensors[own] = None
-            absent.append((tensors, own, known[id(tensor)].local))
+            tensors[attribute] = None
+            absent_tensors.append((tensors, attribute, substitutes[id(tensor)].local))
     model.register_forward_hook(
         lambda _, args, out: tree_map_only(SingleRankTensor, share_value, out)
     )
     counts = [
         sum(1 for name, owner in plan.owners.items() if owner == rank) for rank in range(axis.size)
     ]
-    pieces = {id(each.local): each for each in known.values()}
+    substitutes_by_local = {id(each.local): each for each in substitutes.values()}
     return ModelShard(
         model,
-        held,
+        specs,
         choices=(
             (
                 "branches",
@@ -287,14 +372,14 @@ def shard_model(
                 "forks, by the time of their forwards",
             ),
         ),
-        contexts=(SplitContext("branch", model, [line], pieces, absent),),
+        contexts=(SplitContext("branch", model, [group], substitutes_by_local, absent_tensors),),
     )
 
 
 def _make_valueless(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return (
-        nn.Parameter(made, requires_grad=tensor.requires_grad)
+        nn.Parameter(empty, requires_grad=tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
-        else made
+        else empty
     )

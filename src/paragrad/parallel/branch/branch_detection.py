@@ -1,9 +1,9 @@
-"""Where a model forks: branches of which none needs another, found by running it once.
+"""Detection of the forks of a model: independent branches, found by running the model.
 
-Every function of torch that is called on what comes from the inputs is a node. A node through
-which everything goes is the trunk; between two of these, what hangs together is a branch, if it
-has parameters of its own. What only puts branches together (a sum of three, step by step) is
-none.
+Every function of torch that is called on something computed from the inputs is a node. A node
+through which every path goes belongs to the trunk. Between two such nodes, each connected component
+with parameters of its own is a branch. A component that only combines branches (a sum of three,
+step by step) is none.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ from paragrad.parallel.tracing.tracer import track_modules
 
 @dataclass
 class FunctionNode:
-    """A function that was called. before: nodes whose results it takes; -1 is the inputs;
-    parameters: by name, those that it uses, also by way of what is made of parameters alone;
-    at: the module that called it.
+    """A function that was called.
+
+    Attributes:
+        name: Name of the function.
+        input_nodes: Nodes that make its arguments; -1 stands for the model's inputs.
+        parameters: Names of the parameters that it uses, also through values that are computed from
+            parameters alone.
+        seconds: Duration of the call.
+        module: Name of the module that called it.
     """
 
     name: str
@@ -41,7 +47,13 @@ class FunctionNode:
 
 @dataclass(frozen=True)
 class ModelBranch:
-    """modules: that begin in it;  parameters, buffers: of its own;  seconds: of its forward."""
+    """A branch of a fork.
+
+    Attributes:
+        modules: Modules with functions in the branch that use parameters.
+        parameters: Names of the parameters and buffers that only this branch uses.
+        seconds: Duration of its forward.
+    """
 
     modules: tuple[str, ...]
     parameters: frozenset[str]
@@ -49,8 +61,15 @@ class ModelBranch:
 
 
 class FunctionRecorder(TorchFunctionMode):
-    """One forward, function by function. names: of parameters and buffers, by their ids;  at:
-    the last is the module that is being called.
+    """Records one forward, function by function.
+
+    Attributes:
+        names: Names of parameters and buffers, by their ids.
+        module_stack: Names of the modules that are being called.
+        depth: Depth inside of a recorded function.
+        nodes: The functions so far.
+        results: By the id of a tensor: the tensor, and the node that made it. The node is -1 for an
+            input, and a set of names for a value that is computed from parameters alone.
     """
 
     def __init__(self, names: Mapping[int, str], module_stack: Sequence[str], inputs: Any) -> None:
@@ -59,7 +78,6 @@ class FunctionRecorder(TorchFunctionMode):
         self.module_stack = module_stack
         self.depth = 0
         self.nodes = list[FunctionNode]()
-        # by id: of which node, -1 of an input, or of which parameters alone
         self.results: dict[int, tuple[Tensor, int | set[str]]] = {
             id(each): (each, -1) for each in tree_leaves(inputs) if isinstance(each, Tensor)
         }
@@ -74,42 +92,55 @@ class FunctionRecorder(TorchFunctionMode):
             seconds = time.perf_counter() - start
         finally:
             self.depth -= 1
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        before = set[int]()
-        own = set[str]()
-        for each in given:
-            found = self.results.get(id(each), (each, set()))[1]
-            own |= {self.names[id(each)]} if id(each) in self.names else set()
-            if isinstance(found, int):
-                before.add(found)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        input_nodes = set[int]()
+        parameters = set[str]()
+        for each in tensors:
+            origin = self.results.get(id(each), (each, set()))[1]
+            parameters |= {self.names[id(each)]} if id(each) in self.names else set()
+            if isinstance(origin, int):
+                input_nodes.add(origin)
             else:
-                own |= found
+                parameters |= origin
         results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         name = get_function_name(func)
-        written = given[:1] if is_in_place(name) else []
-        if before and results:
-            self.nodes.append(FunctionNode(name, before, own, seconds, self.module_stack[-1]))
+        written = tensors[:1] if is_in_place(name) else []
+        if input_nodes and results:
+            self.nodes.append(
+                FunctionNode(name, input_nodes, parameters, seconds, self.module_stack[-1])
+            )
         for each in (*results, *(each for each in written if id(each) not in self.names)):
-            self.results[id(each)] = each, len(self.nodes) - 1 if before else own
+            self.results[id(each)] = each, len(self.nodes) - 1 if input_nodes else parameters
         return out
 
 
 def record_functions(model: nn.Module, inputs: Any) -> tuple[list[FunctionNode], set[int]]:
-    """(The nodes of a forward in their order, those whose results come out)."""
+    """Record a forward.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+
+    Returns:
+        (the nodes in their order, the nodes that make outputs of the model).
+    """
     names = {id(each): name for name, each in [*model.named_parameters(), *model.named_buffers()]}
     inputs = clone_batch(inputs)
-    with track_modules(model) as at, FunctionRecorder(names, at, inputs) as watching:
+    with (
+        track_modules(model) as module_stack,
+        FunctionRecorder(names, module_stack, inputs) as recorder,
+    ):
         out = call_model(model, inputs)
     ends = {
-        found
+        node
         for each in _iterate_tensors(out)
-        if isinstance(found := watching.results.get(id(each), (each, set()))[1], int)
+        if isinstance(node := recorder.results.get(id(each), (each, set()))[1], int)
     }
-    return watching.nodes, ends
+    return recorder.nodes, ends
 
 
 def _iterate_tensors(out: Any) -> Iterator[Tensor]:
-    """Also those in a dataclass, which torch's trees take for a leaf."""
+    """Yield tensors, also those in a dataclass, which a tree of torch treats as a leaf."""
     for each in tree_leaves(out):
         if isinstance(each, Tensor):
             yield each
@@ -120,138 +151,163 @@ def _iterate_tensors(out: Any) -> Iterator[Tensor]:
 def find_forks(
     nodes: list[FunctionNode], ends: Collection[int], ranks: int
 ) -> list[list[ModelBranch]]:
-    """The branches of every fork, in the order of a forward. One that takes so long that it is
-    better split itself, over so many ranks, is not a branch but what forks in it.
+    """Find the branches of every fork.
+
+    A branch may take so long that it should itself be divided over the ranks. Then it is not a
+    branch; the forks inside of it are used instead.
+
+    Args:
+        nodes: The nodes of a forward.
+        ends: The nodes that make outputs of the model.
+        ranks: Number of ranks.
+
+    Returns:
+        The branches of each fork, in the order of a forward.
     """
-    found = _find_region_forks(nodes, range(len(nodes)), set(ends), ranks)[0]
-    users = Counter(
-        name for parts in found for part in parts for name in collect_parameters(nodes, part)
+    forks_of_nodes = _find_region_forks(nodes, range(len(nodes)), set(ends), ranks)[0]
+    use_counts = Counter(
+        name
+        for components in forks_of_nodes
+        for component in components
+        for name in collect_parameters(nodes, component)
     )
-    inside = {place for parts in found for part in parts for place in part}
-    users.update(
-        collect_parameters(nodes, (place for place in range(len(nodes)) if place not in inside))
+    branch_nodes = {
+        node for components in forks_of_nodes for component in components for node in component
+    }
+    use_counts.update(
+        collect_parameters(nodes, (node for node in range(len(nodes)) if node not in branch_nodes))
     )
-    shared = {name for name, count in users.items() if count > 1}
-    branches = [[_build_branch(nodes, part, shared) for part in parts] for parts in found]
-    kept = [[branch for branch in fork if branch.parameters] for fork in branches]
-    return [fork for fork in kept if fork]
+    shared = {name for name, count in use_counts.items() if count > 1}
+    branches = [
+        [_build_branch(nodes, component, shared) for component in components]
+        for components in forks_of_nodes
+    ]
+    with_parameters = [[branch for branch in fork if branch.parameters] for fork in branches]
+    return [fork for fork in with_parameters if fork]
 
 
 def _find_region_forks(
     nodes: list[FunctionNode], region: Sequence[int], ends: Collection[int], ranks: int
 ) -> tuple[list[list[list[int]]], float]:
-    """(The forks of a region, each as the nodes of its branches; how long it then takes)."""
-    inside = set(region)
-    beyond = len(nodes)
-    # who uses a node's result last; -1: what the region is given
-    last = {place: place for place in (-1, *region)}
-    for place in region:
-        for each in nodes[place].input_nodes:
-            last[each if each in inside else -1] = place
-    for each in inside & set(ends) if len(inside) < len(nodes) else ends:
-        last[each] = beyond
+    """Return the forks of a region, each as lists of nodes, and the duration of the region then."""
+    members = set(region)
+    end = len(nodes)
+    # the last node that uses a node's result; -1: what the region is given
+    last_use = {node: node for node in (-1, *region)}
+    for node in region:
+        for each in nodes[node].input_nodes:
+            last_use[each if each in members else -1] = node
+    for each in members & set(ends) if len(members) < len(nodes) else ends:
+        last_use[each] = end
     trunk = [-1]
-    reach = last[-1]
-    for place in region:
-        if reach <= place:  # nothing of before goes past it
-            trunk.append(place)
-        reach = max(reach, last[place])
-    found = list[list[list[int]]]()
-    seconds = sum(nodes[place].seconds for place in trunk if place >= 0)
-    for start, stop in zip(trunk, [*trunk[1:], beyond], strict=True):
-        parts = [
+    reach = last_use[-1]
+    for node in region:
+        if reach <= node:  # no earlier result is used behind this node
+            trunk.append(node)
+        reach = max(reach, last_use[node])
+    forks = list[list[list[int]]]()
+    seconds = sum(nodes[node].seconds for node in trunk if node >= 0)
+    for start, stop in zip(trunk, [*trunk[1:], end], strict=True):
+        components = [
             each
-            for part in find_components(nodes, [place for place in region if start < place < stop])
-            for each in refine_component(nodes, part)
+            for component in find_components(
+                nodes, [node for node in region if start < node < stop]
+            )
+            for each in refine_component(nodes, component)
         ]
-        alone = sorted(
-            (part for part in parts if collect_parameters(nodes, part)),
-            key=lambda part: -_sum_seconds(nodes, part),
+        branches = sorted(
+            (component for component in components if collect_parameters(nodes, component)),
+            key=lambda component: -_sum_seconds(nodes, component),
         )
-        seconds += sum(_sum_seconds(nodes, part) for part in parts) - sum(
-            _sum_seconds(nodes, part) for part in alone
+        seconds += sum(_sum_seconds(nodes, component) for component in components) - sum(
+            _sum_seconds(nodes, component) for component in branches
         )
-        if not alone:
+        if not branches:
             continue
-        longest = alone[0]
-        rest = alone[1:]
-        closed = _estimate_longest_rank([_sum_seconds(nodes, part) for part in alone], ranks)
-        inner, taken = (
+        longest = branches[0]
+        others = branches[1:]
+        seconds_whole = _estimate_longest_rank(
+            [_sum_seconds(nodes, component) for component in branches], ranks
+        )
+        inner_forks, seconds_inside = (
             _find_region_forks(nodes, longest, longest[-1:], ranks)
             if len(longest) < len(region)
-            else ([], closed)
+            else ([], seconds_whole)
         )
-        opened = taken + _estimate_longest_rank([_sum_seconds(nodes, part) for part in rest], ranks)
-        if inner and opened < closed:
-            found += [*inner, rest] if rest else inner
-        elif len(alone) > 1:
-            found.append(alone)
-        seconds += min(opened, closed) if inner else closed
-    return found, seconds
+        seconds_divided = seconds_inside + _estimate_longest_rank(
+            [_sum_seconds(nodes, component) for component in others], ranks
+        )
+        if inner_forks and seconds_divided < seconds_whole:
+            forks += [*inner_forks, others] if others else inner_forks
+        elif len(branches) > 1:
+            forks.append(branches)
+        seconds += min(seconds_divided, seconds_whole) if inner_forks else seconds_whole
+    return forks, seconds
 
 
 def _sum_seconds(nodes: list[FunctionNode], part: Iterable[int]) -> float:
-    return sum(nodes[place].seconds for place in part)
+    return sum(nodes[node].seconds for node in part)
 
 
 def _estimate_longest_rank(seconds: Sequence[float], ranks: int) -> float:
-    """Of the rank that has most, each going to whom has least, the longest first."""
+    """Give each duration, longest first, to the rank with the least; return the longest sum."""
     load = [0.0] * ranks
-    for each in sorted(seconds, reverse=True):
-        load[load.index(min(load))] += each
+    for duration in sorted(seconds, reverse=True):
+        load[load.index(min(load))] += duration
     return max(load)
 
 
 def collect_parameters(nodes: list[FunctionNode], part: Iterable[int]) -> set[str]:
-    return set[str]().union(*(nodes[place].parameters for place in part))
+    """Return the names of the parameters that nodes use."""
+    return set[str]().union(*(nodes[node].parameters for node in part))
 
 
 def find_components(nodes: list[FunctionNode], region: Iterable[int]) -> list[list[int]]:
-    """What hangs together, by results and by parameters that several use."""
+    """Find connected components of nodes, by results and by shared parameters."""
     region = list(region)
-    group = {place: place for place in region}
+    group = {node: node for node in region}
 
-    def root(place: int) -> int:
-        while group[place] != place:
-            place = group[place]
-        return place
+    def root(node: int) -> int:
+        while group[node] != node:
+            node = group[node]
+        return node
 
-    users: dict[str, int] = {}
-    for place in region:
+    first_users: dict[str, int] = {}
+    for node in region:
         for other in (
-            *(each for each in nodes[place].input_nodes if each in group),
-            *(users.setdefault(name, place) for name in nodes[place].parameters),
+            *(each for each in nodes[node].input_nodes if each in group),
+            *(first_users.setdefault(name, node) for name in nodes[node].parameters),
         ):
-            group[root(place)] = root(other)
-    found: dict[int, list[int]] = {}
-    for place in region:
-        found.setdefault(root(place), []).append(place)
-    return list(found.values())
+            group[root(node)] = root(other)
+    components: dict[int, list[int]] = {}
+    for node in region:
+        components.setdefault(root(node), []).append(node)
+    return list(components.values())
 
 
 def refine_component(nodes: list[FunctionNode], part: list[int]) -> list[list[int]]:
-    """Without functions at its ends that have no parameters, if that leaves several
-    branches.
-    """
-    rest = set(part)
+    """Leave out final functions without parameters, if this splits a component into branches."""
+    remaining = set(part)
     while True:
-        used = set[int]().union(*(nodes[place].input_nodes for place in rest))
-        ends = {place for place in rest if place not in used and not nodes[place].parameters}
+        used_nodes = set[int]().union(*(nodes[node].input_nodes for node in remaining))
+        ends = {node for node in remaining if node not in used_nodes and not nodes[node].parameters}
         if not ends:
             return [part]
-        rest -= ends
-        parts = [
-            each for each in find_components(nodes, sorted(rest)) if collect_parameters(nodes, each)
+        remaining -= ends
+        components = [
+            each
+            for each in find_components(nodes, sorted(remaining))
+            if collect_parameters(nodes, each)
         ]
-        if len(parts) > 1:
-            return [each for one in parts for each in refine_component(nodes, one)]
+        if len(components) > 1:
+            return [each for one in components for each in refine_component(nodes, one)]
 
 
 def _build_branch(
     nodes: list[FunctionNode], part: list[int], shared: Collection[str]
 ) -> ModelBranch:
-    """shared: parameters that something else uses too, which are on all ranks."""
-    modules = dict.fromkeys(nodes[place].module for place in part if nodes[place].parameters)
+    """Build a branch; shared parameters, which other nodes use too, are on all ranks."""
+    modules = dict.fromkeys(nodes[node].module for node in part if nodes[node].parameters)
     return ModelBranch(
         tuple(modules),
         frozenset(collect_parameters(nodes, part) - set(shared)),
@@ -260,7 +316,17 @@ def _build_branch(
 
 
 def assign_branches(forks: list[list[ModelBranch]], ranks: int) -> dict[str, int]:
-    """Whose each parameter is: of every fork the longest branch first, to whom has least."""
+    """Assign the branches of each fork to ranks.
+
+    The longest branch comes first, and goes to the rank with the least work.
+
+    Args:
+        forks: The branches of each fork.
+        ranks: Number of ranks.
+
+    Returns:
+        The rank of each parameter and buffer.
+    """
     owners: dict[str, int] = {}
     for branches in forks:
         load = [0.0] * ranks
@@ -272,8 +338,15 @@ def assign_branches(forks: list[list[ModelBranch]], ranks: int) -> dict[str, int
 
 
 def time_forks(model: nn.Module, inputs: Any, ranks: int) -> list[list[ModelBranch]]:
-    """The forks of a model for so many ranks, each branch as long as in the quicker of two
-    forwards.
+    """Find the forks of a model, and measure them.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        ranks: Number of ranks.
+
+    Returns:
+        The branches of each fork; each function takes as long as in the quicker of two forwards.
     """
     with torch.no_grad():
         first, second = (record_functions(model, inputs) for _ in range(2))

@@ -1,8 +1,10 @@
-"""Vectors of many tensors over all ranks: compensated, compressed, exchanged, extracted.
+"""Sum many tensors over all ranks: compensate, compress, exchange, extract.
 
-sending = compression.begin({"0.weight": gradient, ...}, scale, step)       # and something
-else meanwhile sums = compression.finish(sending)                                          #
-by name, the same bits on all ranks
+Usage:
+
+    pending = reduce.begin({"0.weight": gradient, ...}, scale, step)
+    ...                                         # other work
+    sums = reduce.finish(pending)               # by name, the same bits on all ranks
 """
 
 from __future__ import annotations
@@ -28,18 +30,24 @@ from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.compressors import Compressor
 
-# bytes, by kind
+# names under which the bytes of each kind of message are counted
 COMPRESSED_BYTES = "compressed"
 DENSE_BYTES = "dense"
 ENTRY_BYTES = "entries"
-# begins to sum a vector over ranks, as bytes of a kind; waits for it
+# starts to sum a vector over ranks (vector, kind of bytes) -> waits for the sum and returns it
 ReduceFunction = Callable[[Tensor, str], Callable[[], Tensor]]
 
 
 @dataclass
 class CompressedTensor:
-    """A tensor in a step. vector: flat, with what was fed back;  agreed: what all ranks agreed
-    on before.
+    """A tensor in a step.
+
+    Attributes:
+        name: Name of the tensor.
+        codec: Its codec.
+        vector: The flat vector, with the feedback of earlier steps.
+        agreement: What all ranks agreed on before they compress, or None.
+        payload: The compressed vector.
     """
 
     name: str
@@ -51,9 +59,14 @@ class CompressedTensor:
 
 @dataclass
 class PendingReduce:
-    """Tensors whose payloads are on their way. wait: until they came, which gives one vector,
-    the sum of all ranks', or the messages of all;  kinds: what is in the message of each rank;
-    dense: the vector is of what the payloads stand for.
+    """Tensors that are being sent as payloads.
+
+    Attributes:
+        tensors: The tensors.
+        wait: Waits for the messages. Returns one vector (the sum over ranks), or the messages of
+            all ranks.
+        layouts: For each rank, the layouts of the payloads in its message.
+        is_dense: The vector contains the tensors themselves, not payloads.
     """
 
     tensors: list[CompressedTensor]
@@ -63,12 +76,24 @@ class PendingReduce:
 
 
 class CompressedReduce:
-    """Of a resolved compressor, over the ranks of a world. Collective: all begin and finish the
-    same tensors in the same order.
+    """Sums tensors over the ranks of a world, compressed by a resolved compressor.
 
-    summed: how vectors are summed;  count: told (kind, bytes) that are sent otherwise;  known:
-    the serial name of a tensor, by which draws are seeded;  log: told of the time it takes, and
-    of what is sent as dense vectors.
+    Collective: all ranks begin and finish the same tensors in the same order.
+
+    Args:
+        compressor: The compressor.
+        world: The ranks.
+        reduce_vector: Starts to sum a vector over ranks.
+        feedback: What is kept of a gradient until it is sent; None: as the compressor says.
+        seed: Seed of the draws.
+        log: The record, which gets the time of each phase, and a choice if a message is sent dense.
+        count_bytes: Called as count_bytes(kind, bytes) for what is sent without `reduce_vector`.
+        get_serial_name: Returns the serial name of a tensor, from which draws are seeded.
+
+    Attributes:
+        codecs: The codecs by tensor name.
+        memories: Memories for codecs that are built later, by tensor name.
+        logged_dense: By the first tensor of a message, whether it was last recorded as dense.
     """
 
     def __init__(
@@ -92,13 +117,16 @@ class CompressedReduce:
         self.seed = seed
         self.log = log or StepLog(None)
         self.codecs: dict[str, Codec] = {}
-        self.memories: dict[str, Tensor] = {}  # of codecs that are made later
-        # of tensors that begin a message: was it dense?
+        self.memories: dict[str, Tensor] = {}
         self.logged_dense: dict[str, bool] = {}
 
     def replace_compressor(self, compressor: Compressor) -> None:
-        """Another one of its kind from here on, which goes on from what this one's codecs
-        did.
+        """Use another compressor of the same kind from now on.
+
+        Its codecs continue from the memory of the present codecs.
+
+        Args:
+            compressor: The new compressor.
         """
         if compressor != self.compressor:
             self.memories |= {
@@ -108,11 +136,21 @@ class CompressedReduce:
             self.codecs = {}
 
     def begin(self, gradients: Mapping[str, Tensor], scale: float, step: int) -> PendingReduce:
-        """scale: of a rank's part of the mean, by its gradient. Raises StepFailed with the
-        tensor's name.
+        """Compress tensors and start to send them.
+
+        Args:
+            gradients: The gradients of this rank by name.
+            scale: Factor from the gradient of this rank to its part of the mean.
+            step: Number of the step, from which draws are seeded.
+
+        Returns:
+            What `finish` needs.
+
+        Raises:
+            StepFailed: A gradient is not finite; the error names the tensor.
         """
         with self.log.record_span("compress", "compute"):
-            parts = [
+            tensors = [
                 CompressedTensor(
                     name,
                     self._get_codec(name, each),
@@ -120,30 +158,34 @@ class CompressedReduce:
                 )
                 for name, each in gradients.items()
             ]
-        self._reach_agreement(parts)
+        self._reach_agreement(tensors)
         with self.log.record_span("compress", "compute"):
-            for part in parts:
-                with name_failing_tensor(part.name):
-                    part.payload = part.codec.compress(
-                        part.vector,
-                        part.agreement,
-                        self._derive_draw_seed(step, self.world.rank, part.name),
+            for tensor in tensors:
+                with name_failing_tensor(tensor.name):
+                    tensor.payload = tensor.codec.compress(
+                        tensor.vector,
+                        tensor.agreement,
+                        self._derive_draw_seed(step, self.world.rank, tensor.name),
                     )
-                self.feedback.note_sent(part.name, part.codec, part.payload, part.agreement)
-            return self._send_payloads(parts)
+                self.feedback.note_sent(tensor.name, tensor.codec, tensor.payload, tensor.agreement)
+            return self._send_payloads(tensors)
 
     def finish(self, pending: PendingReduce) -> dict[str, Tensor]:
-        """The sums over ranks of what was sent, flat."""
+        """Wait for the messages and return the sums over ranks, flat.
+
+        Args:
+            pending: The result of `begin`.
+        """
         with self.log.record_span("exchange", "wait"):
-            came = pending.wait()
+            received = pending.wait()
         with self.log.record_span("extract", "compute"):
             if pending.is_dense:
-                return _split_vector(came[0], pending.tensors)
+                return _split_vector(received[0], pending.tensors)
             if self.compressor.sums:
-                return self._extract_sum(came[0], pending.tensors)
-            return self._add_messages(came, pending)
+                return self._extract_sum(received[0], pending.tensors)
+            return self._add_messages(received, pending)
 
-    # ---- before it is sent -------------------------------------------------------------------
+    # ---- before messages are sent ------------------------------------------------------------
     def _get_codec(self, name: str, gradient: Tensor) -> Codec:
         if name not in self.codecs:
             shape = torch.view_as_real(gradient).shape if gradient.is_complex() else gradient.shape
@@ -157,93 +199,97 @@ class CompressedReduce:
         return derive_seed(self.seed, step, rank, self.get_serial_name(name))
 
     def _reach_agreement(self, tensors: list[CompressedTensor]) -> None:
-        """What codecs must know of all ranks before they compress, in one message."""
-        asking = []
-        for part in tensors:
-            with name_failing_tensor(part.name):
-                asked = part.codec.propose_agreement(part.vector)
-            if asked is not None:
-                asking.append((part, asked))
-        if asking:
+        """Sum in one message what codecs must know from all ranks before they compress."""
+        proposals = []
+        for tensor in tensors:
+            with name_failing_tensor(tensor.name):
+                proposal = tensor.codec.propose_agreement(tensor.vector)
+            if proposal is not None:
+                proposals.append((tensor, proposal))
+        if proposals:
             wait = self.reduce_vector(
-                torch.cat([asked.reshape(-1) for _, asked in asking]), COMPRESSED_BYTES
+                torch.cat([proposal.reshape(-1) for _, proposal in proposals]), COMPRESSED_BYTES
             )
             with self.log.record_span("exchange", "wait"):
                 vector = wait()
-            for (part, asked), found in zip(
-                asking, vector.split([asked.numel() for _, asked in asking]), strict=True
+            for (tensor, proposal), summed in zip(
+                proposals,
+                vector.split([proposal.numel() for _, proposal in proposals]),
+                strict=True,
             ):
-                part.agreement = part.codec.conclude_agreement(found.view_as(asked))
+                tensor.agreement = tensor.codec.conclude_agreement(summed.view_as(proposal))
 
     def _send_payloads(self, tensors: list[CompressedTensor]) -> PendingReduce:
         if not tensors:
             return PendingReduce(tensors, lambda: [torch.empty(0)], is_dense=True)
         if self.compressor.sums:
             wait = self.reduce_vector(
-                torch.cat([part.payload[0].reshape(-1) for part in tensors]), COMPRESSED_BYTES
+                torch.cat([tensor.payload[0].reshape(-1) for tensor in tensors]), COMPRESSED_BYTES
             )
             return PendingReduce(tensors, lambda: [wait()])
-        kinds: list[list[PayloadLayout]] = [
+        layouts: list[list[PayloadLayout]] = [
             [
-                part.codec.describe_payload(part.payload, each)
-                for part, each in zip(tensors, entries, strict=True)
+                tensor.codec.describe_payload(tensor.payload, each)
+                for tensor, each in zip(tensors, entries, strict=True)
             ]
             for entries in self._gather_entry_counts(tensors)
         ]
-        lengths = [count_message_bytes(each) for each in kinds]
+        lengths = [count_message_bytes(each) for each in layouts]
         size = self.world.size
-        plain = sum(part.vector.nbytes for part in tensors)
-        dense = (
+        plain_bytes = sum(tensor.vector.nbytes for tensor in tensors)
+        is_dense = (
             sum(lengths) * (size - 1) // size
-            >= count_collective_bytes("all_reduce", plain, size)
+            >= count_collective_bytes("all_reduce", plain_bytes, size)
             > 0
         )
-        self._log_choice(tensors, dense, sum(lengths) // size, plain)
-        if dense:
-            found = torch.cat(
+        self._log_choice(tensors, is_dense, sum(lengths) // size, plain_bytes)
+        if is_dense:
+            extracted = torch.cat(
                 [
-                    part.codec.extract(part.payload, part.agreement).to(part.vector.dtype)
-                    for part in tensors
+                    tensor.codec.extract(tensor.payload, tensor.agreement).to(tensor.vector.dtype)
+                    for tensor in tensors
                 ]
             )
-            wait = self.reduce_vector(found, DENSE_BYTES)
+            wait = self.reduce_vector(extracted, DENSE_BYTES)
             return PendingReduce(tensors, lambda: [wait()], is_dense=True)
         return PendingReduce(
             tensors,
             self._pass_messages(
-                pack_payloads((part.payload for part in tensors), tensors[0].vector.device), lengths
+                pack_payloads((tensor.payload for tensor in tensors), tensors[0].vector.device),
+                lengths,
             ),
-            kinds,
+            layouts,
         )
 
     def _gather_entry_counts(
         self, tensors: list[CompressedTensor]
     ) -> Sequence[Sequence[int | None]]:
-        """Of each rank, how many entries each tensor's payload has; where none varies, nobody
-        asks.
+        """Return for each rank how many entries the payload of each tensor has.
+
+        If no payload varies in length, nothing is sent.
         """
-        if not any(part.codec.has_variable_length for part in tensors):
+        if not any(tensor.codec.has_variable_length for tensor in tensors):
             return [[None] * len(tensors)] * self.world.size
-        own = torch.tensor([len(part.payload[0]) for part in tensors])
+        counts = torch.tensor([len(tensor.payload[0]) for tensor in tensors])
         self.count_bytes(
-            ENTRY_BYTES, count_collective_bytes("all_gather", own.nbytes, self.world.size)
+            ENTRY_BYTES, count_collective_bytes("all_gather", counts.nbytes, self.world.size)
         )
         with self.log.record_span("exchange", "wait"):
-            return [each.tolist() for each in self.world.all_gather(own)]
+            return [each.tolist() for each in self.world.all_gather(counts)]
 
     def _pass_messages(self, message: Tensor, lengths: list[int]) -> Callable[[], list[Tensor]]:
-        """Every rank's message to all others, of any lengths."""
+        """Start to send the message of every rank to all others; messages may have any length."""
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
-        came = {
+        received = {
             rank: torch.empty(lengths[rank], dtype=torch.uint8, device=message.device)
             for rank in others
         }
-        over = self.world.start_transfers(dict.fromkeys(others, message), came)
+        wait_for_messages = self.world.start_transfers(dict.fromkeys(others, message), received)
         self.count_bytes(COMPRESSED_BYTES, len(message) * len(others))
 
         def wait() -> list[Tensor]:
-            over()
-            return [came.get(rank, message) for rank in range(self.world.size)]
+            wait_for_messages()
+            return [received.get(rank, message) for rank in range(self.world.size)]
 
         return wait
 
@@ -260,33 +306,40 @@ class CompressedReduce:
                 message_bytes,
             )
 
-    # ---- when it came ------------------------------------------------------------------------
+    # ---- after messages have arrived ---------------------------------------------------------
     def _extract_sum(self, vector: Tensor, tensors: list[CompressedTensor]) -> dict[str, Tensor]:
-        found = {}
-        for part, piece in zip(
-            tensors, vector.split([part.payload[0].numel() for part in tensors]), strict=True
+        sums = {}
+        for tensor, piece in zip(
+            tensors, vector.split([tensor.payload[0].numel() for tensor in tensors]), strict=True
         ):
-            payload = (piece.view_as(part.payload[0]),)
-            part.codec.adopt_sum(payload)
-            found[part.name] = part.codec.extract(payload, part.agreement)
-        return found
+            payload = (piece.view_as(tensor.payload[0]),)
+            tensor.codec.adopt_sum(payload)
+            sums[tensor.name] = tensor.codec.extract(payload, tensor.agreement)
+        return sums
 
     def _add_messages(self, messages: list[Tensor], pending: PendingReduce) -> dict[str, Tensor]:
-        """Added up in the order of ranks, on all of them."""
-        found = {part.name: torch.zeros_like(part.vector) for part in pending.tensors}
-        for message, kinds in zip(messages, pending.layouts, strict=True):
-            for part, payload in zip(pending.tensors, unpack_payloads(message, kinds), strict=True):
-                part.codec.add(payload, found[part.name], part.agreement)
-        return found
+        """Add the payloads of all ranks, in rank order on every rank."""
+        sums = {tensor.name: torch.zeros_like(tensor.vector) for tensor in pending.tensors}
+        for message, layouts in zip(messages, pending.layouts, strict=True):
+            for tensor, payload in zip(
+                pending.tensors, unpack_payloads(message, layouts), strict=True
+            ):
+                tensor.codec.add(payload, sums[tensor.name], tensor.agreement)
+        return sums
 
 
 def _split_vector(vector: Tensor, tensors: list[CompressedTensor]) -> dict[str, Tensor]:
-    pieces = vector.split([part.codec.elements for part in tensors])
-    return {part.name: piece for part, piece in zip(tensors, pieces, strict=True)}
+    pieces = vector.split([tensor.codec.elements for tensor in tensors])
+    return {tensor.name: piece for tensor, piece in zip(tensors, pieces, strict=True)}
 
 
 @contextlib.contextmanager
 def name_failing_tensor(tensor: str) -> Iterator[None]:
+    """Add the name of a tensor to a StepFailed that is raised inside.
+
+    Args:
+        tensor: The name.
+    """
     try:
         yield
     except StepFailed as error:

@@ -1,4 +1,4 @@
-"""What compressing costs on this machine: measured, by what a step does."""
+"""Measure what compression costs on this machine, with the work of a training step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,18 @@ TRIAL_GRADIENTS = 4  # gradients that are compressed in turn
 def make_codec_steps(
     compressor: Compressor, shape: Sequence[int]
 ) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    """(a gradient is added to what waits, compressed, and what was sent taken out; what the
-    payload stands for is added to a sum, or another flat vector), of random numbers of a shape,
-    a few in turn: what waits of one alone would be of no training. The second needs the first
-    once.
+    """Make functions that compress and extract random gradients of a shape.
+
+    The first adds a gradient to what waits, compresses the sum, and removes what was sent. The
+    second adds what the payload represents to a sum, or to another flat vector. A few gradients are
+    used in turn, because with a single one the rest that waits would be unrealistic.
+
+    Args:
+        compressor: The compressor.
+        shape: Shape of the gradients.
+
+    Returns:
+        (compress, extract). Call compress once before extract.
     """
     generator = torch.Generator().manual_seed(0)
     gradients = itertools.cycle(
@@ -41,10 +49,10 @@ def make_codec_steps(
 
     def compress() -> None:
         vector = feedback.compensate_gradient("w", next(gradients), 0.5)
-        asked = codec.propose_agreement(vector)
-        agreed = None if asked is None else codec.conclude_agreement(asked)
-        last[:] = codec.compress(vector, agreed), agreed
-        feedback.note_sent("w", codec, last[0], agreed)
+        proposal = codec.propose_agreement(vector)
+        agreement = None if proposal is None else codec.conclude_agreement(proposal)
+        last[:] = codec.compress(vector, agreement), agreement
+        feedback.note_sent("w", codec, last[0], agreement)
 
     def extract(into: Tensor = total) -> None:
         codec.add(last[0], into, last[1])
@@ -55,15 +63,24 @@ def make_codec_steps(
 def measure_codec_cost(
     compressor: Compressor, shape: Sequence[int], times: int = 9
 ) -> tuple[float, float]:
-    """Seconds of the two, on one thread: medians of some."""
-    before = torch.get_num_threads()
+    """Measure the seconds to compress and to extract, on one thread.
+
+    Args:
+        compressor: The compressor.
+        shape: Shape of the gradients.
+        times: Number of measurements; their median is returned.
+
+    Returns:
+        (seconds to compress, seconds to extract).
+    """
+    threads = torch.get_num_threads()
     steps = make_codec_steps(compressor, shape)
     torch.set_num_threads(1)
     try:
         compress, extract = (median(_time_step(step) for _ in range(times)) for step in steps)
         return compress, extract
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def _time_step(step: Callable[[], Any]) -> float:

@@ -1,17 +1,16 @@
-"""What is kept of a gradient until it is sent: by the parameter's serial name, flat, in float32
-or finer.
+"""What is kept of a gradient until it is sent: by serial parameter name, flat, in float32 or finer.
 
-A rank's part of the mean gradient (its sum, over the global weight) is added to what it did not
-send before; what a codec sends of that is taken out. So over all ranks and steps the sum of
-what was sent and of what is kept is the sum of all mean gradients:
+The part of a rank in the mean gradient is its sum over the global weight. It is added to what the
+rank did not send before. What a codec sends is then removed. So over all ranks and steps, what was
+sent and what is kept add up to all mean gradients:
 
-    sum over ranks of kept(T) = sum over steps up to T of the mean gradient - sum of what was
-    applied
+    sum over ranks of kept(T) = sum over steps up to T of (mean gradient - what was applied)
 
-which is why another number of ranks goes on with that sum, divided among them alike. Deep
-gradient compression accumulates velocities in the place of gradients (Lin et al. 2018, arXiv
-1712.01887, section 3.1): were the momentum applied to the sparse updates, what waited would
-have missed the momentum of the steps for which it waited.
+This is why another number of ranks continues with that sum, divided equally among them.
+
+Deep gradient compression accumulates velocities instead of gradients (Lin et al. 2018, arXiv
+1712.01887, section 3.1). If momentum were applied to the sparse updates, a value that waits would
+miss the momentum of the steps in which it waited.
 """
 
 from __future__ import annotations
@@ -26,21 +25,32 @@ from paragrad.engine.state.values import get_accumulation_dtype
 from paragrad.parallel.compression.codec import Codec, Payload
 from paragrad.parallel.compression.sparse import SparseCodec
 
-# by which names a checkpoint has them, of each rank. What waits of gradients the momentum is
-# still to come to; what waits of velocities has it: neither goes on as the other
+# Names in a checkpoint, for each rank. To a gradient that waits, momentum is not applied yet; a
+# velocity that waits contains it. So neither can continue as the other.
 RESIDUAL = "residual"
 UNSENT = "unsent"
 VELOCITY = "velocity"
 
 
 class NoFeedback:
-    """Nothing is kept: a vector is the gradient itself."""
+    """Keeps nothing: a vector is the gradient itself.
+
+    Attributes:
+        saved_names: Names under which a checkpoint saves what is kept.
+    """
 
     saved_names: tuple[str, ...] = ()
 
     def compensate_gradient(self, name: str, gradient: Tensor, scale: float) -> Tensor:
-        """The vector to be compressed, of this rank's part of the mean gradient: `scale` times
-        its sum.
+        """Return the vector to compress.
+
+        Args:
+            name: Name of the tensor.
+            gradient: The summed gradient of this rank.
+            scale: Factor from this gradient to the part of this rank in the mean gradient.
+
+        Returns:
+            A flat vector: the part of the mean, plus what waits.
         """
         flat = flatten_real(gradient)
         return flat.to(get_accumulation_dtype(flat.dtype)) * scale
@@ -48,22 +58,34 @@ class NoFeedback:
     def note_sent(
         self, name: str, codec: Codec, payload: Payload, agreement: Tensor | None
     ) -> None:
-        """Of the vector that was given last this was sent."""
+        """Remove what was sent from the vector that `compensate_gradient` returned last.
+
+        Args:
+            name: Name of the tensor.
+            codec: Its codec.
+            payload: What was sent.
+            agreement: What all ranks agreed on, or None.
+        """
 
     def collect_residuals(self) -> dict[str, dict[str, Tensor]]:
-        """By what it is, and of which parameter."""
+        """Return what is kept, by kind and by parameter name."""
         return {}
 
     @property
     def nbytes(self) -> int:
+        """Bytes of what is kept."""
         return sum(
             each.nbytes for values in self.collect_residuals().values() for each in values.values()
         )
 
 
 class ErrorFeedback(NoFeedback):
-    """What was not sent is added to the next gradient (Seide et al. 2014; Karimireddy et al.
-    2019, arXiv 1901.09847).
+    """Adds what was not sent to the next gradient.
+
+    Sources: Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847.
+
+    Attributes:
+        residual: What was not sent, by tensor name.
     """
 
     saved_names: tuple[str, ...] = (RESIDUAL,)
@@ -72,22 +94,46 @@ class ErrorFeedback(NoFeedback):
         self.residual: dict[str, Tensor] = {}
 
     def compensate_gradient(self, name: str, gradient: Tensor, scale: float) -> Tensor:
+        """Add the gradient to what was not sent, and return the sum.
+
+        Args:
+            name: Name of the tensor.
+            gradient: The summed gradient of this rank.
+            scale: Factor from this gradient to the part of this rank in the mean gradient.
+        """
         flat = flatten_real(gradient)
         return ensure_buffer(self.residual, name, flat).add_(flat, alpha=scale)
 
     def note_sent(
         self, name: str, codec: Codec, payload: Payload, agreement: Tensor | None
     ) -> None:
+        """Remove what was sent from what is kept.
+
+        Args:
+            name: Name of the tensor.
+            codec: Its codec.
+            payload: What was sent.
+            agreement: What all ranks agreed on, or None.
+        """
         codec.remove_sent(payload, self.residual[name], agreement)
 
     def collect_residuals(self) -> dict[str, dict[str, Tensor]]:
+        """Return what was not sent."""
         return {RESIDUAL: self.residual}
 
 
 class MomentumCorrection(ErrorFeedback):
-    """Momentum correction and factor masking: u <- m u + g, v <- v + u (Nesterov's: v + m u +
-    g); of v the largest are sent, and there v and u are 0. momentum: (m, is it Nesterov's?) of
-    a parameter;  masking: without it u stays.
+    """Momentum correction and factor masking of deep gradient compression.
+
+    u <- m u + g, v <- v + u (Nesterov's: v + m u + g). The largest entries of v are sent, and there
+    v and u become 0.
+
+    Args:
+        get_momentum: Returns (m, whether it is Nesterov's momentum) for a parameter name.
+        masking: Factor masking; without it u stays.
+
+    Attributes:
+        velocity: The velocities u, by tensor name.
     """
 
     saved_names: tuple[str, ...] = (UNSENT, VELOCITY)
@@ -101,10 +147,17 @@ class MomentumCorrection(ErrorFeedback):
         self.velocity = dict[str, Tensor]()
 
     def compensate_gradient(self, name: str, gradient: Tensor, scale: float) -> Tensor:
+        """Update velocity and accumulated velocity by the gradient, and return the latter.
+
+        Args:
+            name: Name of the tensor.
+            gradient: The summed gradient of this rank.
+            scale: Factor from this gradient to the part of this rank in the mean gradient.
+        """
         momentum, nesterov = self.get_momentum(name)
         flat = flatten_real(gradient)
         residual = self.residual
-        if not momentum:  # SGD leaves its buffer as it is, too
+        if not momentum:  # SGD also leaves its buffer unchanged then
             return super().compensate_gradient(name, gradient, scale)
         velocity = ensure_buffer(self.velocity, name, flat).mul_(momentum).add_(flat, alpha=scale)
         if not nesterov:
@@ -118,22 +171,40 @@ class MomentumCorrection(ErrorFeedback):
     def note_sent(
         self, name: str, codec: Codec, payload: Payload, agreement: Tensor | None
     ) -> None:
+        """Remove what was sent from the accumulated velocity, and with masking from the velocity.
+
+        Args:
+            name: Name of the tensor.
+            codec: Its codec, which sends entries.
+            payload: What was sent.
+            agreement: What all ranks agreed on, or None.
+        """
         super().note_sent(name, codec, payload, agreement)
         assert isinstance(codec, SparseCodec)
         if self.masking and name in self.velocity:
             codec.remove_sent(payload, self.velocity[name])
 
     def collect_residuals(self) -> dict[str, dict[str, Tensor]]:
+        """Return the accumulated velocities and the velocities."""
         return {UNSENT: self.residual, VELOCITY: self.velocity}
 
 
 def flatten_real(tensor: Tensor) -> Tensor:
-    """In a row; complex numbers as pairs."""
+    """Flatten a tensor; complex numbers become pairs of real numbers.
+
+    Args:
+        tensor: The tensor.
+    """
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
 def reshape_like(flat: Tensor, like: Tensor) -> Tensor:
-    """The inverse: a view of it in the shape of another tensor."""
+    """Invert `flatten_real`: view a flat tensor in the shape of another one.
+
+    Args:
+        flat: The flat tensor.
+        like: The tensor with the shape; it may be complex.
+    """
     return (
         torch.view_as_complex(flat.view(*like.shape, 2))
         if like.is_complex()
@@ -142,12 +213,23 @@ def reshape_like(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def reshape_and_cast_like(flat: Tensor, like: Tensor) -> Tensor:
-    """The same in the type of another tensor, too."""
+    """Invert `flatten_real`, and convert to the type of the other tensor.
+
+    Args:
+        flat: The flat tensor.
+        like: The tensor with the shape and the type.
+    """
     return reshape_like(flat, like).to(like.dtype)
 
 
 def ensure_buffer(buffers: dict[str, Tensor], name: str, flat: Tensor) -> Tensor:
-    """What is kept of a parameter; nothing, at first."""
+    """Return what is kept of a parameter; the first time, create it with zeros.
+
+    Args:
+        buffers: What is kept, by name.
+        name: Name of the parameter.
+        flat: A flat tensor with the length, the device, and the type of the parameter.
+    """
     if name not in buffers:
         buffers[name] = torch.zeros(
             flat.numel(), dtype=get_accumulation_dtype(flat.dtype), device=flat.device
@@ -156,21 +238,35 @@ def ensure_buffer(buffers: dict[str, Tensor], name: str, flat: Tensor) -> Tensor
 
 
 def make_residual_key(kind: str, rank: int) -> str:
-    """By which name a checkpoint holds it of a rank."""
+    """Return the name under which a checkpoint saves what a rank keeps.
+
+    Args:
+        kind: What is kept.
+        rank: The rank.
+    """
     return f"{kind} of {rank}"
 
 
 def load_residual(
     restored: OptimizerState, name: str, kind: str, rank: int, ranks: int
 ) -> Tensor | None:
-    """What that rank goes on with, of what a checkpoint holds of a parameter of any number of
-    ranks: its own where these are as many, otherwise an equal part of the sum. None where there
-    is nothing.
+    """Return what a rank continues with, from a checkpoint of any number of ranks.
+
+    Args:
+        restored: What the checkpoint holds.
+        name: Name of the parameter.
+        kind: What is kept.
+        rank: This rank.
+        ranks: The present number of ranks.
+
+    Returns:
+        The rank's own tensor if the number of ranks is the same, otherwise an equal part of the
+        sum. None if the checkpoint holds nothing.
     """
-    found: list[Tensor] = []
+    saved: list[Tensor] = []
     values: Mapping[str, Tensor] = restored.get(name, {})
-    while (key := make_residual_key(kind, len(found))) in values:
-        found.append(values[key])
-    if not found:
+    while (key := make_residual_key(kind, len(saved))) in values:
+        saved.append(values[key])
+    if not saved:
         return None
-    return found[rank].clone() if len(found) == ranks else sum(found[1:], found[0].clone()) / ranks
+    return saved[rank].clone() if len(saved) == ranks else sum(saved[1:], saved[0].clone()) / ranks

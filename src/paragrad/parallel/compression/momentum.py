@@ -1,12 +1,13 @@
-"""The momentum of an SGD, in other hands: deep gradient compression keeps it, and weight decay
-with it.
+"""Take over the momentum of an SGD optimizer, and its weight decay, for deep gradient compression.
 
-SGD makes of a gradient g and weights x:  b <- m b + (g + d x);  x <- x - lr b.  That is linear,
-so b is a sum of two: of velocities of gradients, which each rank keeps of its own part and
-sends when they are large (`feedback.Corrected`), and of what decay makes, which is dense, and
-the same on all ranks. Within a step of the optimizer its own momentum and decay are 0, so that
-it makes x <- x - lr g; outside of it they are what the user and schedulers made them. What a
-checkpoint holds is b, so that any strategy goes on from it.
+From a gradient g and weights x, SGD computes b <- m b + (g + d x); x <- x - lr b. That is linear,
+so b is a sum of two parts. The first is the velocities of gradients. Each rank keeps those of its
+own part, and sends them when they are large (`feedback.MomentumCorrection`). The second comes from
+weight decay. It is dense, and the same on all ranks.
+
+Within an optimizer step, momentum and decay of the optimizer are 0, so that it computes x <- x - lr
+g. Outside of a step they have the values of the user and of schedulers. A checkpoint holds b, so
+any strategy can continue from it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from paragrad.errors import Refused, StepFailed
 from paragrad.parallel.compression.feedback import MomentumCorrection, flatten_real
 from paragrad.strategies.compressors import Compressor, Dgc
 
-MOMENTUM_BUFFER = "momentum_buffer"  # by which name SGD keeps it
+MOMENTUM_BUFFER = "momentum_buffer"  # the name that SGD uses in its state
 GROUP_OPTIONS = ("momentum", "weight_decay")
-OWNED_OPTIMIZERS = weakref.WeakSet[torch.optim.Optimizer]()  # whose momentum is in other hands
+OWNED_OPTIMIZERS = weakref.WeakSet[torch.optim.Optimizer]()  # their momentum was taken over
 
 
 def take_over_momentum(
@@ -34,8 +35,18 @@ def take_over_momentum(
     optimizer: torch.optim.Optimizer | None,
     parameters: Mapping[str, nn.Parameter],
 ) -> DgcMomentum | None:
-    """What a compressor takes over of an optimizer, if it does. Raises Refused where it was
-    taken over already.
+    """Take over the momentum of an optimizer, if the compressor needs that.
+
+    Args:
+        compressor: The compressor.
+        optimizer: The optimizer; it must be given for dgc.
+        parameters: The trained parameters by name.
+
+    Returns:
+        What replaces the momentum, or None.
+
+    Raises:
+        Refused: The momentum of this optimizer was taken over already.
     """
     if not isinstance(compressor, Dgc):
         return None
@@ -50,9 +61,25 @@ def take_over_momentum(
 
 
 class DgcMomentum:
-    """Of the groups of an SGD, which does without in its steps from here on, until `give_back`.
-    named: the parameters that are trained, which may become more.  own: what there is in the
-    place of the groups'.
+    """Replaces the momentum and the weight decay of an SGD until `release_optimizer`.
+
+    Args:
+        optimizer: The optimizer. Its steps run without momentum and decay from now on.
+        parameters: The trained parameters by name; more may be added later.
+        dgc: The compressor.
+
+    Attributes:
+        fixed_momentum: Momentum that replaces that of the groups; None: use that of the groups.
+        groups: The groups of the optimizer for which `group_numbers` is valid.
+        group_numbers: The number of the group of each parameter.
+        saved_groups: The options of each group during a step; empty outside of a step.
+        started_steps: Number of optimizer steps that have started.
+        last_given_steps: For each parameter, the number of steps started when its gradient last
+            came here.
+        hooks: The hooks on the optimizer.
+        dense_buffers: The dense part of b: the whole of it for small tensors, for others the part
+            from weight decay.
+        initial_buffers: Momentum buffers that the optimizer had at the start.
     """
 
     def __init__(
@@ -64,16 +91,14 @@ class DgcMomentum:
         self.fixed_momentum = None if dgc.momentum == "auto" else float(dgc.momentum)
         self.groups = list[dict[str, Any]]()
         self.group_numbers = dict[Tensor, int]()
-        self.saved_groups: list[dict[str, Any]] = []  # of each group, within a step
-        self.started_steps = 0  # of the optimizer, begun
-        # parameters whose gradients come here: before which step, last
+        self.saved_groups: list[dict[str, Any]] = []
+        self.started_steps = 0
         self.last_given_steps = dict[Tensor, int]()
         OWNED_OPTIMIZERS.add(optimizer)
         self.hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._zero_group_options()),
             optimizer.register_step_post_hook(lambda *_: self._finish_step()),
         ]
-        # of small tensors b; of others, what decay made
         self.dense_buffers: dict[str, Tensor] = {}
         self.initial_buffers = {
             name: buffer
@@ -85,7 +110,7 @@ class DgcMomentum:
 
     def _zero_group_options(self) -> None:
         self._restore_group_options()  # the last step may have failed
-        # schedulers, and who adds groups, may change them
+        # schedulers, and code that adds groups, may have changed them
         for number, group in enumerate(self.optimizer.param_groups):
             try:
                 self.dgc.refuse_parameter_group(number, group, self.dgc)
@@ -105,17 +130,21 @@ class DgcMomentum:
             group.update(dict.fromkeys(GROUP_OPTIONS, 0.0))
 
     def _finish_step(self) -> None:
-        """The step is done. Raises StepFailed where it moved what it should not have: in a
-        closure nobody knows before.
+        """Check a step of the optimizer, after it ran.
+
+        Raises StepFailed if it updated a parameter that it should not. A closure may compute
+        gradients, so this cannot be checked before the step.
         """
         self._restore_group_options()
         for number, group in enumerate(self.optimizer.param_groups):
-            missed = any(
+            has_missed_gradient = any(
                 each.grad is not None
                 and self.last_given_steps.get(each, -1) < self.started_steps - 1
                 for each in group["params"]
             )
-            if missed and (self.fixed_momentum or any(group[what] for what in GROUP_OPTIONS)):
+            if has_missed_gradient and (
+                self.fixed_momentum or any(group[option] for option in GROUP_OPTIONS)
+            ):
                 raise StepFailed(
                     f"group {number} of the optimizer has gradients that dgc was not given, so "
                     f"this step was "
@@ -128,18 +157,18 @@ class DgcMomentum:
 
     def _restore_group_options(self) -> None:
         for group, values in zip(self.optimizer.param_groups, self.saved_groups, strict=False):
-            group.update({what: values[what] for what in GROUP_OPTIONS})
+            group.update({option: values[option] for option in GROUP_OPTIONS})
         self.saved_groups = []
 
     def release_optimizer(self) -> None:
-        """The optimizer is the user's again, also where a step of it failed."""
+        """Give momentum and decay back to the optimizer, also if a step of it failed."""
         self._restore_group_options()
         OWNED_OPTIMIZERS.discard(self.optimizer)
         for each in self.hooks:
             each.remove()
 
     def build_feedback(self) -> MomentumCorrection:
-        """Where velocities are kept."""
+        """Build the feedback that keeps the velocities."""
         return MomentumCorrection(self.get_momentum, self.dgc.masking)
 
     def adopt_buffers(
@@ -149,8 +178,15 @@ class DgcMomentum:
         ranks: int,
         decay_buffers: Mapping[str, Tensor],
     ) -> None:
-        """From the buffers that were there, of all ranks: each has an equal part of what is a
-        velocity. sent: of tensors whose velocities are known already, what decay made.
+        """Continue from the momentum buffers that the optimizer had, on all ranks.
+
+        Args:
+            feedback: Keeps the velocities. Each rank gets an equal part of a buffer that is a
+                velocity.
+            small_names: Names of small tensors, which are not compressed.
+            ranks: Number of ranks.
+            decay_buffers: For tensors with velocities that are known already: the part of b that
+                comes from decay.
         """
         for name, buffer in self.initial_buffers.items():
             if name in small_names:
@@ -164,16 +200,23 @@ class DgcMomentum:
                 self.dense_buffers[name] = decay_buffers[name].to(buffer)
         self.initial_buffers = {}
 
-    # ---- of a parameter ----------------------------------------------------------------------
+    # ---- for each parameter ------------------------------------------------------------------
     def has_parameter(self, name: str) -> bool:
+        """Return whether the optimizer holds a parameter.
+
+        Args:
+            name: Name of the parameter.
+        """
         return self._find_group(name) is not None
 
     def _find_group(self, name: str) -> dict[str, Any] | None:
-        """As schedulers made it, also where a step calls a closure, which runs backward; None
-        of a parameter that the optimizer does not hold.
+        """Return the group of a parameter with the options of the user and of schedulers.
+
+        This also holds within a step that calls a closure, which runs backward. Returns None if the
+        optimizer does not hold the parameter.
         """
         groups = self.optimizer.param_groups
-        # added, or loaded
+        # groups were added, or the state was loaded
         if len(groups) != len(self.groups) or any(map(operator.is_not, groups, self.groups)):
             self.groups = [*groups]
             self.group_numbers = {
@@ -184,7 +227,11 @@ class DgcMomentum:
         return None if number is None else (self.saved_groups or groups)[number]
 
     def get_momentum(self, name: str) -> tuple[float, bool]:
-        """(momentum, is it Nesterov's?); of one that the optimizer does not hold, none."""
+        """Return (momentum, whether it is Nesterov's) of a parameter.
+
+        Args:
+            name: Name of the parameter. If the optimizer does not hold it, the momentum is 0.
+        """
         if (group := self._find_group(name)) is None:
             return 0.0, False
         return float(
@@ -192,21 +239,26 @@ class DgcMomentum:
         ) if self.fixed_momentum is None else self.fixed_momentum, bool(group.get("nesterov"))
 
     def compute_update(self, name: str, mean: Tensor, is_small: bool) -> Tensor:
-        """What the optimizer is to step by, of a mean gradient, or of what was sent of
-        velocities.
+        """Compute the gradient that the optimizer applies.
+
+        Args:
+            name: Name of the parameter.
+            mean: The mean gradient of a small tensor; of others, the sum of the velocities that
+                were sent.
+            is_small: The tensor is small, so it is not compressed.
         """
         group = self._find_group(name)
-        decayed = (
+        decay = (
             self.parameters[name].detach() * group["weight_decay"]
             if group and group["weight_decay"]
             else None
         )
         if is_small:
-            return self._apply_momentum(name, mean if decayed is None else mean + decayed)
-        return mean if decayed is None else mean + self._apply_momentum(name, decayed)
+            return self._apply_momentum(name, mean if decay is None else mean + decay)
+        return mean if decay is None else mean + self._apply_momentum(name, decay)
 
     def _apply_momentum(self, name: str, gradient: Tensor) -> Tensor:
-        """b <- m b + g, dense; what the weights move by."""
+        """Compute b <- m b + g, dense; return what the weights move by."""
         momentum, nesterov = self.get_momentum(name)
         if not momentum:
             return gradient
@@ -217,5 +269,9 @@ class DgcMomentum:
 
 
 def make_momentum_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """As an optimizer's state."""
+    """Return momentum buffers in the form of an optimizer state.
+
+    Args:
+        state: The buffers by parameter name.
+    """
     return {name: {MOMENTUM_BUFFER: each} for name, each in state.items()}

@@ -1,5 +1,6 @@
-"""Payloads in one message: tensors of several types in a row of bytes, each where its type may
-begin.
+"""Payloads in one message: tensors of several types in a row of bytes.
+
+Each tensor starts at an address that its type allows.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ ALIGNMENT = 8  # bytes
 
 
 def pack_payloads(payloads: Iterable[Payload], device: torch.device) -> Tensor:
-    """The bytes of payloads, one after another."""
+    """Join payloads into one message.
+
+    Args:
+        payloads: The payloads.
+        device: Device of the message.
+
+    Returns:
+        The bytes of the payloads, one after another.
+    """
     pieces = []
     for payload in payloads:
-        for each in filter(torch.numel, payload):  # of nothing torch makes no bytes
+        for each in filter(torch.numel, payload):  # torch cannot view an empty tensor as bytes
             pieces += [
                 each.contiguous().view(-1).view(torch.uint8),
                 torch.zeros(-each.nbytes % ALIGNMENT, dtype=torch.uint8, device=device),
@@ -28,21 +37,33 @@ def pack_payloads(payloads: Iterable[Payload], device: torch.device) -> Tensor:
 
 
 def unpack_payloads(message: Tensor, layouts: Iterable[PayloadLayout]) -> Iterator[Payload]:
-    """The payloads that a message holds, as views of it."""
+    """Split a message into its payloads, which are views of it.
+
+    Args:
+        message: The bytes.
+        layouts: The layout of each payload.
+
+    Yields:
+        The payloads.
+    """
     start = 0
-    for kinds in layouts:
-        found = []
-        for dtype, shape in kinds:
+    for layout in layouts:
+        payload = []
+        for dtype, shape in layout:
             length = torch.Size(shape).numel() * dtype.itemsize
-            found.append(message[start : start + length].view(dtype).view(shape))
+            payload.append(message[start : start + length].view(dtype).view(shape))
             start += length + -length % ALIGNMENT
-        yield tuple(found)
+        yield tuple(payload)
 
 
 def count_message_bytes(layouts: Iterable[PayloadLayout]) -> int:
-    """Bytes of a message."""
+    """Count the bytes of a message.
+
+    Args:
+        layouts: The layout of each payload.
+    """
     return sum(
         length + -length % ALIGNMENT
-        for kinds in layouts
-        for length in (torch.Size(shape).numel() * dtype.itemsize for dtype, shape in kinds)
+        for layout in layouts
+        for length in (torch.Size(shape).numel() * dtype.itemsize for dtype, shape in layout)
     )

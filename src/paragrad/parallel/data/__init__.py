@@ -1,5 +1,6 @@
-"""Synchronous data parallelism: gradients are summed over all workers, along a schedule or in
-shared memory.
+"""Synchronous data parallelism: gradients are summed over all workers.
+
+The sum follows a schedule of messages or uses shared memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,20 @@ from paragrad.strategies.serial import Serial
 def make_exchange(
     strategy: Data | Serial, replica: Replica, world: World, log: StepLog, options: ExchangeOptions
 ) -> Exchange:
-    """The exchange of `serial` and `data`. Collective."""
+    """Make the exchange of `serial` or `data`.
+
+    Collective: all ranks call it together.
+
+    Args:
+        strategy: The resolved strategy.
+        replica: What this rank holds of the training.
+        world: The world of the workers.
+        log: The step log that receives spans and choices.
+        options: Options that do not depend on the technique.
+
+    Returns:
+        The exchange of this rank.
+    """
     if isinstance(strategy, Data) and strategy.compress is not None:
         from paragrad.parallel.data.compressed_exchange import CompressedExchange
         from paragrad.parallel.data.dgc import DgcExchange
@@ -34,18 +48,18 @@ def make_exchange(
         from paragrad.parallel.data.fully_sharded import FullyShardedExchange
 
         return FullyShardedExchange(replica, world, log)
-    planted = options.inject_fault == "mean_twice"
+    has_fault = options.inject_fault == "mean_twice"
     if replica.layout.is_partitioned:
         from paragrad.parallel.data.bucketing import (
             GradientBucketDoubleDivision,
             GradientBucketExchange,
         )
 
-        return (GradientBucketDoubleDivision if planted else GradientBucketExchange)(
+        return (GradientBucketDoubleDivision if has_fault else GradientBucketExchange)(
             replica, world, log, options, strategy.reduce
         )
     from paragrad.parallel.data.ddp_exchange import DDPDoubleDivision, DDPExchange
 
-    return (DDPDoubleDivision if planted else DDPExchange)(
+    return (DDPDoubleDivision if has_fault else DDPExchange)(
         replica, world, log, options, strategy.reduce
     )

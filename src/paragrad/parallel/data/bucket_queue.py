@@ -1,6 +1,4 @@
-"""The queue of buckets: a thread sums them along an all-reduce, in the order in which they
-come.
-"""
+"""A queue of buckets that one thread sums along an all-reduce, in the order of arrival."""
 
 from __future__ import annotations
 
@@ -27,25 +25,52 @@ from paragrad.strategies.data import Native
 
 @dataclass
 class Bucket:
-    """Gradients sent together, waiting for their exchange. pairs: each parameter with its
-    gradient, a view of the vector.
+    """Gradients that are sent together.
+
+    Attributes:
+        number: Number of the bucket in its step.
+        vector: The gradients as one flat tensor, which the sum replaces.
+        future: Completes with the vector when it is summed.
+        computed_event: On a GPU, the event after which the gradients are computed; otherwise None.
+        pairs: Each parameter with its gradient, a view of the vector.
+        step: Number of the step.
     """
 
     number: int
     vector: Tensor
     future: torch.futures.Future[Tensor]
-    # on a GPU: when the gradients are really there
     computed_event: torch.cuda.Event | None = None
     pairs: Sequence[tuple[Tensor, Tensor]] = ()
     step: int = 0
 
 
 class BucketQueue:
-    """Sums buckets over all ranks, over a process group of its own. Collective.
+    """Sums buckets over all ranks, in a thread and over a process group of its own.
 
-    played(bucket, start, traffic) is told of each, with clock()'s time at its start. A
-    schedule's messages go through the host. algorithm "auto" (over gloo): picks one for every
-    size of buckets, by a machine file or what it measures; picked is told.
+    The constructor is collective: all ranks call it together. Messages of a schedule go through the
+    host. The algorithm "auto" (over gloo) chooses one for every bucket size, from a machine file or
+    from measurements.
+
+    Args:
+        algorithm: An all-reduce schedule, `Native()` or "auto".
+        world: The world of the ranks. The queue uses a duplicate of it.
+        clock: Returns the time in seconds.
+        on_reduced: Called with (bucket, start, traffic) after each bucket; start is the time of
+            clock().
+        on_pick: Called with (bytes, choice) when "auto" chooses an algorithm.
+        machine: Known links of the machine, used by "auto".
+
+    Attributes:
+        algorithm: As given.
+        clock: As given.
+        on_reduced: As given.
+        all_reduce_function: Runs a schedule: `run_all_reduce` or `reproducible_all_reduce`.
+        compute_function: The reduction of a schedule with an injected fault, otherwise None.
+        world: The duplicated world, with its own process group.
+        chooser: Chooses the algorithm for "auto", otherwise None.
+        failure: The error of the first bucket that failed, otherwise None.
+        queue: The buckets that wait for the thread.
+        finalizer: Stops the thread.
     """
 
     def __init__(
@@ -70,18 +95,24 @@ class BucketQueue:
             if algorithm == "auto"
             else None
         )
-        # of the first bucket that could not be summed
         self.failure: Exception | None = None
         self.queue: QueuedBuckets = queue.SimpleQueue()
         thread = threading.Thread(
             target=_process_buckets, args=[self.queue], name="paragrad-buckets", daemon=True
         )
-        # by `close`, or when nobody has it, or at exit
+        # runs in `close`, when the queue is freed, or at exit
         self.finalizer = weakref.finalize(self, _stop_thread, self.queue, thread)
         thread.start()
 
     def put_bucket(self, bucket: Bucket) -> None:
-        """Its future completes when it is summed. Raises StepFailed after `close`."""
+        """Queue a bucket. Its future completes when it is summed.
+
+        Args:
+            bucket: The bucket.
+
+        Raises:
+            StepFailed: The queue was closed.
+        """
         if not self.finalizer.alive:
             raise StepFailed(
                 "its thread was ended by close(), and nobody would sum this gradient; make a new "
@@ -90,15 +121,20 @@ class BucketQueue:
         self.queue.put((self, bucket))
 
     def process_bucket(self, bucket: Bucket) -> None:
-        """Sum a bucket, or say why not; in the queue's thread."""
+        """Sum a bucket and complete its future. The queue's thread calls it.
+
+        Args:
+            bucket: The bucket. If the sum fails, its future holds the error.
+        """
         start = self.clock()
-        # nor could this one be, and each would take its time to say so
+        # this bucket would fail too, and only after a timeout
         if self.failure is not None:
             bucket.future.set_exception(self.failure)
             return
         try:
             if bucket.computed_event is not None:
-                torch.cuda.set_device(bucket.vector.device)  # of this thread
+                # the current device is a setting of this thread
+                torch.cuda.set_device(bucket.vector.device)
                 bucket.computed_event.synchronize()
             traffic = self._exchange_bucket(bucket)
             if bucket.computed_event is not None:
@@ -113,7 +149,7 @@ class BucketQueue:
         return self._reduce_vector(bucket.vector)
 
     def _reduce_vector(self, vector: Tensor) -> Traffic:
-        """Sum a bucket in place; complex numbers as pairs of real ones."""
+        """Sum a vector in place. Complex numbers are summed as pairs of real numbers."""
         if vector.is_complex():
             vector = torch.view_as_real(vector).view(-1)
         if isinstance(self.algorithm, Native):
@@ -127,8 +163,9 @@ class BucketQueue:
         return traffic
 
     def _run_all_reduce(self, algorithm: Any, vector: Tensor) -> Traffic:
-        """Sum a vector in place by one algorithm. A backend's own all-reduce tells neither
-        times nor bytes.
+        """Sum a vector in place with one algorithm.
+
+        The all-reduce of a backend reports neither times nor bytes.
         """
         if not isinstance(algorithm, Native):
             return self.all_reduce_function(algorithm, vector, self.world, self.compute_function)
@@ -138,7 +175,7 @@ class BucketQueue:
         )
 
     def close(self) -> None:
-        """End its thread; its process group stays until all are destroyed."""
+        """Stop the thread. The process group stays until all groups are destroyed."""
         self.finalizer()
 
 
@@ -146,8 +183,10 @@ QueuedBuckets = queue.SimpleQueue[tuple[BucketQueue, Bucket] | None]
 
 
 def _process_buckets(buckets: QueuedBuckets) -> None:
-    """The thread. Between buckets it holds no queue, so that one which nobody has is freed, and
-    ends it.
+    """Run the thread of a queue.
+
+    Between buckets the thread holds no reference to the queue object. If no other reference exists,
+    the queue is freed, and that ends the thread.
     """
     while (item := buckets.get()) is not None:
         owner, bucket = item
@@ -158,12 +197,20 @@ def _process_buckets(buckets: QueuedBuckets) -> None:
 def _stop_thread(buckets: QueuedBuckets, thread: threading.Thread) -> None:
     buckets.put(None)
     if thread is not threading.current_thread():
-        # it may wait for a rank that failed; the launcher ends both
+        # The thread may wait for a rank that failed. Then the launcher ends both processes.
         thread.join(timeout=1)
 
 
 def make_pending_bucket(number: int, vector: Tensor) -> Bucket:
-    """A bucket with its future; on a GPU, with what this stream has still to compute of it."""
+    """Make a bucket with a new future.
+
+    Args:
+        number: Number of the bucket in its step.
+        vector: The gradients. On a GPU the current stream may still compute them.
+
+    Returns:
+        The bucket. On a GPU its event marks the work of the current stream.
+    """
     computed = None
     if vector.is_cuda:
         computed = torch.cuda.Event()

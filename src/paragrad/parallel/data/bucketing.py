@@ -1,12 +1,12 @@
-"""Buckets of our own: for passes that are not one forward and then one backward, in which
-DistributedDataParallel's go wrong.
+"""Buckets for passes that are not one forward followed by one backward.
 
-DDP learns from one forward what the next backward will make, and exchanges in that backward
-alone: with all forwards of a step first its gradients are wrong without an error, and where a
-backward is made in two parts its hooks do not fire. Here the passes say which gradient is final
-(`ready`), or nothing, and `finish` sends what is left. Weight, loss, the wish to stop, and
-which parameters have a gradient at all, travel in a message of their own: a part of a model
-need not have the loss.
+DistributedDataParallel (DDP) learns from one forward what the next backward will compute, and it
+exchanges in that backward only. If all forwards of a step come first, its gradients are wrong
+without an error. If a backward is computed in two parts, its hooks do not fire.
+
+Here the passes report which gradient is final (`mark_ready`), or report nothing. Then `finish`
+sends what is left. A separate message has weight, loss, stop requests and the flags of parameters
+with a gradient, because a part of a model may not hold the loss.
 """
 
 from __future__ import annotations
@@ -26,11 +26,24 @@ from paragrad.parallel.data.ddp_exchange import BucketedExchange, DoubleDivision
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 
-BUCKET_BYTES = 25 * 2**20  # of a bucket, as DDP's
+BUCKET_BYTES = 25 * 2**20  # bytes of a bucket, as in DDP
 
 
 class VectorSumExchange(BucketedExchange):
-    """Sums vectors over all ranks when it is told to. beside: bytes that are kept meanwhile."""
+    """Base class of exchanges that sum vectors over all ranks on request.
+
+    Args:
+        replica: What this rank holds of the training.
+        world: The world of the workers.
+        log: The step log that receives spans and choices.
+        options: Options that do not depend on the technique.
+        algorithm: The all-reduce algorithm, `Native()` or "auto".
+
+    Attributes:
+        retained_bytes: Bytes that the exchange keeps in memory during a sum, in addition to the
+            buckets.
+        sent_buckets: Buckets that were queued in this step, in their order.
+    """
 
     retained_bytes = 0
 
@@ -41,8 +54,9 @@ class VectorSumExchange(BucketedExchange):
         self.sent_buckets: list[Bucket] = []
 
     def _start_sum(self, vector: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum a vector over ranks, in their order along the all-reduce; waits for
-        it.
+        """Queue a vector to be summed in place over ranks.
+
+        Returns a function that waits for the sum and returns it.
         """
         bucket = make_pending_bucket(len(self.sent_buckets), vector)
         self.peak_bytes = max(self.peak_bytes, vector.nbytes)
@@ -53,13 +67,14 @@ class VectorSumExchange(BucketedExchange):
     def _sum_tensors(
         self, tensors: Mapping[str, Tensor], share: float = 1.0, total: float = 1.0
     ) -> dict[str, Tensor]:
-        """The sum of each over ranks, of which this one's counts `share`, divided by `total`;
-        in float32 or finer. Collective.
+        """Return the sums of tensors over ranks, in float32 or finer. Collective.
+
+        The tensors of this rank are multiplied by `share`, and the sums are divided by `total`.
         """
-        cut = split_into_buckets(tensors.values())
+        buckets = split_into_buckets(tensors.values())
         self.sent_buckets = []
-        for bucket in cut:
-            # in less, a mean would be a coarser number
+        for bucket in buckets:
+            # in a coarser dtype a mean would lose precision
             wider = get_accumulation_dtype(bucket[0].dtype)
             self._start_sum(torch.cat([each.reshape(-1).to(wider) for each in bucket]).mul_(share))
         self.peak_bytes = max(
@@ -68,19 +83,36 @@ class VectorSumExchange(BucketedExchange):
             + max((bucket.vector.nbytes for bucket in self.sent_buckets), default=0),
         )
         vectors = [bucket.future.wait().div_(total) for bucket in self.sent_buckets]
-        places = [
+        sums = [
             place.view_as(each)
-            for bucket, vector in zip(cut, vectors, strict=True)
+            for bucket, vector in zip(buckets, vectors, strict=True)
             for each, place in zip(
                 bucket, vector.split([each.numel() for each in bucket]), strict=True
             )
         ]
-        return dict(zip(tensors, places, strict=True))
+        return dict(zip(tensors, sums, strict=True))
 
 
 class GradientBucketExchange(VectorSumExchange):
-    """Sums gradients where backward leaves them, bucket by bucket, in one order on all ranks:
-    the last parameters first.
+    """Sums the gradients that backward left in the parameters, bucket by bucket.
+
+    All ranks sum the buckets in the same order: the last parameters first.
+
+    Args:
+        replica: What this rank holds of the training.
+        world: The world of the workers.
+        log: The step log that receives spans and choices.
+        options: Options that do not depend on the technique.
+        algorithm: The all-reduce algorithm, `Native()` or "auto".
+
+    Attributes:
+        trained: The trained parameters, in the order of the model.
+        device: Device of the trained parameters, or None if there are none.
+        buckets: The parameters of each bucket.
+        bucket_numbers: Number of the bucket of each parameter.
+        final_parameters: Parameters with a final gradient in this step.
+        has_logged_overlap: Whether the choice "overlap" was logged.
+        totals: Weight, loss, stop requests and doubtful weight, summed over ranks.
     """
 
     def __init__(
@@ -93,8 +125,8 @@ class GradientBucketExchange(VectorSumExchange):
         self.bucket_numbers = {
             parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket
         }
-        self.final_parameters: set[nn.Parameter] = set()  # whose gradient is, in this step
-        # of which there is none where passes never say so
+        self.final_parameters: set[nn.Parameter] = set()
+        # if the passes never report a final gradient, there is no overlap to log
         self.has_logged_overlap = False
 
     def begin(self) -> None:
@@ -131,19 +163,19 @@ class GradientBucketExchange(VectorSumExchange):
             )
         for bucket in self.buckets[len(self.sent_buckets) :]:
             self._start_sum(self._flatten_bucket(bucket))
-        there = [float(parameter.grad is not None) for parameter in self.trained]
+        used_flags = [float(parameter.grad is not None) for parameter in self.trained]
         self._start_sum(
             torch.tensor(
-                [weight, loss, float(self.stop_requested), self.doubtful_weight, *there],
+                [weight, loss, float(self.stop_requested), self.doubtful_weight, *used_flags],
                 dtype=torch.float64,
                 device=self.device,
             )
         )
         with self.log.record_detail("buckets", "wait"):
-            *vectors, told = [bucket.future.wait() for bucket in self.sent_buckets]
-        self.totals = told[:4].tolist()
-        there = told[4:].tolist()
-        used = dict(zip(self.trained, there, strict=True))
+            *vectors, totals = [bucket.future.wait() for bucket in self.sent_buckets]
+        self.totals = totals[:4].tolist()
+        used_flags = totals[4:].tolist()
+        used = dict(zip(self.trained, used_flags, strict=True))
         for bucket, vector in zip(self.buckets, vectors, strict=True):
             for parameter, gradient in zip(
                 bucket, vector.split([each.numel() for each in bucket]), strict=True
@@ -154,8 +186,9 @@ class GradientBucketExchange(VectorSumExchange):
         return self.totals
 
     def _flatten_bucket(self, bucket: list[nn.Parameter]) -> Tensor:
-        """The gradients in a row, which are views of it from now on: beside them there is one
-        bucket more, and for a moment.
+        """Return the gradients of a bucket as one vector; the gradients become views of it.
+
+        Only one additional bucket is in memory, and only for a moment.
         """
         flat = torch.cat(
             [
@@ -171,19 +204,29 @@ class GradientBucketExchange(VectorSumExchange):
 
 
 def split_into_buckets(tensors: Iterable[Tensor]) -> list[list[Any]]:
-    """Neighbours of one type, up to so many bytes."""
-    found: list[list[Any]] = []
-    for _, alike in itertools.groupby(tensors, key=lambda each: (each.dtype, each.device)):
+    """Divide tensors into buckets.
+
+    Neighbours of one dtype and device share a bucket of at most BUCKET_BYTES bytes. A larger tensor
+    has a bucket of its own.
+
+    Args:
+        tensors: Tensors in the order in which they are sent.
+
+    Returns:
+        The tensors of each bucket, in the same order.
+    """
+    buckets: list[list[Any]] = []
+    for _, same_dtype in itertools.groupby(tensors, key=lambda each: (each.dtype, each.device)):
         bytes_ = 0
-        found.append([])
-        for each in alike:
+        buckets.append([])
+        for each in same_dtype:
             bytes_ += each.nbytes
-            if found[-1] and bytes_ > BUCKET_BYTES:
-                found.append([])
+            if buckets[-1] and bytes_ > BUCKET_BYTES:
+                buckets.append([])
                 bytes_ = each.nbytes
-            found[-1].append(each)
-    return found
+            buckets[-1].append(each)
+    return buckets
 
 
 class GradientBucketDoubleDivision(DoubleDivisionFault, GradientBucketExchange):
-    """mean_twice, planted here."""
+    """GradientBucketExchange with the injected fault mean_twice."""

@@ -1,16 +1,19 @@
 """Gradients are compressed before they are exchanged.
 
-What is compressed is a rank's part of the *mean* gradient: its sum, over the weight of all
-ranks' samples, which they tell each other first. Were sums compressed, what waits of a full
-batch would count a third more in a short one. So nothing is compressed before the forwards are
-over, and all is after backward, in `average`: the one division is here too.
+Each rank compresses its part of the *mean* gradient: its sum, divided by the weight of the samples
+of all ranks. The ranks share these weights first. If sums were compressed, the residual of a full
+batch would count too much in a shorter batch (a third more, for example). So compression starts
+after the forward passes, when the weights are known. All of it happens after backward, in
+`average`, which also does the one division by the weight.
 
-A tensor is compressed by itself, and what is kept of it goes by its name, so nothing depends on
-which tensors travel together, but how its sum is rounded: of a model that is cut, copies become
-alike (`copies.py`) before they are taken. Payloads that add up travel along the all-reduce; of
-others every rank is given all, and adds them up in the order of ranks: all apply the same bits.
-Where that would be more bytes than the dense vectors, what the payloads stand for travels as
-dense vectors. Weight, loss and the wish to stop are never compressed, nor are small tensors.
+Each tensor is compressed by itself, and its residual is stored under its name. So only the rounding
+of its sum depends on which tensors travel together. In a partitioned model, duplicate tensors are
+synchronized (`engine/replica_check.py`) before they are used.
+
+Payloads that can be added travel along the all-reduce. Other payloads are gathered on every rank,
+and every rank adds them in the order of ranks, so all ranks apply the same bits. If that would take
+more bytes than the dense vectors, the decompressed payloads travel as dense vectors. Weight, loss,
+stop requests and small tensors are never compressed.
 """
 
 from __future__ import annotations
@@ -42,13 +45,36 @@ from paragrad.runtime.world import World
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
 
-CODEC_MEMORY = "memory"  # by which name a checkpoint has what codecs go on from
-# bytes of weight, loss, the wish to stop, and which parameters have a gradient
+CODEC_MEMORY = "memory"  # name of codec memories in a checkpoint
+# kind of the bytes of weight, loss, stop requests and flags of used parameters
 TOTALS = "told"
 
 
 class CompressedExchange(VectorSumExchange):
-    """Every rank has all mean gradients after `average`, as far as they were sent."""
+    """Gives every rank all mean gradients after `average`, as far as they were sent.
+
+    Args:
+        strategy: The resolved strategy, with a compressor.
+        replica: What this rank holds of the training.
+        world: The world of the workers.
+        log: The step log that receives spans and choices.
+        options: Options that do not depend on the technique.
+        feedback: Error feedback of the compression. None: that of the compressor.
+
+    Attributes:
+        compressor: The compressor as the strategy names it.
+        step: Number of the step.
+        fault_factor: The number of ranks if the fault mean_twice is injected, otherwise 1.
+        trained: The trained parameters by name.
+        compression: Compresses and sums the large tensors.
+        small_names: Names of parameters that are sent as they are.
+        copies: Tensors of a partitioned model that several ranks hold.
+        buckets: Names of the large parameters of each bucket, the last parameters first.
+        byte_kinds: For each sent bucket of this step, the kind under which its bytes are counted.
+        totals: Weight, loss, stop requests and doubtful weight, summed over ranks.
+        used_names: Names of parameters that have a gradient on some rank in this step.
+        small_residuals: Restored residuals of tensors that are small now.
+    """
 
     def __init__(
         self,
@@ -68,13 +94,16 @@ class CompressedExchange(VectorSumExchange):
             "gradients are compressed after backward, when the weight of all samples is known",
         )
         self.step = replica.completed_steps
-        self.fault_factor = world.size if options.inject_fault == "mean_twice" else 1  # planted
+        # an injected fault
+        self.fault_factor = world.size if options.inject_fault == "mean_twice" else 1
         self.trained = {
             name: each
             for name, each in self.loss_module.model.named_parameters()
             if each.requires_grad
         }
-        known = {name: str((held.name, held.where)) for name, held in self.layout.specs.items()}
+        serial_names = {
+            name: str((spec.name, spec.where)) for name, spec in self.layout.specs.items()
+        }
         self.compression = CompressedReduce(
             strategy.compress,
             world,
@@ -83,7 +112,7 @@ class CompressedExchange(VectorSumExchange):
             seed=replica.seed,
             log=log,
             count_bytes=lambda kind, sent: self.count_bytes(kind, sent, computed=True),
-            get_serial_name=lambda name: known.get(name, name),
+            get_serial_name=lambda name: serial_names.get(name, name),
         )
         large = [
             name for name, each in self.trained.items() if strategy.compress.compresses(each.shape)
@@ -101,7 +130,6 @@ class CompressedExchange(VectorSumExchange):
     def begin(self) -> None:
         super().begin()
         self.refuse_refrozen()
-        # of what is summed in this step, in the order of buckets
         self.sent_buckets = []
         self.byte_kinds = list[str]()
 
@@ -112,14 +140,15 @@ class CompressedExchange(VectorSumExchange):
         self.totals = [self.fault_factor * sums[0], self.fault_factor * sums[1], *sums[2:]]
 
     def _share_used_names(self, numbers: Sequence[float] = ()) -> list[float]:
-        """Which parameters have a gradient on any rank; the sums of other numbers of theirs in
-        the same message.
+        """Find out which parameters have a gradient on any rank. Collective.
+
+        Other numbers of the ranks travel in the same message; their sums are returned.
         """
-        there = [float(each.grad is not None) for each in self.trained.values()]
+        used_flags = [float(each.grad is not None) for each in self.trained.values()]
         device = next(iter(self.trained.values())).device if self.trained else None
         with self.log.record_detail("told", "wait"):
             sums = self._start_counted_sum(
-                torch.tensor([*numbers, *there], dtype=torch.float64, device=device), TOTALS
+                torch.tensor([*numbers, *used_flags], dtype=torch.float64, device=device), TOTALS
             )().tolist()
         self.used_names = {
             name for name, number in zip(self.trained, sums[len(numbers) :], strict=True) if number
@@ -130,10 +159,15 @@ class CompressedExchange(VectorSumExchange):
         return self.totals
 
     def average(self, weight: float) -> None:
-        """By every rank's part of it, compressed."""
+        """Compute the mean gradients from the compressed parts of all ranks.
+
+        Args:
+            weight: The weight of the samples of all ranks.
+        """
         self.compression.replace_compressor(self.compressor.adapt_to_epoch(self.epoch))
         scale = self._compute_scale(1.0 / weight)
-        if self.layout.is_partitioned:  # owners have added up theirs since
+        # since `finish`, owners have added the gradients of their duplicates
+        if self.layout.is_partitioned:
             self._share_used_names()
         shared = self.copies.list_duplicate_names()
         copies = dict[str, Tensor]()
@@ -148,7 +182,7 @@ class CompressedExchange(VectorSumExchange):
         self.step += 1
 
     def _compute_means(self, scale: float) -> Iterator[dict[str, Tensor]]:
-        """Of all ranks, flat, as they come."""
+        """Yield the mean gradients over all ranks, as flat tensors by name, as they arrive."""
         small = self._start_small_sums(scale)
         for bucket in [
             self.compression.begin(self._select_gradients(bucket), scale, self.step)
@@ -158,11 +192,11 @@ class CompressedExchange(VectorSumExchange):
         yield small()
 
     def _compute_scale(self, scale: float) -> float:
-        """By what this rank's sums count, in the mean."""
+        """Return the factor by which the sums of this rank count in the mean."""
         return scale
 
     def _select_gradients(self, names: list[str]) -> dict[str, Tensor]:
-        """Of those of which some rank has one."""
+        """Return the gradients of those parameters that have one on some rank."""
         return {
             name: torch.zeros_like(each) if each.grad is None else each.grad
             for name in names
@@ -171,7 +205,7 @@ class CompressedExchange(VectorSumExchange):
         }
 
     def _start_small_sums(self, scale: float) -> Callable[[], dict[str, Tensor]]:
-        """The sums of what is sent as it is, begun; waits for them."""
+        """Start the sums of the uncompressed gradients; return a function that waits for them."""
         gradients = self._select_gradients(
             [name for name in reversed(self.trained) if name in self.small_names]
         )
@@ -181,22 +215,22 @@ class CompressedExchange(VectorSumExchange):
         buckets = split_into_buckets(parts.values())
         waits = [self._start_counted_sum(torch.cat(bucket), DENSE_BYTES) for bucket in buckets]
 
-        def waited() -> dict[str, Tensor]:
-            found = [
+        def wait_for_sums() -> dict[str, Tensor]:
+            sums = [
                 piece
                 for bucket, wait in zip(buckets, waits, strict=True)
                 for piece in wait().split([each.numel() for each in bucket])
             ]
-            return dict(zip(gradients, found, strict=True))
+            return dict(zip(gradients, sums, strict=True))
 
-        return waited
+        return wait_for_sums
 
     def _set_gradients(self, means: dict[str, Tensor]) -> None:
         for name, mean in means.items():
             self.trained[name].grad = reshape_and_cast_like(mean, self.trained[name])
 
     def _start_counted_sum(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
-        """The same as bytes of a kind."""
+        """Start a sum and count its bytes under a kind."""
         self.byte_kinds.append(kind)
         return self._start_sum(vector)
 
@@ -204,13 +238,13 @@ class CompressedExchange(VectorSumExchange):
         self.kind = self.byte_kinds[bucket.number]
         super()._record_bucket(bucket, start, traffic)
 
-    # ---- what is kept ------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------
     def _restore_feedback(self, restored: OptimizerState) -> None:
-        """What was not sent, of any number of ranks."""
+        """Load residuals from a checkpoint of any number of ranks."""
         feedback = self.compression.feedback
         rank = self.world.rank
         size = self.world.size
-        ours = {
+        restored_keys = {
             key
             for values in restored.values()
             for key in values
@@ -223,29 +257,36 @@ class CompressedExchange(VectorSumExchange):
                 for what in feedback.saved_names
                 for each in range(size)
             }
-            | ours,
+            | restored_keys,
         )
         self.compression.memories = {
             name: values[CODEC_MEMORY]
             for name, values in restored.items()
             if CODEC_MEMORY in values
         }
-        # of small tensors, which were not small where it was kept
+        # residuals of tensors that are small now, but were not small when the checkpoint was saved
         self.small_residuals: dict[str, Tensor] = {}
         for what, values in feedback.collect_residuals().items():
             for name, each in self.trained.items():
-                if (found := load_residual(restored, name, what, rank, size)) is not None:
+                if (residual := load_residual(restored, name, what, rank, size)) is not None:
                     if name not in self.small_names:
-                        values[name] = flatten_real(found).to(
+                        values[name] = flatten_real(residual).to(
                             each.device, get_accumulation_dtype(flatten_real(each.detach()).dtype)
                         )
                     elif what == RESIDUAL:
-                        self.small_residuals[name] = flatten_real(found).to(
+                        self.small_residuals[name] = flatten_real(residual).to(
                             flatten_real(each.detach())
                         )
 
     def collect_saved_tensors(self) -> OptimizerState:
-        """Of every rank."""
+        """Return the residuals of every rank and the memories of codecs.
+
+        Collective: all ranks call it together.
+
+        Returns:
+            Tensors by parameter name and key. Residuals have the shape of the parameter in real
+            numbers.
+        """
         own = {
             what: {name: copy_to_host(each) for name, each in values.items()}
             for what, values in self._collect_own_state().items()
@@ -256,33 +297,36 @@ class CompressedExchange(VectorSumExchange):
                 sum(each.nbytes for values in own.values() for each in values.values()),
                 computed=True,
             )
-        found: OptimizerState = {}
-        for rank, theirs in enumerate(self.world.gather_objects(own)):
-            for what, values in theirs.items():
+        saved: OptimizerState = {}
+        for rank, residuals in enumerate(self.world.gather_objects(own)):
+            for what, values in residuals.items():
                 for name, each in values.items():
-                    found.setdefault(name, {})[make_residual_key(what, rank)] = each.view(
+                    saved.setdefault(name, {})[make_residual_key(what, rank)] = each.view(
                         self._get_real_shape(name)
                     )
-        made = {
+        memories = {
             name: codec.memory
             for name, codec in self.compression.codecs.items()
             if codec.memory is not None
         }
-        for name, memory in {**self.compression.memories, **made}.items():
+        for name, memory in {**self.compression.memories, **memories}.items():
             if not self._is_tensor_shard(name):
-                found.setdefault(name, {})[CODEC_MEMORY] = memory
-        return found
+                saved.setdefault(name, {})[CODEC_MEMORY] = memory
+        return saved
 
     def _collect_own_state(self) -> dict[str, dict[str, Tensor]]:
-        """Of this rank, also what no gradient has come to since it was restored."""
-        found = self.compression.feedback.collect_residuals()
-        return {**found, RESIDUAL: {**found.get(RESIDUAL, {}), **self.small_residuals}}
+        """Return the residuals of this rank.
+
+        They include restored residuals of small tensors that no gradient was added to yet.
+        """
+        residuals = self.compression.feedback.collect_residuals()
+        return {**residuals, RESIDUAL: {**residuals.get(RESIDUAL, {}), **self.small_residuals}}
 
     def _is_tensor_shard(self, name: str) -> bool:
-        """Is it a piece of a tensor, of which a checkpoint has the whole?"""
+        """Return whether a name belongs to a shard of a tensor that a checkpoint holds whole."""
         return name in self.layout.specs and self.layout.specs[name].where is not None
 
     def _get_real_shape(self, name: str) -> tuple[int, ...]:
-        """Of a parameter in real numbers."""
+        """Return the shape of a parameter in real numbers."""
         parameter = self.trained[name]
         return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)

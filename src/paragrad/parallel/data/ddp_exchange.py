@@ -1,22 +1,21 @@
-"""Synchronous data parallelism: every worker computes its share of the batch, gradients are
-summed over all workers.
+"""Synchronous data parallelism with DistributedDataParallel (DDP).
 
-The contract with DistributedDataParallel, which cuts gradients into buckets and tells when one
-is ready:
+Every worker computes its share of the batch. Gradients are summed over all workers. DDP divides the
+gradients into buckets and calls a communication hook when a bucket is ready. The contract with DDP:
 
-* backward runs on the *sum* of losses; the exchange sums; the one division by the global weight
-is the trainer's, for
-  every strategy, serial included. The weight itself travels as one more gradient (`Counted`).
-* every algorithm, `native` too, goes through the same communication hook. The hook queues the
-bucket and returns a Future;
-  one thread per rank sums the buckets in DDP's order, over a process group of its own.
-* only the last micro-batch of a step is exchanged. A rank whose part is empty runs one sample
-with weight 0, so that all
-  hooks fire in the same order.
-* parameters unused in step 0 on any rank: DDP looks for unused ones in every step; unused
-everywhere leaves grad None.
-  Where all were used in step 0, one that gets no gradient later ends the run with its name.
-* buffers are not broadcast: exact batch norm (`batch_norm.py`) keeps them equal.
+* Backward runs on the *sum* of losses, and the exchange sums gradients. The trainer divides once by
+  the global weight, for every strategy, `serial` included. The weight itself travels as one more
+  gradient (`CountingLoss`).
+* Every algorithm, `native` too, goes through the same communication hook. The hook queues the
+  bucket and returns a Future. One thread per rank sums the buckets in DDP's order, over a process
+  group of its own.
+* Only the last micro-batch of a step is exchanged. A rank with an empty share runs one sample with
+  weight 0, so that all hooks fire in the same order.
+* If some parameters were unused in step 0 on any rank, DDP looks for unused parameters in every
+  step. A parameter that is unused on all ranks has the gradient None.
+* If all parameters were used in step 0, a parameter that gets no gradient later ends the run. The
+  error names that parameter.
+* Buffers are not broadcast, because exact batch norm (`engine/batch_norm.py`) keeps them equal.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.schedules.fault_injection import inject_fault
 
-# torch 2.13 renamed the switch that leaves buffers alone in forward
+# torch 2.13 renamed the option that keeps DDP from broadcasting buffers in forward
 _has_forward_sync_buffers = (
     "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 )
@@ -50,11 +49,19 @@ KEEP_BUFFERS: dict[str, Any] = {
 
 
 class CountingLoss(nn.Module):
-    """A summed loss whose gradients tell more: `counter` is a parameter with the gradient
-    (weight, loss, ranks asked to stop, doubtful weight).
+    """A loss with gradients that also carry the totals of a step.
 
-    Whatever sums the gradients, over micro-batches, over ranks, along any schedule, sums these
-    too, in the same message.
+    The gradient of the parameter `counter` is (weight, loss, ranks asked to stop, doubtful weight).
+    Everything that sums gradients also sums these numbers in the same message: over micro-batches,
+    over ranks, along any schedule.
+
+    Args:
+        loss_module: The model and the loss. The model has at least one trained parameter.
+
+    Attributes:
+        loss_module: The model and the loss. Its forward gives the sum of losses and the weight.
+        counter: Parameter of 4 numbers. Its gradient is the totals.
+        stop_requested: 1.0 if this rank was asked to stop, otherwise 0.0.
     """
 
     def __init__(self, loss_module: LossModule) -> None:
@@ -63,35 +70,59 @@ class CountingLoss(nn.Module):
         parameter = next(
             parameter for parameter in loss_module.model.parameters() if parameter.requires_grad
         )
-        # the gradients' own type, to share their bucket; never below float32, which counts to
-        # 2^24
+        # The dtype of the gradients, so that the counter shares their bucket. At least float32,
+        # which counts exactly up to 2^24.
         real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
         dtype = torch.promote_types(real, torch.float32)
         self.counter = nn.Parameter(torch.zeros(4, dtype=dtype, device=parameter.device))
         self.stop_requested = 0.0
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+        """Return the sum of losses, with the totals attached to its graph, and the weight.
+
+        Args:
+            inputs: The inputs of the model.
+            target: The target of the loss.
+            samples: Number of samples that count. 0: the doubtful weight is 0 too.
+        """
         total, weight = self.loss_module(inputs, target, samples)
-        counted = self.counter.new_tensor(
+        totals = self.counter.new_tensor(
             [weight, 0.0, self.stop_requested, self.loss_module.doubtful_weight if samples else 0.0]
         )
-        counted[1] = total.detach()
-        return total + (self.counter * counted).sum(), weight
+        totals[1] = total.detach()
+        return total + (self.counter * totals).sum(), weight
 
 
 class DDPWrapper(DistributedDataParallel):
-    """SyncBatchNorm, which DDP refuses on the CPU, is computed by ours (`batch_norm.py`)."""
+    """DDP without its check for SyncBatchNorm, which it refuses on the CPU.
+
+    Our own batch norm (`engine/batch_norm.py`) replaces SyncBatchNorm.
+    """
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         pass
 
 
 class BucketedExchange(Exchange):
-    """Gradients are summed over all ranks in buckets, by a thread of their own; every rank
-    updates all parameters.
+    """Base class of exchanges that sum vectors over all ranks in buckets.
 
-    log is told of every bucket's exchange, and of its parts. Without how.overlap the exchange
-    begins when backward has ended. kind: of the bytes that travel.
+    A separate thread sums the buckets. Every rank updates all parameters. The log gets a span for
+    each bucket and its stages. With `options.overlap` off, the exchange begins when backward has
+    ended.
+
+    Args:
+        replica: What this rank holds of the training.
+        world: The world of the workers.
+        log: The step log that receives spans and choices.
+        options: Options that do not depend on the technique.
+        algorithm: The all-reduce algorithm, `Native()` or "auto".
+
+    Attributes:
+        kind: The kind under which the bytes of the next buckets are counted.
+        queue: The queue of buckets.
+        world: The world of the workers.
+        overlap: Whether buckets are exchanged while backward runs.
+        log: The step log.
     """
 
     kind = "gradients"
@@ -116,7 +147,8 @@ class BucketedExchange(Exchange):
         name = f"reduce {bucket.number}"
         self.count_bytes(self.kind, traffic.bytes, computed=traffic.computed)
         self.log.add_span(name, "send", start, bytes=traffic.bytes)
-        # of the same time: one after the other, whatever turns they took
+        # These spans divide the same time. They are drawn one after the other, though the stages
+        # alternated.
         if not traffic.computed:
             for lane, seconds in (
                 ("wait", traffic.waiting),
@@ -130,8 +162,13 @@ class BucketedExchange(Exchange):
         self.log.write_choice("reduce", str(pick.algorithm), pick.because, bytes_)
 
     def find_cause(self, error: Exception) -> Exception:
-        """DDP gets an exception in the place of a bucket and says that it cannot cast it to a
-        tensor.
+        """Return the error of the first bucket that failed, if there is one.
+
+        DDP receives an exception in the place of a bucket and only reports that it cannot cast it
+        to a tensor.
+
+        Args:
+            error: The error that was raised in the step.
         """
         return self.queue.failure or error
 
@@ -140,7 +177,22 @@ class BucketedExchange(Exchange):
 
 
 class DDPExchange(BucketedExchange):
-    """Wraps a module so that its backward sums the gradients of all ranks."""
+    """Wraps a module with DDP so that its backward sums the gradients of all ranks.
+
+    Args:
+        replica: What this rank holds of the training.
+        world: The world of the workers.
+        log: The step log that receives spans and choices.
+        options: Options that do not depend on the technique.
+        algorithm: The all-reduce algorithm, `Native()` or "auto".
+
+    Attributes:
+        has_unused_parameters: Some parameter was unused in step 0, so DDP looks for unused ones.
+        counting_loss: The module that DDP wraps.
+        parameter_count: Number of parameters of that module.
+        pending_buckets: Buckets that are ready and wait for the end of backward.
+        is_complete: Whether DDP delivered the last bucket of this step.
+    """
 
     def __init__(
         self, replica: Replica, world: World, log: StepLog, options: ExchangeOptions, algorithm: Any
@@ -156,7 +208,7 @@ class DDPExchange(BucketedExchange):
         module = replica.module
         self.has_unused_parameters = replica.has_unused_parameters
         self.counting_loss = CountingLoss(module)
-        # its own messages stay out of the queue's group
+        # DDP's own messages use another process group than those of the queue
         self.module = DDPWrapper(
             self.counting_loss,
             process_group=world.group,
@@ -170,20 +222,28 @@ class DDPExchange(BucketedExchange):
         self.is_complete = False
 
     def begin(self) -> None:
-        """DDP exchanges what could be trained when it was made, and no more."""
+        """Begin a step.
+
+        DDP exchanges the parameters that were trained when it was constructed, so a change of these
+        is refused.
+        """
         super().begin()
         self.is_complete = False
         self.counting_loss.counter.grad = None
         self.refuse_refrozen()
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward and backward of one micro-batch: only the last one is
-        exchanged.
+        """Return the context of forward and backward of one micro-batch.
+
+        Only the last micro-batch of a step is exchanged.
+
+        Args:
+            last: Whether this is the last micro-batch of the step.
         """
         if not last:
             return self.module.no_sync()
         self.counting_loss.stop_requested = float(self.stop_requested)
-        # DDP's own map of used parameters, int32
+        # DDP all-reduces a map of used parameters, in int32
         if self.has_unused_parameters:
             self.count_bytes(
                 "used",
@@ -193,8 +253,14 @@ class DDPExchange(BucketedExchange):
         return contextlib.nullcontext()
 
     def finish(self, weight: float, loss: float) -> None:
-        """After the last backward: everything was exchanged, or the names of what got no
-        gradient.
+        """Check after the last backward that all buckets were exchanged.
+
+        Args:
+            weight: Sum of the weights of this rank. The counter already carries it.
+            loss: Sum of the losses of this rank. The counter already carries it.
+
+        Raises:
+            StepFailed: A parameter got no gradient. The error names it.
         """
         if not self.is_complete:
             names = [
@@ -214,39 +280,48 @@ class DDPExchange(BucketedExchange):
         return self.counting_loss.counter.grad.tolist()  # type: ignore[no-any-return]
 
     def add_ready_bucket(self, bucket: Bucket, last: bool) -> None:
-        """DDP says that a bucket's gradients are there."""
+        """Take a bucket after DDP reports its gradients as ready.
+
+        Args:
+            bucket: The bucket.
+            last: Whether it is the last bucket of the step.
+        """
         self.pending_buckets.append(bucket)
         self.peak_bytes = max(self.peak_bytes, bucket.vector.numel() * bucket.vector.element_size())
         self.is_complete |= last
         if self.overlap or last:
-            for each in self.pending_buckets:
-                self.queue.put_bucket(each)
+            for pending in self.pending_buckets:
+                self.queue.put_bucket(pending)
             self.pending_buckets = []
 
     def close(self) -> None:
         super().close()
-        # DDP holds its hook's state, this object: a circle Python cannot see
+        # DDP refers to the state of its hook, which is this object. Python's garbage collector
+        # cannot see that cycle.
         del self.module
 
 
 class DoubleDivisionFault(BucketedExchange):
-    """The planted bug mean_twice: the schedule divides gradients, and the weight beside them,
-    by the number of ranks; here the weight is made whole again, so that whoever divides by it
-    divides once more.
+    """The injected fault mean_twice.
+
+    With this fault the schedule divides the gradients, and the weight with them, by the number of
+    ranks. This class multiplies the weight again, so that the division by the weight divides a
+    second time.
     """
 
     def reduce_totals(self) -> list[float]:
-        # of whom it is mixed into
+        # the next class in the MRO, a subclass of BucketedExchange, defines it
         weight, loss, stop, doubt = super().reduce_totals()  # type: ignore[safe-super]
         return [weight * self.world.size, loss * self.world.size, stop, doubt]
 
 
 class DDPDoubleDivision(DoubleDivisionFault, DDPExchange):
-    """mean_twice, planted here."""
+    """DDPExchange with the injected fault mean_twice."""
 
 
-# DDP looks at annotations, and wants none or its own
+# DDP checks the annotations of a hook: it accepts none or its own types
 def _reduce_bucket(exchange, bucket):  # type: ignore[no-untyped-def]
-    waiting = make_pending_bucket(bucket.index(), bucket.buffer())
-    exchange.add_ready_bucket(waiting, bucket.is_last())
-    return waiting.future
+    """DDP's communication hook: queue a bucket and return its Future."""
+    pending = make_pending_bucket(bucket.index(), bucket.buffer())
+    exchange.add_ready_bucket(pending, bucket.is_last())
+    return pending.future

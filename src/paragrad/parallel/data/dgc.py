@@ -1,17 +1,18 @@
-"""Deep gradient compression (Lin et al. 2018, arXiv 1712.01887): velocities are accumulated,
-and the largest of what came together are sent. The momentum, the decay and the clipping of a
-training are here, and nowhere else.
+"""Deep gradient compression (DGC; Lin et al. 2018, arXiv 1712.01887).
 
-* momentum correction and factor masking: `feedback.Corrected`; whose momentum it is:
-`momentum.py`.
-* clipping comes before accumulation, on each rank: the norm of its part of the mean gradient is
-at most that of all, times the
-  root of its share of the batch (of n equal ones, over the root of n), for parts of independent
-  samples add up so.
-* warm-up: what is sent of an epoch is more than of the next one (`Dgc.in_epoch`).
-* small tensors are sent whole, and keep the momentum of SGD, unmasked. Weight decay is dense
-and never sent: every rank has the
-  weights. Inside of the accumulation it would wait there as a gradient does.
+Velocities are accumulated, and the largest accumulated values are sent. Momentum, weight decay and
+clipping of a training are applied here only.
+
+* Momentum correction and factor masking are in `compression/feedback.py`. `compression/momentum.py`
+  takes the momentum over from the optimizer.
+* Clipping comes before accumulation, on each rank. The norm of its part of the mean gradient is at
+  most the maximum norm times the root of its share of the batch. Of n equal shares, that is the
+  maximum norm divided by the root of n. The reason is that norms of parts of independent samples
+  add up in this way.
+* Warm-up: more is sent in an epoch than in the next one (`Dgc.adapt_to_epoch`).
+* Small tensors are sent whole and keep the momentum of SGD, without masking.
+* Weight decay is dense and never sent, because every rank has the weights. In the accumulation it
+  would be delayed as gradients are.
 """
 
 from __future__ import annotations
@@ -32,13 +33,30 @@ from paragrad.runtime.world import World
 from paragrad.strategies.compressors import Dgc
 from paragrad.strategies.data import Data
 
-# by which name a checkpoint has what decay made, of tensors that are compressed
+# name of the momentum of weight decay in a checkpoint, for compressed tensors
 DECAYED = "decayed"
 
 
 class DgcExchange(CompressedExchange):
-    """`average` leaves what the optimizer steps by: of small tensors all of it, of others what
-    was sent of it, and decay.
+    """Deep gradient compression.
+
+    After `average`, the gradients hold what the optimizer steps by. For small tensors that is
+    everything; for others it is what was sent, plus weight decay.
+
+    Args:
+        strategy: The resolved strategy, with a Dgc compressor.
+        replica: What this rank holds of the training.
+        world: The world of the workers.
+        log: The step log that receives spans and choices.
+        options: Options that do not depend on the technique.
+
+    Attributes:
+        dgc: The compressor.
+        momentum: The momentum that was taken over from the optimizer.
+        velocities: The feedback, which accumulates velocities.
+        clip: Maximum norm of the mean gradient, or None. `clip_norm` is None.
+        is_settled: Whether the optimizer has its momentum back.
+        unsent_values: Restored unsent values of tensors that are small now.
     """
 
     def __init__(
@@ -57,13 +75,13 @@ class DgcExchange(CompressedExchange):
         self.velocities = momentum.build_feedback()
         super().__init__(strategy, replica, world, log, options, self.velocities)
         self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
-        told = ", ".join(
+        momenta = ", ".join(
             f"{momentum:g}"
             for momentum in sorted({self.momentum.get_momentum(name)[0] for name in named})
         )
         log.write_choice(
             "momentum",
-            told,
+            momenta,
             "taken over from the optimizer, whose own is 0 within its steps, with its weight decay"
             if self.momentum.fixed_momentum is None
             else "as asked",
@@ -78,11 +96,11 @@ class DgcExchange(CompressedExchange):
 
     # ---- in a step ---------------------------------------------------------------------------
     def average(self, weight: float) -> None:
-        now = self.dgc.adapt_to_epoch(self.epoch)
-        if now != self.compression.compressor and self.dgc.warmup:
+        adapted = self.dgc.adapt_to_epoch(self.epoch)
+        if adapted != self.compression.compressor and self.dgc.warmup:
             self.log.write_choice(
                 "ratio",
-                f"{now.ratio:.3g}",
+                f"{adapted.ratio:.3g}",
                 f"from epoch {self.epoch} on, of {self.dgc.warmup} that warm up",
             )
         super().average(weight)
@@ -118,47 +136,54 @@ class DgcExchange(CompressedExchange):
                     parameter.device
                 )
 
-    # ---- what is kept ------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------
     def _restore_feedback(self, restored: OptimizerState) -> None:
-        """What a checkpoint of another strategy has of momentum, is of all ranks."""
+        """Load residuals and momentum.
+
+        Momentum in a checkpoint of another strategy is that of all ranks together.
+        """
         super()._restore_feedback(restored)
         self.saved_names = (*self.saved_names, DECAYED)
-        # which were not small there: of all
-        found = {name: load_residual(restored, name, UNSENT, 0, 1) for name in self.small_names}
-        self.unsent_values = {name: each for name, each in found.items() if each is not None}
+        # tensors that were not small in the checkpoint: their unsent values of all ranks together
+        unsent = {name: load_residual(restored, name, UNSENT, 0, 1) for name in self.small_names}
+        self.unsent_values = {name: each for name, each in unsent.items() if each is not None}
         decayed = {name: values[DECAYED] for name, values in restored.items() if DECAYED in values}
         self.momentum.adopt_buffers(self.velocities, self.small_names, self.world.size, decayed)
 
     def gather_optimizer_state(self) -> OptimizerState:
-        """The optimizer's, with the momentum that it would have."""
+        """Return the state of the optimizer, with the momentum that it would have by itself.
+        Collective.
+        """
         if self.is_settled:
             return super().gather_optimizer_state()
-        found = super().gather_optimizer_state()
+        state = super().gather_optimizer_state()
         total = dict(self.momentum.dense_buffers)
         for name, velocity in self.velocities.velocity.items():
             summed = reshape_and_cast_like(self.world.all_reduce(velocity), self.trained[name])
             total[name] = summed + total[name] if name in total else summed
         return {
-            **found,
+            **state,
             **{
-                name: {**found.get(name, {}), **values}
+                name: {**state.get(name, {}), **values}
                 for name, values in make_momentum_state(total).items()
             },
         }
 
     def _collect_own_state(self) -> dict[str, dict[str, Tensor]]:
-        found = super()._collect_own_state()
-        # which is of all
+        residuals = super()._collect_own_state()
+        # unsent values are those of all ranks together, so only rank 0 saves them
         return (
-            found if self.world.rank else {**found, UNSENT: {**found[UNSENT], **self.unsent_values}}
+            residuals
+            if self.world.rank
+            else {**residuals, UNSENT: {**residuals[UNSENT], **self.unsent_values}}
         )
 
     def collect_saved_tensors(self) -> OptimizerState:
-        found = super().collect_saved_tensors()
+        saved = super().collect_saved_tensors()
         for name, each in self.momentum.dense_buffers.items():
             if name not in self.small_names and self.world.rank == 0:
-                found.setdefault(name, {})[DECAYED] = each
-        return found
+                saved.setdefault(name, {})[DECAYED] = each
+        return saved
 
     def adopt_effective_weights(self) -> None:
         for name, state in self.gather_optimizer_state().items():

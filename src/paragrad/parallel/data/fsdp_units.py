@@ -1,6 +1,7 @@
-"""Which modules of a model are groups of their own under fully sharded states: those whose
-parameters are used inside of one call of theirs alone, as one forward shows. A group's
-parameters are whole from its call on until it returns.
+"""Which modules of a model are units of their own under fully sharded states.
+
+A module can be a unit if its parameters are used only inside one call of it, as observed in one
+forward. The parameters of a unit are whole from its call until it returns.
 """
 
 from __future__ import annotations
@@ -15,22 +16,36 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# a module with at most an eighth of all parameters is one group; a larger one is looked into
+# A module with at most an eighth of all parameters is one unit. The children of a larger one are
+# examined.
 MAX_UNIT_DIVISOR = 8
-# of one with less than a 64th messages cost more than its memory: it is in the rest, up to an
-# eighth
+# For a module with less than a 64th of all parameters, messages cost more than its memory. It joins
+# the rest, which grows up to an eighth.
 MIN_UNIT_DIVISOR = 64
 PLAIN_TYPES = (Tensor, int, float, bool, str, type(None))
 
 
 class ParameterUseMode(TorchDispatchMode):
-    """A forward that notes inside of which calls each parameter is used.
+    """Observes a forward and records inside which calls each parameter is used.
 
-    calls: the modules that are called, in order;  unfit: a parameter of it was used while it
-    was not being called, or FSDP2's hooks around its call would go wrong: its output is a view
-    (whose hook an in-place operation loses), no tree of tensors, or without a gradient; it
-    changes what comes in, which is a view there; it is called without a graph, to be called
-    again.
+    A module is unfit to be a unit in these cases:
+
+    * One of its parameters is used while the module is not being called.
+    * Its output is a view, because an in-place operation removes the hook of a view.
+    * Its output is not a tree of tensors and plain values, or has no gradient.
+    * It changes its input, which is a view under FSDP2.
+    * It is called without a graph, to be called again.
+
+    In all cases but the first, the hooks of FSDP2 around the call would fail.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        open_calls: The modules that are being called, from outer to inner.
+        calls: The modules that were called, in order.
+        unfit_modules: The modules that cannot be units.
+        owners: The modules that hold a parameter, by the id of its storage.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,16 +53,16 @@ class ParameterUseMode(TorchDispatchMode):
         self.open_calls: list[nn.Module] = []
         self.calls: list[nn.Module] = []
         self.unfit_modules: set[nn.Module] = set()
-        self.owners: dict[int, list[nn.Module]] = {}  # by storage
+        self.owners: dict[int, list[nn.Module]] = {}
         for module in model.modules():
             for parameter in module.parameters():
                 self.owners.setdefault(_get_storage_id(parameter), []).append(module)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
-            # autograd keeps numbers as tensors, and a mode is given the number
+            # autograd keeps numbers as tensors, but a mode receives the number
             return args[0]
-        # else somebody keeps values beside
+        # outside of all calls a use does not count: it may be code that keeps copies of values
         for tensor in tree_leaves((args, kwargs or {})) if self.open_calls else ():
             if isinstance(tensor, Tensor):
                 self.unfit_modules.update(
@@ -59,36 +74,38 @@ class ParameterUseMode(TorchDispatchMode):
 
     @contextmanager
     def record_calls(self) -> Iterator[None]:
-        plain: Callable[..., Any] = nn.Module.__call__
+        """Record calls of modules and uses of parameters during the context."""
+        original_call: Callable[..., Any] = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self.calls.append(module)
             self.open_calls.append(module)
-            given = [
+            input_versions = [
                 (each, each._version)
                 for each in tree_leaves((args, kwargs))
                 if isinstance(each, Tensor)
             ]
             try:
-                found = plain(module, *args, **kwargs)
+                output = original_call(module, *args, **kwargs)
             finally:
                 self.open_calls.pop()
             trained = any(parameter.requires_grad for parameter in module.parameters())
-            if any(each._version != version for each, version in given) or (
-                trained and not _can_hook_output(tree_leaves(found))
+            if any(each._version != version for each, version in input_versions) or (
+                trained and not _can_hook_output(tree_leaves(output))
             ):
                 self.unfit_modules.add(module)
-            return found
+            return output
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
             with self:
                 yield
         finally:
-            nn.Module.__call__ = plain  # type: ignore[method-assign]
+            nn.Module.__call__ = original_call  # type: ignore[method-assign]
 
 
 def _can_hook_output(output: list[Any]) -> bool:
+    """Return whether hooks of FSDP2 work on the output of a module."""
     tensors = [each for each in output if isinstance(each, Tensor)]
     return (
         all(isinstance(each, PLAIN_TYPES) for each in output)
@@ -98,22 +115,28 @@ def _can_hook_output(output: list[Any]) -> bool:
 
 
 def find_fsdp_units(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
-    """The names of modules that can be groups, in the order in which one forward calls them;
-    none holds another.
+    """Find the modules that can be units of FSDP2.
 
-    forward(without_autocast=True): as the first step is rehearsed, without autocast, which uses a
-    parameter in a copy.
+    No unit contains another one.
+
+    Args:
+        model: The model.
+        forward: Runs one forward. With without_autocast=True it runs as in the rehearsal of the
+            first step; autocast would use a copy of a parameter.
+
+    Returns:
+        The names of the units, in the order in which one forward calls them.
     """
     uses = ParameterUseMode(model)
     with uses.record_calls():
         forward()
         calls = list(uses.calls)
         forward(without_autocast=True)
-    times = Counter(calls)
+    call_counts = Counter(calls)
     total = sum(each.numel() for each in model.parameters())
-    found: dict[nn.Module, str] = {}
+    units: dict[nn.Module, str] = {}
 
-    def look(name: str, module: nn.Module) -> None:
+    def search(name: str, module: nn.Module) -> None:
         count = sum(each.numel() for each in module.parameters())
         children = [
             (f"{name}.{each}" if name else each, child)
@@ -123,28 +146,33 @@ def find_fsdp_units(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
         if (
             count
             and name
-            and times[module] == 1
+            and call_counts[module] == 1
             and module not in uses.unfit_modules
             and (count * MAX_UNIT_DIVISOR <= total or not children)
         ):
-            found.setdefault(module, name)
+            units.setdefault(module, name)
             return
         for each in children:
-            look(*each)
+            search(*each)
 
-    look("", model)
-    sizes = {module: sum(each.numel() for each in module.parameters()) for module in found}
+    search("", model)
+    sizes = {module: sum(each.numel() for each in module.parameters()) for module in units}
     rest = total - sum(sizes.values())
     for module, size in sorted(sizes.items(), key=lambda item: item[1]):
         if size * MIN_UNIT_DIVISOR < total and (rest + size) * MAX_UNIT_DIVISOR <= total:
             rest += size
-            del found[module]
-    return [found[module] for module in calls if module in found]
+            del units[module]
+    return [units[module] for module in calls if module in units]
 
 
 def select_common_units(unit_lists: list[list[str]]) -> list[str]:
-    """Of what each rank found, the groups of all; none where they are called in another order
-    on some rank.
+    """Select the units that all ranks found.
+
+    Args:
+        unit_lists: The names that each rank found, in the order of its calls.
+
+    Returns:
+        The common names, in the order of calls; empty if some rank calls them in another order.
     """
     names = [name for name in unit_lists[0] if all(name in each for each in unit_lists)]
     return (
@@ -155,8 +183,13 @@ def select_common_units(unit_lists: list[list[str]]) -> list[str]:
 
 
 def can_shard_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Can it be divided? FSDP2 divides no scalars, and its groups are of one real type; what it
-    gathers lies in rows.
+    """Return whether FSDP2 can divide a parameter.
+
+    FSDP2 divides no scalars, a unit has one real dtype, and it gathers contiguous rows.
+
+    Args:
+        parameter: The parameter.
+        dtype: The dtype of the units.
     """
     return (
         parameter.dim() > 0
@@ -169,8 +202,9 @@ def can_shard_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 def _get_storage_id(tensor: Tensor) -> int:
+    """Return an id of the storage of a tensor, or 0 if it has none."""
     try:
         return tensor.untyped_storage()._cdata
-    # torch's, of sparse tensors and those of torch.func: there is none
+    # torch raises these for sparse tensors and tensors of torch.func, which have no storage
     except (RuntimeError, NotImplementedError):
         return 0

@@ -1,26 +1,24 @@
-"""Data parallelism in which every rank holds a part of all parameters, gradients and optimizer
-state: torch's FSDP2 (Zhao et al. 2023, arXiv 2304.11277).
+"""Data parallelism that shards parameters, gradients and optimizer state.
 
-A group of parameters is gathered when its module is called, in forward and again in backward,
-and its gradients are summed and divided among the ranks as soon as backward has them. What is
-ours:
+Every rank holds a part of each of them. It uses FSDP2 of torch (Zhao et al. 2023, arXiv
+2304.11277). The parameters of a unit are gathered when its module is called, in forward and again
+in backward. Its gradients are summed and divided among the ranks as soon as backward has computed
+them. These parts are our own:
 
-* The division, once, by the global weight: FSDP2 divides by 1.0 and sums
-(`set_force_sum_reduction_for_comms`; without it a
-  factor of 1.0 is played as PREMUL_SUM in float32, which gloo does not know).
-* Which modules are groups (`groups.py`); all other parameters are one, gathered around the
-whole forward, the loss in it.
-* Gathering is collective, so all ranks must do it alike, in forward and in backward: the order
-of all messages of step 0 is
-  compared, and later a rank that is about to send another one than then ends the step. Where
-  some rank's parameters got no gradient in the look before step 0, data may decide what is
-  used, and there is one group of all.
-* Parameters that no rank used in a step have no gradient, as in serial: FSDP2 makes zeros of
-those, so every rank says which it
-  used.
-* The optimizer is the user's own object: each parameter is cut along its first dimension, so
-what a rank holds is a flat range
-  of it, and its groups hold these, as in shared memory.
+* The division by the global weight happens once. FSDP2 divides by 1.0 and sums
+  (`set_force_sum_reduction_for_comms`). Without that setting a factor of 1.0 becomes PREMUL_SUM in
+  float32, which gloo does not support.
+* `fsdp_units.py` decides which modules are units. All other parameters are one unit, which is
+  gathered around the whole forward, the loss included.
+* Gathering is collective, so all ranks must gather in the same order, in forward and in backward.
+  The order of all messages of step 0 is compared between ranks. If a rank is about to send a
+  message that does not follow this order in a later step, the step ends.
+* If parameters of some rank got no gradient when the model was inspected before step 0, the data
+  may decide what is used. Then there is one unit with all parameters.
+* A parameter that no rank used in a step has no gradient, as in `serial`. FSDP2 gives it zeros
+  instead, so the ranks share which parameters they used.
+* The optimizer is the user's own object. Each parameter is divided along its first dimension, so a
+  rank holds a flat range of it. The parameter groups hold these ranges, as with shared memory.
 """
 
 from __future__ import annotations
@@ -59,13 +57,32 @@ from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import PER_ELEMENT, UPDATE_GRANULARITIES
 
-REST_UNIT = "the rest"  # the group of all that is in no other
+REST_UNIT = "the rest"  # the unit of all parameters that are in no other one
 ALTERNATIVE_HINT = "or train without state=fully_sharded"
 
 
 class FullyShardedExchange(Exchange):
-    """The exchange of `data(n, state=fully_sharded)`. Collective: all ranks make it
-    together.
+    """The exchange of `data(n, state=fully_sharded)`.
+
+    The constructor is collective: all ranks make the exchange together.
+
+    Args:
+        replica: What this rank holds of the training.
+        world: The world of the workers.
+        log: The step log that receives spans and choices.
+
+    Attributes:
+        world: The world of the workers.
+        log: The step log.
+        unit_names: Names of the modules that are units, without the rest.
+        units: Modules by unit name, the rest included.
+        sent_messages: Messages of the current micro-batch so far; None outside of micro-batches.
+        expected_messages: The messages of the first micro-batch.
+        used_names: Names of parameters that had a gradient on this rank in this step.
+        gathered_parameters: Each gathered parameter and its version after the first gathering.
+        trained_flags: For each parameter name, whether it is trained.
+        unit_of_parameter: Name of the unit of each sharded parameter.
+        totals: Weight, loss, stop requests and doubtful weight, summed over ranks.
     """
 
     shard_layout: Layout
@@ -77,15 +94,15 @@ class FullyShardedExchange(Exchange):
         whole = replica.module.model
         self._refuse_model(whole)
         assert replica.forward is not None
-        told = (
+        unit_lists = (
             []
             if replica.has_unused_parameters
             else world.gather_objects(find_fsdp_units(whole, replica.forward))
         )
         self.unit_names: list[str] = world.broadcast_object(
-            select_common_units(told) if told else []
+            select_common_units(unit_lists) if unit_lists else []
         )
-        why = (
+        reason = (
             "all: some rank's parameters got no gradient"
             if replica.has_unused_parameters
             else "used outside of one call"
@@ -93,24 +110,23 @@ class FullyShardedExchange(Exchange):
         log.write_choice(
             "groups",
             str(len(self.unit_names) + 1),
-            "; ".join([*self.unit_names, f"{REST_UNIT} ({why})"]),
+            "; ".join([*self.unit_names, f"{REST_UNIT} ({reason})"]),
         )
-        before = dict(whole.named_parameters())
+        original = dict(whole.named_parameters())
         self.empty_model = build_empty_model(whole)
         if replica.keeps_whole_model:
             self.loss_module = replica.module.wrap_model(copy.deepcopy(whole))
             self.module = self.loss_module
-        self.sent_messages: list[str] | None = None  # messages so far, of a micro-batch under way
-        self.expected_messages: list[str] = []  # those of the first one
-        # parameters that had a gradient on this rank in this step
+        self.sent_messages: list[str] | None = None
+        self.expected_messages: list[str] = []
         self.used_names: set[str] = set()
-        # what is gathered, and its version as it was the first time
         self.gathered_parameters: dict[str, tuple[Tensor, int]] = {}
-        self._shard_model(before)
+        self._shard_model(original)
         self.shard_tensors: dict[str, nn.Parameter] = {}
-        self._build_shards(before)
+        self._build_shards(original)
 
     def _refuse_model(self, model: nn.Module) -> None:
+        """Refuse models with hooks on parameters, and optimizers that do not update by element."""
         if hooked := [
             name
             for name, each in model.named_parameters()
@@ -122,14 +138,14 @@ class FullyShardedExchange(Exchange):
                 f"the module, {ALTERNATIVE_HINT}",
                 tensor=", ".join(hooked[:3]),
             )
-        kind = find_update_granularity(
+        granularity = find_update_granularity(
             self.optimizer, known_elementwise=type(self.optimizer) in FOREACH_OPTIMIZERS
         )
         if (
             UPDATE_GRANULARITIES[
                 int(
                     self.world.all_reduce(
-                        torch.tensor(float(UPDATE_GRANULARITIES.index(kind))), "MAX"
+                        torch.tensor(float(UPDATE_GRANULARITIES.index(granularity))), "MAX"
                     )
                 )
             ]
@@ -143,54 +159,60 @@ class FullyShardedExchange(Exchange):
             )
 
     def _shard_model(self, original: dict[str, nn.Parameter]) -> None:
-        """Give the model to FSDP2, group by group; the loss, which may use parameters too, is
-        in the outermost module.
+        """Shard the units of the model with FSDP2.
+
+        The outermost module includes the loss, which may also use parameters.
         """
         model = self.loss_module.model
         mesh = DeviceMesh.from_group(self.world.group, self.world.device.type)
         sizes: Counter[torch.dtype] = Counter()
         for each in original.values():
             sizes[each.dtype] += each.numel() * each.is_floating_point()
-        own = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         (dtype, _), *_ = sizes.most_common(1)
         ignored = {
-            parameter for parameter in own.values() if not can_shard_parameter(parameter, dtype)
+            parameter
+            for parameter in parameters.values()
+            if not can_shard_parameter(parameter, dtype)
         }
-        self.trained_flags = {name: parameter.requires_grad for name, parameter in own.items()}
-        # of what is sharded, the group
+        self.trained_flags = {
+            name: parameter.requires_grad for name, parameter in parameters.items()
+        }
         self.unit_of_parameter = {
             name: next((each for each in self.unit_names if name.startswith(f"{each}.")), REST_UNIT)
-            for name, parameter in own.items()
+            for name, parameter in parameters.items()
             if parameter not in ignored
         }
-        homes = {name: model.get_submodule(name.rpartition(".")[0]) for name in own}
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in parameters}
         self.units: dict[str, Any] = {
             **{name: model.get_submodule(name) for name in self.unit_names},
             REST_UNIT: self.loss_module,
         }
         for name, unit in self.units.items():
-            mine = [each for each, group in self.unit_of_parameter.items() if group == name]
+            names = [each for each, group in self.unit_of_parameter.items() if group == name]
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=name != REST_UNIT, ignored_params=ignored
             )
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-            # nothing ahead: messages are not beside computation here
+            # no prefetch: messages do not overlap with computation here
             unit.set_modules_to_backward_prefetch([unit])
             unit.set_custom_all_gather(_GatherHook(self, name))
             unit.set_custom_reduce_scatter(_ReduceHook(self, name))
-            self._watch_gradients(unit, {each: homes[each] for each in mine})
+            self._watch_gradients(unit, {each: owners[each] for each in names})
 
     def _watch_gradients(self, unit: nn.Module, owners: dict[str, nn.Module]) -> None:
-        """From the first call on, in which FSDP2 makes the whole parameters, say which get a
-        gradient; and know their versions, which gathering does not move.
+        """Record which parameters of a unit get a gradient, from its first call on.
+
+        In the first call FSDP2 makes the whole parameters. Their versions are recorded too;
+        gathering does not change a version.
         """
 
         def watch(module: nn.Module, inputs: Any) -> None:
             handle.remove()
-            for name, home in owners.items():
-                whole: Any = home._parameters[name.rpartition(".")[2]]
+            for name, owner in owners.items():
+                whole: Any = owner._parameters[name.rpartition(".")[2]]
                 self.gathered_parameters[name] = whole, whole._version
                 if self.trained_flags[name]:
                     whole.register_post_accumulate_grad_hook(
@@ -199,45 +221,46 @@ class FullyShardedExchange(Exchange):
 
         handle = unit.register_forward_pre_hook(watch)
 
-    # ---- what a rank holds -------------------------------------------------------------------
+    # ---- shards of this rank -----------------------------------------------------------------
     def _build_shards(self, original: dict[str, nn.Parameter]) -> None:
-        held = {}
-        first = self.world.rank == 0
+        """Build the specs of the shards of this rank and give the shards to the optimizer."""
+        specs = {}
+        is_first = self.world.rank == 0
         for name, parameter in self.loss_module.model.named_parameters():
             shape = tuple(original[name].shape)
             if name not in self.unit_of_parameter:
-                held[name] = ShardSpec(name, shape, is_primary=first)
+                specs[name] = ShardSpec(name, shape, is_primary=is_first)
                 self.shard_tensors[name] = parameter
                 continue
             local: Any = parameter.to_local().detach()  # type: ignore[operator]
             rows = -(-shape[0] // self.world.size)
-            inner = original[name].numel() // shape[0]
-            start = min(rows * self.world.rank, shape[0]) * inner
-            held[name] = ShardSpec(name, shape, range(start, start + local.numel()))
+            row_elements = original[name].numel() // shape[0]
+            start = min(rows * self.world.rank, shape[0]) * row_elements
+            specs[name] = ShardSpec(name, shape, range(start, start + local.numel()))
             if local.numel():
                 self.shard_tensors[name] = nn.Parameter(
                     local.view(-1), requires_grad=parameter.requires_grad
                 )
         install_shards(
             self.optimizer,
-            {original[name]: [(held[name], part)] for name, part in self.shard_tensors.items()},
+            {original[name]: [(specs[name], part)] for name, part in self.shard_tensors.items()},
         )
-        held.update(
+        specs.update(
             {
-                name: ShardSpec(name, tuple(each.shape), is_primary=first)
+                name: ShardSpec(name, tuple(each.shape), is_primary=is_first)
                 for name, each in self.loss_module.model.named_buffers()
             }
         )
         self.shard_layout, self.parameters = (
-            Layout(self.world, held, list(held)),
+            Layout(self.world, specs, list(specs)),
             list(self.shard_tensors.values()),
         )
         sizes = Counter(dict.fromkeys(self.units, 0))
         for name, group in self.unit_of_parameter.items():
             sizes[group] += original[name].numel() * original[name].element_size()
-        # bytes that are whole at once: of a group parameters, gradients, and these as one
-        # vector, which are summed while backward goes on; of the rest parameters and gradients,
-        # which are summed when all groups are done
+        # Bytes that are whole at the same time. For a unit: parameters, gradients and the gradients
+        # as one vector, which is summed while backward runs. For the rest: parameters and
+        # gradients, which are summed when all units are done.
         rest = sizes.pop(REST_UNIT)
         largest = max(sizes.values(), default=0)
         self.peak_bytes = max(2 * rest + 3 * largest, 3 * rest)
@@ -263,19 +286,29 @@ class FullyShardedExchange(Exchange):
             raise self._make_order_error(self.expected_messages[len(sent)], "nothing")
 
     def check_message(self, message: str) -> None:
-        """A message is about to be sent, in a step the next one of all."""
-        if self.sent_messages is None:  # of a test
+        """Check a message that is about to be sent.
+
+        In a step it must be the next one of the expected messages.
+
+        Args:
+            message: The action and the unit, such as "gather layers.0".
+
+        Raises:
+            StepFailed: Another message is expected.
+        """
+        if self.sent_messages is None:  # the message belongs to a test
             return
-        wanted = (
+        expected = (
             self.expected_messages[len(self.sent_messages)]
             if len(self.sent_messages) < len(self.expected_messages)
             else "nothing"
         )
-        if self.expected_messages and message != wanted:
-            raise self._make_order_error(wanted, message)
+        if self.expected_messages and message != expected:
+            raise self._make_order_error(expected, message)
         self.sent_messages.append(message)
 
     def _make_order_error(self, expected: str, message: str) -> StepFailed:
+        """Make the error for a message that differs from that of step 0."""
         return StepFailed(
             f"all ranks gather and sum the parameters of modules in one order, whatever the data; "
             f"in step 0 came "
@@ -292,42 +325,44 @@ class FullyShardedExchange(Exchange):
             if whole._version != version
         ]:
             raise StepFailed(SHARED_PARAMETER_CHANGED, tensor=", ".join(moved[:3]))
-        own = dict(self.loss_module.model.named_parameters())
+        parameters = dict(self.loss_module.model.named_parameters())
         trained = [name for name, trains in self.trained_flags.items() if trains]
-        there = [
+        used_flags = [
             float(
                 name in self.used_names
-                or (name not in self.unit_of_parameter and own[name].grad is not None)
+                or (name not in self.unit_of_parameter and parameters[name].grad is not None)
             )
             for name in trained
         ]
         order = float(zlib.crc32("\n".join(self.expected_messages).encode()))
-        own_told = torch.tensor(
-            [order, weight, loss, float(self.stop_requested), self.doubtful_weight, *there],
+        own_report = torch.tensor(
+            [order, weight, loss, float(self.stop_requested), self.doubtful_weight, *used_flags],
             dtype=torch.float64,
         )
         self.count_bytes(
             "used",
-            count_collective_bytes("all_gather", own_told.nbytes, self.world.size),
+            count_collective_bytes("all_gather", own_report.nbytes, self.world.size),
             computed=True,
         )
-        every = torch.stack(self.world.all_gather(own_told))
-        if other := [
-            rank for rank, number in enumerate(every[:, 0].tolist()) if number != float(every[0, 0])
+        reports = torch.stack(self.world.all_gather(own_report))
+        if other_ranks := [
+            rank
+            for rank, number in enumerate(reports[:, 0].tolist())
+            if number != float(reports[0, 0])
         ]:
             raise StepFailed(
-                f"ranks 0 and {other[0]} gather and sum the parameters of modules in another "
+                f"ranks 0 and {other_ranks[0]} gather and sum the parameters of modules in another "
                 f"order: a part of the "
                 f"model is used for some samples alone; use it for all, {ALTERNATIVE_HINT}",
                 differs=True,
             )
-        self.totals = every[:, 1:5].sum(0).tolist()
-        anyone = dict(zip(trained, every[:, 5:].amax(0).tolist(), strict=True))
+        self.totals = reports[:, 1:5].sum(0).tolist()
+        used_by_any = dict(zip(trained, reports[:, 5:].amax(0).tolist(), strict=True))
         for name, part in self.shard_tensors.items():
-            if not anyone.get(name):
+            if not used_by_any.get(name):
                 part.grad = None
             elif name in self.unit_of_parameter:
-                gradient: Any = own[name].grad
+                gradient: Any = parameters[name].grad
                 part.grad = gradient.to_local().reshape(-1)
             else:
                 part.grad = self._sum_whole_gradient(
@@ -335,7 +370,7 @@ class FullyShardedExchange(Exchange):
                 )
 
     def _sum_whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Of what every rank holds whole."""
+        """Return the sum of the gradient of a parameter that every rank holds whole."""
         self.count_bytes(
             "gradients",
             count_collective_bytes("all_reduce", gradient.nbytes, self.world.size),
@@ -356,11 +391,12 @@ class FullyShardedExchange(Exchange):
             self.count_bytes("norm", self.shard_layout.sent_bytes, computed=True)
         self.optimizer.step()
 
-    # ---- what others look at -----------------------------------------------------------------
+    # ---- inspection and checkpoints ----------------------------------------------------------
     @contextlib.contextmanager
     def use_evaluation_weights(self) -> Iterator[None]:
-        """All parameters are whole on every rank meanwhile, so that each may run the model as
-        often as it likes.
+        """Return a context in which all parameters are whole on every rank.
+
+        In it each rank can run the model any number of times.
         """
         with use_optimizer_eval_mode(self.optimizer, self.parameters):
             for unit in self.units.values():
@@ -374,11 +410,11 @@ class FullyShardedExchange(Exchange):
                     unit.reshard()
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
-        """Of this rank's parts."""
+        """Return the gradients of the shards of this rank."""
         return {name: part.grad for name, part in self.shard_tensors.items()}
 
     def gather_optimizer_state(self) -> OptimizerState:
-        """Of this rank's parts."""
+        """Return the optimizer state of the shards of this rank."""
         return {
             name: self.optimizer.state[part]
             for name, part in self.shard_tensors.items()
@@ -387,7 +423,10 @@ class FullyShardedExchange(Exchange):
 
 
 class _CollectiveHook:
-    """What FSDP2 asks to gather or to sum: noted, counted, and told in the record."""
+    """Base class of hooks for the collectives of FSDP2.
+
+    A hook checks each message, counts its bytes and records it.
+    """
 
     def __init__(self, exchange: FullyShardedExchange, unit: str) -> None:
         self.exchange = exchange
@@ -396,18 +435,33 @@ class _CollectiveHook:
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Allocate the buffer of a collective (protocol of FSDP2).
+
+        Args:
+            size: Shape of the buffer.
+            dtype: Its dtype.
+            device: Its device.
+        """
         return torch.empty(size, dtype=dtype, device=device)
 
     def record_message(
         self, action: str, kind: str, collective: str, payload: int
     ) -> contextlib.AbstractContextManager[None]:
+        """Check and count a message; return a context that records its time.
+
+        Args:
+            action: "gather" or "reduce-scatter".
+            kind: The kind under which its bytes are counted.
+            collective: Name of the collective operation in the formula of its bytes.
+            payload: Bytes of the input.
+        """
         exchange = self.exchange
         name = f"{action} {self.unit}"
         exchange.check_message(name)
         exchange.count_bytes(
             kind, count_collective_bytes(collective, payload, exchange.world.size), computed=True
         )
-        # a test is no part of a step, and of the next one least
+        # a test does not belong to a step, and not to the next one either
         return (
             contextlib.nullcontext()
             if exchange.sent_messages is None

@@ -1,5 +1,6 @@
-"""HostMemory: the region in which ranks of one host keep parameters once, and a row of
-gradients each.
+"""A shared memory region that holds parameters once for all ranks of a host.
+
+It also holds a row of gradients for each rank.
 """
 
 from __future__ import annotations
@@ -32,17 +33,32 @@ from paragrad.shm.synchronization import (
     Semaphores,
 )
 
-# tries at a barrier before a rank sleeps (about 2 ms): its core has nothing else to do
+# tries at a barrier before a rank sleeps (about 2 ms): its core has no other work
 SPIN_TRIES = 1000
-TOTALS_STRUCT = struct.Struct("4d")  # numbers that every rank adds: weight, loss, stop, doubt
+TOTALS_STRUCT = struct.Struct("4d")  # weight, loss, stop request, doubtful weight
 
 
 class HostMemory:
-    """Laid out for the parameters of a model, of which `trained` have gradients. Collective:
-    all ranks make it together.
+    """A shared memory region, laid out for the parameters of a model.
 
-    shared: the parameters' places, in their shapes;  places: offset of every trained one in a
-    row, in bytes;  row: bytes of a row;  norms: [size] float64.
+    The constructor is collective: all ranks make it together.
+
+    Args:
+        world: The world of the ranks, which are on one host.
+        parameters: All parameters of the model.
+        trained: Those of them that have gradients.
+
+    Attributes:
+        world: The world of the ranks.
+        trained: The trained parameters.
+        row_offsets: Offset of each trained parameter in a row, in bytes.
+        row_bytes: Bytes of a row.
+        offsets: Offset of each area of the region, in bytes.
+        region: The shared region.
+        peers: The other processes, which are watched during a wait.
+        rank_barrier: The barrier of all ranks.
+        shared_parameters: The shared places of all parameters, in their shapes.
+        norms: For each rank, the squared norm of its slice, as float64.
     """
 
     def __init__(
@@ -51,7 +67,7 @@ class HostMemory:
         self.world = world
         self.trained = trained
         self.row_offsets, self.row_bytes = _compute_offsets(trained)
-        inside, everything = _compute_offsets(parameters)
+        parameter_offsets, parameter_bytes = _compute_offsets(parameters)
         size = world.size
         offsets = {}
         end = align_to_cache_line(TOKEN_BYTES)
@@ -63,7 +79,7 @@ class HostMemory:
             ("counts", size * CACHE_LINE_BYTES),
             ("norms", 8 * size),
             ("used", size * align_to_cache_line(len(trained))),
-            ("shared", everything),
+            ("shared", parameter_bytes),
             ("rows", size * self.row_bytes),
         ):
             offsets[name] = end
@@ -86,7 +102,7 @@ class HostMemory:
         if world.rank == 0:
             flags.initialize(lambda number: 1 - number)
             signals.initialize(lambda number: 0)
-        # and nobody goes on before that
+        # this gather also ensures that no rank continues before the initialization above
         pids = [int(pid) for pid in world.all_gather(torch.tensor([os.getpid()]))]
         self.peers.register_processes(pids)
         if isinstance(self.region, CreatedRegion):
@@ -95,29 +111,35 @@ class HostMemory:
             self._map_tensor(offsets["shared"] + place, parameter.dtype, parameter.numel()).view(
                 parameter.shape
             )
-            for place, parameter in zip(inside, parameters, strict=True)
+            for place, parameter in zip(parameter_offsets, parameters, strict=True)
         ]
         self.norms = self._map_tensor(offsets["norms"], torch.float64, size)
 
     def _open_region(self, count: int) -> SharedRegion:
-        """Rank 0 makes the region, the others open it; if it cannot be made, all raise."""
+        """Create the region on rank 0 and open it on the others. If that fails, all ranks raise."""
         own = None
-        told = ""
+        address = ""
         if self.world.rank == 0:
             try:
                 own = CreatedRegion(count)
-                told = own.address
+                address = own.address
             except RuntimeError as error:
-                told = format_no_address(error)
-        told = self.world.broadcast_object(told)
+                address = format_no_address(error)
+        address = self.world.broadcast_object(address)
         try:
-            return own or open_region(told)
+            return own or open_region(address)
         except RuntimeError as error:
             raise StepFailed(str(error)) from error
 
     def get_gradient(self, rank: int, index: int) -> Tensor:
-        """The place of a trained parameter's gradient in a rank's row, in the parameter's
-        shape.
+        """Return the place of a gradient in the row of a rank.
+
+        Args:
+            rank: The rank.
+            index: Number of the trained parameter.
+
+        Returns:
+            A view of the region, in the shape of the parameter.
         """
         parameter = self.trained[index]
         stop = self.row_offsets[index] + parameter.numel() * parameter.element_size()
@@ -126,7 +148,17 @@ class HostMemory:
         )
 
     def get_row_range(self, rank: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Bytes start to stop of a rank's row, flat."""
+        """Return a range of the row of a rank.
+
+        Args:
+            rank: The rank.
+            dtype: The dtype of the elements.
+            start: First byte of the range.
+            stop: End of the range, in bytes.
+
+        Returns:
+            A flat view of the region.
+        """
         return self._map_tensor(
             self.offsets["rows"] + rank * self.row_bytes + start,
             dtype,
@@ -134,46 +166,76 @@ class HostMemory:
         )
 
     def get_used_flags(self, rank: int) -> memoryview:
-        """By trained parameter: 1 where this rank had a gradient."""
+        """Return the flags of used parameters of a rank.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            One byte for each trained parameter: 1 if the rank had a gradient.
+        """
         return self._map_bytes(
             self.offsets["used"] + rank * align_to_cache_line(len(self.trained)), len(self.trained)
         )
 
     def write_totals(self, rank: int, *numbers: float) -> None:
-        """Tell the others a rank's weight, loss, wish to stop, and doubtful weight."""
+        """Write the numbers that all ranks add.
+
+        Args:
+            rank: The rank.
+            numbers: Its weight, loss, stop request and doubtful weight.
+        """
         TOTALS_STRUCT.pack_into(
             self.region.map, self.offsets["counts"] + rank * CACHE_LINE_BYTES, *numbers
         )
 
     def read_totals(self, rank: int) -> tuple[float, ...]:
+        """Read the numbers of a rank.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            Its weight, loss, stop request and doubtful weight.
+        """
         return TOTALS_STRUCT.unpack_from(
             self.region.map, self.offsets["counts"] + rank * CACHE_LINE_BYTES
         )
 
     def wait_for_ranks(self, describe: Callable[[], str]) -> None:
-        """Until every rank has come here. Raises StepFailed."""
+        """Wait until every rank has called this.
+
+        Args:
+            describe: Describes the wait for the error message.
+
+        Raises:
+            StepFailed: A rank failed, or did not come within the timeout.
+        """
         try:
             self.rank_barrier.wait(time.monotonic() + self.world.timeout, describe)
         except GroupError as error:
             raise StepFailed(str(error)) from None
 
     def _map_tensor(self, start: int, dtype: torch.dtype, count: int) -> Tensor:
-        """A tensor with a storage of its own, as files of checkpoints and users expect of a
-        parameter.
+        """Return a part of the region as a tensor.
+
+        It has a storage of its own, as users and checkpoint files expect of a parameter.
         """
         if count == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.region.map, dtype=dtype, count=count, offset=start)
 
     def _map_bytes(self, start: int, count: int) -> memoryview:
+        """Return a part of the region as bytes."""
         return memoryview(self.region.map)[start : start + count]
 
     def forget_peers(self) -> None:
+        """Stop watching the other processes."""
         self.peers.close_pidfds()
 
 
 def _compute_offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """(offset of each, bytes of all), one after another on cache lines."""
+    """Return the offset of each tensor and the bytes of all, aligned to cache lines."""
     offsets = []
     end = 0
     for tensor in tensors:

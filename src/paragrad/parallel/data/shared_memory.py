@@ -1,22 +1,24 @@
-"""Data parallelism of ranks that share memory: parameters, and the optimizer's state, are on
-the host once.
+"""Data parallelism of ranks that share memory.
 
-In a step every rank puts its gradients into a row of its own; a barrier; every rank adds up
-*its slice* of all rows, divides it by the global weight and updates that slice of the
-parameters with that slice of the optimizer's state; another barrier, and the parameters are new
-for everybody. With clipping there is a third, for the norm. So the exchange is one reading of
-every gradient, and the update, which data parallelism usually repeats on every rank, is done
-once, in parallel (as ZeRO does it between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
+Parameters and optimizer state are on the host once. In a step every rank writes its gradients into
+a row of its own. After a barrier every rank adds *its slice* of all rows and divides it by the
+global weight. Then it updates that slice of the parameters, with that slice of the optimizer state.
+After another barrier all ranks have the new parameters. With clipping there is a third barrier, for
+the norm.
 
-* A large gradient moves into the row as soon as backward has it, and is freed; small ones in
-one operation at the end.
-* The sum, and then the mean, lies in row 0 (each rank writes its own slice there), until the
-next step begins.
-* The optimizer is the user's own object: its parameter groups hold the slice's stretches
-instead of the parameters, so
-  schedulers and settings by group go on working. `updating.py` tries how it may be cut.
-* Parameters of which no rank had a gradient in a step have none, as in serial: every rank says
-which it used.
+So the exchange reads every gradient once. The update, which data parallelism usually repeats on
+every rank, is done once, in parallel. Between hosts, ZeRO does it in this way (Rajbhandari et al.
+2020, arXiv 1910.02054).
+
+* A large gradient moves into the row as soon as backward has computed it, and is freed. Small
+  gradients move in one operation at the end.
+* The sum, and then the mean, is in row 0 until the next step begins. Each rank writes its own slice
+  of it.
+* The optimizer is the user's own object. Its parameter groups hold the ranges of the slice instead
+  of the parameters, so schedulers and settings of groups still work.
+  `engine/optimizer/update_probe.py` finds out how the update may be divided.
+* A parameter for which no rank had a gradient in a step has none, as in `serial`. So every rank
+  shares which parameters it used.
 """
 
 from __future__ import annotations
@@ -49,13 +51,39 @@ from paragrad.runtime.world import World
 from paragrad.shm.region import align_to_cache_line
 from paragrad.strategies.strategy import PER_ELEMENT, UPDATE_GRANULARITIES, WHOLE_MODEL
 
-LARGE_GRADIENT_BYTES = 2**16  # bytes from which a gradient moves in backward
-BLOCK_BYTES = 2**18  # bytes that are added up at once
+LARGE_GRADIENT_BYTES = 2**16  # bytes from which a gradient moves during backward
+BLOCK_BYTES = 2**18  # bytes that are added at once
 
 
 class SharedMemoryExchange(Exchange):
-    """The exchange of `data(n, state=shared_memory)`. Collective: all ranks make it
-    together.
+    """The exchange of `data(n, state=shared_memory)`.
+
+    The constructor is collective: all ranks make the exchange together.
+
+    Args:
+        replica: What this rank holds of the training.
+        world: The world of the workers, which are on one host.
+        log: The step log that receives spans and choices.
+
+    Attributes:
+        world: The world of the workers.
+        log: The step log.
+        step: Number of the step, counted from the start of this run.
+        is_stepping: Whether a micro-batch of a step is running.
+        trained_names: Names of the trained parameters.
+        trained_parameters: The trained parameters.
+        rank_ranges: For each rank, the ranges of parameters that it updates.
+        host_memory: The shared region.
+        gradient_row: Places of the gradients in the row of this rank, by parameter.
+        mean_gradients: Places of the mean gradients in row 0, by parameter.
+        row_blocks: For each block of the slice of this rank, its part of all rows.
+        read_bytes: Bytes that this rank reads from the rows of other ranks in a step.
+        is_element_wise: Whether the optimizer updates element by element.
+        runs_optimizer: Whether this rank runs the optimizer.
+        own_slice: For each range of this rank, (range, place of the values, place of the gradient).
+        used_flags: For each parameter, whether this rank had a gradient in this step.
+        any_rank_used: For each parameter, whether any rank had a gradient in the last step.
+        hooks: The hooks that move large gradients during backward.
     """
 
     def __init__(self, replica: Replica, world: World, log: StepLog) -> None:
@@ -73,18 +101,22 @@ class SharedMemoryExchange(Exchange):
         }
         self.trained_names = list(trained)
         self.trained_parameters = list(trained.values())
-        # here, where every rank has parameters of its own, once for all steps
+        # once for all steps, while every rank still has its own parameters
         set_optimizer_mode(optimizer, "train")
-        kind = find_update_granularity(
+        granularity = find_update_granularity(
             optimizer, known_elementwise=type(optimizer) in FOREACH_OPTIMIZERS
         )
-        kind = UPDATE_GRANULARITIES[
-            int(world.all_reduce(torch.tensor(float(UPDATE_GRANULARITIES.index(kind))), "MAX"))
+        granularity = UPDATE_GRANULARITIES[
+            int(
+                world.all_reduce(
+                    torch.tensor(float(UPDATE_GRANULARITIES.index(granularity))), "MAX"
+                )
+            )
         ]
-        self.rank_ranges, because = assign_slices(
-            optimizer, kind, [each.numel() for each in self.trained_parameters], world.size
+        self.rank_ranges, reason = assign_slices(
+            optimizer, granularity, [each.numel() for each in self.trained_parameters], world.size
         )
-        log.write_choice("slices", type(optimizer).__name__, because)
+        log.write_choice("slices", type(optimizer).__name__, reason)
         self.host_memory = HostMemory(
             world, list(module.model.parameters()), self.trained_parameters
         )
@@ -103,30 +135,30 @@ class SharedMemoryExchange(Exchange):
         self.read_bytes = sum(
             rows[0].numel() * rows[0].element_size() for rows in self.row_blocks
         ) * (world.size - 1)
-        # gradients move into this rank's row of the region, and are nowhere else
+        # gradients move into the row of this rank, so no other memory holds them
         self.peak_bytes = 0
-        self.is_element_wise = kind == PER_ELEMENT
-        self.runs_optimizer = kind != WHOLE_MODEL or world.rank == 0
+        self.is_element_wise = granularity == PER_ELEMENT
+        self.runs_optimizer = granularity != WHOLE_MODEL or world.rank == 0
         self.own_slice = [
             (
-                stretch,
-                self._view_range(self.trained_parameters, stretch),
-                self._view_range(self.mean_gradients, stretch),
+                element_range,
+                self._view_range(self.trained_parameters, element_range),
+                self._view_range(self.mean_gradients, element_range),
             )
-            for stretch in self.rank_ranges[world.rank]
+            for element_range in self.rank_ranges[world.rank]
         ]
         if self.is_element_wise:
             install_shards(
                 optimizer,
                 {
-                    self.trained_parameters[stretch.index]: [
-                        (self._make_shard_spec(stretch), place)
+                    self.trained_parameters[element_range.index]: [
+                        (self._make_shard_spec(element_range), place)
                     ]
-                    for stretch, place, _ in self.own_slice
+                    for element_range, place, _ in self.own_slice
                 },
             )
-        self.used_flags = [False] * len(self.trained_parameters)  # in this step, by this rank
-        self.any_rank_used = bytes(len(self.trained_parameters))  # in the last step, by any rank
+        self.used_flags = [False] * len(self.trained_parameters)
+        self.any_rank_used = bytes(len(self.trained_parameters))
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._make_move_hook(index))
             for index, parameter in enumerate(self.trained_parameters)
@@ -134,7 +166,7 @@ class SharedMemoryExchange(Exchange):
         ]
 
     def _share_parameters(self) -> None:
-        """Rank 0's values become everybody's, in one place."""
+        """Move the parameters into the shared region, with the values of rank 0."""
         parameters = list(self.loss_module.model.parameters())
         if self.world.rank == 0:
             torch._foreach_copy_(
@@ -145,9 +177,7 @@ class SharedMemoryExchange(Exchange):
             parameter.data = place
 
     def _view_range(self, tensors: list[Any], stretch: ParameterRange) -> Tensor:
-        """A flat stretch where the optimizer updates by element, otherwise the tensor
-        itself.
-        """
+        """Return a flat range if the optimizer updates by element, otherwise the tensor itself."""
         tensor: Tensor = tensors[stretch.index]
         return (
             tensor.detach().view(-1)[stretch.start : stretch.stop]
@@ -163,34 +193,36 @@ class SharedMemoryExchange(Exchange):
         )
 
     def _list_blocks(self) -> Iterator[tuple[torch.dtype, int, int]]:
-        """(type, start, stop in bytes of the row): this rank's slice, in stretches that stay in
-        the cache until divided.
+        """Yield (dtype, start, stop) of the blocks of the slice of this rank, in bytes of the row.
+
+        A block stays in the cache until it is divided.
         """
         for dtype, first, last in self._list_row_ranges():
             for start in range(first, last, BLOCK_BYTES):
                 yield dtype, start, min(start + BLOCK_BYTES, last)
 
     def _list_row_ranges(self) -> list[tuple[torch.dtype, int, int]]:
-        """The stretches of a row that make up this rank's slice, over the bounds of
-        parameters.
+        """Return the ranges of a row that make up the slice of this rank.
+
+        Ranges of neighbouring parameters are joined.
         """
-        runs: list[tuple[torch.dtype, int, int]] = []
-        for stretch in self.rank_ranges[self.world.rank]:
-            parameter = self.trained_parameters[stretch.index]
-            place = self.host_memory.row_offsets[stretch.index]
+        row_ranges: list[tuple[torch.dtype, int, int]] = []
+        for element_range in self.rank_ranges[self.world.rank]:
+            parameter = self.trained_parameters[element_range.index]
+            offset = self.host_memory.row_offsets[element_range.index]
             size = parameter.element_size()
-            start = place + stretch.start * size
-            stop = place + stretch.stop * size
+            start = offset + element_range.start * size
+            stop = offset + element_range.stop * size
             if (
-                runs
-                and runs[-1][0] == parameter.dtype
-                and align_to_cache_line(runs[-1][2]) == start
+                row_ranges
+                and row_ranges[-1][0] == parameter.dtype
+                and align_to_cache_line(row_ranges[-1][2]) == start
             ):
-                # what lies between is zero in every row
-                runs[-1] = (parameter.dtype, runs[-1][1], stop)
+                # the padding between the two is zero in every row
+                row_ranges[-1] = (parameter.dtype, row_ranges[-1][1], stop)
             else:
-                runs.append((parameter.dtype, start, stop))
-        return runs
+                row_ranges.append((parameter.dtype, start, stop))
+        return row_ranges
 
     # ---- in a step ---------------------------------------------------------------------------
     def begin(self) -> None:
@@ -210,10 +242,10 @@ class SharedMemoryExchange(Exchange):
         row = self.gradient_row[index]
 
         def move(parameter: Tensor) -> None:
-            if not self.is_stepping:  # one worker's step, beside
+            if not self.is_stepping:  # this is the reference step of one worker
                 return
             assert parameter.grad is not None
-            if self.used_flags[index]:  # a later micro-batch
+            if self.used_flags[index]:  # this is a later micro-batch
                 row.add_(parameter.grad)
             else:
                 row.copy_(parameter.grad)
@@ -232,7 +264,7 @@ class SharedMemoryExchange(Exchange):
                 parameter.grad = None
                 self.used_flags[index] = True
             elif not self.used_flags[index] and self.any_rank_used[index]:
-                # of the last gradient, or in row 0 of the mean
+                # the row still has the gradient of the last step, or in row 0 the mean
                 self.gradient_row[index].zero_()
         if rows:
             torch._foreach_copy_(rows, gradients)
@@ -258,11 +290,11 @@ class SharedMemoryExchange(Exchange):
             mean.div_(weight)
         self.count_bytes("gradients", self.read_bytes, computed=False)
         self.log.add_span("reduce", "receive", start, bytes=self.read_bytes)
-        anyone = bytes(map(max, *map(self.host_memory.get_used_flags, range(self.world.size))))
-        if anyone != self.any_rank_used or not self.is_element_wise:
-            for stretch, place, gradient in self.own_slice:
-                place.grad = gradient if anyone[stretch.index] else None
-        self.any_rank_used = anyone
+        used_by_any = bytes(map(max, *map(self.host_memory.get_used_flags, range(self.world.size))))
+        if used_by_any != self.any_rank_used or not self.is_element_wise:
+            for element_range, place, gradient in self.own_slice:
+                place.grad = gradient if used_by_any[element_range.index] else None
+        self.any_rank_used = used_by_any
 
     def gather_mean_gradients(self) -> dict[str, Tensor | None]:
         self._wait_at_barrier("averaging gradients")
@@ -274,7 +306,7 @@ class SharedMemoryExchange(Exchange):
         if self.runs_optimizer:
             step_with_fast_kernels(self.optimizer)
         else:
-            # schedulers want to know
+            # schedulers check this flag to see that the optimizer stepped
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._wait_in_step("updating parameters")
         self.step += 1
@@ -296,7 +328,7 @@ class SharedMemoryExchange(Exchange):
         self._wait_at_barrier("reading parameters in training mode")
 
     def _clip_gradients(self, max_norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, over all slices."""
+        """Clip the mean gradients as torch.nn.utils.clip_grad_norm_ does, over all slices."""
         self.host_memory.norms[self.world.rank] = sum(
             float(
                 torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))
@@ -313,33 +345,35 @@ class SharedMemoryExchange(Exchange):
         self.host_memory.wait_for_ranks(lambda: f"{action}, step {self.step}")
 
     def _wait_in_step(self, action: str) -> None:
-        """A barrier that is in every step."""
+        """Wait at a barrier of every step, and record the time."""
         with self.log.record_detail(action, "wait"):
             self._wait_at_barrier(action)
 
-    # ---- what others look at -----------------------------------------------------------------
+    # ---- inspection and checkpoints ----------------------------------------------------------
     def gather_gradients(self) -> dict[str, Tensor | None]:
-        """Until any rank begins the next step."""
-        found: dict[str, Tensor | None] = dict.fromkeys(
+        """Return the mean gradients. They are valid until any rank begins the next step."""
+        gradients: dict[str, Tensor | None] = dict.fromkeys(
             name for name, _ in self.loss_module.model.named_parameters()
         )
-        found.update(
+        gradients.update(
             {
                 name: self.mean_gradients[index].clone()
                 for index, name in enumerate(self.trained_names)
                 if self.any_rank_used[index]
             }
         )
-        return found
+        return gradients
 
     def gather_optimizer_state(self) -> OptimizerState:
-        """Empty on the other ranks."""
-        mine = [
-            (self._make_shard_spec(stretch), self.optimizer.state.get(place, {}))
-            for stretch, place, _ in self.own_slice
+        """Return the optimizer state of all ranks on rank 0, and an empty state on the others.
+        Collective.
+        """
+        own_states = [
+            (self._make_shard_spec(element_range), self.optimizer.state.get(place, {}))
+            for element_range, place, _ in self.own_slice
         ]
         return assemble_optimizer_state(
-            each for parts in self.world.gather_objects(mine) for each in parts
+            each for parts in self.world.gather_objects(own_states) for each in parts
         )
 
     def close(self) -> None:

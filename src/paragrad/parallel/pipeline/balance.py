@@ -1,6 +1,4 @@
-"""The split of a model into consecutive parts: between which calls of modules it is cut, and
-what each part uses.
-"""
+"""Balanced stages: between which calls of modules a model is cut, and what each stage uses."""
 
 from __future__ import annotations
 
@@ -36,19 +34,24 @@ from paragrad.parallel.tracing.stage_forward import StageForward
 from paragrad.parallel.tracing.tracer import StagedModel, TracedForward, Unit, find_tensors
 from paragrad.strategies.pipeline import RequestedCut
 
-ROUNDS = 3  # of which the quickest counts
-# a part, where that leaves modules whole: inside of one that is cut every operation is watched
+ROUNDS = 3  # runs of each measurement, of which the quickest counts
+# how much longer a stage may take if the cut then opens fewer modules: inside of an opened module
+# every operation is traced
 MAX_SLOWDOWN = 1.1
 
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Where a model is cut. parts: the units of each, modules that are called as a whole;
-    seconds: of each part, forward and backward, as it was measured;  work: of each, operations
-    in the matrix products of a forward;  uses: of each parameter and buffer that was used, in
-    which parts;  draws: the random calls that are made where each part is run; standing: what
-    those modules give that decide shapes by values;  watched: the parts as ranks run them, in
-    larger calls.
+    """Where a model is cut into stages.
+
+    Attributes:
+        stages: The units of each stage: modules that are called as a whole.
+        seconds: Measured duration of each stage, forward and backward.
+        work: Operations in the matrix products of each stage's forward.
+        tensor_uses: For each parameter and buffer that was used, the stages that use it.
+        draw_calls: The random calls that are made where each stage runs.
+        fixed_outputs: Outputs of modules with shapes that depend on values.
+        watched_stages: The units of each stage as ranks run them, in larger calls.
     """
 
     stages: tuple[tuple[Unit, ...], ...]
@@ -61,7 +64,7 @@ class StagePartition:
 
     @property
     def stage_names(self) -> list[str]:
-        """Each part in words."""
+        """The modules of each stage, in words."""
         return [
             units[0][0] + (f" to {units[-1][0]}" if len(units) > 1 else "") for units in self.stages
         ]
@@ -73,93 +76,123 @@ class StagePartition:
 def partition_into_stages(
     model: nn.Module, example: Any, stage_count: int, requested: RequestedCut | None = None
 ) -> StagePartition:
-    """Into parts that take equally long, or as asked for. Raises StepFailed where there are not
-    as many.
+    """Cut a model into stages that take equally long, or as requested.
+
+    Args:
+        model: The model.
+        example: Inputs of some samples.
+        stage_count: Number of stages.
+        requested: Where the user wants to cut, if anywhere.
+
+    Returns:
+        The partition.
+
+    Raises:
+        StepFailed: The model cannot be cut into as many stages.
     """
     units = find_cut_points(model, example, stage_count, requested)
-    names = list(units.work)
+    units_in_order = list(units.work)
     with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
-        timed = _time_units(model, names, example)
-    cuts = (
-        partition_as_requested(model, names, stage_count, requested)
+        seconds = _time_units(model, units_in_order, example)
+    ranges = (
+        partition_as_requested(model, units_in_order, stage_count, requested)
         if requested
         else balance_stages(
-            timed, stage_count, None if units.is_sequential else count_opened_modules(units)
+            seconds, stage_count, None if units.is_sequential else count_opened_modules(units)
         )
     )
-    found = tuple(tuple(names[at] for at in part) for part in cuts)
-    # of which the operations between them are another part's
-    watched = _enlarge_units(model, example, units, found)
+    stages = tuple(tuple(units_in_order[at] for at in stage) for stage in ranges)
+    # operations between joined units must not belong to another stage
+    watched_stages = _enlarge_units(model, example, units, stages)
     return StagePartition(
-        found,
-        tuple(sum(timed[at] for at in part) for part in cuts),
-        tuple(sum(units.work[unit] for unit in part) for part in found),
-        *find_uses_and_draws(StagedModel(model, watched), example),
+        stages,
+        tuple(sum(seconds[at] for at in stage) for stage in ranges),
+        tuple(sum(units.work[unit] for unit in stage) for stage in stages),
+        *find_uses_and_draws(StagedModel(model, watched_stages), example),
         units.fixed_outputs,
-        watched,
+        watched_stages,
     )
 
 
 def _enlarge_units(
     model: nn.Module, example: Any, units: CutPoints, stages: Sequence[Sequence[Unit]]
 ) -> Sequence[Sequence[Unit]]:
-    """The parts as ranks run them: in calls as large as can be, unless a tensor goes from one
-    part to another by a way that is seen inside of them alone.
+    """Return the units of each stage as ranks run them: in calls as large as possible.
+
+    If a tensor goes from one stage to another by a way that is visible only inside of a larger
+    call, the units stay as they are.
     """
     if units.is_sequential:
         return stages
-    found = join_units(units, stages)
+    joined = join_units(units, stages)
     try:
         with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
-            StageForward(model, found, units.fixed_outputs).try_all_stages(example)
+            StageForward(model, joined, units.fixed_outputs).try_all_stages(example)
     except StepFailed:
         return stages
-    return found
+    return joined
 
 
 def partition_as_requested(
     model: nn.Module, units: Sequence[Unit], stage_count: int, requested: RequestedCut
 ) -> list[range]:
-    """The parts that are asked for. Raises StepFailed where they are not as many, or one would
-    be empty.
+    """Cut a model as requested.
+
+    Args:
+        model: The model.
+        units: Its units, in order.
+        stage_count: Number of stages.
+        requested: Numbers of modules, or names of the modules with which stages begin.
+
+    Returns:
+        The units of each stage, by number.
+
+    Raises:
+        StepFailed: The request gives another number of stages, or an empty one.
     """
-    said = f"cut=[{', '.join(map(str, requested))}]"
+    spec = f"cut=[{', '.join(map(str, requested))}]"
     sizes = [each for each in requested if isinstance(each, int)]
     if sizes and (len(sizes) != stage_count or sum(sizes) != len(units)):
         raise StepFailed(
-            f"{said} is {len(sizes)} part(s) of {sum(sizes)} modules together, and there are "
+            f"{spec} is {len(sizes)} part(s) of {sum(sizes)} modules together, and there are "
             f"{stage_count} of "
             f"{len(units)}: {format_units(units)}; give {stage_count} numbers that add up to "
             f"{len(units)}"
         )
     if sizes:
         ends = list(itertools.accumulate(sizes, initial=0))
-        return [range(*two) for two in itertools.pairwise(ends)]
+        return [range(*borders) for borders in itertools.pairwise(ends)]
     starts = [0]
     for name in (resolve_module_name(model, str(each)) for each in requested):
-        inside = [at for at, (unit, _) in enumerate(units) if f"{unit}.".startswith(f"{name}.")]
-        if not inside:
+        unit_numbers = [
+            at for at, (unit, _) in enumerate(units) if f"{unit}.".startswith(f"{name}.")
+        ]
+        if not unit_numbers:
             raise StepFailed(
-                f"{said}: {name} is not called in a forward; cut at one of "
+                f"{spec}: {name} is not called in a forward; cut at one of "
                 f"{format_units(units[1:])}"
             )
-        starts.append(inside[0])
+        starts.append(unit_numbers[0])
     starts.append(len(units))
     if len(requested) != stage_count - 1 or any(
         start >= stop for start, stop in itertools.pairwise(starts)
     ):
         raise StepFailed(
-            f"{said} names the modules with which all parts but the first begin, and {stage_count} "
+            f"{spec} names the modules with which all parts but the first begin, and {stage_count} "
             f"parts "
             f"that are not "
             f"empty need {stage_count - 1} in the order in which they are called: of "
             f"{format_units(units[1:])}"
         )
-    return [range(*two) for two in itertools.pairwise(starts)]
+    return [range(*borders) for borders in itertools.pairwise(starts)]
 
 
 class UnitTimer(TracedForward):
-    """A forward in which every unit's backward follows at once, alone."""
+    """A forward in which every unit's backward follows at once, by itself.
+
+    Attributes:
+        seconds: Duration of each unit so far.
+    """
 
     def __init__(self, staged_model: StagedModel) -> None:
         super().__init__(staged_model)
@@ -178,39 +211,40 @@ class UnitTimer(TracedForward):
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
             self.seconds.append(time.monotonic() - start)
-        given = find_tensors(out)
-        place = next(self.operation_ids)
-        fresh = dict(
+        outputs = find_tensors(out)
+        operation_id = next(self.operation_ids)
+        attached = dict(
             zip(
-                map(id, given),
-                attach_received(given, [each.requires_grad for each in given])[0],
+                map(id, outputs),
+                attach_received(outputs, [each.requires_grad for each in outputs])[0],
                 strict=True,
             )
         )
-        out = tree_map_only(Tensor, lambda each: fresh[id(each)], out)
+        out = tree_map_only(Tensor, lambda each: attached[id(each)], out)
         for number, tensor in enumerate(find_tensors(out)):
-            self.mark_made(tensor, (place, number))
+            self.mark_made(tensor, (operation_id, number))
         return out
 
     def attach_made_tensors(self, tree: Any) -> Any:
-        """What units before have made, as if it had been made here; the model's inputs stay
-        what they are.
+        """Attach what earlier units made to the graph, as if it were received.
+
+        The model's inputs stay as they are.
         """
-        made = {id(each): each for each in find_tensors(tree) if each in self.origins}
-        fresh = dict(
+        result = {id(each): each for each in find_tensors(tree) if each in self.origins}
+        attached = dict(
             zip(
-                made,
+                result,
                 attach_received(
-                    list(made.values()), [each.requires_grad for each in made.values()]
+                    list(result.values()), [each.requires_grad for each in result.values()]
                 )[0],
                 strict=True,
             )
         )
-        return tree_map_only(Tensor, lambda each: fresh.get(id(each), each), tree)
+        return tree_map_only(Tensor, lambda each: attached.get(id(each), each), tree)
 
 
 def _time_units(model: nn.Module, units: Sequence[Unit], example: Any) -> list[float]:
-    """Seconds of each unit, forward and backward."""
+    """Return the seconds of each unit, forward and backward."""
     rounds = []
     for _ in range(ROUNDS):
         timing = UnitTimer(StagedModel(model, [units]))
@@ -223,74 +257,92 @@ def _time_units(model: nn.Module, units: Sequence[Unit], example: Any) -> list[f
 def balance_stages(
     seconds: Sequence[float], stage_count: int, opened_modules: Sequence[int] | None = None
 ) -> list[range]:
-    """Consecutive parts, none empty, of which the longest is as short as can be. opened: how
-    many modules a cut before each goes through: the fewest in all, as far as the longest part
-    is at most LONGER times as long for it.
+    """Divide units into consecutive stages so that the longest stage is as short as possible.
+
+    Args:
+        seconds: Duration of each unit.
+        stage_count: Number of stages; none is empty.
+        opened_modules: How many modules a cut before each unit goes through. The sum of these is as
+            small as possible, if the longest stage takes at most MAX_SLOWDOWN times as long for it.
+
+    Returns:
+        The units of each stage, by number.
     """
     count = len(seconds)
-    even = _find_partition(seconds, stage_count, [0] * count, math.inf)
+    balanced = _find_partition(seconds, stage_count, [0] * count, math.inf)
     if opened_modules is None:
-        return even
+        return balanced
     return _find_partition(
         seconds,
         stage_count,
         opened_modules,
-        MAX_SLOWDOWN * max(sum(seconds[at] for at in part) for part in even),
+        MAX_SLOWDOWN * max(sum(seconds[at] for at in stage) for stage in balanced),
     )
 
 
 def _find_partition(
     seconds: Sequence[float], stage_count: int, opened_modules: Sequence[int], limit: float
 ) -> list[range]:
-    """The fewest opened, then the shortest longest part; no part is longer than the limit."""
+    """Find the partition that opens fewest modules, and among these the shortest longest stage.
+
+    No stage is longer than the limit.
+    """
     ends = list(itertools.accumulate(seconds, initial=0.0))
     count = len(seconds)
     best = [[(math.inf, math.inf)] * (count + 1) for _ in range(stage_count + 1)]
-    last = [[0] * (count + 1) for _ in range(stage_count + 1)]
+    last_start = [[0] * (count + 1) for _ in range(stage_count + 1)]
     best[0][0] = 0, 0.0
-    for part in range(1, stage_count + 1):
-        for stop in range(part, count + 1):
-            for start in range(part - 1, stop):
-                cut, longest = best[part - 1][start]
-                found = (
-                    cut + (opened_modules[start] if start else 0),
+    for stage in range(1, stage_count + 1):
+        for stop in range(stage, count + 1):
+            for start in range(stage - 1, stop):
+                opened, longest = best[stage - 1][start]
+                candidate = (
+                    opened + (opened_modules[start] if start else 0),
                     max(longest, ends[stop] - ends[start]),
                 )
-                if ends[stop] - ends[start] <= limit and found < best[part][stop]:
-                    best[part][stop] = found
-                    last[part][stop] = start
-    found_parts = []
+                if ends[stop] - ends[start] <= limit and candidate < best[stage][stop]:
+                    best[stage][stop] = candidate
+                    last_start[stage][stop] = start
+    stages = []
     stop = count
-    for part in range(stage_count, 0, -1):
-        found_parts.append(range(last[part][stop], stop))
-        stop = last[part][stop]
-    return found_parts[::-1]
+    for stage in range(stage_count, 0, -1):
+        stages.append(range(last_start[stage][stop], stop))
+        stop = last_start[stage][stop]
+    return stages[::-1]
 
 
-# ---- who uses what ---------------------------------------------------------------------------
+# ---- uses of tensors and draws ---------------------------------------------------------------
 class UseRecorder(TracedForward):
-    """A forward that notes which part uses which tensors, and what it draws."""
+    """A forward that records which stage uses which tensors, and what it draws.
+
+    Attributes:
+        recording: The random calls so far.
+        draw_starts: Number of random calls before each stage.
+        input_draws: Random calls of operations on the inputs alone.
+        noted_draws: Number of random calls that are already assigned.
+        tensor_uses: The stages that use each tensor, by its id.
+        unit_tensors: Ids of the parameters and buffers of each unit.
+    """
 
     def __init__(self, staged_model: StagedModel, recording: DrawRecorder) -> None:
         super().__init__(staged_model)
-        # draws before each part
         self.recording = recording
         self.draw_starts = [0]
-        # draws by operations on the inputs alone
         self.input_draws: list[int] = []
-        self.noted_draws = 0  # draws of which that is known
-        self.tensor_uses: dict[int, set[int]] = {}  # tensor -> parts
+        self.noted_draws = 0
+        self.tensor_uses: dict[int, set[int]] = {}
         self.unit_tensors = {
             name: [id(each) for each in itertools.chain(module.parameters(), module.buffers())]
             for module, name in staged_model.units.items()
         }
 
     def begin_unit(self, name: str) -> None:
-        before = self.stage
+        previous = self.stage
         super().begin_unit(name)
-        self.draw_starts += [len(self.recording.calls)] * (self.stage - before)
+        self.draw_starts += [len(self.recording.calls)] * (self.stage - previous)
 
     def note_uses(self, tensors: Sequence[int]) -> None:
+        """Note that the current stage uses tensors, by their ids."""
         for tensor in tensors:
             self.tensor_uses.setdefault(tensor, set()).add(self.stage)
 
@@ -321,37 +373,44 @@ class UseRecorder(TracedForward):
         with self.pause_tracing():
             out = call(*args, **kwargs)
         self.noted_draws = len(self.recording.calls)
-        place = next(self.operation_ids)
+        operation_id = next(self.operation_ids)
         for number, tensor in enumerate(find_tensors(out)):
-            self.mark_made(tensor, (place, number))
+            self.mark_made(tensor, (operation_id, number))
         return out
 
 
 def find_uses_and_draws(
     staged_model: StagedModel, example: Any
 ) -> tuple[dict[str, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
-    """({tensor, by its first name: the parts that use it}, the random calls that are made where
-    each part is run: its own, and those that parts before it make of the inputs alone).
+    """Find which stages use each tensor, and which random calls each stage makes.
+
+    Args:
+        staged_model: The model and its stages.
+        example: Inputs of some samples.
+
+    Returns:
+        (the stages that use each tensor, by its first name; the random calls where each stage runs:
+        its own, and those that earlier stages make of the inputs alone).
     """
     with (
         preserve_all_state(LossModule(staged_model.model, PLACEHOLDER_LOSS)),
         torch.no_grad(),
         use_draw_source(DrawRecorder()) as recording,
     ):
-        looking = UseRecorder(staged_model, recording)
-        looking.run_forward(clone_batch(example))
+        recorder = UseRecorder(staged_model, recording)
+        recorder.run_forward(clone_batch(example))
     uses = {
-        name: tuple(sorted(looking.tensor_uses[id(tensor)]))
+        name: tuple(sorted(recorder.tensor_uses[id(tensor)]))
         for name, tensor in (
             *staged_model.model.named_parameters(),
             *staged_model.model.named_buffers(),
         )
-        if id(tensor) in looking.tensor_uses
+        if id(tensor) in recorder.tensor_uses
     }
-    drawn = looking.draw_starts + [len(recording.calls)] * (
-        staged_model.last_stage + 2 - len(looking.draw_starts)
+    draw_starts = recorder.draw_starts + [len(recording.calls)] * (
+        staged_model.last_stage + 2 - len(recorder.draw_starts)
     )
     return uses, tuple(
-        (*(call for call in looking.input_draws if call < start), *range(start, stop))
-        for start, stop in itertools.pairwise(drawn)
+        (*(call for call in recorder.input_draws if call < start), *range(start, stop))
+        for start, stop in itertools.pairwise(draw_starts)
     )

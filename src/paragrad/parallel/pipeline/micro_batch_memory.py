@@ -1,5 +1,6 @@
-"""What a micro-batch weighs, on a whole model and on each part of one: they are run here, as
-their ranks would.
+"""Measure the memory of a micro-batch, for a whole model and for each of its stages.
+
+The stages run in this process, as their ranks would run them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,19 @@ MicroBatchInputs = tuple[MicroBatch, Any, Any]  # a micro-batch, its inputs and 
 
 @dataclass
 class LocalPassesHost:
-    """What passes are offered by a trainer, of one worker that has all parts."""
+    """A `PassesHost` for one worker that holds all stages.
+
+    Attributes:
+        world: A world of one rank.
+        module: The model and the loss.
+        batch_norm: The batch norm of this rank.
+        draws: The random calls of a forward pass.
+        autocast: Type of autocast, or None.
+        seed: The seed of the draws.
+        log: An empty record.
+        noise: Measures nothing here.
+        rehearsing: As in `PassesHost`.
+    """
 
     world: World
     module: LossModule
@@ -48,11 +61,19 @@ class LocalPassesHost:
     rehearsing: bool = False
 
     def use_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of autocast."""
         return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
 
     def key_draws(
         self, micro: MicroBatch, first_call: int = 0, call_numbers: CallNumbers | None = None
     ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that keys the draws of a micro-batch.
+
+        Args:
+            micro: The micro-batch.
+            first_call: As in `draws.KeyedDraws`.
+            call_numbers: As in `draws.KeyedDraws`.
+        """
         return key_draws(
             self.draws, self.seed, 0, micro.places, first_call=first_call, call_numbers=call_numbers
         )
@@ -61,28 +82,37 @@ class LocalPassesHost:
 def measure_whole_model(
     module: LossModule, draws: Draws, autocast: torch.dtype | None, micro_batch: MicroBatchInputs
 ) -> StageBytes:
-    """Of a micro-batch, on a model that is not cut; nothing where nobody can look (torch.func
-    takes no hooks).
+    """Measure a micro-batch on a model that is not divided.
+
+    Args:
+        module: The model and the loss.
+        draws: The random calls of a forward pass.
+        autocast: Type of autocast, or None.
+        micro_batch: The micro-batch.
+
+    Returns:
+        The bytes that are kept for backward; 0 if they cannot be measured (torch.func does not
+        allow the hooks).
     """
     micro, inputs, target = micro_batch
-    alive = ActivationMeter(
+    meter = ActivationMeter(
         [*module.parameters(), *module.buffers(), *list_batch_tensors([inputs, target])]
     )
-    within = LocalPassesHost(
+    host = LocalPassesHost(
         World(), module, BatchNorm(World(), module.model, lambda *_: None), draws, autocast
     )
-    within.batch_norm.samples = len(micro.positions)
+    host.batch_norm.samples = len(micro.positions)
     try:
         with (
-            within.key_draws(micro),
-            within.batch_norm,
-            within.use_autocast(),
-            alive.count_saved_tensors(),
+            host.key_draws(micro),
+            host.batch_norm,
+            host.use_autocast(),
+            meter.count_saved_tensors(),
         ):
             total = module(inputs, target, len(micro.positions))
-            kept = alive.current_bytes
-            del total  # whose graph holds it
-            return StageBytes(0, 0, kept)
+            saved = meter.current_bytes
+            del total  # its graph keeps the saved tensors
+            return StageBytes(0, 0, saved)
     except RuntimeError as error:
         if not is_saved_hooks_error(error):
             raise
@@ -90,7 +120,11 @@ def measure_whole_model(
 
 
 def is_saved_hooks_error(error: RuntimeError) -> bool:
-    """Is it that of torch.func, in which nobody can look at what is kept?"""
+    """Return whether an error says that torch.func does not allow saved-tensor hooks.
+
+    Args:
+        error: The error.
+    """
     return "saved tensor hooks" in str(error)
 
 
@@ -101,32 +135,57 @@ def build_local_passes(
     draws: Draws,
     autocast: torch.dtype | None,
 ) -> PipelinePasses:
-    """The passes of one worker that has all parts of a model, which is no longer what it
-    was.
+    """Build the passes of one worker that holds all stages. The model is changed.
+
+    Args:
+        strategy: The strategy with stages.
+        cut: How the model is divided into stages.
+        module: The model and the loss.
+        draws: The random calls of a forward pass.
+        autocast: Type of autocast, or None.
+
+    Returns:
+        The passes.
     """
-    alone = World().add_axes((strategy.name, 1))
-    share = shard_stages(module.model, cut, range(len(cut.stages)), alone)
-    within = LocalPassesHost(
-        alone,
-        module.wrap_model(share.model),
-        BatchNorm(alone, share.model, lambda *_: None),
-        replace(draws, serial_calls=share.draw_calls),
+    world = World().add_axes((strategy.name, 1))
+    shard = shard_stages(module.model, cut, range(len(cut.stages)), world)
+    host = LocalPassesHost(
+        world,
+        module.wrap_model(shard.model),
+        BatchNorm(world, shard.model, lambda *_: None),
+        replace(draws, serial_calls=shard.draw_calls),
         autocast,
     )
-    exchange = NoExchange(
-        Replica(within.module, torch.optim.SGD(module.model.parameters(), lr=0.0))
-    )
-    return PipelinePasses(strategy, within, exchange)
+    exchange = NoExchange(Replica(host.module, torch.optim.SGD(module.model.parameters(), lr=0.0)))
+    return PipelinePasses(strategy, host, exchange)
 
 
 def count_boundary_bytes(passes: PipelinePasses, inputs: Any) -> Iterator[int]:
-    """Bytes that come into each part."""
-    found = StageMessages([passes.stage_module.stage_forward.find_plan(inputs)], passes.axis)
-    yield from (found[f"x{stage}.0"].nbytes if stage else 0 for stage in range(passes.stage_count))
+    """Count the bytes that each stage receives.
+
+    Args:
+        passes: The passes with all stages.
+        inputs: The inputs of a micro-batch.
+
+    Yields:
+        Bytes for each stage; 0 for the first one.
+    """
+    messages = StageMessages([passes.stage_module.stage_forward.find_plan(inputs)], passes.axis)
+    yield from (
+        messages[f"x{stage}.0"].nbytes if stage else 0 for stage in range(passes.stage_count)
+    )
 
 
 def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Iterator[StageBytes]:
-    """Of a micro-batch, on each part."""
+    """Measure a micro-batch on each stage.
+
+    Args:
+        passes: The passes with all stages.
+        micro_batch: The micro-batch.
+
+    Yields:
+        The memory of each stage.
+    """
     schedule = passes.strategy.micro_batch_schedule.schedule
     micro_batch = (micro_batch[0], *clone_batch(micro_batch[1:]))
     step = PipelineStep(
@@ -135,41 +194,60 @@ def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Ite
     step.recomputed_passes = set()
     stages = passes.stage_count
     step.splits_backward = any(
-        what == "W" for what, *_ in MicroBatchSchedule(schedule, 1).list_tasks(0, 1)
+        kind == "W" for kind, *_ in MicroBatchSchedule(schedule, 1).list_tasks(0, 1)
     )
-    alives = []
-    beside = [*passes.stage_module.parameters(), *passes.stage_module.buffers()]
-    places = dict(filter(None, map(find_storage, list_batch_tensors([micro_batch[1:]]))))
-    came, back, shared, kept, halving, halved, batch = ([0] * stages for _ in range(7))
+    meters = []
+    excluded = [*passes.stage_module.parameters(), *passes.stage_module.buffers()]
+    batch_storages = dict(filter(None, map(find_storage, list_batch_tensors([micro_batch[1:]]))))
+    (
+        input_message,
+        gradient_message,
+        shared_with_message,
+        saved,
+        first_half_peak,
+        saved_between_halves,
+        batch_copy,
+    ) = ([0] * stages for _ in range(7))
     with hook_module_calls(None):
         for stage in range(stages):
-            step.meter = ActivationMeter(beside)
-            alive = step.meter
-            alives.append(alive)
+            step.meter = ActivationMeter(excluded)
+            meter = step.meter
+            meters.append(meter)
             message = step.messages.buffers.get(f"x{stage}.0")
             step.run_forward(stage, 0)
-            batch[stage] = sum(
-                size for address, size in places.items() if address in alive.reference_counts
+            batch_copy[stage] = sum(
+                size
+                for address, size in batch_storages.items()
+                if address in meter.reference_counts
             )
-            kept[stage] = alive.current_bytes - batch[stage]
+            saved[stage] = meter.current_bytes - batch_copy[stage]
             if message is not None:
-                came[stage] = message.nbytes
-                shared[stage] = message.nbytes if alive.is_tracked(message) else 0
+                input_message[stage] = message.nbytes
+                shared_with_message[stage] = message.nbytes if meter.is_tracked(message) else 0
         for stage in range(stages - 1, passes.stage_module.first_trained - 1, -1):
-            alives[stage].peak_bytes = 0
+            meters[stage].peak_bytes = 0
             step.run_backward(stage, 0)
             if f"g{stage}.0" in step.messages.buffers:
-                back[stage] = step.messages[f"g{stage}.0"].nbytes
-            still = sum(
+                gradient_message[stage] = step.messages[f"g{stage}.0"].nbytes
+            batch_bytes = sum(
                 size
-                for address, size in places.items()
-                if address in alives[stage].reference_counts
+                for address, size in batch_storages.items()
+                if address in meters[stage].reference_counts
             )
-            halving[stage] = max(alives[stage].peak_bytes - still, kept[stage])
-            halved[stage] = alives[stage].current_bytes - still
+            first_half_peak[stage] = max(meters[stage].peak_bytes - batch_bytes, saved[stage])
+            saved_between_halves[stage] = meters[stage].current_bytes - batch_bytes
             if step.splits_backward:
                 step.deferred_weights.pop((stage, 0)).compute_weight_gradients()
     yield from (
         StageBytes(*each)
-        for each in zip(came, back, kept, shared, halved, halving, batch, strict=True)
+        for each in zip(
+            input_message,
+            gradient_message,
+            saved,
+            shared_with_message,
+            saved_between_halves,
+            first_half_peak,
+            batch_copy,
+            strict=True,
+        )
     )

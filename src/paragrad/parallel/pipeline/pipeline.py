@@ -1,5 +1,6 @@
-"""place and pipeline: forwards and backwards of the parts of a model, in the order of a
-schedule, played on the wire.
+"""The place and pipeline strategies: a model's stages, run in the order of a schedule.
+
+Messages to users call a stage a part.
 """
 
 from __future__ import annotations
@@ -48,25 +49,49 @@ from paragrad.strategies.shares import MicroBatch
 def check_model(
     strategy: PartitionedStrategy, model: nn.Module, example: Any, tested: bool
 ) -> None:
-    """Can the model be cut so? tested: in eval mode too. Raises StepFailed with the repair."""
-    parts = strategy.micro_batch_schedule.count_stages(strategy.size)
-    found = find_cut_points(model, example, parts, strategy.requested_cut)
-    units = list(found.work)
-    cuts = (
-        balance.partition_as_requested(model, units, parts, strategy.requested_cut)
+    """Check that the model can be cut.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        example: Inputs of some samples.
+        tested: Whether the model must run in eval mode too.
+
+    Raises:
+        StepFailed: It cannot; the message names the repair.
+    """
+    stage_count = strategy.micro_batch_schedule.count_stages(strategy.size)
+    cut_points = find_cut_points(model, example, stage_count, strategy.requested_cut)
+    units = list(cut_points.work)
+    ranges = (
+        balance.partition_as_requested(model, units, stage_count, strategy.requested_cut)
         if strategy.requested_cut
-        else split_evenly(len(units), parts)
+        else split_evenly(len(units), stage_count)
     )
-    flow = StageForward(model, [[units[at] for at in part] for part in cuts], found.fixed_outputs)
-    flow.try_all_stages(example)
+    stage_forward = StageForward(
+        model, [[units[at] for at in stage] for stage in ranges], cut_points.fixed_outputs
+    )
+    stage_forward.try_all_stages(example)
     if tested:
-        flow.try_in_eval_mode(example)
+        stage_forward.try_in_eval_mode(example)
 
 
 def inspect_model(
     strategy: PartitionedStrategy, model: nn.Module, example: Any
 ) -> balance.StagePartition:
-    """Where the model is cut."""
+    """Find where the model is cut.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        example: Inputs of some samples.
+
+    Returns:
+        The stages.
+
+    Raises:
+        StepFailed: The model cannot be cut.
+    """
     return balance.partition_into_stages(
         model,
         example,
@@ -82,12 +107,23 @@ def shard_model(
     axis: World,
     partition: balance.StagePartition,
 ) -> ModelShard:
-    """Some consecutive parts of a model. Collective over the axis."""
-    mine = range(axis.rank, len(partition.stages), axis.size)
-    found = shard_stages(model, partition, mine, axis)
+    """Leave this rank's stages of a model. Collective over the axis.
+
+    Args:
+        strategy: The strategy.
+        model: The model, which is changed.
+        example: Inputs of some samples.
+        axis: The ranks.
+        partition: The stages.
+
+    Returns:
+        This rank's shard of the model.
+    """
+    own_stages = range(axis.rank, len(partition.stages), axis.size)
+    model_shard = shard_stages(model, partition, own_stages, axis)
     seconds = ", ".join(f"{1e3 * each:.3g}" for each in partition.seconds)
     return replace(
-        found,
+        model_shard,
         choices=(
             ("cut", str(partition), f"forward and backward in {seconds} ms, each measured alone"),
         ),
@@ -95,39 +131,63 @@ def shard_model(
 
 
 def make_passes(strategy: PartitionedStrategy, host: PassesHost, exchange: Exchange) -> Passes:
+    """Make the passes of a rank.
+
+    Args:
+        strategy: The strategy.
+        host: What passes need of the trainer.
+        exchange: The exchange of gradients between replicas.
+
+    Returns:
+        The passes.
+    """
     return PipelinePasses(strategy, host, exchange)
 
 
 class PipelinePasses(Passes):
-    """Every micro-batch through all parts, and back."""
+    """Passes of every micro-batch through all stages, and back.
+
+    Attributes:
+        stage_module: The stages of this rank.
+        strategy: The strategy.
+        axis: The ranks of the pipeline.
+        stage_count: Number of stages of the model.
+        batches_in_flight: Number of batches that `compute_outputs` may be given at once.
+        is_last_backward: Whether this rank's last backward of a step is running.
+        deferred_ids: Ids of parameters with gradients that waited for the second half of a
+            backward.
+        has_reported_deferral: Whether the share of these parameters is in the record.
+        step_count: Number of steps so far.
+        outer_owners: Objects outside of units that keep something in Python.
+        last_plan: The crossing plan of the last micro-batch.
+        programs: The programs of this rank, by number of micro-batches and first trained stage.
+        gradient_hooks: The hooks that report final gradients.
+    """
 
     def __init__(self, strategy: PartitionedStrategy, host: PassesHost, exchange: Exchange) -> None:
         super().__init__(host, exchange)
-        part = host.module.model
-        assert isinstance(part, StageModule)
-        self.stage_module = part
+        stage_module = host.module.model
+        assert isinstance(stage_module, StageModule)
+        self.stage_module = stage_module
         self.strategy = strategy
         self.axis = host.world.select_axes(strategy.name, through_host=True)
-        self.stage_count = part.stage_forward.last_stage + 1
+        self.stage_count = stage_module.stage_forward.last_stage + 1
         self.batches_in_flight = strategy.micro_batch_schedule.micro
-        # the last backward of this rank is under way
         self.is_last_backward = False
-        # parameters whose gradients have waited for the second half of a backward
         self.deferred_ids: set[int] = set()
-        self.has_reported_deferral = False  # what they are
-        # begun; who keeps something in Python, between units
+        self.has_reported_deferral = False
         self.step_count = 0
-        self.outer_owners = collect_outer_owners(part.stage_forward)
-        self.last_plan: CrossingPlan | None = None  # of the last micro-batch
+        self.outer_owners = collect_outer_owners(stage_module.stage_forward)
+        self.last_plan: CrossingPlan | None = None
         self.programs: dict[tuple[int, int], RankProgram] = {}
         self.gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(self._mark_ready)
-            for parameter in part.parameters()
+            for parameter in stage_module.parameters()
             if parameter.requires_grad
         ]
 
     def find_program(self, micro_batch_schedule: MicroBatchSchedule) -> RankProgram:
-        """What this rank does, found out once."""
+        """Return what this rank does in a schedule; compute it once."""
         key = micro_batch_schedule.micro, micro_batch_schedule.first_trained_stage
         if key not in self.programs:
             self.programs[key] = RankProgram.build_for_rank(
@@ -161,7 +221,7 @@ class PipelinePasses(Passes):
         )
         step = PipelineStep(self, list(micros), pipelined)
         self.step_count += not self.host.rehearsing
-        # the first sets sizes
+        # the first step sets sizes; later checks come after 2, 4, 8, ... steps
         before = (
             PythonState(self.outer_owners)
             if self.step_count > 1 and self.step_count.bit_count() == 1
@@ -169,10 +229,10 @@ class PipelinePasses(Passes):
         )
         step.run_step()
         if before is not None:
-            often = self.stage_count > self.axis.size or self.strategy.recompute
-            # a size is what it was
+            runs_repeatedly = self.stage_count > self.axis.size or self.strategy.recompute
+            # with the same plan, sizes have not changed
             refuse_diverging_numbers(
-                before, self.axis, often and step.plans[count - 1] is self.last_plan
+                before, self.axis, runs_repeatedly and step.plans[count - 1] is self.last_plan
             )
         self.last_plan = step.plans[count - 1]
         if step.splits_backward and not self.has_reported_deferral:
@@ -180,11 +240,11 @@ class PipelinePasses(Passes):
         return step.loss_sums
 
     def report_deferred_share(self) -> None:
-        """Which share of this rank's part a schedule of halves could move."""
+        """Report which share of this rank's parameters the split backward could defer."""
         self.has_reported_deferral = True
         trained = [each for each in self.stage_module.parameters() if each.requires_grad]
-        moved = sum(each.numel() for each in trained if id(each) in self.deferred_ids)
-        share = moved / max(1, sum(each.numel() for each in trained))
+        deferred = sum(each.numel() for each in trained if id(each) in self.deferred_ids)
+        share = deferred / max(1, sum(each.numel() for each in trained))
         self.host.log.write_choice(
             "weights' part",
             f"{share:.0%} of the parameters",
@@ -195,13 +255,13 @@ class PipelinePasses(Passes):
     def compute_outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
         schedule = self.strategy.micro_batch_schedule.schedule
         count = schedule.pad_micro_count(len(batches), self.axis.size)
-        given = [
-            (MicroBatch(own, own), inputs, None)
-            for own, inputs in zip(places, batches, strict=True)
+        micro_batches = [
+            (MicroBatch(positions, positions), inputs, None)
+            for positions, inputs in zip(places, batches, strict=True)
         ]
         step = PipelineStep(
             self,
-            given,
+            micro_batches,
             MicroBatchSchedule(schedule, count, first_trained_stage=self.stage_count),
             training=False,
         )
@@ -214,9 +274,13 @@ class PipelinePasses(Passes):
 
 @dataclass
 class PendingBackward:
-    """What a forward made, for its backward. ends: of what goes on and gets a gradient, where
-    in the graph it was made: the values have gone;  gradients: of what came in, once backward
-    has come to it;  total: the loss, of the last part.
+    """What a forward leaves for its backward.
+
+    Attributes:
+        ends: For each tensor that crosses and gets a gradient, its edge in the graph; its values
+            are gone.
+        gradients: The gradients of received tensors, once the backward has computed them.
+        loss: The loss, on the last stage.
     """
 
     ends: list[GradientEdge | None]
@@ -225,8 +289,34 @@ class PendingBackward:
 
 
 class PipelineStep:
-    """One batch through the parts of this rank. Its micro-batches are filled up to those of the
-    schedule by some of no samples, which leave nothing behind.
+    """One batch through the stages of this rank.
+
+    Its micro-batches are filled up to those of the schedule by some without samples, which leave no
+    trace.
+
+    Attributes:
+        passes: The passes of this rank.
+        micro_batches: (micro-batch, inputs, target) of each.
+        micro_batch_schedule: The schedule.
+        real_count: Number of micro-batches with samples.
+        training: Whether it is a step of training, not a test.
+        host: What passes need of the trainer.
+        stage_forward: Runs the forward of a stage.
+        axis: The ranks of the pipeline.
+        plans: The crossing plan of each micro-batch.
+        meter: Counts the bytes of activations, if given.
+        messages: The messages between stages.
+        loss_sums: The sums of losses and weights so far.
+        outputs: In a test, the output of each micro-batch.
+        rank_program: What this rank does.
+        remaining_backwards: Number of backwards, or halves, that are left.
+        splits_backward: Whether backwards are split into halves.
+        recomputed_passes: (stage, micro-batch) of forwards that are recomputed in the backward.
+        pending_backwards: By (stage, micro-batch), what its backward needs.
+        deferred_weights: By (stage, micro-batch), its second half of the backward.
+        drawn_calls: By (stage, micro-batch), the random calls of its forward, which a module that
+            recomputes draws again.
+        program_run: The run of the program, while it runs.
     """
 
     def __init__(
@@ -236,13 +326,13 @@ class PipelineStep:
         micro_batch_schedule: MicroBatchSchedule,
         training: bool = True,
     ) -> None:
-        last, *rest = micro_batches[-1]
+        last, *inputs_and_target = micro_batches[-1]
         self.micro_batches = [
             *micro_batches,
-            *[(replace(last, positions=[]), *rest)]
+            *[(replace(last, positions=[]), *inputs_and_target)]
             * (micro_batch_schedule.micro - len(micro_batches)),
         ]
-        given = self.micro_batches
+        filled = self.micro_batches
         self.passes = passes
         self.micro_batch_schedule = micro_batch_schedule
         self.real_count = len(micro_batches)
@@ -251,27 +341,25 @@ class PipelineStep:
         self.stage_forward = passes.stage_module.stage_forward
         self.axis = passes.axis
         with self.host.use_autocast(), self.host.batch_norm.use_probe_mode():
-            self.plans = [self.stage_forward.find_plan(inputs) for _, inputs, _ in given]
+            self.plans = [self.stage_forward.find_plan(inputs) for _, inputs, _ in filled]
         self.meter = passes.activation_meter
         if self.meter is not None:
-            self.meter.exclude_tensors(list_batch_tensors([each[1:] for each in given]))
+            self.meter.exclude_tensors(list_batch_tensors([each[1:] for each in filled]))
         self.messages = StageMessages(self.plans, self.axis, self.meter)
         self.loss_sums = LossSums()
-        # of micro-batches, in a test
         self.outputs: dict[int, Any] = {}
         self.rank_program = passes.find_program(micro_batch_schedule)
-        order = self.rank_program
-        self.remaining_backwards = order.backward_count
-        self.splits_backward = order.splits_backward
-        self.recomputed_passes = order.recomputed_passes if passes.strategy.recompute else set()
-        # by stage and micro-batch
+        program = self.rank_program
+        self.remaining_backwards = program.backward_count
+        self.splits_backward = program.splits_backward
+        self.recomputed_passes = program.recomputed_passes if passes.strategy.recompute else set()
         self.pending_backwards: dict[tuple[int, int], PendingBackward] = {}
         self.deferred_weights: dict[tuple[int, int], DeferredWeightGradients] = {}
-        # in forwards, what is drawn again where a module recomputes
         self.drawn_calls: dict[tuple[int, int], CallNumbers] = {}
         self.program_run: ProgramRun | None = None
 
     def run_step(self) -> None:
+        """Run all actions of this rank."""
         self.program_run = ProgramRun(
             self.rank_program.program,
             self.messages,
@@ -280,24 +368,35 @@ class PipelineStep:
             self.report_message if self.is_detailed else None,
             POSTED_RECEIVES,
         )
-        walk = self.program_run
+        program_run = self.program_run
         with contextlib.ExitStack() as stack:
             if any(plan.sequential_stages is None for plan in self.plans):
-                # once for all micro-batches
+                # entered once for all micro-batches: after each change of nn.Module, Python looks
+                # up methods again
                 stack.enter_context(hook_module_calls(None))
                 stack.enter_context(self.stage_forward.fix_model_tensors())
-            walk.play_program()
+            program_run.play_program()
         self.program_run = None
         self.passes.is_last_backward = False
-        self.passes.exchange.count_bytes("activations", walk.sent_bytes, computed=False)
+        self.passes.exchange.count_bytes("activations", program_run.sent_bytes, computed=False)
 
     @property
     def is_detailed(self) -> bool:
+        """Whether the record of this step lists every message."""
         return self.training and self.host.log.is_detailed
 
     def report_message(
         self, action: Send | Recv, lane: str, start: float, seconds: float, size: int
     ) -> None:
+        """Add a message to the record.
+
+        Args:
+            action: The action.
+            lane: The lane of the record.
+            start: Beginning of the message, in seconds.
+            seconds: Its duration.
+            size: Its bytes.
+        """
         assert self.program_run is not None
         self.host.log.add_span(
             str(self.program_run.use_launched_ranks(action)),
@@ -308,7 +407,8 @@ class PipelineStep:
         )
 
     def run_action(self, action: Compute) -> None:
-        at = stage, number = parse_task_slot(self.axis.rank, action.at)
+        """Run a forward, a backward, or a half of one."""
+        stage_and_micro_batch = stage, number = parse_task_slot(self.axis.rank, action.at)
         self.release_messages(
             f"x{stage}.{number}" if action.what == "F" else f"g{stage + 1}.{number}"
         )
@@ -318,48 +418,54 @@ class PipelineStep:
             else contextlib.nullcontext()
         ):
             if action.what == "F":
-                self.run_forward(*at)
+                self.run_forward(*stage_and_micro_batch)
                 return
             self.remaining_backwards -= 1
-            # of the weights' half, a weight that is used twice gets its gradient in two goes
+            # in the half of the weights, a weight that is used twice gets its gradient in two steps
             self.passes.is_last_backward = self.remaining_backwards == 0 and action.what != "W"
             if action.what == "W":
-                with self.use_micro_batch_state(*at):  # what a module recomputes
-                    self.deferred_weights.pop(at).compute_weight_gradients()
+                with self.use_micro_batch_state(*stage_and_micro_batch):  # a module may recompute
+                    self.deferred_weights.pop(stage_and_micro_batch).compute_weight_gradients()
             else:
-                self.run_backward(*at)
+                self.run_backward(*stage_and_micro_batch)
 
     def release_messages(self, slot: Slot) -> None:
-        """Messages of which it is known, by one that has come since, that they are gone."""
+        """Release sent messages that have certainly arrived.
+
+        Args:
+            slot: The message that has come since, by which this is known.
+        """
         if self.program_run is not None:
             for sent in self.rank_program.confirmed_sends.get(slot, ()):
                 self.program_run.finish_sends([sent])
                 self.messages.forget_message(sent)
 
     def run_forward(self, stage: int, number: int) -> None:
-        came = f"x{stage}.{number}"
-        again = (stage, number) in self.recomputed_passes
-        received = self.messages.read_message(came) if stage else []
-        last = stage == self.passes.stage_count - 1
-        keep = self.training and stage >= self.micro_batch_schedule.first_trained_stage
-        # a loss may be in the model
-        graph = torch.is_grad_enabled() and not again and (keep or last)
+        """Run the forward of a stage for a micro-batch."""
+        slot = f"x{stage}.{number}"
+        recomputes = (stage, number) in self.recomputed_passes
+        received = self.messages.read_message(slot) if stage else []
+        is_last = stage == self.passes.stage_count - 1
+        keeps_backward = self.training and stage >= self.micro_batch_schedule.first_trained_stage
+        # the model may compute the loss itself
+        has_graph = torch.is_grad_enabled() and not recomputes and (keeps_backward or is_last)
         with (
-            torch.set_grad_enabled(graph),
+            torch.set_grad_enabled(has_graph),
             contextlib.nullcontext()
             if number < self.real_count
             else undo_forward_effects(self.stage_forward.model),
         ):
-            sends, made, weight = self.run_stage(stage, number, received)
-        self.add_loss(made, weight)
-        if not last:
-            self.messages.write_message(f"x{stage + 1}.{number}", sends)
-        if keep and not again:
-            self.pending_backwards[stage, number] = made
-        if not again:
-            self.messages.forget_message(came)
+            outgoing, pending, weight = self.run_stage(stage, number, received)
+        self.add_loss(pending, weight)
+        if not is_last:
+            self.messages.write_message(f"x{stage + 1}.{number}", outgoing)
+        if keeps_backward and not recomputes:
+            self.pending_backwards[stage, number] = pending
+        if not recomputes:
+            self.messages.forget_message(slot)
 
     def add_loss(self, pending: PendingBackward, weight: float) -> None:
+        """Add the loss of a micro-batch, if the stage has it."""
         if pending.loss is not None:
             self.loss_sums = LossSums(
                 self.loss_sums.loss + float(pending.loss.detach()), self.loss_sums.weight + weight
@@ -368,46 +474,59 @@ class PipelineStep:
     def run_stage(
         self, stage: int, number: int, received: list[Tensor]
     ) -> tuple[list[Tensor], PendingBackward, float]:
-        """(what goes on, what backward wants, the weight of the loss)."""
-        (micro, inputs, target), within, last = (
+        """Run a stage, and compute the loss if it is the last.
+
+        Args:
+            stage: Number of the stage.
+            number: Number of the micro-batch.
+            received: The tensors of the stage before.
+
+        Returns:
+            (tensors that cross to the next stage, what the backward needs, weight of the loss).
+
+        Raises:
+            StepFailed: The stage draws more or less than when the model was cut, or the loss reads
+                parameters of another rank.
+        """
+        (micro, inputs, target), host, is_last = (
             self.micro_batches[number],
             self.host,
             stage == self.passes.stage_count - 1,
         )
-        again = (stage, number) in self.recomputed_passes
+        recomputes = (stage, number) in self.recomputed_passes
         plan = self.plans[number]
         trained = self.micro_batch_schedule.first_trained_stage
-        if again or plan.changes_inputs:
+        if recomputes or plan.changes_inputs:
             inputs, target = clone_batch((inputs, target))
-        # it is read once more, and a module may change what it is given
-        if again and not torch.is_grad_enabled():
+        # the message is read again in the backward, and a module may change its input
+        if recomputes and not torch.is_grad_enabled():
             received = [each.clone() for each in received]
-        came = plan.crossing[stage - 1] if stage else []
-        goes = [] if last else plan.crossing[stage]
-        # in a test nothing goes back, and a loss may be weighed by its graph, which begins with
-        # what came in
+        incoming = plan.crossing[stage - 1] if stage else []
+        outgoing = [] if is_last else plan.crossing[stage]
+        # In a test no gradient is sent. But a loss may be weighted by its graph, which begins with
+        # the received tensors.
         received, gradients = attach_received(
             received,
-            [each.has_gradient and (stage > trained or not self.training) for each in came],
+            [each.has_gradient and (stage > trained or not self.training) for each in incoming],
         )
-        total = None
+        loss = None
         weight = 0.0
-        halves = contextlib.nullcontext()
+        deferred = contextlib.nullcontext()
         if self.splits_backward and torch.is_grad_enabled():
-            halves = DeferredWeightGradients(self.passes.deferred_ids, self.meter)
-            self.deferred_weights[stage, number] = halves
+            deferred = DeferredWeightGradients(self.passes.deferred_ids, self.meter)
+            self.deferred_weights[stage, number] = deferred
         self.drawn_calls[stage, number] = {}
         with (
             self.use_micro_batch_state(stage, number),
-            within.use_autocast(),
+            host.use_autocast(),
             self.meter_activations(),
         ):
-            with halves:
-                sends, out = self.stage_forward.run_stage(inputs, stage, plan, received)
+            with deferred:
+                sent, out = self.stage_forward.run_stage(inputs, stage, plan, received)
             self.refuse_other_draws(stage, number)
-            # by whose graph its mean is known
-            if last and self.training and not (again and not torch.is_grad_enabled()):
-                value = within.module.loss(out, target)
+            # the graph of the loss shows over what it takes the mean
+            if is_last and self.training and not (recomputes and not torch.is_grad_enabled()):
+                value = host.module.loss(out, target)
                 if any(isinstance(each, FakeTensor) for each in find_tensors(value)):
                     raise StepFailed(
                         "the loss reads parameters of the model from outside, and they are on "
@@ -415,73 +534,87 @@ class PipelineStep:
                         "the model return what its loss needs of it, such as (output, penalty)",
                         tensor="loss",
                     )
-                total, weight = within.module.weigh_loss(value, target, len(micro.positions))
-        if last and not self.training:
+                loss, weight = host.module.weigh_loss(value, target, len(micro.positions))
+        if is_last and not self.training:
             self.outputs[number] = out
         ends = [
             get_gradient_edge(each) if each.requires_grad else None
-            for crossing, each in zip(goes, sends, strict=True)
+            for crossing, each in zip(outgoing, sent, strict=True)
             if crossing.has_gradient
         ]
-        return sends, PendingBackward(ends, gradients, total), weight
+        return sent, PendingBackward(ends, gradients, loss), weight
 
     def refuse_other_draws(self, stage: int, number: int) -> None:
-        """Later draws of the model are known by how many come before them."""
+        """Refuse a forward that draws more or less often than when the model was cut.
+
+        Later draws of the model are identified by the number of draws before them.
+
+        Raises:
+            StepFailed: It draws more or less often.
+        """
         drawn = len(self.drawn_calls[stage, number])
-        seen = len(self.passes.stage_module.draw_ranges[stage])
-        if drawn != seen and self.training and self.host.draws:
+        expected = len(self.passes.stage_module.draw_ranges[stage])
+        if drawn != expected and self.training and self.host.draws:
             raise StepFailed(
                 f"part {stage} of the model draws random numbers {drawn} time(s), and when it was "
-                f"cut {seen}: "
+                f"cut {expected}: "
                 "which of the whole model's draws each is, is not known; draw as often in every "
                 "forward, or train "
                 "it with data(n)"
             )
 
     def meter_activations(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the meter counts saved tensors."""
         return self.meter.count_saved_tensors() if self.meter else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def use_micro_batch_state(self, stage: int, number: int) -> Iterator[None]:
-        """A forward or backward: what is drawn, and in training batch norms, are those of these
-        samples.
+        """Use the draws of these samples during a forward or backward.
+
+        In training, their batch norms are used too.
         """
         micro = self.micro_batches[number][0]
-        first = self.passes.stage_module.draw_ranges[stage].start
-        within = self.host
+        first_call = self.passes.stage_module.draw_ranges[stage].start
+        host = self.host
         if not self.training:
-            with key_test_draws(within.draws, within.seed, micro.places, first):
+            with key_test_draws(host.draws, host.seed, micro.places, first_call):
                 yield
         else:
-            within.batch_norm.samples = len(micro.positions)
-            with within.key_draws(micro, first, self.drawn_calls[stage, number]), within.batch_norm:
+            host.batch_norm.samples = len(micro.positions)
+            with (
+                host.key_draws(micro, first_call, self.drawn_calls[stage, number]),
+                host.batch_norm,
+            ):
                 yield
 
     def run_backward(self, stage: int, number: int) -> None:
-        came = f"x{stage}.{number}"
-        back = f"g{stage + 1}.{number}"
+        """Run the backward of a stage for a micro-batch, after its forward if it is recomputed."""
+        slot = f"x{stage}.{number}"
+        gradient_slot = f"g{stage + 1}.{number}"
         if (stage, number) in self.recomputed_passes:
             with undo_forward_effects(self.stage_forward.model):
                 _, self.pending_backwards[stage, number], weight = self.run_stage(
-                    stage, number, self.messages.read_message(came) if stage else []
+                    stage, number, self.messages.read_message(slot) if stage else []
                 )
             self.add_loss(self.pending_backwards[stage, number], weight)
-            self.messages.forget_message(came)
-        made = self.pending_backwards.pop((stage, number))
+            self.messages.forget_message(slot)
+        pending = self.pending_backwards.pop((stage, number))
         with self.use_micro_batch_state(stage, number):
-            if made.loss is not None:
-                made.loss.backward()
+            if pending.loss is not None:
+                pending.loss.backward()
             else:
-                came_back = zip(
-                    made.ends, self.messages.read_gradients(back) if made.ends else (), strict=True
+                edges_and_gradients = zip(
+                    pending.ends,
+                    self.messages.read_gradients(gradient_slot) if pending.ends else (),
+                    strict=True,
                 )
-                if there := [
+                if existing := [
                     (end, gradient)
-                    for end, gradient in came_back
+                    for end, gradient in edges_and_gradients
                     if end is not None and gradient is not None
                 ]:
-                    torch.autograd.backward(*zip(*there, strict=True))
-        self.messages.forget_message(back)
+                    torch.autograd.backward(*zip(*existing, strict=True))
+        self.messages.forget_message(gradient_slot)
         if stage > self.micro_batch_schedule.first_trained_stage:
             crossing = self.plans[number].crossing[stage - 1]
             self.messages.write_message(
@@ -489,7 +622,7 @@ class PipelineStep:
                 [
                     gradient
                     for each, gradient in zip(
-                        crossing, made.gradients or [None] * len(crossing), strict=True
+                        crossing, pending.gradients or [None] * len(crossing), strict=True
                     )
                     if each.has_gradient
                 ],

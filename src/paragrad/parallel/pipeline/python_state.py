@@ -1,5 +1,6 @@
-"""What modules keep in Python that are in no unit: their forward is run on every rank, up to
-the end of the rank's part.
+"""Numbers that modules keep in Python outside of units.
+
+The forward of such modules runs on every rank, up to the end of the rank's stage.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paragrad.runtime.world import World
 
 
 def collect_outer_owners(staged_model: StagedModel) -> dict[str, Any]:
-    """Modules that are in no unit, and the objects that these keep, by name."""
+    """Collect modules that are in no unit, and the objects that these keep, by name."""
     units = tuple(f"{name}." for name in staged_model.units.values())
     return {
         name: owner
@@ -27,7 +28,14 @@ def collect_outer_owners(staged_model: StagedModel) -> dict[str, Any]:
 
 
 def read_owner_numbers(owners: dict[str, Any]) -> dict[tuple[str, str], Any]:
-    """Those of these owners, by owner and attribute."""
+    """Read the numbers that objects keep in attributes.
+
+    Args:
+        owners: The objects, by name.
+
+    Returns:
+        The numbers, by (name of the object, attribute).
+    """
     return {
         (name, what): vars(owner)[what]
         for name, owner in owners.items()
@@ -37,39 +45,51 @@ def read_owner_numbers(owners: dict[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def refuse_diverging_numbers(before: PythonState, axis: World, runs_repeatedly: bool) -> None:
-    """Numbers that forwards changed since then are the same on all ranks of a replica: a count
-    at the end of a forward, to which not every rank comes, stands still on the others, and who
-    reads it goes another way. often: a rank runs the model's Python more than once for a
-    micro-batch, and nothing but a count has changed. Collective.
+    """Refuse numbers that forwards changed and that differ between the ranks of a replica.
+
+    The function is collective. Not every rank reaches the end of a forward. A count there stays
+    unchanged on the other ranks, and code that reads it takes another path.
+
+    Args:
+        before: The state before the forwards.
+        axis: The ranks of the replica.
+        runs_repeatedly: Whether a rank runs the model's Python several times for a micro-batch, and
+            only counts have changed. Then every changed number is refused.
+
+    Raises:
+        StepFailed: There is such a number.
     """
-    every = axis.gather_objects(
+    changes_of_ranks = axis.gather_objects(
         {
             each: value
             for each, value in before.collect_changes().items()
             if isinstance(value, int | float)
         }
     )
-    unlike = [
-        (each, told)
-        for each in dict.fromkeys(each for numbers in every for each in numbers)
+    diverging = [
+        (each, values)
+        for each in dict.fromkeys(each for numbers in changes_of_ranks for each in numbers)
         if len(
-            told := {repr(numbers[each]) if each in numbers else "as it was" for numbers in every}
+            values := {
+                repr(numbers[each]) if each in numbers else "as it was"
+                for numbers in changes_of_ranks
+            }
         )
         > 1
         or runs_repeatedly
     ]
-    if unlike := axis.broadcast_object(unlike[:1]):
-        (((owner, what), told),) = unlike
-        because = (
+    if diverging := axis.broadcast_object(diverging[:1]):
+        (((owner, what), values),) = diverging
+        reason = (
             "and with interleaved parts, or recompute, a rank runs the model's Python more than "
             "once for a micro-batch; "
             "leave these out"
             if runs_repeatedly
             else f"and not alike on all ranks that have a part of the model "
-            f"({', '.join(sorted(told))}): each runs the "
+            f"({', '.join(sorted(values))}): each runs the "
             "model's Python up to the end of its part; change it where forward begins"
         )
         raise StepFailed(
-            f"forwards change this number, {because}, or train it with data(n)",
+            f"forwards change this number, {reason}, or train it with data(n)",
             tensor=f"{owner}.{what}".lstrip("."),
         )

@@ -1,12 +1,14 @@
-"""Backward in two halves: gradients of what came in at once, those of weights later (Qi et al.
-2024, arXiv 2401.10241).
+"""The backward in two halves (Qi et al. 2024, arXiv 2401.10241).
 
-Functions in which a weight meets the data run apart from the graph around them: its backward
-asks them for the gradient of their input alone, and keeps that of their output for
-`Deferring.weights`. Autograd computes both halves, so they are to the bit what one backward
-gives (under autocast, of a weight that is met twice, but for the type in which its gradient is
-summed). In between, a function keeps its input and the gradient of its output, and of the
-output itself no more than an edge of the graph.
+Gradients of inputs are computed at once, those of weights later. A function in which a weight meets
+the data runs apart from the graph around it. The outer backward asks it only for the gradient of
+its input. The gradient of its output is kept for
+`DeferredWeightGradients.compute_weight_gradients`.
+
+Autograd computes both halves, so the result equals that of one backward bit for bit. There is one
+exception: under autocast, a weight that is used twice may have its gradient summed in another type.
+Between the halves, a function keeps its input and the gradient of its output. Of the output itself
+it keeps only an edge of the graph.
 """
 
 from __future__ import annotations
@@ -37,8 +39,13 @@ WEIGHT_FUNCTIONS = (
 
 
 class DeferredWeightGradients(TorchFunctionMode):
-    """Around a forward. moved: where it notes the weights whose gradients wait, by their ids;
-    alive: counts the gradients that are kept.
+    """A mode for a forward that defers the gradients of weights.
+
+    Attributes:
+        deferred_ids: Receives the ids of the weights with deferred gradients.
+        meter: Counts the gradients that are kept, if given.
+        pending: The second half of each backward so far: (edge of the output, weights, gradient of
+            the output, its entry in the meter).
     """
 
     def __init__(self, deferred_ids: set[int], meter: ActivationMeter | None = None) -> None:
@@ -49,12 +56,12 @@ class DeferredWeightGradients(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # which asks for it of what is here
+        # the rule of a sharded tensor calls the function again with local tensors
         if func in WEIGHT_FUNCTIONS and any(isinstance(each, ShardedTensor) for each in args):
             with self:
                 return ShardedTensor.__torch_function__(func, types, args, kwargs)
-        # what is given by its name has no place in the graph of its own; and torch.func takes
-        # no functions such as ours
+        # Keyword arguments have no place in the separate graph, and torch.func does not take such
+        # functions.
         if (
             func in WEIGHT_FUNCTIONS
             and torch.is_grad_enabled()
@@ -70,14 +77,14 @@ class DeferredWeightGradients(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def compute_weight_gradients(self) -> None:
-        """The other half of every backward that was made since."""
+        """Compute the second half of all backwards so far."""
         while self.pending:
             out, weights, gradient, _ = self.pending.pop(0)
             torch.autograd.backward(out, gradient, inputs=weights)
 
 
 class _SeparateGraph(torch.autograd.Function):
-    """A function with a graph of its own."""
+    """Runs a function in a graph of its own."""
 
     @staticmethod
     def forward(
@@ -88,10 +95,10 @@ class _SeparateGraph(torch.autograd.Function):
         kwargs: Any,
         *args: Any,
     ) -> Tensor:
-        own = {id(weight) for weight in weights}
+        weight_ids = {id(weight) for weight in weights}
         ctx.inputs = [
             each.detach().requires_grad_(each.requires_grad)
-            if isinstance(each, Tensor) and id(each) not in own
+            if isinstance(each, Tensor) and id(each) not in weight_ids
             else each
             for each in args
         ]
@@ -100,7 +107,7 @@ class _SeparateGraph(torch.autograd.Function):
         ctx.deferring = deferred
         ctx.weights = weights
         ctx.out = get_gradient_edge(out)
-        ctx.own = own
+        ctx.own = weight_ids
         return out.detach()
 
     @staticmethod
@@ -110,14 +117,20 @@ class _SeparateGraph(torch.autograd.Function):
             isinstance(each, Tensor) and id(each) not in ctx.own and each.requires_grad
             for each in ctx.inputs
         ]
-        inputs = [each for each, asked in zip(ctx.inputs, wanted, strict=True) if asked]
-        found = iter(
+        inputs = [each for each, is_wanted in zip(ctx.inputs, wanted, strict=True) if is_wanted]
+        input_gradients = iter(
             torch.autograd.grad(ctx.out, inputs, gradient, retain_graph=True) if inputs else ()
         )
-        alive = ctx.deferring.meter
+        meter = ctx.deferring.meter
         ctx.deferring.pending.append(
-            (ctx.out, ctx.weights, gradient, alive and alive.track_tensor(gradient))
+            (ctx.out, ctx.weights, gradient, meter and meter.track_tensor(gradient))
         )
         ctx.out = None
         ctx.inputs = None
-        return (None, None, None, None, *(next(found) if asked else None for asked in wanted))
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(next(input_gradients) if is_wanted else None for is_wanted in wanted),
+        )

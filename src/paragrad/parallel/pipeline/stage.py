@@ -1,6 +1,4 @@
-"""What a rank keeps of a model that is cut: its parts' parameters and buffers, under their own
-names.
-"""
+"""The stages of a model on one rank: their parameters and buffers, under their own names."""
 
 from __future__ import annotations
 
@@ -19,24 +17,41 @@ from paragrad.runtime.world import World
 def assume_uses(
     model: nn.Module, uses: Mapping[str, tuple[int, ...]], stage_count: int
 ) -> dict[str, tuple[int, ...]]:
-    """The parts that use each tensor. Where nobody was seen to, a later forward may, in any of
-    them; but a buffer, which only one rank changes, as what was defined before it.
+    """Assume which stages use each tensor, also if no use was seen.
+
+    A later forward may use such a parameter in any stage. A buffer, which only one rank changes,
+    goes with the buffer that was defined before it.
+
+    Args:
+        model: The model.
+        uses: The stages that were seen to use each tensor.
+        stage_count: Number of stages.
+
+    Returns:
+        The stages that use each tensor.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    near: tuple[int, ...] = (0,)
+    buffer_uses: dict[str, tuple[int, ...]] = {}
+    neighbour_uses: tuple[int, ...] = (0,)
     for name, _ in model.named_buffers():
-        near = uses.get(name, near)
-        found[name] = near
-    every = tuple(range(stage_count))
-    return {**{name: uses.get(name, every) for name, _ in model.named_parameters()}, **found}
+        neighbour_uses = uses.get(name, neighbour_uses)
+        buffer_uses[name] = neighbour_uses
+    all_stages = tuple(range(stage_count))
+    return {
+        **{name: uses.get(name, all_stages) for name, _ in model.named_parameters()},
+        **buffer_uses,
+    }
 
 
 class StageModule(nn.Module):
-    """Some parts of a model: its parameters and buffers are those of the whole one, by the same
-    names, that they use.
+    """The stages of one rank.
 
-    Everything else of the model is there without values. trained: the first part of all with a
-    parameter to train; draws: which of this rank's random calls are those of each part.
+    Its parameters and buffers are those of the whole model that these stages use, by the same
+    names. Everything else of the model is present without values.
+
+    Attributes:
+        stage_forward: Runs the forward of a stage.
+        first_trained: The first of all stages with a parameter to train.
+        draw_ranges: Which of this rank's random calls belong to each stage.
     """
 
     stage_forward: StageForward
@@ -59,7 +74,16 @@ class StageModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The model itself, whose forward is run, and those inside of it."""
+        """List the model itself, because its forward runs, and the modules inside of it.
+
+        Args:
+            memo: As in torch.nn.Module.
+            prefix: As in torch.nn.Module.
+            remove_duplicate: As in torch.nn.Module.
+
+        Returns:
+            (name, module) of each.
+        """
         return self.stage_forward.model.named_modules(memo, prefix, remove_duplicate)
 
     @property
@@ -69,9 +93,10 @@ class StageModule(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Of nn.Module as it begins."""
+        """Ignore the assignment that nn.Module.__init__ makes."""
 
     def train(self, mode: bool = True) -> StageModule:
+        """Set the mode of the model itself."""
         self.stage_forward.model.train(mode)
         return self
 
@@ -79,62 +104,81 @@ class StageModule(nn.Module):
 def keep_stage_tensors(
     stage_forward: StageForward, uses: Mapping[str, tuple[int, ...]], axis: World
 ) -> dict[str, ShardSpec]:
-    """Which tensors of the model a rank's parts hold; of the others it loses the values.
+    """Keep the tensors of this rank's stages; all others lose their values.
+
     Collective over the axis.
+
+    Args:
+        stage_forward: The model.
+        uses: The stages that use each tensor.
+        axis: The ranks.
+
+    Returns:
+        The specs of this rank's tensors, by name.
     """
     model = stage_forward.model
-    named = [*model.named_parameters(), *model.named_buffers()]
-    held: dict[str, ShardSpec] = {}
-    worlds: dict[tuple[int, ...], World | None] = {}  # of those who share tensors
-    for name, tensor in named:
-        owners = tuple(sorted({part % axis.size for part in uses[name]}))
-        shared = len(owners) > 1 and isinstance(tensor, nn.Parameter)
-        if shared and owners not in worlds:
-            worlds[owners] = axis.split_ranks([list(owners)])
+    named_tensors = [*model.named_parameters(), *model.named_buffers()]
+    specs: dict[str, ShardSpec] = {}
+    shared_worlds: dict[tuple[int, ...], World | None] = {}  # the ranks that share parameters
+    for name, tensor in named_tensors:
+        owners = tuple(sorted({stage % axis.size for stage in uses[name]}))
+        is_shared = len(owners) > 1 and isinstance(tensor, nn.Parameter)
+        if is_shared and owners not in shared_worlds:
+            shared_worlds[owners] = axis.split_ranks([list(owners)])
         if axis.rank in owners:
-            world = worlds[owners] if shared else None
-            held[name] = ShardSpec(
+            world = shared_worlds[owners] if is_shared else None
+            specs[name] = ShardSpec(
                 name,
                 tuple(tensor.shape),
                 is_primary=owners[0] == axis.rank,
                 gradient_worlds=() if world is None else (world,),
             )
-    ours = {id(tensor) for name, tensor in named if name in held}
+    own_ids = {id(tensor) for name, tensor in named_tensors if name in specs}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
-                if tensor is not None and id(tensor) not in ours:
+                if tensor is not None and id(tensor) not in own_ids:
                     del tensors[name]
                     setattr(module, name, stage_forward.make_remote_tensor(module, name, tensor))
-    return held
+    return specs
 
 
 def shard_stages(
     model: nn.Module, partition: StagePartition, own_stages: Sequence[int], axis: World
 ) -> ModelShard:
-    """What a rank holds of a model, which loses the rest. Collective over the axis."""
+    """Leave this rank's stages of a model, which loses the rest. Collective over the axis.
+
+    Args:
+        model: The model, which is changed.
+        partition: Where it is cut.
+        own_stages: The stages of this rank.
+        axis: The ranks.
+
+    Returns:
+        This rank's shard of the model.
+    """
     flow = StageForward(model, partition.watched_stages, partition.fixed_outputs, own_stages)
     uses = assume_uses(model, partition.tensor_uses, len(partition.stages))
-    trained = min(
+    first_trained = min(
         (
-            part
+            stage
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
-            for part in uses[name]
+            for stage in uses[name]
         ),
         default=flow.last_stage + 1,
     )
-    held = keep_stage_tensors(flow, uses, axis)
+    specs = keep_stage_tensors(flow, uses, axis)
     starts = itertools.accumulate(
-        (len(partition.draw_calls[part]) for part in own_stages), initial=0
+        (len(partition.draw_calls[stage]) for stage in own_stages), initial=0
     )
-    draws = {
-        part: range(start, start + len(partition.draw_calls[part]))
-        for part, start in zip(own_stages, starts, strict=False)
+    draw_ranges = {
+        stage: range(start, start + len(partition.draw_calls[stage]))
+        for stage, start in zip(own_stages, starts, strict=False)
     }
     return ModelShard(
-        StageModule(flow, trained, draws),
-        held,
+        StageModule(flow, first_trained, draw_ranges),
+        specs,
         has_output=flow.last_stage in own_stages,
-        draw_calls=tuple(call for part in own_stages for call in partition.draw_calls[part]),
+        draw_calls=tuple(call for stage in own_stages for call in partition.draw_calls[stage]),
     )

@@ -1,6 +1,8 @@
-"""Messages between the parts of a model: all tensors that cross from one to the next, in one
-vector of bytes; after gradients stands which of them are there: what has none in serial has
-none here, which to an optimizer is not the same as zeros.
+"""Messages between the stages of a model.
+
+All tensors that cross from one stage to the next travel in one vector of bytes. A message of
+gradients ends with flags that say which gradients exist. A tensor without a gradient in the serial
+run has none here either: for an optimizer that differs from zeros.
 """
 
 from __future__ import annotations
@@ -16,13 +18,20 @@ from paragrad.parallel.tracing.crossing_plan import Crossing, CrossingPlan
 from paragrad.runtime.world import World
 from paragrad.schedules.actions import Slot
 
-ALIGNMENT_BYTES = 16  # bytes at which each tensor of a message begins
+ALIGNMENT_BYTES = 16  # each tensor of a message begins at a multiple of so many bytes
 
 
 class StageMessages(Mapping[Slot, Tensor]):
-    """What travels, as bytes where the backend takes them from: all tensors that cross between
-    two parts in one message, from when it is put together or awaited until it is forgotten.
-    alive: counts them.
+    """The messages of a step, as bytes on the device from which the backend sends.
+
+    A message exists from when it is written or awaited until it is forgotten.
+
+    Attributes:
+        plans: The crossing plan of each micro-batch.
+        axis: The ranks.
+        meter: Counts the bytes of messages, if given.
+        buffers: The messages.
+        buffer_holds: What the meter tracks for each message.
     """
 
     def __init__(
@@ -35,6 +44,7 @@ class StageMessages(Mapping[Slot, Tensor]):
         self.buffer_holds: dict[Slot, TrackedTensor] = {}
 
     def list_crossing(self, slot: Slot) -> list[Crossing]:
+        """List the tensors of a message."""
         stage, micro = map(int, str(slot)[1:].split("."))
         return [
             each
@@ -56,34 +66,40 @@ class StageMessages(Mapping[Slot, Tensor]):
         return self.buffers[slot]
 
     def write_message(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
-        """None: of gradients, there is none."""
-        for place, tensor in zip(self._iterate_views(slot), tensors, strict=True):
+        """Write tensors into a message.
+
+        Args:
+            slot: Name of the message.
+            tensors: The tensors; None for a gradient that does not exist.
+        """
+        for view, tensor in zip(self._iterate_views(slot), tensors, strict=True):
             if tensor is not None:
-                place.copy_(tensor.detach())
+                view.copy_(tensor.detach())
         if is_gradient_slot(slot):
             self._view_presence(slot).copy_(
                 torch.tensor([tensor is not None for tensor in tensors])
             )
 
     def read_message(self, slot: Slot) -> list[Tensor]:
-        """The tensors of a message, on the rank's device."""
+        """Return the tensors of a message, on the rank's device."""
         return [each.to(self.axis.device) for each in self._iterate_views(slot)]
 
     def read_gradients(self, slot: Slot) -> list[Tensor | None]:
-        """Those of a message that goes back; None where there is none."""
+        """Return the gradients of a message; None for those that do not exist."""
         return [
-            tensor if there else None
-            for tensor, there in zip(
+            tensor if exists else None
+            for tensor, exists in zip(
                 self.read_message(slot), self._view_presence(slot).tolist(), strict=True
             )
         ]
 
     def _view_presence(self, slot: Slot) -> Tensor:
-        """Of each tensor, is it there? At the end of the message."""
+        """View the flags at the end of a message: whether each gradient exists."""
         count = len(self.list_crossing(slot))
         return self[slot][self[slot].numel() - _align_size(count) :][:count]
 
     def forget_message(self, slot: Slot) -> None:
+        """Forget a message."""
         self.buffers.pop(slot, None)
         self.buffer_holds.pop(slot, None)
 
@@ -105,14 +121,15 @@ class StageMessages(Mapping[Slot, Tensor]):
 
 
 def is_gradient_slot(slot: Slot) -> bool:
-    """Is it a message of gradients, g{stage}.{micro}, and not of activations,
-    x{stage}.{micro}?
+    """Return whether a message has gradients.
+
+    Its slot is then g{stage}.{micro}; for activations it is x{stage}.{micro}.
     """
     return str(slot)[0] == "g"
 
 
 def _count_message_bytes(crossing: Crossing) -> int:
-    """Bytes in a message."""
+    """Return the bytes of a tensor in a message."""
     return _align_size(math.prod(crossing.shape) * crossing.dtype.itemsize)
 
 

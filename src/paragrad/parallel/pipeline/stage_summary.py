@@ -1,6 +1,4 @@
-"""What the parts of a model are: what each rank holds and computes, and what goes from one to
-the next.
-"""
+"""A summary of a model's stages: what each rank holds and computes, and what crosses."""
 
 from __future__ import annotations
 
@@ -20,10 +18,17 @@ from paragrad.strategies.pipeline import PartitionedStrategy
 
 @dataclass(frozen=True)
 class StageSummary:
-    """A part of a model. parameters: numbers in those that it uses, others may use them too;
-    work: operations in the matrix products of a forward;  seconds: forward and backward,
-    measured alone;  on, back: bytes of a micro-batch's activations that go on to the next part,
-    and of their gradients that come back.
+    """A stage of a model.
+
+    Attributes:
+        rank: The rank that runs it.
+        modules: Its modules, in words.
+        parameters: Number of elements of the parameters that it uses; other stages may use them
+            too.
+        work: Operations in the matrix products of a forward.
+        seconds: Forward and backward, measured alone.
+        forward_bytes: Activations of a micro-batch that go to the next stage, in bytes.
+        backward_bytes: Gradients of these that come back, in bytes.
     """
 
     rank: int
@@ -38,35 +43,47 @@ class StageSummary:
 def summarize_stages(
     strategy: PartitionedStrategy, model: nn.Module, inputs: Any
 ) -> list[StageSummary]:
-    """Those of a model that is cut as a resolved strategy says. inputs: of a micro-batch.
-    Raises StepFailed.
+    """Summarize the stages of a model that is cut as a resolved strategy says.
+
+    Args:
+        strategy: The strategy.
+        model: The model.
+        inputs: Inputs of a micro-batch.
+
+    Returns:
+        One entry for each stage.
+
+    Raises:
+        StepFailed: The model cannot be cut so.
     """
-    cut = balance.partition_into_stages(
+    partition = balance.partition_into_stages(
         model,
         inputs,
         strategy.micro_batch_schedule.count_stages(strategy.size),
         strategy.requested_cut,
     )
     crossing = [
-        *StageForward(model, cut.watched_stages, cut.fixed_outputs).find_plan(inputs).crossing,
+        *StageForward(model, partition.watched_stages, partition.fixed_outputs)
+        .find_plan(inputs)
+        .crossing,
         [],
     ]
-    uses = assume_uses(model, cut.tensor_uses, len(cut.stages))
+    uses = assume_uses(model, partition.tensor_uses, len(partition.stages))
     parameters = [
-        sum(each.numel() for name, each in model.named_parameters() if part in uses[name])
-        for part in range(len(cut.stages))
+        sum(each.numel() for name, each in model.named_parameters() if stage in uses[name])
+        for stage in range(len(partition.stages))
     ]
     return [
         StageSummary(
-            part % strategy.size,
-            told,
-            parameters[part],
-            cut.work[part],
-            cut.seconds[part],
-            _sum_crossing_bytes(crossing[part]),
-            _sum_crossing_bytes(each for each in crossing[part] if each.has_gradient),
+            stage % strategy.size,
+            names,
+            parameters[stage],
+            partition.work[stage],
+            partition.seconds[stage],
+            _sum_crossing_bytes(crossing[stage]),
+            _sum_crossing_bytes(each for each in crossing[stage] if each.has_gradient),
         )
-        for part, told in enumerate(cut.stage_names)
+        for stage, names in enumerate(partition.stage_names)
     ]
 
 

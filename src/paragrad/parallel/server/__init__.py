@@ -1,4 +1,4 @@
-"""Parameter servers: who holds what, what travels, and both sides of it."""
+"""Parameter servers: partition of the parameters, messages, and both sides of the exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,20 @@ from paragrad.strategies.server import Server
 def make_exchange(
     strategy: Server, replica: Replica, world: World, log: StepLog, options: ExchangeOptions
 ) -> Exchange:
-    """The exchange of `server`, of a worker or of a server. Collective over all of them."""
+    """Make the exchange of `server`, for a worker or for a server.
+
+    Collective: all workers and servers call it together.
+
+    Args:
+        strategy: The resolved strategy.
+        replica: What this rank holds of the training.
+        world: The world of workers and servers, or the world of this process alone.
+        log: The step log that receives spans and choices.
+        options: Options that do not depend on the technique.
+
+    Returns:
+        The exchange of this rank.
+    """
     return (ServerExchange if options.is_server(strategy, world.rank) else WorkerExchange)(
         strategy, replica, world, log, options.endpoints
     )

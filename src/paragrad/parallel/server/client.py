@@ -1,9 +1,11 @@
-"""What a worker asks servers, or the office, and how it waits for the answers.
+"""Requests of a worker to servers or to the work queue, and the wait for their answers.
 
-Over one connection messages come in their order, none twice and none left out. So a question is
-sent whole once; who has no answer reminds of it, by a header alone: a vector that takes its
-time on a slow link is not sent again behind itself. What was lost with a connection is missed
-when the reminder comes over the next one, and then sent again.
+Over one connection messages arrive in order, none twice and none left out. So a request is sent
+whole once. If there is no answer, only a reminder with the header of the request is sent. In this
+way a vector that takes long on a slow link is not sent again while it is still on the way.
+
+A request that was lost with its connection is missed when the reminder arrives over the next
+connection. Then it is sent again.
 """
 
 from __future__ import annotations
@@ -37,13 +39,21 @@ from paragrad.parallel.server.sockets import (
     split_vector_frame,
 )
 
-WAKE_UP_DELAY = 1.0  # seconds that a process wakes up late, at least, where it was stopped
-MAX_REMINDER_SECONDS = 10.0  # seconds between reminders at most
-ABANDONED_SECONDS = 10.0  # seconds in which nobody listens, after which nobody is waited for
+WAKE_UP_DELAY = 1.0  # a process that wakes up so many seconds late was stopped
+MAX_REMINDER_SECONDS = 10.0  # maximum interval
+ABANDONED_SECONDS = 10.0  # After so many seconds without a listening process, the wait ends.
 
 
 class RequestRejected(StepFailed):
-    """What was asked was refused. why: in the words of who was asked."""
+    """A request was refused.
+
+    Args:
+        receiver: Name of the server that refused it.
+        reason: Its reason.
+
+    Attributes:
+        reason: The reason of the server.
+    """
 
     def __init__(self, receiver: str, reason: str) -> None:
         super().__init__(f"{receiver} refused it: {reason}")
@@ -51,11 +61,30 @@ class RequestRejected(StepFailed):
 
 
 class ServerClient:
-    """Of a worker: questions to every server, each of which has one answer. seconds: to wait
-    for one at most;  again: remind of it after so many, where a server may have been started
-    anew, and then more seldom, while nothing comes;  name: of what is asked, where it is one
-    that is no server;  office: of their training, where a server may be away for long as it is
-    started again.
+    """Sends requests to servers. Each request has one answer.
+
+    Args:
+        servers: Addresses of the servers.
+        longest: Bytes of the longest vector.
+        keys: The keys of this process.
+        seconds: Maximum time to wait for an answer.
+        reminder_seconds: Time before the first reminder, if a server can be restarted. The next
+            ones follow at growing intervals. Infinity: no reminders.
+        name: Name of the receiver, if it is not a server.
+        queue_address: Address of the work queue, if servers may be away for long during a restart.
+
+    Attributes:
+        queue_address: As given.
+        server_names: Names of the servers in error messages.
+        context: The ZeroMQ context.
+        seconds: As given.
+        reminder_seconds: As given.
+        call_numbers: Numbers the requests.
+        keys: As given.
+        addresses: Addresses of the servers.
+        sockets: The sockets, one for each server.
+        monitors: For servers on other hosts, sockets that report whether connecting succeeds.
+        unreachable_since: Time since when no process listens, by server.
     """
 
     def __init__(
@@ -79,9 +108,8 @@ class ServerClient:
             list(servers),
             [self.context.socket(zmq.DEALER) for _ in servers],
         )
-        # by server elsewhere: where is told whether somebody listens there
         self.monitors: dict[int, zmq.Socket[bytes]] = {}
-        self.unreachable_since: dict[int, float] = {}  # since when nobody does
+        self.unreachable_since: dict[int, float] = {}
         for number, (socket, each) in enumerate(zip(self.sockets, servers, strict=True)):
             if not each.is_local and reminder_seconds < math.inf:
                 self.monitors[number] = socket.get_monitor_socket(
@@ -90,6 +118,13 @@ class ServerClient:
             self.connect_socket(socket, each, longest)
 
     def connect_socket(self, socket: zmq.Socket[bytes], address: Address, longest: int) -> None:
+        """Set the options and keys of a socket and connect it.
+
+        Args:
+            socket: The socket.
+            address: Where to connect to.
+            longest: Bytes of the longest vector.
+        """
         set_socket_options(
             socket,
             longest + TEXT_BYTES,
@@ -105,32 +140,40 @@ class ServerClient:
     def send_requests(
         self, requests: Iterable[tuple[int, Header, Frames]]
     ) -> Iterator[tuple[int, Header, Frames]]:
-        """(server, header, frames after it) of the answers to questions (server, header,
-        frames), as they come. What frames lie in must stay as it is until then. Raises
-        StepFailed where an answer is a refusal, or does not come.
+        """Send requests and yield their answers as they arrive.
+
+        Args:
+            requests: (server, header, frames after it) of each. The memory of the frames must not
+                change until the answer arrives.
+
+        Yields:
+            (server, header, frames after it) of each answer.
+
+        Raises:
+            StepFailed: An answer is a refusal, or does not arrive in time.
         """
         open_calls: dict[int, tuple[int, Header, Frames]] = {}
-        for server, asked, frames in requests:
-            header = replace(asked, call=next(self.call_numbers) % 2**32)
+        for server, request, frames in requests:
+            header = replace(request, call=next(self.call_numbers) % 2**32)
             open_calls[header.call] = server, header, (header.pack_header(), *frames)
             self._send_frames(server, open_calls[header.call][2])
         until = time.monotonic() + self.seconds
-        woken = math.inf
+        latest_wake_up = math.inf
         pause = self.reminder_seconds
         poller = zmq.Poller()
-        # of reminders;  after how many a call was sent again
-        rounds = 0
-        sent = dict[int, int]()
+        # rounds of reminders so far, and the round in which a call was last sent again
+        reminder_rounds = 0
+        resent_rounds = dict[int, int]()
         for socket in self.sockets:
             poller.register(socket, zmq.POLLIN)
         while open_calls:
-            # this process was stopped: the others were not late
-            if (now := time.monotonic()) > woken:
+            # this process was stopped, so the other processes were not late
+            if (now := time.monotonic()) > latest_wake_up:
                 until = now + self.seconds
-            left = until - now
-            wait = min(max(left, 0.0), pause)
-            woken = now + wait + WAKE_UP_DELAY
-            if left <= 0 and not poller.poll(0):
+            remaining = until - now
+            wait = min(max(remaining, 0.0), pause)
+            latest_wake_up = now + wait + WAKE_UP_DELAY
+            if remaining <= 0 and not poller.poll(0):
                 silent = ", ".join(
                     self.server_names[server]
                     for server in sorted({server for server, *_ in open_calls.values()})
@@ -142,8 +185,8 @@ class ServerClient:
                 )
             ready = dict(poller.poll(int(1000 * wait) + 1))
             if not ready and self.reminder_seconds < math.inf:
-                rounds += 1
-                self._send_reminders(open_calls.values(), rounds)
+                reminder_rounds += 1
+                self._send_reminders(open_calls.values(), reminder_rounds)
             pause = (
                 self.reminder_seconds
                 if ready
@@ -153,13 +196,13 @@ class ServerClient:
                 if socket in ready:
                     first, *frames = join_vector_frames(socket.recv_multipart(copy=False))
                     header = self._parse_answer(self.server_names[server], first.bytes, frames)
-                    if header.kind == MessageType.WAIT:  # it is there
+                    if header.kind == MessageType.WAIT:  # the request has arrived
                         until = time.monotonic() + self.seconds
                     elif header.call in open_calls and header.kind == MessageType.MISSED:
-                        if header.step > sent.get(header.call, 0):
-                            sent[header.call] = rounds
+                        if header.step > resent_rounds.get(header.call, 0):
+                            resent_rounds[header.call] = reminder_rounds
                             self._send_frames(server, open_calls[header.call][2])
-                    # otherwise it was asked twice
+                    # otherwise this is the second answer to a request that was sent twice
                     elif open_calls.pop(header.call, None):
                         yield server, header, [frame.buffer for frame in frames]
                         until = time.monotonic() + self.seconds
@@ -167,8 +210,9 @@ class ServerClient:
     def _send_reminders(
         self, open_calls: Collection[tuple[int, Header, Frames]], turn: int
     ) -> None:
-        """Of all questions that are open. Raises StepFailed where nobody is there any more who
-        could answer.
+        """Remind of all open requests.
+
+        If no process that could answer is left, it raises StepFailed.
         """
         for server in {server for server, *_ in open_calls} & self.monitors.keys():
             while self.monitors[server].poll(0):
@@ -183,9 +227,9 @@ class ServerClient:
             if time.monotonic() - self.unreachable_since.get(
                 server, math.inf
             ) > ABANDONED_SECONDS and is_port_closed(parse_host_port("", last.endpoint)):
-                who = "the training's office" if self.queue_address else self.server_names[server]
+                name = "the training's office" if self.queue_address else self.server_names[server]
                 raise StepFailed(
-                    f"nobody listens any more at {last.endpoint}, where {who} was: the training "
+                    f"nobody listens any more at {last.endpoint}, where {name} was: the training "
                     f"was "
                     f"ended, or is over"
                 )
@@ -195,7 +239,7 @@ class ServerClient:
             )
 
     def _send_frames(self, server: int, frames: Frames) -> None:
-        # it is not there: it is missed, and asked again
+        # The server is not there. The request will be missed and sent again.
         with suppress(zmq.Again):
             socket = self.sockets[server]
             socket.send_multipart(
@@ -213,28 +257,37 @@ class ServerClient:
         return header
 
     def close(self) -> None:
+        """Close all sockets."""
         self.context.destroy(linger=LINGER_MILLISECONDS)
 
 
 def try_handshake(address: Address, keys: KeyPair, seconds: float) -> str:
-    """How it goes to be let in: "" where one is, otherwise "unknown" (our key), "another key"
-    (theirs), or "silent".
+    """Try to connect to an address with CurveZMQ.
+
+    Args:
+        address: Where to connect to.
+        keys: The keys of this process.
+        seconds: Maximum time to wait.
+
+    Returns:
+        "" after success, "unknown" if our key is not known, "another key" if their key differs, or
+        "silent" if there is no answer.
     """
-    ends = {
+    outcomes = {
         zmq.EVENT_HANDSHAKE_SUCCEEDED: "",
         zmq.EVENT_HANDSHAKE_FAILED_AUTH: "unknown",
         zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "another key",
         zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "another key",
     }
-    calling = ServerClient([], 0, keys, seconds)
+    client = ServerClient([], 0, keys, seconds)
     until = time.monotonic() + seconds
     try:
-        socket = calling.context.socket(zmq.DEALER)
-        monitor = socket.get_monitor_socket(sum(ends))
-        calling.connect_socket(socket, address, 0)
+        socket = client.context.socket(zmq.DEALER)
+        monitor = socket.get_monitor_socket(sum(outcomes))
+        client.connect_socket(socket, address, 0)
         while (left := until - time.monotonic()) > 0:
             if monitor.poll(int(1000 * left) + 1):
-                return ends[zmq.Event(zmq.utils.monitor.recv_monitor_message(monitor)["event"])]
+                return outcomes[zmq.Event(zmq.utils.monitor.recv_monitor_message(monitor)["event"])]
         return "silent"
     finally:
-        calling.close()
+        client.close()

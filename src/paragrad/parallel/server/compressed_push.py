@@ -1,8 +1,8 @@
-"""A pushed vector, compressed: what stands for it travels, and the server makes the vector of
-it before anything else.
+"""Compression of pushed vectors.
 
-Which vectors those are both sides know by the strategy. What is drawn goes by step, share and
-place, so a push that is brought again is the same to the bit.
+A compressed form of the vector travels, and the server decompresses it before anything else. Worker
+and server both know from the strategy which vectors are compressed. Random numbers are derived from
+step, share and place, so a push that is sent again has the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,19 @@ from paragrad.strategies.server import Server
 
 
 class PushCodec:
-    """Of one vector of a slice."""
+    """Compresses one vector of a slice.
+
+    Args:
+        compressor: The compressor of the strategy. Its payload must have a fixed length, and it
+            must not need an agreement between ranks.
+        slot: The vector.
+
+    Attributes:
+        dtype: Dtype of the vector.
+        codec: Compresses the vector.
+        payload_types: Description of the payload.
+        nbytes: Bytes of the compressed form.
+    """
 
     def __init__(self, compressor: Compressor, slot: VectorSlot) -> None:
         self.dtype = slot.dtype
@@ -41,19 +53,37 @@ class PushCodec:
                 f"first, and "
                 "workers push by themselves; compress by int8 or bf16, or by that under data(n)"
             )
-        nothing = torch.zeros(slot.elements, dtype=get_accumulation_dtype(slot.dtype))
-        self.payload_types = [self.codec.describe_payload(self.codec.compress(nothing), None)]
+        zeros = torch.zeros(slot.elements, dtype=get_accumulation_dtype(slot.dtype))
+        self.payload_types = [self.codec.describe_payload(self.codec.compress(zeros), None)]
         self.nbytes = count_message_bytes(self.payload_types)
 
     def encode_vector(self, vector: Tensor, *seeds: int) -> memoryview:
-        """The frame that stands for a vector. Raises StepFailed where it is not finite."""
+        """Compress a vector.
+
+        Args:
+            vector: The vector.
+            seeds: Numbers from which the seed of random numbers is derived.
+
+        Returns:
+            The frame of the message.
+
+        Raises:
+            StepFailed: The vector is not finite.
+        """
         payload = self.codec.compress(
             vector.to(get_accumulation_dtype(vector.dtype)), None, derive_seed(*seeds)
         )
         return view_bytes(pack_payloads([payload], vector.device))
 
     def decode_vector(self, frame: Any) -> Tensor:
-        """The vector. Raises Unfit."""
+        """Decompress a vector.
+
+        Args:
+            frame: The frame of the message.
+
+        Raises:
+            InvalidMessage: The frame has another length.
+        """
         if len(frame) != self.nbytes:
             raise InvalidMessage(
                 f"{len(frame)} bytes, where what stands for this vector has {self.nbytes}"
@@ -65,11 +95,19 @@ class PushCodec:
 
 
 def build_push_codec(strategy: Server, slot: VectorSlot) -> PushCodec | None:
-    """None where it travels as it is, or lies."""
-    gradients = not slot.is_added and slot.dtype.is_floating_point and slot.elements
+    """Build the codec of a vector.
+
+    Args:
+        strategy: The resolved strategy.
+        slot: The vector.
+
+    Returns:
+        The codec, or None if the vector is not compressed.
+    """
+    has_gradients = not slot.is_added and slot.dtype.is_floating_point and slot.elements
     if (
         strategy.compress is None
-        or not gradients
+        or not has_gradients
         or not strategy.compress.compresses((slot.elements,))
     ):
         return None

@@ -1,8 +1,11 @@
-"""Keys of those who talk over TCP (CurveZMQ), and the files that hold them: certificates, as
-`zmq.auth` has them.
+"""Keys of processes that communicate over TCP (CurveZMQ), and the files that hold them.
 
-    NAME.key_secret     a pair, for its owner's eyes alone NAME.key            its public half,
-    which may travel any way on which nobody can put another in its place
+The files are certificates in the format of `zmq.auth`:
+
+    NAME.key_secret     a pair of keys; only its owner may read it
+    NAME.key            its public key
+
+The public key may travel in any way in which it cannot be replaced by another one.
 """
 
 from __future__ import annotations
@@ -25,32 +28,51 @@ PUBLIC_SUFFIX = ".key"
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A process's own pair, made anew for every training, or its host's."""
+    """A pair of keys: of a process, made for each training, or of a host.
+
+    Attributes:
+        public: The public key, in Z85.
+        secret: The secret key, in Z85.
+    """
 
     public: bytes
     secret: bytes
 
     @classmethod
     def generate_pair(cls) -> KeyPair:
+        """Make a new pair."""
         return cls(*zmq.curve_keypair())
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where somebody listens; key: the public one, where messages are encrypted."""
+    """Where a process listens.
+
+    Attributes:
+        endpoint: The ZeroMQ endpoint.
+        key: The public key of the process, or None if messages are not encrypted.
+    """
 
     endpoint: str
     key: bytes | None = None
 
     @property
     def is_local(self) -> bool:
-        """Is it for processes of this host alone?"""
+        """Whether only processes of this host can connect."""
         return self.endpoint.startswith("ipc://")
 
 
 def make_key_files(path: Path) -> Path:
-    """A pair into a file that is not there yet, and its public half beside it, of which this is
-    the path. Raises Refused.
+    """Make a pair of keys in a new file, and its public key in a file next to it.
+
+    Args:
+        path: The file of the pair. It must not exist.
+
+    Returns:
+        The path of the public key.
+
+    Raises:
+        Refused: The name of the file has another suffix, or the file cannot be made.
     """
     if path.suffix != SECRET_SUFFIX:
         raise Refused(
@@ -61,7 +83,7 @@ def make_key_files(path: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".keys-") as folder:
             public, secret = map(Path, zmq.auth.create_certificates(folder, "made"))
             secret.chmod(0o600)
-            # never over one that another process made meanwhile
+            # a link never replaces a file that another process made meanwhile
             os.link(secret, path)
             public.replace(path.with_suffix(PUBLIC_SUFFIX))
     except OSError as error:
@@ -73,7 +95,14 @@ def make_key_files(path: Path) -> Path:
 
 
 def read_key_pair(path: Path) -> KeyPair:
-    """The pair in a file. Raises Refused."""
+    """Read a pair of keys.
+
+    Args:
+        path: The file of the pair.
+
+    Raises:
+        Refused: The file holds no valid pair, or other users may read it.
+    """
     public, secret = _read_certificate("--key", path)
     if not secret:
         raise Refused(
@@ -94,19 +123,39 @@ def read_key_pair(path: Path) -> KeyPair:
 
 
 def read_public_key(option: str, path: Path) -> bytes:
-    """The public key in a file. option: by which it was given. Raises Refused."""
+    """Read the public key in a file.
+
+    Args:
+        option: The option that names the file, for messages.
+        path: The file.
+
+    Raises:
+        Refused: The file holds no key.
+    """
     return _read_certificate(option, path)[0]
 
 
 def write_public_key(key: bytes, path: Path) -> None:
-    """A certificate of a public key, whole or not at all."""
+    """Write a certificate of a public key. The file appears complete or not at all.
+
+    Args:
+        key: The public key.
+        path: The file.
+    """
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(f'metadata\ncurve\n    public-key = "{key.decode()}"\n')
     partial.replace(path)
 
 
 def refuse_key_folder(folder: Path) -> None:
-    """Refuse a folder that lets nobody in, or that holds what does not belong there."""
+    """Refuse a folder that allows no key, or that holds secret keys.
+
+    Args:
+        folder: The folder of `--allow`.
+
+    Raises:
+        Refused: The folder cannot be used.
+    """
     if not folder.is_dir():
         raise Refused(
             f"--allow {folder}: there is no such folder; make it, and put the public keys "
@@ -131,28 +180,42 @@ def refuse_key_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class AllowedKeys:
-    """Who may come in: whose public key is in a folder, as it is when somebody knocks. For
-    `configure_curve_callback`.
+    """Allows all public keys in a folder, as it is at the time of a connection.
+
+    It is a credentials provider for `configure_curve_callback`.
+
+    Attributes:
+        folder: The folder.
     """
 
     folder: Path
 
     def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a key is allowed.
+
+        Args:
+            domain: The ZAP domain, which is not used.
+            key: The public key of the connection.
+        """
         return self.find_key_name(key) is not None
 
     def find_key_name(self, key: bytes) -> str | None:
-        """Of its file, without the ending."""
+        """Return the name of the file of a key, without its suffix, or None.
+
+        Args:
+            key: The public key.
+        """
         return next((path.stem for path, found in self._list_keys() if found == key), None)
 
     def _list_keys(self) -> Iterator[tuple[Path, bytes]]:
         for path in sorted(self.folder.glob(f"*{PUBLIC_SUFFIX}")):
-            # one that is being written is no key yet
+            # a file that is still being written holds no key yet
             with contextlib.suppress(OSError, ValueError):
                 yield path, zmq.auth.load_certificate(path)[0]
 
 
 def _read_certificate(option: str, path: Path) -> tuple[bytes, bytes | None]:
-    """(public key, secret one or None) of a certificate. Raises Refused."""
+    """Read a certificate: the public key, and the secret key or None. Raises Refused."""
     try:
         public, secret = zmq.auth.load_certificate(path)
         if all(

@@ -1,5 +1,7 @@
-"""Where workers and servers meet: as ranks of one world, or where the launching process says,
-whose processes come and go.
+"""The addresses of workers, servers and the work queue.
+
+Either all are ranks of one world, or the launching process defines the addresses. In the latter
+case workers and servers can come and go.
 """
 
 from __future__ import annotations
@@ -17,28 +19,52 @@ from paragrad.strategies.server import Server
 
 
 def exchange_endpoints(world: World, own_endpoint: Any) -> tuple[int, list[Any]]:
-    """The training's number, and what every rank says of itself. Collective: by what made the
-    world, which is trusted.
+    """Share the endpoints of all ranks. Collective.
+
+    The messages use the transport of the world, which is trusted.
+
+    Args:
+        world: The world of workers and servers.
+        own_endpoint: The address or public key of this rank.
+
+    Returns:
+        The number of the training, and what each rank shared.
     """
-    every = world.broadcast_object(world.gather_objects((secrets.randbits(63), own_endpoint)))
-    return every[0][0], [each for _, each in every]
+    shared = world.broadcast_object(world.gather_objects((secrets.randbits(63), own_endpoint)))
+    return shared[0][0], [each for _, each in shared]
 
 
 def split_roles(strategy: Server, world: World) -> World | None:
-    """The world of the workers, or of the servers. Collective of both."""
+    """Split the world into the workers and the servers. Collective.
+
+    Args:
+        strategy: The resolved strategy.
+        world: The world of workers and servers.
+
+    Returns:
+        The world of the workers or of the servers, whichever this rank is.
+    """
     return world.split_ranks([range(strategy.workers), range(strategy.workers, world.size)])
 
 
 @dataclass(frozen=True)
 class ServerEndpoints:
-    """What a rank is told when it is started. job: the training's number;  folder: which only
-    its owner may enter;  servers: how many;  number: of this rank;  server: which one it is, or
-    None;  ticket: what a worker is at, as its exchange is made; place: where workers may join
-    from elsewhere, or None;  step: with which it goes on, where others began;  last: of every
-    share (weight, loss) in the step before, which whoever was there may not have recorded.
+    """What a rank receives when it is started.
 
-    Of a worker that joined: keys: its own;  told: where the office and the servers are, for it
-    has no folder.
+    Attributes:
+        job: The number of the training.
+        folder: A folder that only its owner may enter.
+        servers: Number of servers.
+        number: Number of this rank.
+        server: Number of the server, or None for a worker.
+        ticket: The current ticket of a worker when its exchange is made.
+        step: The step at which the rank continues a training of other processes, or None.
+        last: (weight, loss) of every share of the step before, which those processes may not have
+            recorded.
+        host_port: Where workers can join from other hosts, or None.
+        keys: The keys of a worker that joined.
+        known_addresses: Addresses of the work queue and the servers, for a worker that joined,
+            because it has no folder.
     """
 
     job: int
@@ -54,10 +80,17 @@ class ServerEndpoints:
     known_addresses: tuple[Address, ...] = ()
 
     def assign_rank(self, number: int, server: int | None = None) -> ServerEndpoints:
+        """Return the endpoints for another rank.
+
+        Args:
+            number: Number of the rank.
+            server: Number of the server, or None for a worker.
+        """
         return replace(self, number=number, server=server)
 
     @property
     def queue_address(self) -> Address:
+        """The address of the work queue."""
         return (
             self.known_addresses[0]
             if self.known_addresses
@@ -66,6 +99,7 @@ class ServerEndpoints:
 
     @property
     def server_addresses(self) -> list[Address]:
+        """The addresses of the servers."""
         return list(self.known_addresses[1:]) or [
             Address(f"ipc://{Path(self.folder) / f'server-{number}'}")
             for number in range(self.servers)
@@ -73,23 +107,34 @@ class ServerEndpoints:
 
     @property
     def joined_folder(self) -> Path:
-        """The public keys of those whom the office let in, by their numbers: servers let in no
-        other.
+        """The folder of the public keys that the work queue admitted, by worker number.
+
+        Servers accept no other keys.
         """
         return Path(self.folder) / "joined"
 
     def build_join_endpoint(
         self, server: int | None, allowed_folder: Path | None = None
     ) -> JoinEndpoint | None:
-        """Of a server, or (None) of the office, which lets in those whose keys are in a folder
-        of the user's. Their ports follow each other where one is given.
+        """Build the endpoint for connections from other hosts.
+
+        If a port is given, the processes use consecutive ports.
+
+        Args:
+            server: Number of the server, or None for the work queue.
+            allowed_folder: The user's folder of allowed keys, for the work queue.
+
+        Returns:
+            The endpoint, or None if workers cannot join from other hosts.
         """
         if self.host_port is None:
             return None
         number = 0 if server is None else 1 + server
-        place = replace(
+        host_port = replace(
             self.host_port, port=self.host_port.port + number if self.host_port.port else 0
         )
         return JoinEndpoint(
-            place, allowed_folder or self.joined_folder, Path(self.folder) / f"entrance-{number}"
+            host_port,
+            allowed_folder or self.joined_folder,
+            Path(self.folder) / f"entrance-{number}",
         )

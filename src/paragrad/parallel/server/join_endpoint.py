@@ -1,5 +1,6 @@
-"""Where those come in who join a running training from other hosts: an address of this one, and
-a folder of their keys.
+"""Endpoints at which processes from other hosts join a running training.
+
+An endpoint has an address of this host and a folder of allowed keys.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from paragrad.errors import Refused
 from paragrad.parallel.server.curve_keys import Address, KeyPair
 
 HIGHEST_PORT = 2**16 - 1
-REFUSAL_SECONDS = 0.2  # seconds for a host to say that nobody listens
+REFUSAL_SECONDS = 0.2  # seconds in which a host must report a closed port
 
 
 @dataclass(frozen=True)
 class HostPort:
-    """host: a name or an address;  port: 0 for any that is free."""
+    """A host and a port of it.
+
+    Attributes:
+        host: A name or an address.
+        port: The port; 0 for any free one.
+    """
 
     host: str
     port: int = 0
@@ -32,7 +38,7 @@ class HostPort:
 
     @property
     def resolved(self) -> HostPort:
-        """By its number. Raises OSError."""
+        """The same with the numeric address of the host. Raises OSError."""
         return HostPort(
             str(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0]),
             self.port,
@@ -41,9 +47,14 @@ class HostPort:
 
 @dataclass(frozen=True)
 class JoinEndpoint:
-    """Of one process. place: where it is;  allowed: folder of the public keys of those who are
-    let in;  kept: the file in which it keeps its own pair and its port, once there are some:
-    who is started again is where, and who, it was.
+    """The endpoint of one process.
+
+    A process that is restarted has the same keys and the same port again.
+
+    Attributes:
+        host_port: Where it listens.
+        allowed_folder: Folder of the public keys that may connect.
+        state_file: The file in which the process saves its keys and its port.
     """
 
     host_port: HostPort
@@ -51,14 +62,19 @@ class JoinEndpoint:
     state_file: Path
 
     def read_state(self) -> tuple[KeyPair, HostPort] | None:
-        """As it was kept, if it was."""
+        """Return the saved keys and place, or None if nothing was saved."""
         with suppress(FileNotFoundError):
             port, public, secret = json.loads(self.state_file.read_text())
             return KeyPair(public.encode(), secret.encode()), HostPort(self.host_port.host, port)
         return None
 
     def save_state(self, keys: KeyPair, port: int) -> None:
-        """Whole or not at all."""
+        """Save keys and port. The file appears complete or not at all.
+
+        Args:
+            keys: The keys of the process.
+            port: Its port.
+        """
         partial = self.state_file.with_suffix(".partial")
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump([port, keys.public.decode(), keys.secret.decode()], file)
@@ -66,14 +82,20 @@ class JoinEndpoint:
 
     @property
     def address(self) -> Address | None:
-        """By which others reach it, once it is there."""
-        found = self.read_state()
-        return found and Address(str(found[1]), found[0].public)
+        """The address at which other hosts reach the process, or None before it listens."""
+        state = self.read_state()
+        return state and Address(str(state[1]), state[0].public)
 
 
 def parse_host_port(option: str, text: str) -> HostPort:
-    """HOST or HOST:PORT, with or without tcp://. option: by which it was given. Raises
-    Refused.
+    """Parse HOST or HOST:PORT, with or without tcp://.
+
+    Args:
+        option: The option with this value, for messages.
+        text: The value.
+
+    Raises:
+        Refused: The value has another form.
     """
     with suppress(ValueError):
         parts = urlsplit(text if "://" in text else f"tcp://{text}")
@@ -89,8 +111,14 @@ def parse_host_port(option: str, text: str) -> HostPort:
 
 
 def refuse_host_port(host_port: HostPort, count: int) -> None:
-    """Refuse one at which this host cannot listen, or others not reach it. count: ports that
-    are wanted, one after another where one is given.
+    """Refuse an address at which this host cannot listen, or that other hosts cannot reach.
+
+    Args:
+        host_port: The address.
+        count: Number of ports that are needed; consecutive ones if a port is given.
+
+    Raises:
+        Refused: The address cannot be used.
     """
     if host_port.host in ("0.0.0.0", "::", "*"):
         raise Refused(
@@ -111,7 +139,7 @@ def refuse_host_port(host_port: HostPort, count: int) -> None:
                 host_port.host, port, type=socket.SOCK_STREAM
             )[0]
             with socket.socket(family, kind) as probe:
-                # as ZeroMQ does
+                # ZeroMQ sets this option too
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(at)
                 probe.listen()
@@ -139,8 +167,12 @@ def refuse_host_port(host_port: HostPort, count: int) -> None:
 
 
 def is_port_closed(host_port: HostPort) -> bool:
-    """Does its host say that nobody listens there? One that says nothing may only be out of
-    reach.
+    """Return whether a host reports that no process listens at a port.
+
+    A host that reports nothing may only be out of reach.
+
+    Args:
+        host_port: The host and the port.
     """
     try:
         socket.create_connection((host_port.host, host_port.port), REFUSAL_SECONDS).close()
@@ -150,7 +182,15 @@ def is_port_closed(host_port: HostPort) -> bool:
 
 
 def refuse_unreachable_port(host_port: HostPort, seconds: float) -> None:
-    """Refuse an address at which nobody listens."""
+    """Refuse an address at which no process listens.
+
+    Args:
+        host_port: The address.
+        seconds: Maximum time to wait.
+
+    Raises:
+        Refused: The port is missing, or no process is reached.
+    """
     if not host_port.port:
         raise Refused(
             f"{host_port}: the port is missing; give the address as the training printed it"

@@ -1,10 +1,12 @@
-"""What travels between workers and servers: a header of fixed size, every field of which is
-checked, then raw bytes.
+"""Messages between workers and servers: a header of fixed size, then raw bytes.
 
-Nothing is unpickled. A message is [header, marks, vector], the last two may be empty: a byte
-for every tensor of a slice, and the elements of all of them, one after another, or where they
-lie (`shelf.py`). A message that is not as the header says, or not what its receiver waits for,
-is refused by a word that says what is wrong with it; nothing of it is used.
+Every field of the header is checked, and nothing is unpickled. A message is [header, marks,
+vector]; the last two may be empty. The marks have one byte for each tensor of a slice. The vector
+has the elements of all tensors, one after another, or their location in shared memory
+(`shared_buffer.py`).
+
+A message is refused if it does not match its header, or if its receiver does not expect it. The
+answer says what is wrong with it, and nothing of the message is used.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAGIC = b"pgr3"  # the version of this format is its last letter
+MAGIC = b"pgr3"  # the last character is the version of the format
 NUMBER_COUNT = 5
 HEADER_STRUCT = struct.Struct(f"<4s2B?xQQqqIIIIQ{NUMBER_COUNT}d")
 DTYPES = (
@@ -36,64 +38,85 @@ DTYPES = (
 
 
 class MessageType(enum.IntEnum):
-    """What a message is: what workers ask, and what they are answered."""
+    """The types of messages: requests of workers, and answers.
 
-    # of a step: gradients of a slice, summed over a share;  numbers: weight, loss, stop, doubt,
-    # samples;
+    Attributes:
+        PUSH: Gradients of a slice in a step, summed over a share. Numbers: weight, loss, stop
+            request, doubtful weight, samples. With a work queue the numbers are weight, workers
+            present, 0, samples.
+        UPDATE: Update by the mean gradient and answer with a vector of parameters. Numbers: the
+            divisor, and the factor by which the result is multiplied.
+        PULL: Answer with a vector of parameters. Numbers: 1 if they are for a test, 1 if they are
+            for no step.
+        GRADIENTS: Answer with a vector of gradients, as the last update used them or the next one
+            will.
+        STATE: Answer with the optimizer state.
+        END: The sender leaves.
+        FORGET: Forget the sum of gradients of a step that will not be made.
+        NEXT: Ask the work queue for a ticket. Text: [worker number, finished ticket or null, its
+            report].
+        JOIN: Ask the work queue to take part, from another host. Text: what the sender would train
+            (JSON).
+        LEAVE: Tell the work queue that the sender leaves. Text: as in NEXT.
+        DONE: Answer: it is done. Numbers in bsp: the sums of all shares, and the squared norm of
+            the gradient.
+        VALUES: Answer: a vector.
+        REFUSED: Answer: the reason of a refusal, as text.
+        GIVEN: Answer: a ticket, or the counts of a server, as text.
+        JOINED: Answer: worker number, training, and addresses of its servers (JSON).
+        WAIT: Answer to REMIND: the request has arrived and is not answered yet.
+        BUFFERS: In bsp, buffers that forward passes changed in a step (tensors by name, as torch
+            saves them). Without a payload: answer with all that changed until now.
+        HALT: From the launching process, when workers are gone. Their requests count no more.
+            Version: the new number of the training. The answer has the counts of the server as
+            text.
+        PROBE: Ask whether vectors can be in shared memory. Vector: location of a vector of the
+            sender. Answer: the number 1 if it can be read; the location of a vector of the server,
+            or (marks) the reason why there is none.
+        REMIND: Ask whether a request without an answer (call) has arrived. Step: number of the
+            reminder.
+        MISSED: Answer to REMIND: it has not arrived. The sender sends it again, if it has not done
+            so since.
+        EXCLUDE: No worker shall wait for the sender until its next pull, because it waits for the
+            others.
+        RESUME: Workers begin again. Numbers: 1 if a complete step is to be made, and those of
+            UPDATE.
+    """
+
     PUSH = 1
-    # where samples are handed out, weight, workers that are there, 0,
-    # samples
-    # by the mean gradient, and a vector of parameters;  numbers: its divisor, what it is
-    # multiplied by then
     UPDATE = 2
-    # a vector of parameters;  numbers: 1 where they are wanted as for a test, 1 where it is for
-    # no step
     PULL = 3
-    GRADIENTS = 4  # the same of gradients: as the last update used them, or will
-    STATE = 5  # the optimizer's
-    END = 6  # who asks leaves
-    FORGET = 7  # the sum of gradients of a step that is not to be made
-    # of the office: what is to be done;  text: [who, the ticket that is done or null, what to
-    # say of it]
+    GRADIENTS = 4
+    STATE = 5
+    END = 6
+    FORGET = 7
     NEXT = 8
-    # of the office: may it take part, from elsewhere?  text: what it would train (JSON)
     JOIN = 9
-    LEAVE = 10  # of the office: it does no more;  text: as of NEXT
-    # answer: it is;  numbers: under bsp, the sums of all shares, and the square of the
-    # gradient's norm
+    LEAVE = 10
     DONE = 11
-    VALUES = 12  # answer: a vector
-    REFUSED = 13  # answer: why, as text
-    GIVEN = 14  # answer: a ticket, or where a server stands, as text
-    JOINED = 15  # answer: as whom, in what training, and where its servers are (JSON)
-    WAIT = 16  # answer to a reminder: it is there, and not yet answered
-    # under bsp, what forwards changed beside the parameters in a step, tensors by name as torch
-    # saves them;
+    VALUES = 12
+    REFUSED = 13
+    GIVEN = 14
+    JOINED = 15
+    WAIT = 16
     BUFFERS = 19
-    # without it, what they did until now
-    # of the launching process, where workers are gone: nothing of theirs counts any more;
-    # version: the
     HALT = 17
-    # training's number from here on;  answered by where the server stands,
-    # as text
-    # may vectors lie?  vector: where one of the asker's does;  answered by numbers: 1 where it
-    # can be read,
     PROBE = 20
-    # and where one of the server's lies, or (marks) why none does
-    # whether a question that has no answer yet (call) is there;  step: how often that was asked
     REMIND = 21
-    # answer to that: it is not, and is to be asked again, whole, if it was not since
     MISSED = 22
-    # nobody is to wait for the asker until it pulls again: it is to meet the others
     EXCLUDE = 23
-    # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE
-    # has them
     RESUME = 18
 
 
 class InvalidMessage(ValueError):
-    """A message that is refused; the text says why, in words of ours alone. told: to who sent
-    it, where that is more.
+    """A message that is refused.
+
+    Args:
+        reason: The reason, which contains no text of the sender.
+        sender_text: The text for the sender, if it is more than the reason.
+
+    Attributes:
+        sender_text: The text for the sender.
     """
 
     def __init__(self, reason: str, sender_text: str | None = None) -> None:
@@ -103,12 +126,23 @@ class InvalidMessage(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """kind, and of what: the training's own number (job), who sent it (sender: a number that
-    every process draws for itself), step: of a synchronous training, otherwise the number of
-    the samples' ticket;  version: updates that had been made when the sender pulled;  share of
-    shares;  slot: which of a slice's vectors, of how many elements of that type;  call: the
-    number of the question, which its answer has too;  lies: what follows is where they are, not
-    themselves (of UPDATE: so may the answer's);  numbers: by kind.
+    """The header of a message.
+
+    Attributes:
+        kind: The type of the message.
+        job: The number of the training.
+        sender: A random number that each process draws for itself.
+        step: Number of the step; with a work queue, number of the ticket.
+        version: Number of updates made when the sender pulled.
+        share: Number of the share in the step.
+        shares: Number of shares of the step.
+        slot: Number of the vector in the slice.
+        call: Number of the request. Its answer has the same number.
+        dtype: Dtype of the vector.
+        elements: Number of elements of the vector.
+        is_shared: Whether the message has the location of the vector in shared memory, instead of
+            the vector. In UPDATE it allows this for the answer.
+        numbers: Numbers that depend on the type.
     """
 
     kind: MessageType
@@ -126,6 +160,7 @@ class Header:
     numbers: tuple[float, ...] = ()
 
     def pack_header(self) -> bytes:
+        """Return the header as bytes."""
         numbers = *self.numbers, *[0.0] * (NUMBER_COUNT - len(self.numbers))
         return HEADER_STRUCT.pack(
             MAGIC,
@@ -145,19 +180,31 @@ class Header:
         )
 
     def make_answer(self, kind: MessageType, **fields: Any) -> Header:
-        """To be sent back to whom this came from."""
-        return replace(self, kind=kind, **{"elements": 0, "lies": False, **fields})
+        """Return the header of an answer to this message.
+
+        Args:
+            kind: The type of the answer.
+            fields: Other fields of the answer.
+        """
+        return replace(self, kind=kind, **{"elements": 0, "is_shared": False, **fields})
 
 
 def unpack_header(frame: bytes) -> Header:
-    """Raises Unfit."""
+    """Read a header.
+
+    Args:
+        frame: The bytes.
+
+    Raises:
+        InvalidMessage: The bytes are no header.
+    """
     if len(frame) != HEADER_STRUCT.size:
         raise InvalidMessage(f"a header of {len(frame)} bytes, which has {HEADER_STRUCT.size}")
     (
         magic,
         kind,
         dtype,
-        lies,
+        is_shared,
         job,
         sender,
         step,
@@ -187,15 +234,23 @@ def unpack_header(frame: bytes) -> Header:
         call,
         DTYPES[dtype],
         elements,
-        lies,
+        is_shared,
         tuple(numbers),
     )
 
 
 def view_vector(header: Header, frame: Any) -> Tensor:
-    """The elements that follow a header, where the frame's bytes lie; a copy where numbers of
-    that type must not lie there (torch ends the process that adds up complex numbers at an odd
-    address). Raises Unfit.
+    """Return the vector after a header, as a view of the bytes of its frame.
+
+    It is a copy if the address is not aligned to the dtype. (torch ends a process that adds complex
+    numbers at an odd address.)
+
+    Args:
+        header: The header, with dtype and number of elements.
+        frame: The bytes of the vector.
+
+    Raises:
+        InvalidMessage: The length differs from the header.
     """
     wanted = header.elements * header.dtype.itemsize
     if len(frame) != wanted:
@@ -208,5 +263,9 @@ def view_vector(header: Header, frame: Any) -> Tensor:
 
 
 def view_bytes(vector: Tensor) -> memoryview:
-    """Of a contiguous vector, where it lies."""
+    """Return the bytes of a contiguous vector, without a copy.
+
+    Args:
+        vector: The vector.
+    """
     return memoryview(vector.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""Which server has what: a slice of the parameters, and of each slice the vectors in which it
-travels.
-"""
+"""Which server holds which slice of the parameters, and the vectors in which a slice travels."""
 
 from __future__ import annotations
 
@@ -23,9 +21,14 @@ from paragrad.strategies.strategy import PER_ELEMENT
 
 @dataclass(frozen=True)
 class VectorSlot:
-    """One vector of a slice: the stretches of one type, one after another. added: of values
-    that forwards change, not of parameters: what comes is added to them;  flags: they are true
-    or false, and travel as 1 or 0.
+    """One vector of a slice: ranges of one dtype, one after another.
+
+    Attributes:
+        dtype: Dtype of the vector.
+        ranges: The ranges of parameters.
+        is_added: Whether it holds values that forward passes change, not parameters. A pushed
+            vector is added to them.
+        is_boolean: Whether the values are booleans, which travel as 1 and 0.
     """
 
     dtype: torch.dtype
@@ -35,21 +38,33 @@ class VectorSlot:
 
     @property
     def elements(self) -> int:
+        """Number of elements of the vector."""
         return sum(each.stop - each.start for each in self.ranges)
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes of the vector."""
         return self.elements * self.dtype.itemsize
 
     def split_vector(self, vector: Tensor) -> list[Tensor]:
-        """Of a vector of its length, a flat place for each stretch."""
+        """Return a flat view of the vector for each range.
+
+        Args:
+            vector: A vector of this length.
+        """
         return list(vector.split([each.stop - each.start for each in self.ranges]))
 
 
 def build_slots(
     ranges: Sequence[ParameterRange], tensors: Sequence[Tensor], is_added: bool = False
 ) -> list[VectorSlot]:
-    """A slice's vectors, by the types of what it has a part of."""
+    """Build the vectors of a slice: one for each dtype.
+
+    Args:
+        ranges: The ranges of the slice.
+        tensors: The tensors to which the ranges refer.
+        is_added: As in VectorSlot.
+    """
     types = dict.fromkeys(tensors[each.index].dtype for each in ranges)
     return [
         VectorSlot(
@@ -63,57 +78,92 @@ def build_slots(
 
 
 def view_slot_ranges(slot: VectorSlot, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Where the stretches lie in contiguous tensors of the parameters' shapes."""
+    """Return flat views of the ranges in contiguous tensors.
+
+    Args:
+        slot: The vector.
+        tensors: Tensors in the shapes of the parameters.
+    """
     return [tensors[each.index].detach().view(-1)[each.start : each.stop] for each in slot.ranges]
 
 
 def scatter_vector(vector: Tensor, slot: VectorSlot, tensors: Sequence[Tensor]) -> None:
-    """A vector's values into tensors; what is added is whole, and may lie in another order."""
-    into = [tensors[each.index].detach() for each in slot.ranges]
+    """Copy the values of a vector into tensors.
+
+    Added values are whole tensors, and their memory may have another order.
+
+    Args:
+        vector: The vector.
+        slot: Its ranges.
+        tensors: The tensors, changed in place.
+    """
+    targets = [tensors[each.index].detach() for each in slot.ranges]
     values = slot.split_vector(vector)
     if slot.is_added:
-        values = [each.view(whole.shape) for each, whole in zip(values, into, strict=True)]
-    torch._foreach_copy_(into if slot.is_added else view_slot_ranges(slot, tensors), values)
+        values = [each.view(whole.shape) for each, whole in zip(values, targets, strict=True)]
+    torch._foreach_copy_(targets if slot.is_added else view_slot_ranges(slot, tensors), values)
 
 
 def build_shard_spec(
     element_range: ParameterRange, names: Sequence[str], parameters: Sequence[Tensor]
 ) -> ShardSpec:
-    """The part of a serial tensor that a stretch is."""
+    """Return the spec of a range: which part of a serial tensor it is.
+
+    Args:
+        element_range: The range.
+        names: Names of the parameters.
+        parameters: The parameters.
+    """
     parameter = parameters[element_range.index]
-    whole = element_range.stop - element_range.start == parameter.numel()
+    is_whole = element_range.stop - element_range.start == parameter.numel()
     return ShardSpec(
         names[element_range.index],
         tuple(parameter.shape),
-        None if whole else range(element_range.start, element_range.stop),
+        None if is_whole else range(element_range.start, element_range.stop),
     )
 
 
 def mark_gradients(slot: VectorSlot, gradients: Sequence[Tensor | None]) -> bytes:
-    """A byte for each stretch: is there a gradient?"""
+    """Return one byte for each range: 1 if it has a gradient.
+
+    Args:
+        slot: The vector.
+        gradients: The gradients of the parameters.
+    """
     return bytes(gradients[each.index] is not None for each in slot.ranges)
 
 
 def fill_vector(slot: VectorSlot, gradients: Sequence[Tensor | None], vector: Tensor) -> None:
-    """Gradients into their places in a vector; zeros where there is none."""
-    there: list[Tensor] = []
+    """Copy gradients into a vector; zeros if there is none.
+
+    Args:
+        slot: The ranges of the vector.
+        gradients: The gradients of the parameters.
+        vector: The vector, changed in place.
+    """
+    targets: list[Tensor] = []
     values: list[Tensor] = []
-    for each, place in zip(slot.ranges, slot.split_vector(vector), strict=True):
+    for each, view in zip(slot.ranges, slot.split_vector(vector), strict=True):
         gradient = gradients[each.index]
         if gradient is None:
-            place.zero_()
+            view.zero_()
         else:
-            there.append(place)
+            targets.append(view)
             values.append(gradient.detach().reshape(-1)[each.start : each.stop])
-    if there:
-        torch._foreach_copy_(there, values)
+    if targets:
+        torch._foreach_copy_(targets, values)
 
 
 @dataclass(frozen=True)
 class ParameterPartition:
-    """How a model is divided over servers. names, parameters: of what is trained;  slots: of
-    every server;  added: what forwards change goes to the first one;  follows: names of
-    parameters among that.
+    """The partition of a model over servers.
+
+    Attributes:
+        names: Names of the trained parameters.
+        parameters: The trained parameters.
+        slots: The vectors of each server.
+        has_buffers: Whether the first server also holds values that forward passes change.
+        changed_by_forward: Names of parameters among those values.
     """
 
     names: list[str]
@@ -123,8 +173,12 @@ class ParameterPartition:
     changed_by_forward: tuple[str, ...] = ()
 
     def collect_tensors(self, model: nn.Module) -> list[Tensor]:
-        """What the slots are of, as it is now: parameters, and what forwards change; flags as
-        numbers, where they lie.
+        """Return the current tensors to which the slots refer.
+
+        These are parameters and values that forward passes change. Booleans are viewed as numbers.
+
+        Args:
+            model: The model.
         """
         added = collect_changing_tensors(model, self.changed_by_forward) if self.has_buffers else []
         return [
@@ -138,7 +192,7 @@ class ParameterPartition:
         return max((slot.nbytes for slots in self.slots for slot in slots), default=0)
 
     def list_slots(self) -> Iterator[tuple[int, int, VectorSlot]]:
-        """(server, number, slot) of all."""
+        """Yield (server, number, slot) of all vectors."""
         return (
             (server, number, slot)
             for server, slots in enumerate(self.slots)
@@ -152,16 +206,29 @@ def partition_parameters(
     model: nn.Module,
     changed_by_forward: tuple[str, ...] = (),
 ) -> ParameterPartition:
-    """Flat ranges of all parameters of equal length; of one server all, each whole."""
+    """Partition the parameters over the servers.
+
+    Several servers hold flat ranges of equal total length. A single server holds all parameters
+    whole.
+
+    Args:
+        strategy: The resolved strategy.
+        optimizer: The optimizer.
+        model: The model.
+        changed_by_forward: Names of parameters that are not trained and that forward passes change.
+
+    Returns:
+        The partition.
+    """
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     names = list(trained)
     parameters = list(trained.values())
     lengths = [each.numel() for each in parameters]
-    stretches = [[ParameterRange(index, 0, length) for index, length in enumerate(lengths)]]
+    ranges = [[ParameterRange(index, 0, length) for index, length in enumerate(lengths)]]
     if strategy.servers > 1:
-        stretches, _ = assign_slices(optimizer, PER_ELEMENT, lengths, strategy.servers, grain=1)
-    slots = [build_slots(each, parameters) for each in stretches]
-    # where all wait for all they are equal
+        ranges, _ = assign_slices(optimizer, PER_ELEMENT, lengths, strategy.servers, grain=1)
+    slots = [build_slots(each, parameters) for each in ranges]
+    # Without a work queue these values are equal on all workers, so no server holds them.
     added = collect_changing_tensors(model, changed_by_forward) if strategy.uses_work_queue else []
     slots[0] += build_slots(
         [
@@ -179,8 +246,13 @@ def partition_parameters(
 def collect_changing_tensors(
     model: nn.Module, changed_by_forward: Sequence[str] = ()
 ) -> list[Tensor]:
-    """Buffers that are saved with a model, as they are now: a forward may make them anew. And
-    these of its parameters.
+    """Return the saved buffers of a model and some of its parameters.
+
+    They are looked up each time, because a forward pass may replace a buffer.
+
+    Args:
+        model: The model.
+        changed_by_forward: Names of the parameters.
     """
     buffers = [
         each
@@ -191,16 +263,25 @@ def collect_changing_tensors(
 
 
 def parse_optimizer_state(text: bytes, vector: Tensor, range_count: int) -> list[dict[str, Any]]:
-    """What `Shard` tells of its optimizer's state, by stretch."""
-    found: list[dict[str, Any]] = [{} for _ in range(range_count)]
+    """Read the optimizer state that a `ServerShard` exported.
+
+    Args:
+        text: The description, as JSON.
+        vector: The bytes of the tensors.
+        range_count: Number of ranges.
+
+    Returns:
+        The state of each range.
+    """
+    states: list[dict[str, Any]] = [{} for _ in range(range_count)]
     start = 0
-    for number, what, *said in json.loads(text):
-        if len(said) == 1:
-            found[number][what] = said[0]
+    for number, what, *description in json.loads(text):
+        if len(description) == 1:
+            states[number][what] = description[0]
             continue
-        dtype = getattr(torch, said[0])
-        shape = said[1]
+        dtype = getattr(torch, description[0])
+        shape = description[1]
         stop = start + math.prod(shape) * dtype.itemsize
-        found[number][what] = vector[start:stop].clone().view(dtype).reshape(shape)
+        states[number][what] = vector[start:stop].clone().view(dtype).reshape(shape)
         start = stop
-    return found
+    return states

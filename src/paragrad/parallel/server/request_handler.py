@@ -1,9 +1,9 @@
-"""What a server is asked, checked field by field, and what it answers.
+"""Handles the requests to a server: checks every field and sends the answers.
 
-Synchronous (`bsp`): the gradients of all shares of a step are kept until all are there, added
-up in the order of shares, and applied once a worker says by what they are to be divided: it
-knows the norm over all servers. With backup workers the first shares make a step. Otherwise
-what a worker pushes is applied at once. Each ticket is applied once.
+In bsp, the gradients of all shares of a step are kept until all have arrived. They are added in the
+order of shares. They are applied when a worker sends the divisor, because a worker knows the norm
+over all servers. With backup workers, the first shares make a step. Otherwise each push is applied
+at once. Each ticket is applied once.
 """
 
 from __future__ import annotations
@@ -31,15 +31,33 @@ from paragrad.parallel.server.sockets import Listener, process_request
 from paragrad.parallel.server.staleness_bound import StalenessBound
 from paragrad.parallel.server.work_queue import LATE
 
-# what became of a push, or LATE
+# outcomes of a push, in addition to LATE
 APPLIED = 0
 ALREADY_APPLIED = 1
-CHECK_SECONDS = 0.5  # seconds after which a server looks whether somebody is there
+CHECK_SECONDS = 0.5  # interval at which a server checks whether a worker is connected
 
 
 class RequestHandler:
-    """Of one shard. job: the training's number. To be read: pushes, those that wait for others,
-    by share or ticket.
+    """Handles the requests to one server.
+
+    Args:
+        shard: The slice of the server.
+        listener: The socket of the server.
+        job: The number of the training.
+
+    Attributes:
+        shard: The slice of the server.
+        listener: The socket of the server.
+        job: The number of the training.
+        reader: Reads vectors of the workers.
+        staleness_bound: Decides which pulls may be answered.
+        pending_pushes: Pushes that wait for others, by share or ticket.
+        expected_pulls: (sender, slot) of parameters that were not requested yet after this update.
+        waiting_pulls: (connection, header) of those requests that arrived.
+        forget_requests: Requests to forget the sum of this step, by sender.
+        is_snapshot_due: Whether a snapshot of this step must be saved before the next one.
+        left_senders: Senders that left.
+        has_met_worker: Whether any worker has come.
     """
 
     def __init__(self, shard: ServerShard, listener: Listener, job: int) -> None:
@@ -51,22 +69,24 @@ class RequestHandler:
             shard.strategy.staleness_bound, shard.strategy.workers
         )
         self.pending_pushes: dict[int, PendingPush] = {}
-        # (sender, slot) that did not ask for the parameters of this step yet
         self.expected_pulls = set[tuple[int, int]]()
-        self.waiting_pulls: list[tuple[bytes, Header]] = []  # who did
-        # who wants the sum of this step gone
+        self.waiting_pulls: list[tuple[bytes, Header]] = []
         self.forget_requests: dict[int, tuple[bytes, Header]] = {}
-        # a snapshot of this step is to be made before the next one
         self.is_snapshot_due = False
-        # senders that left, once each;  was somebody there?
         self.left_senders = set[int]()
         self.has_met_worker = False
 
-    # ---- its loop ----------------------------------------------------------------------------
+    # ---- main loop ---------------------------------------------------------------------------
     def serve_workers(self, worker_count: int, seconds: float | None) -> None:
-        """Until so many workers have left. Raises StepFailed where nobody is there any more, or
-        comes within so many seconds; None: whoever started this process ends it, for others
-        come for those that go.
+        """Handle requests until all workers have left.
+
+        Args:
+            worker_count: Number of END requests after which it returns.
+            seconds: Maximum time until a worker comes. None: wait without limit; the process that
+                started this server ends it, because new workers replace those that leave.
+
+        Raises:
+            StepFailed: No worker is connected any more, or none came in time.
         """
         since = time.monotonic()
         while len(self.left_senders) < worker_count:
@@ -78,7 +98,7 @@ class RequestHandler:
                 since = time.monotonic()
                 self.has_met_worker = True
                 self.handle_message(frames)
-            elif self.is_snapshot_due:  # while workers compute
+            elif self.is_snapshot_due:  # workers compute meanwhile
                 self._save_snapshot()
             elif seconds is None or self.listener.connection_count:
                 since = time.monotonic()
@@ -90,7 +110,11 @@ class RequestHandler:
                 )
 
     def handle_message(self, frames: Sequence[Any]) -> None:
-        """Do what a message asks for."""
+        """Handle a request.
+
+        Args:
+            frames: The frames of the request.
+        """
         process_request(
             self.listener, frames, self.job, self._dispatch_request, self.shard.refusals
         )
@@ -108,7 +132,7 @@ class RequestHandler:
             MessageType.REMIND: self._handle_reminder,
             MessageType.EXCLUDE: self._handle_exclude,
         }
-        if self.shard.snapshots is not None:  # workers may be replaced
+        if self.shard.snapshots is not None:  # in this case workers may be replaced
             handlers |= {
                 MessageType.BUFFERS: self._handle_buffers,
                 MessageType.HALT: self._handle_halt,
@@ -119,30 +143,30 @@ class RequestHandler:
         handlers[header.kind](connection, header, rest)
 
     def _handle_end(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        # from here on connections end as they should
+        # after this, connections end normally and do not count as refused
         if not self.left_senders:
             self.shard.refusals.update(self.listener.refusals)
         self.left_senders.add(header.sender)
         self.listener.send_answer(connection, header.make_answer(MessageType.DONE))
 
-    # ---- gradients come ----------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------
     def _handle_push(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        vector, marked = check_push(self.shard, self.reader, header, rest)
+        vector, marks = check_push(self.shard, self.reader, header, rest)
         if not self.shard.strategy.uses_work_queue:
-            self._collect_share(connection, header, marked, vector)
-        # who brings it again is told that it is done
+            self._collect_share(connection, header, marks, vector)
+        # the ticket was applied before; the worker learns that it is done
         elif header.step in self.shard.applied_tickets:
             self.shard.refusals["samples that were applied before"] += 1
             self._send_outcome([(connection, header)], ALREADY_APPLIED)
         elif self.shard.strategy.is_synchronous:
-            self._collect_first_shares(connection, header, marked, vector)
+            self._collect_first_shares(connection, header, marks, vector)
         else:
-            self._apply_push(connection, header, marked, vector)
+            self._apply_push(connection, header, marks, vector)
 
     def _send_outcome(self, requests: Iterable[ClientRequest], outcome: int) -> None:
-        for whose, header in requests:
+        for connection, header in requests:
             self.listener.send_answer(
-                whose,
+                connection,
                 header.make_answer(
                     MessageType.DONE, version=self.shard.updates, numbers=(float(outcome),)
                 ),
@@ -151,7 +175,10 @@ class RequestHandler:
     def _collect_share(
         self, connection: bytes, header: Header, marks: bytes, vector: Tensor
     ) -> None:
-        """Of a synchronous step: once all is there, tell all."""
+        """Collect the shares of a step without backup workers.
+
+        When all have arrived, all of them are answered.
+        """
         if header.step != self.shard.updates or self.shard.is_complete:
             raise InvalidMessage(
                 f"a gradient of {'an earlier' if header.step <= self.shard.updates else 'a later'} "
@@ -165,37 +192,39 @@ class RequestHandler:
         if push.sender != header.sender or header.slot in push.vectors:
             raise InvalidMessage("a gradient that came before")
         push.add_vector(connection, header, marks, vector)
-        there = [each for each in self.pending_pushes.values() if self._is_complete(each)]
-        if len(there) < header.shares:
+        complete = [each for each in self.pending_pushes.values() if self._is_complete(each)]
+        if len(complete) < header.shares:
             return
-        told = self._sum_numbers()
-        square = self.shard.add_shares(
+        sums = self._sum_numbers()
+        squared_norm = self.shard.add_shares(
             [self.pending_pushes[share].vectors for share in sorted(self.pending_pushes)]
         )
         for each in self.pending_pushes.values():
-            each.vectors.clear()  # what came is let go of
-            for asking, asked in each.list_requests():
+            each.vectors.clear()  # free the memory
+            for waiting_connection, waiting_header in each.list_requests():
                 self.listener.send_answer(
-                    asking,
-                    asked.make_answer(
-                        MessageType.DONE, numbers=(*told[:4], square), version=self.shard.updates
+                    waiting_connection,
+                    waiting_header.make_answer(
+                        MessageType.DONE,
+                        numbers=(*sums[:4], squared_norm),
+                        version=self.shard.updates,
                     ),
                 )
 
     def _apply_push(self, connection: bytes, header: Header, marks: bytes, vector: Tensor) -> None:
-        """At once, when all vectors of a ticket are there."""
+        """Apply a ticket when all its vectors have arrived."""
         push = self._add_to_push(connection, header, marks, vector)
         if self._is_complete(push):
             del self.pending_pushes[header.step]
             self._mark_applied({header.step: push})
-            counted, workers, _, samples, *_ = header.numbers
+            weight, workers, _, samples, *_ = header.numbers
             self.shard.apply_share(
-                push.vectors, header.version, int(samples), workers, has_weight=counted > 0
+                push.vectors, header.version, int(samples), workers, has_weight=weight > 0
             )
             self._send_outcome(push.list_requests(), APPLIED)
 
     def _sum_numbers(self) -> list[float]:
-        """Of what was said of the shares of a step."""
+        """Return the sums of the numbers of all pending shares."""
         return [
             sum(numbers)
             for numbers in zip(
@@ -207,8 +236,10 @@ class RequestHandler:
     def _add_to_push(
         self, connection: bytes, header: Header, marks: bytes, vector: Tensor
     ) -> PendingPush:
-        """What came of a ticket until now. It is the last one's who brought it; who brought all
-        of it before, and was late or is gone, waits with it.
+        """Add a vector to the pending push of a ticket.
+
+        The push belongs to its last sender. If an earlier sender had pushed all of it, its requests
+        keep waiting for the answer.
         """
         push = self.pending_pushes.get(header.step)
         if push is None or push.sender != header.sender:
@@ -222,7 +253,7 @@ class RequestHandler:
         return len(push.vectors) == len(self.shard.slots)
 
     def _mark_applied(self, pushes: dict[int, PendingPush]) -> None:
-        """These tickets are about to be applied, in one update."""
+        """Record tickets that are about to be applied in one update."""
         if self.shard.snapshots is not None:
             self.shard.snapshots.record_tickets(
                 self.shard, [(ticket, int(each.numbers[3])) for ticket, each in pushes.items()]
@@ -233,33 +264,35 @@ class RequestHandler:
     def _collect_first_shares(
         self, connection: bytes, header: Header, marks: bytes, vector: Tensor
     ) -> None:
-        """With backup workers: the first shares of those parameters make a step; who is late is
-        told so.
+        """Collect shares with backup workers.
+
+        The first shares of the current parameters make a step. Late shares get the outcome LATE.
         """
         if header.version != self.shard.updates:
             self._send_outcome([(connection, header)], LATE)
             return
         self._add_to_push(connection, header, marks, vector)
-        whole = [each for each in self.pending_pushes.values() if self._is_complete(each)]
-        first = whole[: max(1, header.shares)]
+        complete = [each for each in self.pending_pushes.values() if self._is_complete(each)]
+        first = complete[: max(1, header.shares)]
         if len(first) < header.shares:
             return
         others = [
-            asking
+            request
             for each in self.pending_pushes.values()
             if each not in first
-            for asking in each.list_requests()
+            for request in each.list_requests()
         ]
         tickets = [ticket for ticket, each in self.pending_pushes.items() if each in first]
         self.pending_pushes = dict(zip(tickets, first, strict=True))
         self._mark_applied(self.pending_pushes)
-        told = self._sum_numbers()
-        square = self.shard.add_shares([each.vectors for each in first])
-        if told[0]:  # something in it counts
+        sums = self._sum_numbers()
+        squared_norm = self.shard.add_shares([each.vectors for each in first])
+        if sums[0]:  # some sample in it counts
             self.shard.divide_gradients(
-                told[0], compute_clip_factor(math.sqrt(square) / told[0], self.shard.clip_norm)
+                sums[0],
+                compute_clip_factor(math.sqrt(squared_norm) / sums[0], self.shard.clip_norm),
             )
-            self.shard.make_update(1.0, int(told[3]))
+            self.shard.make_update(1.0, int(sums[3]))
         self.pending_pushes = {}
         self.shard.is_complete = False
         for each in first:
@@ -268,9 +301,11 @@ class RequestHandler:
         self._send_outcome(others, LATE)
 
     def _handle_update(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        """Of a synchronous step, by the first who says so; all are told the parameters: where
-        they travel together, by each server to another one first (share), so that no worker's
-        link rests while all fill that of one.
+        """Make the update of a synchronous step at the first request; send the parameters.
+
+        If the parameters travel, the answers are sent together when all workers have asked. Each
+        server begins with another worker (share), so that no link is idle while all servers fill
+        the link of one worker.
         """
         if header.step == self.shard.updates and self.shard.is_complete:
             self._make_update(*header.numbers[:2])
@@ -279,7 +314,7 @@ class RequestHandler:
                 f"an update of {'an earlier' if header.step < self.shard.updates else 'a later'} "
                 f"step"
             )
-        # or somebody brings a question again
+        # A shared vector is answered at once, and so is a request that is sent again.
         if header.is_shared or (header.sender, header.slot) not in self.expected_pulls:
             self._send_vector(connection, header, self.shard.values, self.shard.shared_buffer)
         else:
@@ -292,7 +327,7 @@ class RequestHandler:
                 self._send_vector(*each, self.shard.values, self.shard.shared_buffer)
 
     def _make_update(self, divisor: float, factor: float) -> None:
-        """The synchronous step of which all is there. Raises Unfit."""
+        """Make the update of a complete synchronous step. Raises InvalidMessage."""
         if not 0 < divisor < math.inf or not 0 < factor <= 1:
             raise InvalidMessage("a divisor or a factor that cannot be")
         if self.is_snapshot_due:
@@ -321,7 +356,10 @@ class RequestHandler:
             self.shard.snapshots.try_save_snapshot(self.shard)
 
     def _handle_buffers(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        """Before the gradients of the first share, or when a worker begins."""
+        """Store changed buffers, or answer with all of them.
+
+        They come before the gradients of the first share. A worker asks for them when it begins.
+        """
         if not rest:
             self.listener.send_answer(
                 connection,
@@ -332,41 +370,46 @@ class RequestHandler:
         if header.step != self.shard.updates or self.shard.is_complete:
             raise InvalidMessage("what forwards change, of another step")
         try:
-            # in a step that was forgotten they may have, too
+            # merged, because a forgotten step may have changed buffers too
             self.shard.changed_buffers |= deserialize_tensors(rest[0].bytes)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
             raise InvalidMessage("what forwards change, and cannot be read") from error
         self.listener.send_answer(connection, header.make_answer(MessageType.DONE))
 
     def _handle_forget(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        """Once all have said so: until then somebody may look at it."""
+        """Forget the sum of a step after all workers have asked for it.
+
+        Until then a worker may read it.
+        """
         if header.step != self.shard.updates or not self.shard.is_complete:
             raise InvalidMessage("no step that is there is to be forgotten")
         self.forget_requests[header.sender] = connection, header
         if len(self.forget_requests) == self.shard.strategy.share_count:
             self.shard.is_complete = False
             self.pending_pushes = {}
-            for asking, asked in self.forget_requests.values():
-                self.listener.send_answer(asking, asked.make_answer(MessageType.DONE))
+            for waiting_connection, waiting_header in self.forget_requests.values():
+                self.listener.send_answer(
+                    waiting_connection, waiting_header.make_answer(MessageType.DONE)
+                )
             self.forget_requests.clear()
 
-    # ---- workers are gone, and begin again ---------------------------------------------------
+    # ---- restart of workers ------------------------------------------------------------------
     def _handle_halt(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        """What they sent and nobody has looked at yet is of another training from here on."""
+        """Begin a new training number. Unread requests of the old one are refused."""
         self.job = header.version
         self.reader.forget_regions()
-        said = {
+        counts = {
             "updates": self.shard.updates,
             "complete": self.shard.is_complete,
             **self.shard.last_step,
         }
         self.listener.send_answer(
-            connection, header.make_answer(MessageType.GIVEN), json.dumps(said).encode()
+            connection, header.make_answer(MessageType.GIVEN), json.dumps(counts).encode()
         )
 
     def _handle_resume(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         finish, divisor, factor = header.numbers[:3]
-        if finish and self.shard.is_complete:  # another server has made it
+        if finish and self.shard.is_complete:  # another server has made this update
             self._make_update(divisor, factor)
         self.shard.is_complete = False
         self.shard.changed_buffers = {}
@@ -377,17 +420,22 @@ class RequestHandler:
         )
 
     def _handle_reminder(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        """Over one connection all comes in its order: what does not wait here has its answer,
-        or was lost with another one.
+        """Answer whether a request has arrived.
+
+        Messages of one connection arrive in order. So a request that does not wait here was
+        answered, or was lost with another connection.
         """
         waiting = [
             *self.waiting_pulls,
             *self.forget_requests.values(),
             *(each for push in self.pending_pushes.values() for each in push.list_requests()),
         ]
-        there = (connection, header.call) in ((asking, asked.call) for asking, asked in waiting)
+        is_waiting = (connection, header.call) in (
+            (waiting_connection, waiting_header.call)
+            for waiting_connection, waiting_header in waiting
+        )
         self.listener.send_answer(
-            connection, header.make_answer(MessageType.WAIT if there else MessageType.MISSED)
+            connection, header.make_answer(MessageType.WAIT if is_waiting else MessageType.MISSED)
         )
 
     # ---- answers -----------------------------------------------------------------------------
@@ -400,16 +448,18 @@ class RequestHandler:
         marks: bytes = b"",
         **fields: Any,
     ) -> None:
-        """One of the vectors; a copy, where the next update may come while it is read. shelf:
-        otherwise, on which they are.
+        """Send a vector.
+
+        Without `shared_buffer` a copy is sent, because the next update may come while it is read.
+        Otherwise the vector is in that buffer.
         """
         if header.slot >= len(self.shard.slots):
             raise InvalidMessage("it is for a vector that is not here")
-        if header.slot >= len(vectors):  # of what has no gradients
+        if header.slot >= len(vectors):  # its values have no gradients
             raise InvalidMessage("it is for a vector that has none")
         slot, vector = self.shard.slots[header.slot], vectors[header.slot]
         self.shard.sent_bytes += vector.nbytes
-        said = header.make_answer(
+        answer = header.make_answer(
             MessageType.VALUES,
             dtype=slot.dtype,
             elements=slot.elements,
@@ -419,56 +469,57 @@ class RequestHandler:
         )
         self.listener.send_answer(
             connection,
-            said,
+            answer,
             marks,
             view_bytes(vector.clone())
             if shared_buffer is None
-            else shared_buffer.make_frame(header.slot, said.is_shared),
+            else shared_buffer.make_frame(header.slot, answer.is_shared),
         )
 
     def _handle_probe(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        """Whether this process can read where the asker's vectors lie, and where one of its own
-        does.
+        """Answer whether this process can read a vector of the sender.
+
+        The answer also has the location of a vector of this process.
         """
-        reads = bool(rest) and not self.reader.find_obstacle(rest[-1].buffer)
-        shelf = self.shard.shared_buffer
+        can_read = bool(rest) and not self.reader.find_obstacle(rest[-1].buffer)
+        shared_buffer = self.shard.shared_buffer
         self.listener.send_answer(
             connection,
-            header.make_answer(MessageType.DONE, numbers=(float(reads),)),
-            shelf.obstacle.encode(),
-            shelf.get_location(0),
+            header.make_answer(MessageType.DONE, numbers=(float(can_read),)),
+            shared_buffer.obstacle.encode(),
+            shared_buffer.get_location(0),
         )
 
     def _handle_pull(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        own = self.shard.snapshots is None  # otherwise the office keeps the bound
+        enforces_bound = self.shard.snapshots is None  # otherwise the work queue enforces the bound
         self._send_values(
             self.staleness_bound.add_pull(connection, header, not header.numbers[1])
-            if own
+            if enforces_bound
             else [(connection, header)]
         )
 
     def _send_values(self, ready: Iterable[ClientRequest]) -> None:
-        for whose, header in ready:
+        for connection, header in ready:
             with (
                 use_optimizer_eval_mode(self.shard.optimizer, self.shard.local_parameters)
                 if header.numbers[0]
                 else nullcontext()
             ):
-                self._send_vector(whose, header, self.shard.values)
+                self._send_vector(connection, header, self.shard.values)
 
     def _handle_exclude(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
         self._send_values(self.staleness_bound.exclude_sender(header.sender))
         self.listener.send_answer(connection, header.make_answer(MessageType.DONE))
 
     def _handle_gradients(self, connection: bytes, header: Header, rest: Sequence[Any]) -> None:
-        marked = iter(self.shard.gradient_flags)
-        every = [bytes(next(marked) for _ in slot.ranges) for slot in self.shard.trained_slots]
-        own = every[header.slot] if header.slot < len(every) else b""
+        flags = iter(self.shard.gradient_flags)
+        marks = [bytes(next(flags) for _ in slot.ranges) for slot in self.shard.trained_slots]
+        own_marks = marks[header.slot] if header.slot < len(marks) else b""
         self._send_vector(
             connection,
             header,
             self.shard.gradients,
-            marks=own,
+            marks=own_marks,
             numbers=(float(self.shard.is_complete),),
         )
 

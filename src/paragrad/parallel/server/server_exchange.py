@@ -1,4 +1,4 @@
-"""The exchange of a server of `server(n, servers=m)`, which answers."""
+"""The exchange of a server of `server(n, servers=m)`. It answers requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,24 @@ from paragrad.strategies.server import Server
 
 
 class ServerExchange(NoExchange):
-    """A server's, which has no steps."""
+    """The exchange of a server, which makes no steps of its own.
+
+    Args:
+        strategy: The resolved strategy.
+        replica: What this rank holds of the training.
+        world: The world of workers and servers, or the world of this process alone.
+        log: The step log.
+        endpoints: Where workers and servers are, if workers can come and go; otherwise None.
+
+    Attributes:
+        log: The step log.
+        seconds: Maximum time without any worker, or None.
+        server_number: Number of the server.
+        dismissals: Number of END requests after which the server ends.
+        listener: The socket of the server.
+        shard: The slice of the parameters.
+        request_handler: Handles the requests.
+    """
 
     def __init__(
         self,
@@ -34,17 +51,19 @@ class ServerExchange(NoExchange):
         keys = KeyPair.generate_pair()
         model = replica.module.model
         self.seconds = None if endpoints else world.timeout
-        cut = partition_parameters(strategy, replica.optimizer, model, replica.changed_by_forward)
+        partition = partition_parameters(
+            strategy, replica.optimizer, model, replica.changed_by_forward
+        )
         if endpoints:
             assert endpoints.server is not None
-            # the office's
+            # with these endpoints only the launching process sends END
             self.server_number = endpoints.server
             self.dismissals = 1
             job = endpoints.job
             longest = (
-                cut.longest_bytes
+                partition.longest_bytes
                 if strategy.uses_work_queue
-                else max(cut.longest_bytes, estimate_buffer_bytes(model))
+                else max(partition.longest_bytes, estimate_buffer_bytes(model))
             )
             self.listener = Listener(
                 longest,
@@ -57,13 +76,13 @@ class ServerExchange(NoExchange):
             self.server_number = world.rank - strategy.workers
             self.dismissals = strategy.workers
             self.listener = Listener(
-                cut.longest_bytes, find_own_host(world), keys, seconds=world.timeout
+                partition.longest_bytes, find_own_host(world), keys, seconds=world.timeout
             )
             split_roles(strategy, world)
-            job, told = exchange_endpoints(world, self.listener.address)
-            self.listener.allow_keys(told[: strategy.workers])
+            job, shared = exchange_endpoints(world, self.listener.address)
+            self.listener.allow_keys(shared[: strategy.workers])
             world.barrier()
-        against = (
+        obstacle = (
             "an update may come while they are read"
             if strategy.uses_work_queue
             else (
@@ -73,11 +92,11 @@ class ServerExchange(NoExchange):
         self.shard = ServerShard(
             strategy,
             replica,
-            cut.slots[self.server_number],
-            cut.names,
-            cut.collect_tensors(model),
+            partition.slots[self.server_number],
+            partition.names,
+            partition.collect_tensors(model),
             replica.full_batch,
-            against,
+            obstacle,
         )
         self.request_handler = RequestHandler(self.shard, self.listener, job)
         self.peak_bytes = 2 * self.shard.nbytes

@@ -1,9 +1,8 @@
-"""A server's part of the training: a slice of the parameters and of the optimizer's state, and
-the updates of it.
+"""The part of a server in the training: a slice of parameters and optimizer state, and its updates.
 
-The optimizer is the job's own. Several servers have flat stretches of the parameters, so it has
-to update element by element; one alone has all. The scheduler steps with every full batch of
-samples that came.
+The optimizer is that of the job. Several servers hold flat ranges of the parameters, so the
+optimizer must update element by element. A single server holds all parameters. The scheduler steps
+after every full batch of samples.
 """
 
 from __future__ import annotations
@@ -30,12 +29,17 @@ from paragrad.parallel.server.shared_buffer import SharedBuffer
 from paragrad.parallel.server.snapshot import SnapshotStore
 from paragrad.strategies.server import Server
 
-# of a share, by slot: which stretches have a gradient, and all of them
+# for each slot of a share: the marks of ranges with a gradient, and the vector
 ShareVectors = Mapping[int, tuple[bytes, Tensor]]
 
 
 class AppliedTickets:
-    """Tickets that were applied: all below a number, and some above it."""
+    """A set of applied tickets: all below a number, and some above it.
+
+    Attributes:
+        below: All tickets below this number were applied.
+        above: Applied tickets above it.
+    """
 
     def __init__(self) -> None:
         self.below = 0
@@ -45,6 +49,11 @@ class AppliedTickets:
         return ticket < self.below or ticket in self.above
 
     def add_ticket(self, ticket: int) -> None:
+        """Add a ticket.
+
+        Args:
+            ticket: Number of the ticket.
+        """
         self.above.add(ticket)
         while self.below in self.above:
             self.above.remove(self.below)
@@ -52,9 +61,52 @@ class AppliedTickets:
 
 
 class ServerShard:
-    """One server's. slots: what it has of `tensors`, the parameters that are trained, which
-    have names, and what forwards change;  full: samples of a full batch;  against: why workers
-    are not to read the values where they lie, or "".
+    """The slice of one server.
+
+    Args:
+        strategy: The resolved strategy.
+        replica: What this rank holds of the training.
+        slots: The vectors of the slice.
+        names: Names of the trained parameters.
+        tensors: The tensors to which the slots refer: trained parameters, then values that forward
+            passes change.
+        full_batch: Number of samples of a full batch.
+        obstacle: The reason why workers must not read the values in shared memory, or "".
+
+    Attributes:
+        strategy: The resolved strategy.
+        slots: The vectors of the slice.
+        full_batch: Number of samples of a full batch.
+        optimizer: The optimizer of the job.
+        scheduler: The scheduler of the job, or None.
+        draw_alike: As in Replica.
+        initial_attributes: The attributes of the optimizer at the start.
+        clip_norm: As in Job.
+        trained_slots: The slots of trained parameters. They come first.
+        push_codecs: For each slot, the compression of pushes, or None.
+        ranges: The ranges of trained parameters, over all slots.
+        specs: The spec of each range.
+        shared_buffer: The memory of the values.
+        values: The values of each slot.
+        gradients: The gradients of each trained slot.
+        local_parameters: For each range, the tensor that the optimizer updates.
+        local_gradients: For each range, its gradient.
+        gradient_flags: For each range, whether it had a gradient in the last update.
+        samples: Number of samples in all updates.
+        is_complete: Whether all shares of a step were added, before its update.
+        buffers: Buffers that forward passes changed until now, by name.
+        changed_buffers: Buffers changed in this step. They become valid with its update.
+        last_step: Divisor and factor of the last step, and the numbers of its shares.
+        applied_tickets: The tickets that were applied.
+        received_bytes: Bytes of received vectors.
+        sent_bytes: Bytes of sent vectors.
+        initial_updates: Number of updates at the start.
+        updates: Number of updates.
+        initial_samples: Number of samples at the start.
+        lost_counts: Updates and samples that this server lost when it failed.
+        snapshots: The snapshots of this server, or None.
+        staleness: How many shares came with each staleness.
+        refusals: Counts of refused requests, by reason.
     """
 
     def __init__(
@@ -75,7 +127,7 @@ class ServerShard:
         self.draw_alike = replica.draw_alike
         self.initial_attributes = copy_optimizer_attributes(self.optimizer)
         self.clip_norm = replica.clip_norm
-        self.trained_slots = [slot for slot in slots if not slot.is_added]  # they come first
+        self.trained_slots = [slot for slot in slots if not slot.is_added]
         self.push_codecs = [build_push_codec(strategy, slot) for slot in slots]
         self.ranges = [each for slot in self.trained_slots for each in slot.ranges]
         self.specs = [build_shard_spec(each, names, tensors) for each in self.ranges]
@@ -88,27 +140,22 @@ class ServerShard:
             self._view_ranges(self.values),
             self._view_ranges(self.gradients),
         )
-        # the optimizer keeps what it has, also hooks that know the model
+        # the optimizer keeps its state and its hooks, which may refer to the model
         if strategy.servers == 1:
             self._move_parameters(tensors)
         else:
             parts: dict[Tensor, list[Any]] = {}
-            for stretch, which, place in zip(
+            for element_range, spec, place in zip(
                 self.ranges, self.specs, self.local_parameters, strict=True
             ):
-                parts.setdefault(tensors[stretch.index], []).append((which, place))
+                parts.setdefault(tensors[element_range.index], []).append((spec, place))
             install_shards(self.optimizer, parts)
         set_optimizer_mode(self.optimizer, "train")
-        self.gradient_flags = [False] * len(
-            self.local_parameters
-        )  # had a gradient in the last update
+        self.gradient_flags = [False] * len(self.local_parameters)
         self.samples = replica.completed_steps * full_batch
-        self.is_complete = False  # all of them were added up
-        # what forwards changed until now, by name, beside the parameters
+        self.is_complete = False
         self.buffers: dict[str, Tensor] = {}
-        # and in this step, which is so once its update is made
         self.changed_buffers: dict[str, Tensor] = {}
-        # how the last step was made, and of what
         self.last_step: dict[str, Any] = {"made": [0.0, 0.0], "shares": []}
         self.applied_tickets = AppliedTickets()
         self.applied_tickets.below = replica.completed_steps * strategy.share_count
@@ -117,14 +164,15 @@ class ServerShard:
         self.initial_updates = replica.completed_steps
         self.updates = self.initial_updates
         self.initial_samples = self.samples
-        self.lost_counts = {"updates": 0, "samples": 0}  # by this server, when it died
+        self.lost_counts = {"updates": 0, "samples": 0}
         self.snapshots: SnapshotStore | None = None
         self.staleness: Counter[int] = Counter()
         self.refusals: Counter[str] = Counter()
 
     def _view_ranges(self, vectors: list[Tensor]) -> list[Tensor]:
-        """Of every stretch that in the vectors, in the parameter's shape where it is all of
-        one.
+        """Return a view of each range in the vectors.
+
+        If the range is a whole parameter, the view has its shape.
         """
         flat = [
             each
@@ -132,33 +180,39 @@ class ServerShard:
             for each in slot.split_vector(vector)
         ]
         return [
-            each if which.where is not None else each.view(which.shape)
-            for each, which in zip(flat, self.specs, strict=True)
+            each if spec.where is not None else each.view(spec.shape)
+            for each, spec in zip(flat, self.specs, strict=True)
         ]
 
     def _move_parameters(self, parameters: list[Tensor]) -> None:
-        """The model's own parameters are the places in the vectors."""
-        for number, stretch in enumerate(self.ranges):
-            parameters[stretch.index].data = self.local_parameters[number]
-            self.local_parameters[number] = parameters[stretch.index]
+        """Move the parameters of the model into the vectors."""
+        for number, element_range in enumerate(self.ranges):
+            parameters[element_range.index].data = self.local_parameters[number]
+            self.local_parameters[number] = parameters[element_range.index]
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes of all vectors."""
         return sum(slot.nbytes for slot in self.slots)
 
     def add_shares(self, shares: Sequence[ShareVectors]) -> float:
-        """The gradients of a step, in this order; the square of the norm of their sum, where
-        something is clipped by it.
+        """Add the gradients of a step, in the order of the shares.
+
+        Args:
+            shares: For each share, its vectors and marks by slot.
+
+        Returns:
+            The squared norm of the sum, or 0 if there is no clipping.
         """
         square = 0.0
-        anyone = []
+        gradient_flags = []
         for number, total in enumerate(self.gradients):
             first, *others = [each[number] for each in shares]
-            so_far = first[1]
+            partial_sum = first[1]
             for _, vector in others:
-                so_far = torch.add(so_far, vector, out=total)
+                partial_sum = torch.add(partial_sum, vector, out=total)
             if not others:
-                total.copy_(so_far)
+                total.copy_(partial_sum)
             if self.clip_norm is not None and total.numel():
                 square += (
                     float(
@@ -166,11 +220,10 @@ class ServerShard:
                     )
                     ** 2
                 )
-            anyone += [
-                any(found)
-                for found in zip(*(marked for marked, _ in (first, *others)), strict=True)
+            gradient_flags += [
+                any(flags) for flags in zip(*(marks for marks, _ in (first, *others)), strict=True)
             ]
-        # what forwards changed: the mean over the shares
+        # the mean over the shares of the values that forward passes changed
         for number in range(len(self.trained_slots), len(self.slots)):
             vectors = [each[number][1] for each in shares]
             change: Any = sum(
@@ -182,7 +235,7 @@ class ServerShard:
                 self.values[number].add_(
                     torch.div(change, len(shares)).to(self.values[number].dtype)
                 )
-        self.gradient_flags = anyone
+        self.gradient_flags = gradient_flags
         self.is_complete = True
         return square
 
@@ -194,8 +247,14 @@ class ServerShard:
         workers: float = 0,
         has_weight: bool = True,
     ) -> None:
-        """An update by one share, of parameters of that version. workers: that were there;
-        counts: something in it does.
+        """Make an update with one share.
+
+        Args:
+            vectors: Its vectors and marks by slot.
+            version: Number of updates made when the worker pulled.
+            samples: Number of samples in the share.
+            workers: Number of workers at that time.
+            has_weight: Whether any sample in it counts.
         """
         self.add_shares([vectors])
         self.is_complete, late = False, max(0, self.updates - version)
@@ -207,28 +266,39 @@ class ServerShard:
 
     # ---- updates -----------------------------------------------------------------------------
     def divide_gradients(self, divisor: float, factor: float) -> None:
-        """The sum of gradients becomes their mean, clipped."""
+        """Turn the sum of gradients into their clipped mean.
+
+        Args:
+            divisor: The weight of the samples.
+            factor: The factor of clipping.
+        """
         for gradient in self.gradients:
             gradient.div_(divisor)
             if factor != 1:
                 gradient.mul_(factor)
 
     def make_update(self, rate: float, samples: int) -> None:
-        """An update. rate: what the learning rate is multiplied by;  samples: that are in it.
-        Raises StepFailed.
+        """Make an update.
+
+        Args:
+            rate: Factor of the learning rate.
+            samples: Number of samples in the update.
+
+        Raises:
+            StepFailed: The optimizer or the scheduler failed.
         """
-        under_way = self.updates
+        update_number = self.updates
         try:
             self._run_update(rate, samples)
         except Exception as error:
-            # a server's rank makes no steps of its own
-            raise StepFailed.wrap_error(error, under_way) from error
+            # the rank of a server makes no steps, so the number of the update takes its place
+            raise StepFailed.wrap_error(error, update_number) from error
 
     def _run_update(self, rate: float, samples: int) -> None:
-        for place, gradient, there in zip(
+        for place, gradient, has_gradient in zip(
             self.local_parameters, self.local_gradients, self.gradient_flags, strict=True
         ):
-            place.grad = gradient if there else None
+            place.grad = gradient if has_gradient else None
         with self._scale_rate(rate):
             self.draw_alike("update", self.updates, lambda: step_with_fast_kernels(self.optimizer))
         self.buffers |= self.changed_buffers
@@ -242,15 +312,16 @@ class ServerShard:
 
     @contextmanager
     def _scale_rate(self, rate: float) -> Iterator[None]:
-        before = [group["lr"] for group in self.optimizer.param_groups]
+        """Multiply the learning rates during the context."""
+        original_rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups if rate != 1 else ():
             group["lr"] = group["lr"] * rate
         yield
-        for group, lr in zip(self.optimizer.param_groups, before, strict=True):
+        for group, lr in zip(self.optimizer.param_groups, original_rates, strict=True):
             group["lr"] = lr
 
     def summarize_counts(self) -> dict[str, Any]:
-        """What the record is to say of it."""
+        """Return the counts of this server for the record."""
         return {
             "parameters": self.nbytes,
             "received": self.received_bytes,
@@ -263,30 +334,38 @@ class ServerShard:
         }
 
     def export_optimizer_state(self) -> tuple[str, Tensor]:
-        """The optimizer's: as JSON [stretch, what, number] or [stretch, what, type, shape], and
-        the bytes in their order. Raises TypeError for what is neither, or is no parameter's.
+        """Return the state of the optimizer.
+
+        Returns:
+            A description as JSON, and the bytes of the tensors in the same order. Entries are
+            [range, name, number] or [range, name, dtype, shape].
+
+        Raises:
+            TypeError: The state has other values, or values that belong to no parameter.
         """
-        if own := list_unsaved_state(self.optimizer, self.initial_attributes):
+        if keys := list_unsaved_state(self.optimizer, self.initial_attributes):
             raise TypeError(
-                f"{type(self.optimizer).__name__} keeps {', '.join(own)} beside the states of its "
+                f"{type(self.optimizer).__name__} keeps {', '.join(keys)} beside the states of its "
                 f"parameters"
             )
-        said: list[list[Any]] = []
+        description: list[list[Any]] = []
         parts: list[Tensor] = []
         for number, place in enumerate(self.local_parameters):
             for what, value in self.optimizer.state.get(place, {}).items():
                 if isinstance(value, Tensor):
-                    said.append(
+                    description.append(
                         [number, what, str(value.dtype).removeprefix("torch."), list(value.shape)]
                     )
                     parts.append(value.detach().reshape(-1).contiguous().view(torch.uint8))
                 else:
-                    said.append([number, what, value])
-        return json.dumps(said), torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+                    description.append([number, what, value])
+        return json.dumps(description), torch.cat(parts) if parts else torch.empty(
+            0, dtype=torch.uint8
+        )
 
-    # ---- started again -----------------------------------------------------------------------
+    # ---- restart -----------------------------------------------------------------------------
     def export_counts(self) -> dict[str, Any]:
-        """Where it stands, for a snapshot."""
+        """Return the counts of this server for a snapshot."""
         return {
             "updates": self.updates,
             "samples": self.samples,
@@ -302,7 +381,11 @@ class ServerShard:
         }
 
     def restore_counts(self, counts: dict[str, Any]) -> None:
-        """Stand where a snapshot says."""
+        """Set the counts from a snapshot.
+
+        Args:
+            counts: The exported counts.
+        """
         self.updates = counts["updates"]
         self.samples = counts["samples"]
         self.received_bytes = counts["received"]
@@ -316,7 +399,12 @@ class ServerShard:
         self.refusals = Counter(counts["refused"])
 
     def lose_ticket(self, ticket: int, samples: int) -> None:
-        """A ticket that was applied, and whose update is gone."""
+        """Count a ticket as applied, though its update is lost.
+
+        Args:
+            ticket: Number of the ticket.
+            samples: Number of its samples.
+        """
         if ticket not in self.applied_tickets:
             self.applied_tickets.add_ticket(ticket)
             self.lost_counts = {

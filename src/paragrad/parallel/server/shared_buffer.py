@@ -1,11 +1,12 @@
-"""Vectors that do not travel: a message says where they lie, and who reads it reads them there.
+"""Vectors in shared memory: a message has their location, and the receiver reads them there.
 
-On one host a gradient is written once, by its worker, and read where it is, by its server, and
-parameters the other way round; a socket copies every byte twice each way. They lie in memory
-without a name (`region.py`), which the kernel opens to processes of the same user. A worker
-leaves a vector as it is until it is answered; a server its parameters until the next update,
-for which it needs everybody who may be reading them. Where that is not so (who waits for
-nobody), a copy travels.
+On one host, a worker writes a gradient once and the server reads it in place; parameters go the
+other way in the same manner. A socket would copy every byte twice each way. The vectors are in
+anonymous memory (`shm/region.py`), which the kernel opens to processes of the same user.
+
+A worker does not change a vector until its push is answered. A server does not change its
+parameters until the next update, and the update needs all workers that may be reading them. If
+workers do not wait for each other, this does not hold, and a copy is sent.
 """
 
 from __future__ import annotations
@@ -28,8 +29,18 @@ from paragrad.shm.region import (
 
 
 class SharedBuffer:
-    """Vectors of this process, of these types and lengths. against: why others are not to read
-    them, or "";  then `lies` tells whether they can, and `against` why not.
+    """Vectors of this process, in shared memory if possible.
+
+    Args:
+        wanted: (dtype, number of elements) of each vector.
+        obstacle: The reason why other processes must not read them, or "".
+
+    Attributes:
+        offsets: Offset of each vector in the region, in bytes.
+        obstacle: The reason why other processes cannot read the vectors, or "".
+        region: The shared region, or None.
+        is_shared: Whether other processes can read the vectors.
+        vectors: The vectors.
     """
 
     def __init__(self, wanted: Sequence[tuple[torch.dtype, int]], obstacle: str = "") -> None:
@@ -45,8 +56,8 @@ class SharedBuffer:
                 self.obstacle = str(error)
         self.is_shared = self.region is not None
         self.vectors = [
-            self._make_vector(begin, *each)
-            for begin, each in zip(self.offsets, wanted, strict=True)
+            self._make_vector(offset, *each)
+            for offset, each in zip(self.offsets, wanted, strict=True)
         ]
 
     def _make_vector(self, offset: int, dtype: torch.dtype, elements: int) -> Tensor:
@@ -55,29 +66,53 @@ class SharedBuffer:
         return torch.frombuffer(self.region.map, dtype=dtype, count=elements, offset=offset)
 
     def get_location(self, number: int) -> bytes:
-        """Where others find one of them; nothing where they do not."""
+        """Return the location of a vector for other processes; empty if it is not shared.
+
+        Args:
+            number: Number of the vector.
+        """
         return (
             b"" if self.region is None else f"{self.offsets[number]} {self.region.address}".encode()
         )
 
     def make_frame(self, number: int, is_shared: bool) -> Any:
-        """The last frame of a message that brings one of them."""
+        """Make the last frame of a message with a vector.
+
+        Args:
+            number: Number of the vector.
+            is_shared: Whether the frame has the location instead of the bytes.
+        """
         return self.get_location(number) if is_shared else view_bytes(self.vectors[number])
 
     def close(self) -> None:
-        """Nobody opens it any more."""
+        """Close the region; no other process can open it after this."""
         if self.region is not None:
             self.region.close_descriptor()
 
 
 class BufferReader:
-    """What others send, wherever it lies. most: so many others are remembered."""
+    """Reads vectors of other processes, from messages or from shared memory.
+
+    Args:
+        capacity: Number of regions that stay open.
+
+    Attributes:
+        open_region: Opens a region, with a cache.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.open_region = lru_cache(capacity)(open_region)
 
     def read_vector(self, header: Header, frame: Any) -> Tensor:
-        """Raises Unfit."""
+        """Return the vector of a message.
+
+        Args:
+            header: The header of the message.
+            frame: Its last frame.
+
+        Raises:
+            InvalidMessage: The vector cannot be read, or has another length.
+        """
         return view_vector(
             header,
             self.view_location(frame, header.elements * header.dtype.itemsize)
@@ -86,22 +121,34 @@ class BufferReader:
         )
 
     def view_location(self, location: Any, size: int) -> memoryview:
-        """So many bytes of another process's shelf. Raises Unfit."""
+        """Return bytes in the shared memory of another process.
+
+        Args:
+            location: The location.
+            size: Number of bytes.
+
+        Raises:
+            InvalidMessage: They cannot be read.
+        """
         try:
-            begin, address = bytes(location).decode().split(" ", 1)
-            start = int(begin)
-            # what is written here is not written there
-            whole = memoryview(self.open_region(address, private=True).map)
+            offset, address = bytes(location).decode().split(" ", 1)
+            start = int(offset)
+            # a private mapping: what this process writes does not reach the other one
+            region = memoryview(self.open_region(address, private=True).map)
         except (ValueError, RuntimeError) as error:
             raise InvalidMessage(
                 "it lies where it cannot be read", f"it lies where it cannot be read: {error}"
             ) from error
-        if not TOKEN_BYTES <= start <= len(whole) - size:
+        if not TOKEN_BYTES <= start <= len(region) - size:
             raise InvalidMessage("it lies beyond the end of what can be read")
-        return whole[start : start + size]
+        return region[start : start + size]
 
     def find_obstacle(self, location: Any) -> str:
-        """Why nothing can be read there, or ""."""
+        """Return the reason why a location cannot be read, or "".
+
+        Args:
+            location: The location.
+        """
         try:
             self.view_location(location, 0)
         except InvalidMessage as error:
@@ -109,5 +156,5 @@ class BufferReader:
         return ""
 
     def forget_regions(self) -> None:
-        """Those others are gone."""
+        """Close all regions, because their processes are gone."""
         self.open_region.cache_clear()

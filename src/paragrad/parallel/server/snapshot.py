@@ -1,14 +1,13 @@
-"""What a server needs to be started again: a snapshot every so many updates, and a journal of
-the tickets applied since.
+"""What a server needs for a restart: a snapshot after a number of updates, and a journal.
 
-    FOLDER/server-N-UPDATES.snapshot    its vectors and the optimizer's state (torch.save, whole
-    or not at all by a rename) FOLDER/server-N.journal             (ticket, samples) of every
-    update since, written before it is made
+    FOLDER/server-N-UPDATES.snapshot    its vectors and the optimizer state (torch.save); a rename
+                                        makes the file appear complete or not at all
+    FOLDER/server-N.journal             (ticket, samples) of every update since the snapshot,
+                                        written before the update is made
 
-Where samples are handed out, what is in the journal and not in the snapshot is lost to this
-server, and counted: its tickets are not applied again. Where all wait for all nothing is in the
-journal: all servers go back to the last step of which all have a snapshot (`common`), and steps
-are made again.
+With a work queue, updates in the journal but not in the snapshot are lost to this server, and
+counted. Their tickets are not applied again. Without one the journal is empty: all servers go back
+to the last step of which all have a snapshot (`find_common_step`), and later steps are made again.
 """
 
 from __future__ import annotations
@@ -24,15 +23,21 @@ from torch import Tensor
 
 from paragrad.engine.optimizer.optimizer_state import copy_optimizer_attributes, select_global_state
 
-UPDATES_PER_SNAPSHOT = 100  # updates
-KEPT_SNAPSHOTS = 2  # snapshots: another server may not have the newest yet
+UPDATES_PER_SNAPSHOT = 100
+KEPT_SNAPSHOTS = 2  # another server may not have saved the latest snapshot yet
 ENTRY_STRUCT = struct.Struct("<qq")
 
 
 class SnapshotSource(Protocol):
-    """What of a server is kept, by the names that it has there. own: what the optimizer holds;
-    counts, recount: where it stands, told and taken over;  lose: a ticket that was applied is
-    lost;  refused: why what was.
+    """The parts of a server that are saved.
+
+    Attributes:
+        values: The vectors of the server.
+        local_parameters: The parameters as the optimizer holds them.
+        optimizer: The optimizer.
+        scheduler: The scheduler, or None.
+        updates: Number of updates made.
+        refusals: Counts of refused requests, by reason.
     """
 
     values: list[Tensor]
@@ -42,24 +47,49 @@ class SnapshotSource(Protocol):
     updates: int
     refusals: Counter[str]
 
-    def export_counts(self) -> dict[str, Any]: ...
+    def export_counts(self) -> dict[str, Any]:
+        """Return the counts of the server."""
+        ...
 
-    def restore_counts(self, counts: dict[str, Any]) -> None: ...
+    def restore_counts(self, counts: dict[str, Any]) -> None:
+        """Set the counts of the server.
 
-    def lose_ticket(self, ticket: int, samples: int) -> None: ...
+        Args:
+            counts: The exported counts.
+        """
+        ...
+
+    def lose_ticket(self, ticket: int, samples: int) -> None:
+        """Count a ticket as applied, though its update is lost.
+
+        Args:
+            ticket: Number of the ticket.
+            samples: Number of its samples.
+        """
+        ...
 
 
 def list_snapshots(folder: Path, number: int) -> dict[int, Path]:
-    """Those of a server, by updates, in their order."""
-    found = {
+    """Return the snapshots of a server, by number of updates, in order.
+
+    Args:
+        folder: The folder.
+        number: Number of the server.
+    """
+    snapshots = {
         int(path.stem.rsplit("-", 1)[1]): path
         for path in folder.glob(f"server-{number}-*.snapshot")
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(snapshots.items()))
 
 
 def find_common_step(folder: Path, servers: int) -> int | None:
-    """The last step of which all servers have a snapshot, if there is one."""
+    """Return the last step of which all servers have a snapshot, or None.
+
+    Args:
+        folder: The folder.
+        servers: Number of servers.
+    """
     return max(
         set.intersection(*(set(list_snapshots(folder, number)) for number in range(servers))),
         default=None,
@@ -67,7 +97,18 @@ def find_common_step(folder: Path, servers: int) -> int | None:
 
 
 class SnapshotStore:
-    """Of one server, in a folder."""
+    """The snapshots and the journal of one server.
+
+    Args:
+        folder: The folder.
+        number: Number of the server.
+
+    Attributes:
+        folder: The folder.
+        number: Number of the server.
+        journal: File descriptor of the journal.
+        entries: Number of entries in the journal.
+    """
 
     def __init__(self, folder: Path, number: int) -> None:
         self.folder = folder
@@ -76,20 +117,34 @@ class SnapshotStore:
         self.entries = 0
 
     def record_tickets(self, shard: SnapshotSource, tickets: list[tuple[int, int]]) -> None:
-        """Tickets, with their samples, are about to be applied, in one update."""
+        """Write tickets to the journal before they are applied in one update.
+
+        Args:
+            shard: The server.
+            tickets: (ticket, samples) of each.
+        """
         if self.entries + len(tickets) > UPDATES_PER_SNAPSHOT:
             self.save_snapshot(shard)
         os.write(self.journal, b"".join(ENTRY_STRUCT.pack(*each) for each in tickets))
         self.entries += len(tickets)
 
     def save_snapshot(self, shard: SnapshotSource) -> None:
+        """Save a snapshot, remove older ones, and clear the journal.
+
+        Args:
+            shard: The server.
+
+        Raises:
+            OSError: The file cannot be written.
+            RuntimeError: torch reports that the file cannot be written.
+        """
         path = self.folder / f"server-{self.number}-{shard.updates:08}.snapshot"
         partial = path.with_suffix(".partial")
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in shard.optimizer.param_groups
         ]
-        kept = {
+        contents = {
             "values": shard.values,
             "state": [
                 dict(shard.optimizer.state.get(place, {})) for place in shard.local_parameters
@@ -103,8 +158,8 @@ class SnapshotStore:
             ),
         }
         try:
-            torch.save(kept, partial)
-        except BaseException:  # a full disk, say
+            torch.save(contents, partial)
+        except BaseException:  # for example, a full disk
             partial.unlink(missing_ok=True)
             raise
         partial.rename(path)
@@ -115,41 +170,53 @@ class SnapshotStore:
         self.entries = 0
 
     def try_save_snapshot(self, shard: SnapshotSource) -> None:
-        """Where nothing is lost without it: more steps would be made again."""
+        """Save a snapshot, or count the failure.
+
+        Nothing is lost without it; only more steps would be made again after a restart.
+
+        Args:
+            shard: The server.
+        """
         try:
             self.save_snapshot(shard)
-        except (OSError, RuntimeError):  # a full disk, as torch says it
+        except (OSError, RuntimeError):  # torch reports a full disk as a RuntimeError
             shard.refusals["a snapshot, for which there was no room"] += 1
 
     def restore_shard(self, shard: SnapshotSource, step: int | None = None) -> None:
-        """As it was at the last snapshot, if there is one, or at that of a step; what was
-        applied since is lost.
+        """Restore a server from its last snapshot, if there is one.
+
+        Updates since then are lost.
+
+        Args:
+            shard: The server.
+            step: Use no snapshot after this step; later ones are removed. None: use the last one.
         """
         for updates, later in list_snapshots(self.folder, self.number).items():
             if step is not None and updates > step:
                 later.unlink()
         for path in [*list_snapshots(self.folder, self.number).values()][-1:]:
-            # of this training's own folder
-            found = torch.load(path, weights_only=False)
-            for value, kept in zip(shard.values, found["values"], strict=True):
-                value.copy_(kept)
+            # unpickling is safe here: the file is in the folder of this training
+            contents = torch.load(path, weights_only=False)
+            for value, saved in zip(shard.values, contents["values"], strict=True):
+                value.copy_(saved)
             shard.optimizer.state.clear()
-            for place, state in zip(shard.local_parameters, found["state"], strict=True):
+            for place, state in zip(shard.local_parameters, contents["state"], strict=True):
                 if state:
                     shard.optimizer.state[place] = state
-            for group, values in zip(shard.optimizer.param_groups, found["groups"], strict=True):
+            for group, values in zip(shard.optimizer.param_groups, contents["groups"], strict=True):
                 group.update(values)
-            beside, own = found["beside"]
-            shard.optimizer.state.update(beside)
-            vars(shard.optimizer).update(own)
+            global_state, attributes = contents["beside"]
+            shard.optimizer.state.update(global_state)
+            vars(shard.optimizer).update(attributes)
             if shard.scheduler is not None:
-                shard.scheduler.load_state_dict(found["scheduler"])
-            shard.restore_counts(found["counts"])
+                shard.scheduler.load_state_dict(contents["scheduler"])
+            shard.restore_counts(contents["counts"])
         os.lseek(self.journal, 0, os.SEEK_SET)
-        written = os.read(self.journal, ENTRY_STRUCT.size * (UPDATES_PER_SNAPSHOT + 1024))
-        for start in range(0, len(written) - ENTRY_STRUCT.size + 1, ENTRY_STRUCT.size):
-            shard.lose_ticket(*ENTRY_STRUCT.unpack_from(written, start))
+        journal = os.read(self.journal, ENTRY_STRUCT.size * (UPDATES_PER_SNAPSHOT + 1024))
+        for start in range(0, len(journal) - ENTRY_STRUCT.size + 1, ENTRY_STRUCT.size):
+            shard.lose_ticket(*ENTRY_STRUCT.unpack_from(journal, start))
         self.save_snapshot(shard)
 
     def close(self) -> None:
+        """Close the journal."""
         os.close(self.journal)

@@ -1,9 +1,11 @@
-"""Sockets of servers, and what those of workers have in common with them (ZeroMQ).
+"""Sockets of servers, and what they share with sockets of workers (ZeroMQ).
 
-On one host they lie in a folder that only their owner may enter. Between hosts they are TCP and
-encrypted (CurveZMQ): every process makes a pair of keys for itself, public ones alone travel,
-and a server lets in only those whose keys it was told. One in a folder may have an entrance
-beside, for those who join from elsewhere: they are known by their keys, and may ask for less.
+On one host the sockets are in a folder that only their owner may enter. Between hosts they use TCP
+and encryption (CurveZMQ). Every process makes its own pair of keys and sends only the public one. A
+server accepts only keys that it received before.
+
+A server in a folder may also have an endpoint for processes that join from other hosts. They are
+known by their keys, and may send fewer types of requests.
 """
 
 from __future__ import annotations
@@ -38,26 +40,26 @@ from paragrad.parallel.server.message_header import (
 from paragrad.runtime.launcher_env import detect_launch, find_rendezvous_address
 from paragrad.runtime.world import World
 
-# bytes that a part of a message may have beside the largest vector: texts
+# bytes that a frame may have in addition to the longest vector, for texts
 TEXT_BYTES = 2**20
-MESSAGE_LIMIT = 64  # messages of one peer that are kept until they are looked at
-LINGER_MILLISECONDS = 2000  # milliseconds for what was sent last to be gone
-# milliseconds after which a silent connection over TCP is asked whether it is there
+MESSAGE_LIMIT = 64  # messages of one peer that wait until they are read
+LINGER_MILLISECONDS = 2000  # time for the last messages to leave
+# time after which a silent TCP connection gets a heartbeat
 HEARTBEAT_MILLISECONDS = 2000
-# of a connection
+# events of a connection
 ACCEPTED = zmq.EVENT_ACCEPTED
 HANDSHAKE_SUCCEEDED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 DISCONNECTED = zmq.EVENT_DISCONNECTED
 AUTHENTICATION_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
-# seconds in which the port of a process that was killed must be free again
+# time in which the port of a killed process must become free
 BIND_SECONDS = 5.0
-# what begins the name of who asks
+# first byte of the names of connections
 LOCAL_PREFIX = b"\0"
 REMOTE_PREFIX = b"\1"
-KEY_LENGTH = 40  # signs of a public key
-# bytes of a vector that are encrypted, and decrypted, while those before them travel
+KEY_LENGTH = 40  # characters of a public key
+# A piece of a vector is encrypted and decrypted while the one before it travels.
 PIECE_BYTES = 2**18
-# what may be asked from there
+# types of requests that processes from other hosts may send
 REMOTE_TYPES = {
     MessageType.PUSH,
     MessageType.PULL,
@@ -70,22 +72,40 @@ Frames = Sequence[Any]
 
 
 def get_connection_key(connection: bytes) -> bytes | None:
-    """The public key of one who asks from elsewhere, which its connection has proved."""
+    """Return the public key of a connection from another host; CurveZMQ has verified it.
+
+    Args:
+        connection: The name of the connection.
+
+    Returns:
+        The key, or None for a connection without one.
+    """
     return connection[1 : 1 + KEY_LENGTH] if connection[:1] == REMOTE_PREFIX else None
 
 
 def set_socket_options(
     socket: zmq.Socket[bytes], longest: int, is_local: bool, seconds: float = 0.0
 ) -> None:
-    """seconds: that the other side may stand still, where nobody asks again what is lost with a
-    connection. On one host the system tells of a process that ended; one that is stopped keeps
-    its connections.
+    """Set the options of a socket.
+
+    On one host the system reports when a process ends; a stopped process keeps its connections.
+    Between hosts heartbeats replace that report.
+
+    Args:
+        socket: The socket.
+        longest: Maximum bytes of a frame.
+        is_local: Whether the socket is for processes of this host only.
+        seconds: Time for which the other side may be stopped, if requests that are lost with a
+            connection are not sent again.
     """
-    silent = int(min(max(5 * HEARTBEAT_MILLISECONDS, 1000 * seconds), 2**31 - 1))
-    beats = (
+    silence_milliseconds = int(min(max(5 * HEARTBEAT_MILLISECONDS, 1000 * seconds), 2**31 - 1))
+    heartbeats = (
         ()
         if is_local
-        else ((zmq.HEARTBEAT_IVL, HEARTBEAT_MILLISECONDS), (zmq.HEARTBEAT_TIMEOUT, silent))
+        else (
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MILLISECONDS),
+            (zmq.HEARTBEAT_TIMEOUT, silence_milliseconds),
+        )
     )
     for option, value in (
         (zmq.LINGER, LINGER_MILLISECONDS),
@@ -93,16 +113,37 @@ def set_socket_options(
         (zmq.SNDHWM, MESSAGE_LIMIT),
         (zmq.MAXMSGSIZE, longest),
         (zmq.IPV6, 1),
-        *beats,
+        *heartbeats,
     ):
         socket.setsockopt(option, value)
 
 
 class Listener:
-    """Of a server: everybody's questions, one after another. longest: bytes of the longest
-    vector of one;  host: by which others reach this one, None: all are on it;  at: where,
-    otherwise in a folder or at a port of its own;  entrance: beside, for those who join from
-    elsewhere;  seconds: as of `set_options`. Raises StepFailed where that cannot be.
+    """The socket of a server: receives the requests of all workers, one after another.
+
+    Args:
+        longest: Bytes of the longest vector of a worker.
+        host: The address of this host for the others; None if all are on this host.
+        keys: The keys of this process.
+        address: Where to listen; None for a new folder or any free port.
+        join_endpoint: A second endpoint for processes that join from other hosts, or None.
+        seconds: As in `set_socket_options`.
+
+    Attributes:
+        context: The ZeroMQ context.
+        socket: The socket of workers that are ranks of the training.
+        join_socket: The socket of processes from other hosts; the same one if there is no other.
+        sockets: Both sockets; the one that was served last comes last.
+        monitors: Sockets that report connections and disconnections.
+        events: Counts of these events, by monitor.
+        address: Where the server listens.
+        folder: The temporary folder of the socket, or None.
+        authenticator: Checks the keys of connections, or None without encryption.
+        known_connections: The connection on each file descriptor.
+        lost_connections: Connections from other hosts that ended.
+
+    Raises:
+        StepFailed: The server cannot listen at the address.
     """
 
     def __init__(
@@ -120,16 +161,15 @@ class Listener:
         )
         self.folder: str | None = None
         self.authenticator: ThreadAuthenticator | None = None
-        # of all connections there were
         self.monitors = [_monitor_socket(self.socket)]
         self.events = [Counter[int]()]
         if address is not None:
             self.address = address
-            # of one that was killed
+            # the socket of a killed process may still exist
             Path(address.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
             self.socket.bind(address.endpoint)
         elif host is None:
-            # mode 0700; cleared with what this process is of
+            # It has mode 0700. It is removed with the temporary folder of multiprocessing.
             self.folder = tempfile.mkdtemp(dir=get_temp_dir())
             self.address = Address(f"ipc://{Path(self.folder) / 'server'}")
             self.socket.bind(self.address.endpoint)
@@ -138,7 +178,6 @@ class Listener:
             self.address = _bind_encrypted(self.socket, keys, HostPort(host))
         self.sockets = [self.socket]
         self.join_socket = self.socket
-        # who asks over which descriptor;  asked until then
         self.known_connections = dict[int, bytes]()
         self.lost_connections = list[bytes]()
         if join_endpoint is not None:
@@ -150,62 +189,77 @@ class Listener:
         return socket
 
     def _start_authenticator(self, credentials: Any) -> ThreadAuthenticator:
-        door = ThreadAuthenticator(self.context)
-        door.start()
-        door.configure_curve_callback(credentials_provider=credentials)
-        return door
+        authenticator = ThreadAuthenticator(self.context)
+        authenticator.start()
+        authenticator.configure_curve_callback(credentials_provider=credentials)
+        return authenticator
 
     def _open_join_endpoint(self, join_endpoint: JoinEndpoint, keys: KeyPair, longest: int) -> None:
-        """Where it was, or anew."""
-        kept = join_endpoint.read_state()
-        keys, place = kept or (keys, join_endpoint.host_port)
+        """Open the endpoint at its saved place, or at a new one."""
+        saved_state = join_endpoint.read_state()
+        keys, host_port = saved_state or (keys, join_endpoint.host_port)
         self.join_socket, self.authenticator = (
             self._make_socket(longest, is_local=False),
             self._start_authenticator(AllowedKeys(join_endpoint.allowed_folder)),
         )
         self.monitors.append(_monitor_socket(self.join_socket))
         self.events.append(Counter())
-        found = _bind_encrypted(self.join_socket, keys, place)
-        if kept is None:
-            join_endpoint.save_state(keys, parse_host_port("", found.endpoint).port)
+        address = _bind_encrypted(self.join_socket, keys, host_port)
+        if saved_state is None:
+            join_endpoint.save_state(keys, parse_host_port("", address.endpoint).port)
         self.sockets.append(self.join_socket)
 
     def allow_keys(self, keys: Iterable[bytes]) -> None:
-        """From here on these may talk to it, where messages are encrypted."""
+        """Accept connections with these keys only, from now on, if messages are encrypted.
+
+        Args:
+            keys: The public keys.
+        """
         if self.authenticator is not None:
             self.authenticator.configure_curve_callback(
                 credentials_provider=_KnownKeys(frozenset(keys))
             )
 
     def receive_message(self, seconds: float) -> list[Any] | None:
-        """[whose, header, marks, vector] of the next question, as frames; None where none
-        came.
+        """Receive the next request.
+
+        Args:
+            seconds: Maximum time to wait.
+
+        Returns:
+            [connection, header, marks, vector] as frames, or None if no request arrived.
         """
         until = time.monotonic() + seconds
         while True:
             ready = zmq.select(self.poll_sockets, [], [], max(0.0, until - time.monotonic()))[0]
             if any(monitor in ready for monitor in self.monitors):
                 self._read_events()
-            if asked := [each for each in self.sockets if each in ready]:
+            if ready_sockets := [each for each in self.sockets if each in ready]:
                 break
             if time.monotonic() >= until:
                 return None
-        socket = asked[0]
-        # next time another one comes first
+        socket = ready_sockets[0]
+        # so that the other socket comes first next time
         self.sockets.sort(key=lambda each: each is socket)
-        whose, *frames = socket.recv_multipart(copy=False)
-        name = LOCAL_PREFIX + whose.bytes
+        sender, *frames = socket.recv_multipart(copy=False)
+        name = LOCAL_PREFIX + sender.bytes
         if socket is self.join_socket is not self.socket:
-            name = REMOTE_PREFIX + str(frames[0].get("User-Id")).encode() + whose.bytes
+            name = REMOTE_PREFIX + str(frames[0].get("User-Id")).encode() + sender.bytes
             descriptor = frames[0].get(zmq.SRCFD)
-            # which another connection had
+            # another connection had this descriptor before
             if self.known_connections.get(descriptor, name) != name:
                 self.lost_connections.append(self.known_connections[descriptor])
             self.known_connections[descriptor] = name
         return [zmq.Frame(name), *join_vector_frames(frames)]
 
     def send_answer(self, connection: bytes, header: Header, *rest: Any) -> None:
-        """Never waits: who does not take what it is told is told no more."""
+        """Send an answer without waiting. If the receiver does not take it, it is dropped.
+
+        Args:
+            connection: The connection of the request.
+            header: The header of the answer.
+            rest: The frames after the header.
+        """
         key = get_connection_key(connection)
         socket, name = (
             (self.socket, connection[1:])
@@ -221,71 +275,73 @@ class Listener:
 
     @property
     def poll_sockets(self) -> list[Any]:
-        """What a poller has to wait for: questions, and who comes and goes."""
+        """The sockets on which a poller must wait: requests and connection events."""
         return [*self.sockets, *self.monitors]
 
     def _read_events(self) -> None:
-        """Hear who came and went: ZeroMQ waits for it, and takes no message while a thousand
-        words of it are left.
+        """Read the events of connections.
+
+        They must be read: ZeroMQ accepts no messages while a thousand events are unread.
         """
         for monitor, events in zip(self.monitors, self.events, strict=True):
-            # what a descriptor's connection did last
+            # last event of each descriptor
             last: dict[int, int] = {}
             while monitor.poll(0):
-                told = zmq.utils.monitor.recv_monitor_message(monitor)
-                events[told["event"]] += 1
+                report = zmq.utils.monitor.recv_monitor_message(monitor)
+                events[report["event"]] += 1
                 last |= (
-                    {told["value"]: told["event"]}
-                    if told["event"] in (ACCEPTED, DISCONNECTED)
+                    {report["value"]: report["event"]}
+                    if report["event"] in (ACCEPTED, DISCONNECTED)
                     else {}
                 )
             self.lost_connections += [
-                self.known_connections.pop(each)
-                for each, event in last.items()
-                if event == DISCONNECTED and each in self.known_connections
+                self.known_connections.pop(descriptor)
+                for descriptor, event in last.items()
+                if event == DISCONNECTED and descriptor in self.known_connections
             ]
 
     @property
     def connection_count(self) -> int:
-        """How many there are now; strangers, too, until they are sent away, after 30 s at
-        most.
+        """Number of current connections.
+
+        Connections without a valid key are included until they are closed, after 30 s at most.
         """
         self._read_events()
         return self.events[0][ACCEPTED] - self.events[0][DISCONNECTED]
 
     @property
     def refusals(self) -> Counter[str]:
-        """Connections over TCP that were not let in, or ended, by why: to be read while all
-        workers are there. A message that is longer than the socket takes ends its connection;
-        who joined may leave.
+        """Counts of refused or broken TCP connections, by reason.
+
+        It must be read while all workers are connected, because a worker that joined may leave. A
+        message longer than the socket accepts ends its connection.
         """
         events = self.events[-1]
-        out = events[ACCEPTED] - events[HANDSHAKE_SUCCEEDED]
-        found = {
+        failed_handshakes = events[ACCEPTED] - events[HANDSHAKE_SUCCEEDED]
+        counts = {
             "a connection without the key of anybody known": events[AUTHENTICATION_FAILED],
-            "a connection that is not encrypted, or not ZeroMQ's": out
+            "a connection that is not encrypted, or not ZeroMQ's": failed_handshakes
             - events[AUTHENTICATION_FAILED],
             "a connection that broke off, or brought too long a message": (len(self.sockets) == 1)
-            * (events[DISCONNECTED] - out),
+            * (events[DISCONNECTED] - failed_handshakes),
         }
         return Counter(
             {
-                why: count
-                for why, count in found.items()
+                reason: count
+                for reason, count in counts.items()
                 if count > 0 and self.authenticator is not None
             }
         )
 
     def take_lost_connections(self) -> list[bytes]:
-        """Who of those from elsewhere asked over a connection that is gone, since this was
-        asked last.
-        """
+        """Return the connections from other hosts that ended since the last call."""
         self._read_events()
-        found = self.lost_connections
+        lost = self.lost_connections
         self.lost_connections = []
-        return found
+        return lost
 
     def close(self) -> None:
+        """Close all sockets and remove the folder."""
         if self.authenticator is not None:
             self.authenticator.stop()
         for socket in self.sockets:
@@ -296,14 +352,14 @@ class Listener:
 
 
 def _monitor_socket(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Where is told who comes and goes."""
+    """Return a socket that reports connections and disconnections of a socket."""
     return socket.get_monitor_socket(
         ACCEPTED | HANDSHAKE_SUCCEEDED | AUTHENTICATION_FAILED | DISCONNECTED
     )
 
 
 def _bind_encrypted(socket: zmq.Socket[bytes], keys: KeyPair, host_port: HostPort) -> Address:
-    """Bind a socket to a place; where it is then reached. Raises StepFailed."""
+    """Bind a socket and return the address at which it is reached. Raises StepFailed."""
     socket.curve_server = True
     socket.curve_secretkey = keys.secret
     socket.curve_publickey = keys.public
@@ -318,12 +374,18 @@ def _bind_encrypted(socket: zmq.Socket[bytes], keys: KeyPair, host_port: HostPor
                 raise StepFailed(
                     f"nobody can be listened to at {host_port}: {error.strerror}; give another port"
                 ) from error
-            time.sleep(0.05)  # whoever had it was killed a moment ago
+            time.sleep(0.05)  # the process that had the port was killed a moment ago
 
 
 def split_vector_frame(socket: zmq.Socket[bytes], *frames: Any) -> list[Any]:
-    """Header, marks, vector as they travel. Encrypted, a long vector does in pieces: ZeroMQ
-    encrypts a frame before any of it leaves, and decrypts it when all of it is there.
+    """Return the frames of a message as they are sent.
+
+    With encryption a long vector is sent in pieces, because ZeroMQ encrypts a whole frame before it
+    sends any of it. It also decrypts a frame only after all of it has arrived.
+
+    Args:
+        socket: The socket.
+        frames: Header, marks and vector; the last two may be missing.
     """
     if len(frames) < 3 or len(frames[2]) <= PIECE_BYTES or socket.get(zmq.MECHANISM) != zmq.CURVE:
         return [*frames]
@@ -336,7 +398,11 @@ def split_vector_frame(socket: zmq.Socket[bytes], *frames: Any) -> list[Any]:
 
 
 def join_vector_frames(frames: Sequence[Any]) -> list[Any]:
-    """What came, with the pieces of a vector put together."""
+    """Return the frames of a received message, with the pieces of the vector joined.
+
+    Args:
+        frames: The frames as they arrived.
+    """
     first = frames[:2]
     pieces = frames[2:]
     if len(pieces) > 1 and all(len(each) == PIECE_BYTES for each in pieces[:-1]):
@@ -346,6 +412,8 @@ def join_vector_frames(frames: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _KnownKeys:
+    """Allows a fixed set of keys."""
+
     keys: frozenset[bytes]
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -359,43 +427,58 @@ def process_request(
     handler: Callable[[bytes, Header, Sequence[Any]], None],
     refusals: Counter[str],
 ) -> None:
-    """Have a question done (by whom, its header, what follows it); or refuse it, and count why,
-    without the numbers in it: they are the sender's, who would make as many names of them as he
-    likes. job: of which it is to be.
+    """Pass a request to its handler, or refuse it and count the reason.
+
+    Numbers are removed from counted reasons. They come from the sender, which could otherwise
+    create any number of reasons.
+
+    Args:
+        listener: The socket of the server.
+        frames: The frames of the request.
+        job: The number of the training to which it must belong.
+        handler: Called with (connection, header, frames after it). It may raise InvalidMessage.
+        refusals: Counts of refused requests, by reason.
     """
-    whose = frames[0].bytes
+    connection = frames[0].bytes
     header = Header(MessageType.REFUSED, job)
     try:
         if not 2 <= len(frames) <= 4:
             raise InvalidMessage(f"a message of {len(frames) - 1} parts")
         header = unpack_header(frames[1].bytes)
-        # who joins does not know it yet
+        # a process that joins does not know the number of the training yet
         if header.job != job and header.kind not in (MessageType.JOIN, MessageType.REMIND):
             raise InvalidMessage("it is of another training")
-        if get_connection_key(whose) is not None and header.kind not in REMOTE_TYPES:
+        if get_connection_key(connection) is not None and header.kind not in REMOTE_TYPES:
             raise InvalidMessage(f"{header.kind.name} is not for those who joined from elsewhere")
         if header.is_shared and (
-            get_connection_key(whose) is not None or not listener.address.is_local
+            get_connection_key(connection) is not None or not listener.address.is_local
         ):
             raise InvalidMessage("it lies in the memory of another host")
-        handler(whose, header, frames[2:])
+        handler(connection, header, frames[2:])
     except InvalidMessage as error:
         refusals[re.sub(r"\b\d+\b", "N", str(error))] += 1
         listener.send_answer(
-            whose, header.make_answer(MessageType.REFUSED), error.sender_text.encode()
+            connection, header.make_answer(MessageType.REFUSED), error.sender_text.encode()
         )
 
 
 def find_own_host(world: World) -> str | None:
-    """By which address the others reach this process; None where all are on this host."""
-    told = detect_launch()
-    if world.backend == "shm" or told is None or told.is_on_one_host:
+    """Return the address at which the other hosts reach this process.
+
+    Args:
+        world: The world of workers and servers.
+
+    Returns:
+        The address, or None if all are on this host.
+    """
+    launch = detect_launch()
+    if world.backend == "shm" or launch is None or launch.is_on_one_host:
         return None
-    with plain_socket(AF_INET, SOCK_DGRAM) as probe:  # connecting sends nothing
+    with plain_socket(AF_INET, SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
         probe.connect(
             (
-                place[0]
-                if isinstance(place := find_rendezvous_address(told), tuple)
+                rendezvous[0]
+                if isinstance(rendezvous := find_rendezvous_address(launch), tuple)
                 else gethostname(),
                 9,
             )

@@ -1,6 +1,7 @@
-"""The bound of ssp(s) where every worker has its share of every batch (torchrun, srun, mpirun),
-which a server keeps by itself: who asks for the parameters of a step has them once nobody is
-more than s steps behind. Where samples are handed out the office keeps it.
+"""The bound of ssp(s) if every worker has its share of every batch (torchrun, srun, mpirun).
+
+Each server enforces it by itself. A worker gets the parameters for a step when no worker is more
+than s steps behind. With a work queue, the queue enforces the bound.
 """
 
 from __future__ import annotations
@@ -15,22 +16,36 @@ PullRequest = tuple[bytes, Header]
 
 @dataclass
 class StalenessBound:
-    """bound: s, or None where nobody waits;  workers: how many there are."""
+    """Decides which pulls may be answered.
+
+    Attributes:
+        bound: The bound s, or None if no worker waits.
+        workers: Number of workers.
+        first_step: The step with which all workers begin.
+        requested_steps: The last step that each sender asked for.
+        excluded_senders: Senders that ask for no step until all workers have met.
+        waiting_pulls: Pulls that wait for slower workers.
+    """
 
     bound: int | None
     workers: int
-    first_step: int | None = None  # step, with which all begin
-    # by sender: the step that it asked for last
+    first_step: int | None = None
     requested_steps: dict[int, int] = field(default_factory=dict)
-    # who asks for no step until all have met
     excluded_senders: set[int] = field(default_factory=set)
     waiting_pulls: list[PullRequest] = field(default_factory=list)
 
     def add_pull(
         self, connection: bytes, header: Header, for_step: bool = True
     ) -> list[PullRequest]:
-        """Somebody asks for the parameters of a step, or as they are: who may have theirs
-        now.
+        """Add a pull.
+
+        Args:
+            connection: The connection of the worker.
+            header: The header of the pull.
+            for_step: Whether the parameters are for a step. Otherwise the pull is answered at once.
+
+        Returns:
+            The pulls that may be answered now.
         """
         self.first_step = header.step if self.first_step is None else self.first_step
         self.requested_steps[header.sender] = header.step
@@ -41,22 +56,29 @@ class StalenessBound:
         return self._take_ready_pulls()
 
     def exclude_sender(self, sender: int) -> list[PullRequest]:
-        """It waits for the others, who may have to come to where it waits: so nobody waits for
-        it.
+        """Exclude a worker that waits for the others.
+
+        The others may have to reach the same point, so none of them waits for it.
+
+        Args:
+            sender: The sender.
+
+        Returns:
+            The pulls that may be answered now.
         """
         self.excluded_senders.add(sender)
         return self._take_ready_pulls()
 
     def _take_ready_pulls(self) -> list[PullRequest]:
-        # who did not come yet
-        every = {
+        # the negative senders stand for workers that have not asked for anything yet
+        steps = {
             **dict.fromkeys(
                 range(len(self.requested_steps) - self.workers, 0), self.first_step or 0
             ),
             **self.requested_steps,
         }
         slowest = min(
-            (step for sender, step in every.items() if sender not in self.excluded_senders),
+            (step for sender, step in steps.items() if sender not in self.excluded_senders),
             default=inf,
         )
         ready = [each for each in self.waiting_pulls if each[1].step - slowest <= (self.bound or 0)]

@@ -1,9 +1,9 @@
-"""The exchange of a worker of `server(n, servers=m)`, which asks all servers.
+"""The exchange of a worker of `server(n, servers=m)`. It sends requests to all servers.
 
-In a step a worker pushes its share's gradients, each server its slice of them. Under bsp it is
-told the sums of all shares, and by how much they are to be divided and clipped it tells the
-servers, which update once and answer with the parameters. Otherwise it pushes its mean
-gradient, as much of a full batch's as its share is of one, and pulls before it computes again.
+In a step a worker pushes the gradients of its share; each server gets its slice of them. In bsp the
+answers have the sums over all shares. Then the worker sends divisor and clip factor to the servers,
+which update once and answer with the parameters. Otherwise the worker pushes its mean gradient,
+multiplied by its share of a full batch, and pulls before the next step.
 """
 
 from __future__ import annotations
@@ -52,23 +52,29 @@ from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
 
-# seconds after which a worker reminds of a question, where a server may have died
+# seconds before the first reminder of a request, if a server may have failed
 REMINDER_SECONDS = 1.0
-# times its slice that a server's state is at most, as it travels: Adam keeps two of it
+# The state of a server has at most so many times the bytes of its slice. (Adam's has two times.)
 STATE_FACTOR = 4
 
 
 def stop_servers(endpoints: ServerEndpoints, seconds: float) -> None:
-    """Servers are told to end, by whoever started them. Raises StepFailed where one does not
-    answer.
+    """Stop the servers. The process that started them calls this.
+
+    Args:
+        endpoints: Where the servers are.
+        seconds: Maximum time to wait for an answer.
+
+    Raises:
+        StepFailed: A server does not answer.
     """
     with contextlib.closing(
         ServerClient(
             endpoints.server_addresses, 0, KeyPair.generate_pair(), seconds, REMINDER_SECONDS
         )
-    ) as calling:
+    ) as client:
         list(
-            calling.send_requests(
+            client.send_requests(
                 (server, Header(MessageType.END, endpoints.job), ())
                 for server in range(endpoints.servers)
             )
@@ -76,6 +82,44 @@ def stop_servers(endpoints: ServerEndpoints, seconds: float) -> None:
 
 
 class WorkerExchange(Exchange):
+    """The exchange of a worker.
+
+    Args:
+        strategy: The resolved strategy.
+        replica: What this rank holds of the training.
+        world: The world of workers and servers, of the workers, or of this process alone.
+        log: The step log.
+        endpoints: Where workers and servers are, if workers can come and go; otherwise None.
+
+    Attributes:
+        strategy: The resolved strategy.
+        log: The step log.
+        endpoints: As given.
+        partition: The partition of the model over servers.
+        known_buffers: On the first worker, buffers as the servers know them, if training can be
+            continued; otherwise None.
+        step: Number of the step.
+        full_batch: Number of samples of a full batch.
+        worker_number: Number of the worker.
+        sender: A random number of this process.
+        ticket: The current ticket, or None.
+        worker_world: The world of the workers, or None if they are not ranks of one.
+        job: The number of the training.
+        client: Sends the requests.
+        shared_buffer: The memory of the pushed vectors.
+        push_codecs: For each vector, its compression, or None.
+        seed: The seed of the job.
+        slot_order: (place, (server, number, slot)) of each vector, in the order of requests.
+        reader: Reads vectors of the servers.
+        versions: Number of updates of each server at the last pull.
+        totals: Weight, loss, stop requests and doubtful weight of the step.
+        squared_norm: Squared norm of the sum of gradients.
+        version: Number of updates of the first server after the last push.
+        push_outcome: APPLIED, ALREADY_APPLIED or LATE.
+        has_pending_sum: Whether the servers have the sum of a step that is not made yet.
+        pulled_values: Values that forward passes change, as they were pulled.
+    """
+
     def __init__(
         self,
         strategy: Server,
@@ -92,7 +136,6 @@ class WorkerExchange(Exchange):
         self.partition = partition_parameters(
             strategy, replica.optimizer, replica.module.model, replica.changed_by_forward
         )
-        # as servers know it, where somebody may have to go on with it
         self.known_buffers: dict[str, Tensor] | None = None
         if endpoints and not strategy.uses_work_queue and not world.rank:
             self.known_buffers = {
@@ -104,16 +147,16 @@ class WorkerExchange(Exchange):
         self.worker_number = world.rank
         self.sender = secrets.randbits(63)
         self.ticket = endpoints.ticket if endpoints else None
-        self.worker_world: World | None = None  # where they are ranks of one
+        self.worker_world: World | None = None
         if endpoints:
             self.job = endpoints.job
             servers = endpoints.server_addresses
             self.worker_world = None if strategy.uses_work_queue else world
         else:
             self.worker_world = split_roles(strategy, world)
-            self.job, told = exchange_endpoints(world, keys.public)
-            servers = told[strategy.workers :]
-            # who comes before it is allowed to is sent away for good
+            self.job, shared = exchange_endpoints(world, keys.public)
+            servers = shared[strategy.workers :]
+            # A server rejects a worker for good if it connects before its key is allowed.
             world.barrier()
         longest = max(
             STATE_FACTOR * self.partition.longest_bytes,
@@ -129,7 +172,7 @@ class WorkerExchange(Exchange):
             if endpoints and endpoints.known_addresses
             else None,
         )
-        against = (
+        obstacle = (
             "the servers are on several hosts"
             if not all(each.is_local for each in servers)
             else (
@@ -137,14 +180,14 @@ class WorkerExchange(Exchange):
             )
         )
         self.shared_buffer = SharedBuffer(
-            [(slot.dtype, slot.elements) for _, _, slot in self.partition.list_slots()], against
+            [(slot.dtype, slot.elements) for _, _, slot in self.partition.list_slots()], obstacle
         )
         self.push_codecs = [
             build_push_codec(strategy, slot) for _, _, slot in self.partition.list_slots()
         ]
         self.seed = replica.seed
-        # all workers at once to the same server would fill its link while those of the others
-        # rest
+        # Each worker begins with another server. Otherwise all would fill the link of the same one
+        # while other links are idle.
         self.slot_order = sorted(
             enumerate(self.partition.list_slots()),
             key=lambda each: (each[1][0] - self.worker_number) % strategy.servers,
@@ -156,16 +199,15 @@ class WorkerExchange(Exchange):
         self.squared_norm = 0.0
         self.version = 0
         self.push_outcome = APPLIED
-        # the servers have the sum of a step that is not made yet
         self.has_pending_sum = False
-        self.pulled_values: list[Tensor] = []  # what forwards change, as it was pulled
+        self.pulled_values: list[Tensor] = []
 
     # ---- in a step ---------------------------------------------------------------------------
     def begin(self) -> None:
         super().begin()
         self.refuse_refrozen()
         self.push_outcome = APPLIED
-        # it was made up to its update, to be looked at
+        # the last step was computed without its update, to inspect it
         if self.has_pending_sum:
             list(
                 self.client.send_requests(
@@ -193,11 +235,12 @@ class WorkerExchange(Exchange):
 
     @cached_property
     def shared_memory_use(self) -> tuple[bool, bool]:
-        """Do gradients, and parameters, lie where the other side can read them? That depends on
-        the system: servers are asked, once.
+        """Whether (gradients, parameters) are exchanged in shared memory.
+
+        That depends on the system, so the servers are asked once.
         """
-        against = [self.shared_buffer.obstacle, self.shared_buffer.obstacle]
-        questions = (
+        obstacles = [self.shared_buffer.obstacle, self.shared_buffer.obstacle]
+        requests = (
             (
                 server,
                 self._make_header(MessageType.PROBE, is_shared=True),
@@ -206,53 +249,56 @@ class WorkerExchange(Exchange):
             for server in self._list_servers()
         )
         for server, header, rest in self.client.send_requests(
-            questions if self.shared_buffer.is_shared else ()
+            requests if self.shared_buffer.is_shared else ()
         ):
             if not header.numbers[0]:
-                against[0] = f"server {server} cannot read them"
-            against[1] = against[1] or bytes(rest[0]).decode() or self.reader.find_obstacle(rest[1])
-        for what, why in zip(("gradients", "parameters"), against, strict=True):
+                obstacles[0] = f"server {server} cannot read them"
+            obstacles[1] = (
+                obstacles[1] or bytes(rest[0]).decode() or self.reader.find_obstacle(rest[1])
+            )
+        for what, obstacle in zip(("gradients", "parameters"), obstacles, strict=True):
             self.log.write_choice(
                 what,
-                "travel" if why else "lie in shared memory",
-                why or "servers and workers are on one host",
+                "travel" if obstacle else "lie in shared memory",
+                obstacle or "servers and workers are on one host",
             )
-        return not against[0], not against[1]
+        return not obstacles[0], not obstacles[1]
 
     def _push_gradients(
         self, numbers: tuple[float, ...], ticket: int, shares: int = 1, share: int = 0
     ) -> None:
-        """shares: that make a step. Where all wait for all, what comes back are the sums over
-        all shares, the same from every server, and of each the square of its part of the
-        norm.
+        """Push the gradients of a share to all servers.
+
+        `shares` is the number of shares of a step. In bsp the answers have the sums over all
+        shares, equal from every server, and the squared norm of each server's slice.
         """
-        own = [
+        values = [
             each.detach()
             for each in self.partition.collect_tensors(self.loss_module.model)[
                 len(self.partition.parameters) :
             ]
         ]
-        lies, _ = self.shared_memory_use
+        is_shared, _ = self.shared_memory_use
         gradients = [
             *(each.grad for each in self.partition.parameters),
             *(
                 self._scale_change(new, old)
-                for new, old in zip(own, self.pulled_values, strict=True)
+                for new, old in zip(values, self.pulled_values, strict=True)
             ),
         ]
 
-        def questions() -> Iterator[tuple[int, Header, Any]]:
+        def make_requests() -> Iterator[tuple[int, Header, Any]]:
             for place, (server, number, slot) in self.slot_order:
                 vector = self.shared_buffer.vectors[place]
-                parcel = self.push_codecs[place]
-                fill_vector(slot, gradients, vector)  # while what came before travels
+                push_codec = self.push_codecs[place]
+                fill_vector(slot, gradients, vector)  # meanwhile the vector before this one travels
                 frame = (
-                    parcel.encode_vector(vector, self.seed, ticket, share, place)
-                    if parcel
-                    else self.shared_buffer.make_frame(place, lies)
+                    push_codec.encode_vector(vector, self.seed, ticket, share, place)
+                    if push_codec
+                    else self.shared_buffer.make_frame(place, is_shared)
                 )
                 self.count_bytes(
-                    "gradients", parcel.nbytes if parcel else vector.nbytes, computed=False
+                    "gradients", push_codec.nbytes if push_codec else vector.nbytes, computed=False
                 )
                 yield (
                     server,
@@ -265,7 +311,7 @@ class WorkerExchange(Exchange):
                         dtype=slot.dtype,
                         elements=slot.elements,
                         version=self.versions[server],
-                        is_shared=lies and not parcel,
+                        is_shared=is_shared and not push_codec,
                         numbers=numbers,
                     ),
                     (mark_gradients(slot, gradients), frame),
@@ -273,9 +319,9 @@ class WorkerExchange(Exchange):
 
         squares: dict[int, float] = {}
         with self.log.record_detail("push", "wait"):
-            for server, header, _ in self.client.send_requests(questions()):
+            for server, header, _ in self.client.send_requests(make_requests()):
                 if self.strategy.uses_work_queue:
-                    if not server:  # what the first one says is recorded
+                    if not server:  # the record has the answer of the first server
                         self.push_outcome = int(header.numbers[0])
                         self.version = header.version
                 else:
@@ -284,15 +330,17 @@ class WorkerExchange(Exchange):
         self.squared_norm = sum(squares.values())
 
     def _send_changed_buffers(self) -> None:
-        """What a forward changed beside the parameters, for whoever may have to go on. It is
-        exact, and so the same on all workers: the first one tells.
+        """Send the buffers that a forward pass changed to the first server.
+
+        Another process can continue the training with them. They are exact and equal on all
+        workers, so only the first worker sends them.
         """
         if self.known_buffers is None:
             return
-        now = collect_model_buffers(self.loss_module.model)
+        buffers = collect_model_buffers(self.loss_module.model)
         if changed := {
             name: each
-            for name, each in now.items()
+            for name, each in buffers.items()
             if not is_same_value(each, self.known_buffers.get(name))
         }:
             text = serialize_tensors(changed)
@@ -301,10 +349,11 @@ class WorkerExchange(Exchange):
             self.known_buffers |= {name: each.detach().clone() for name, each in changed.items()}
 
     def _scale_change(self, new: Tensor, old: Tensor) -> Tensor:
-        """Of what a forward changed, as much as its share is of a full batch; under backup the
-        server takes the mean.
+        """Return a change by forward passes, multiplied by the share of a full batch.
+
+        In a synchronous strategy it is not scaled; the server takes the mean over shares.
         """
-        # not of infinity from itself: a mask's
+        # The difference of equal infinities, as in a mask, must be 0 and not NaN.
         change = torch.where(new == old, torch.zeros_like(new), new - old)
         return (
             change
@@ -319,7 +368,11 @@ class WorkerExchange(Exchange):
         return self.totals
 
     def average(self, weight: float) -> None:
-        """The servers do, in the update."""
+        """Divide by the weight, unless the servers do so in the update.
+
+        Args:
+            weight: The weight of the samples.
+        """
         self.weight = weight
         if not self.strategy.is_synchronous:
             super().average(weight)
@@ -330,10 +383,11 @@ class WorkerExchange(Exchange):
 
     @property
     def already_applied(self) -> bool:  # type: ignore[override]
+        """Whether the share was applied before, or came too late."""
         return self.push_outcome != APPLIED
 
     def update(self) -> None:
-        # schedulers want to know
+        # schedulers check this flag to see that the optimizer stepped
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         ticket = (
             self.ticket.number
@@ -351,23 +405,24 @@ class WorkerExchange(Exchange):
             self._load_parameters(MessageType.UPDATE, numbers=(self.weight, factor))
             self.has_pending_sum = False
         elif self.strategy.is_synchronous:
-            assert self.ticket is not None  # it is handed out, or another strategy
-            # who pulled later has done it for nothing
+            assert self.ticket is not None  # without a ticket another strategy is used
+            # a share of other parameters than those after this update is not used
             self.versions = [self.ticket.after]
             self._push_gradients(numbers, ticket, self.ticket.wanted)
-        elif not self.weight:  # nothing counts, and that is done
+        elif not self.weight:  # no sample counts; the ticket is done
             for each in self.partition.parameters:
                 each.grad = None
             self._push_gradients(numbers, ticket)
         else:
-            if self.clip_norm is not None:  # by its own: nobody knows the others'
+            # by the norm of this share, because the others are unknown
+            if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.partition.parameters, self.clip_norm)
-            mine = [each.grad for each in self.partition.parameters if each.grad is not None]
-            torch._foreach_mul_(mine, self.local_samples / self.full_batch)
+            gradients = [each.grad for each in self.partition.parameters if each.grad is not None]
+            torch._foreach_mul_(gradients, self.local_samples / self.full_batch)
             self._push_gradients(numbers, ticket)
         self.step += 1
 
-    # ---- parameters come ---------------------------------------------------------------------
+    # ---- parameters --------------------------------------------------------------------------
     def _make_header(self, kind: MessageType, **fields: Any) -> Header:
         return Header(
             kind,
@@ -380,7 +435,10 @@ class WorkerExchange(Exchange):
         self._load_parameters(MessageType.PULL, numbers=(float(for_tests), float(not for_step)))
 
     def adopt_server_state(self) -> None:
-        """What servers have of a training becomes the model's, where others trained before."""
+        """Load parameters and buffers from the servers.
+
+        With these the worker continues a training of other processes.
+        """
         self._pull_parameters()
         for _, _, rest in self.client.send_requests(
             [(0, self._make_header(MessageType.BUFFERS), ())]
@@ -388,7 +446,7 @@ class WorkerExchange(Exchange):
             set_model_buffers(self.loss_module.model, deserialize_tensors(bytes(rest[0])))
 
     def _load_parameters(self, kind: MessageType, numbers: tuple[float, ...]) -> None:
-        """Ask every server; what they have becomes the parameters."""
+        """Request vectors from every server and copy them into the parameters."""
         with self.log.record_detail(kind.name.lower(), "wait"), torch.no_grad():
             tensors = self.partition.collect_tensors(self.loss_module.model)
             for server, slot, header, _, vector in self._request_vectors(kind, numbers):
@@ -402,23 +460,25 @@ class WorkerExchange(Exchange):
     def _request_vectors(
         self, kind: MessageType, numbers: tuple[float, ...]
     ) -> Iterator[tuple[int, VectorSlot, Header, bytes, Tensor]]:
-        lies = self.shared_memory_use[1] and kind == MessageType.UPDATE
-        questions = [
+        is_shared = self.shared_memory_use[1] and kind == MessageType.UPDATE
+        requests = [
             (
                 server,
-                self._make_header(kind, slot=number, share=turn, is_shared=lies, numbers=numbers),
+                self._make_header(
+                    kind, slot=number, share=turn, is_shared=is_shared, numbers=numbers
+                ),
                 (),
             )
             for turn, (_, (server, number, slot)) in enumerate(self.slot_order)
             if not (slot.is_added and kind in (MessageType.GRADIENTS, MessageType.UPDATE))
         ]
-        for server, header, rest in self.client.send_requests(questions):
+        for server, header, rest in self.client.send_requests(requests):
             slot = self.partition.slots[server][header.slot]
             if (
                 header.kind != MessageType.VALUES
                 or header.elements != slot.elements
                 or header.dtype != slot.dtype
-                or (header.is_shared and not lies)
+                or (header.is_shared and not is_shared)
             ):
                 raise StepFailed(f"server {server} answered with another vector than was asked for")
             try:
@@ -429,27 +489,27 @@ class WorkerExchange(Exchange):
                 ) from error
             yield server, slot, header, bytes(rest[0]), vector
 
-    # ---- what others look at -----------------------------------------------------------------
+    # ---- inspection and checkpoints ----------------------------------------------------------
     def gather_gradients(self) -> dict[str, Tensor | None]:
         if self.strategy.uses_work_queue:
             return super().gather_gradients()
-        found: dict[str, Tensor | None] = {
+        gradients: dict[str, Tensor | None] = {
             name: None for name, _ in self.loss_module.model.named_parameters()
         }
-        whole = [torch.zeros_like(each) for each in self.partition.parameters]
-        for _, slot, header, marked, vector in self._request_vectors(MessageType.GRADIENTS, ()):
-            into = view_slot_ranges(slot, whole)
-            torch._foreach_copy_(into, slot.split_vector(vector))
-            if header.numbers[0]:  # not averaged yet
-                torch._foreach_div_(into, self.weight)
-            found.update(
+        whole_gradients = [torch.zeros_like(each) for each in self.partition.parameters]
+        for _, slot, header, marks, vector in self._request_vectors(MessageType.GRADIENTS, ()):
+            targets = view_slot_ranges(slot, whole_gradients)
+            torch._foreach_copy_(targets, slot.split_vector(vector))
+            if header.numbers[0]:  # the gradients are not divided yet
+                torch._foreach_div_(targets, self.weight)
+            gradients.update(
                 {
-                    self.partition.names[each.index]: whole[each.index]
-                    for each, there in zip(slot.ranges, marked, strict=True)
-                    if there
+                    self.partition.names[each.index]: whole_gradients[each.index]
+                    for each, has_gradient in zip(slot.ranges, marks, strict=True)
+                    if has_gradient
                 }
             )
-        return found
+        return gradients
 
     @contextlib.contextmanager
     def use_evaluation_weights(self) -> Iterator[None]:
@@ -465,14 +525,17 @@ class WorkerExchange(Exchange):
 
     @contextlib.contextmanager
     def _use_server_parameters(self, for_tests: bool) -> Iterator[None]:
-        """The servers' parameters, while no worker pushes. Collective of the workers."""
+        """Use the parameters of the servers during the context, while no worker pushes.
+
+        Collective: all workers call it together.
+        """
         if not self.strategy.uses_work_queue and not for_tests:
             yield
             return
-        before = [
+        original = [
             each.detach().clone() for each in self.partition.collect_tensors(self.loss_module.model)
         ]
-        # who is ahead waits for this one, and must come
+        # A worker that is ahead waits for this one, but it must reach this point too.
         if self.worker_world is not None and self.strategy.staleness_bound is not None:
             list(
                 self.client.send_requests(
@@ -492,11 +555,11 @@ class WorkerExchange(Exchange):
                         each.detach()
                         for each in self.partition.collect_tensors(self.loss_module.model)
                     ],
-                    before,
+                    original,
                 )
 
     def _wait_for_workers(self) -> None:
-        # otherwise nobody is given something to train now
+        # with a work queue no worker has a ticket of training now
         if self.worker_world is not None:
             self.worker_world.barrier()
 
@@ -505,16 +568,16 @@ class WorkerExchange(Exchange):
         for server, header, rest in self.client.send_requests(
             (server, self._make_header(MessageType.STATE), ()) for server in self._list_servers()
         ):
-            stretches = [
+            specs = [
                 build_shard_spec(each, self.partition.names, self.partition.parameters)
                 for slot in self.partition.slots[server]
                 if not slot.is_added
                 for each in slot.ranges
             ]
-            found = parse_optimizer_state(
-                bytes(rest[0]), self.reader.read_vector(header, rest[1]), len(stretches)
+            states = parse_optimizer_state(
+                bytes(rest[0]), self.reader.read_vector(header, rest[1]), len(specs)
             )
-            parts += list(zip(stretches, found, strict=True))
+            parts += list(zip(specs, states, strict=True))
         return assemble_optimizer_state(parts)
 
     def dismiss_servers(self) -> None:

@@ -1,19 +1,23 @@
-"""Collectives inside of a forward, in pairs: what each does to values, and its backward to
-gradients.
+"""Collectives inside a forward, in pairs: each has the other as its backward.
 
-A plain tensor is on all ranks of a line, and so is its whole gradient; a divided one is in
-pieces, and its gradient too.
+A plain tensor is equal on all ranks of an axis group, and each rank has its whole gradient. A
+sharded tensor is in pieces, and so is its gradient.
 
-    Copied    the same                      sum over ranks          a plain value, of which each
-    rank makes something else Summed    sum over ranks                the same                a
-    plain value, made of what each rank has Sliced    this rank's piece             all pieces
-    together     from plain to divided Gathered  all pieces together           this rank's piece
-    from divided to plain Fetched   some of other ranks' pieces   added to whose it is    from
-    pieces to what this rank's outputs see of them Returned  added to whose it is          some
-    of other ranks'    the other way
+    function     forward                           backward                      use
+    AxisCopy     the same tensor                   sum over ranks                a plain value of
+                                                                                 which each rank
+                                                                                 makes another one
+    AxisReduce   sum over ranks                    the same tensor               partial results to
+                                                                                 a plain value
+    AxisScatter  the piece of this rank            all pieces, concatenated      plain to sharded
+    AxisGather   all pieces, concatenated          the piece of this rank        sharded to plain
+    HaloFetch    the elements that this rank       added to the pieces of their  pieces to the
+                 needs of other ranks' pieces      owners                        inputs of outputs
+    HaloReturn   added to the pieces of their      the elements that this rank   the other way
+                 owners                            needs of other ranks' pieces
 
-(f and g, and their sequence-parallel kin, of Shoeybi et al. 2019, arXiv 1909.08053, and
-Korthikanti et al. 2022, 2205.05198.)
+The first four are f and g of Shoeybi et al. 2019 (arXiv 1909.08053), and their sequence-parallel
+counterparts of Korthikanti et al. 2022 (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -40,32 +44,88 @@ TRANSFER_COLLECTIVES = {
     "statistics back": "all_gather",
     "shown": "broadcast",
 }
-# plain values that were copied last: queries, keys and values are made of one
+# number of recently copied plain values that are remembered: queries, keys and values are computed
+# from one value
 COPY_CACHE_SIZE = 4
 
 
 class ShardingDecider(Protocol):
-    """While it is found out how to divide parameters, who decides. divide: by the outputs of a
-    layer, or the vocabulary (role); follow: as a value with which it is used;  the others note
-    what travels, and what is used as it is.
+    """Decides how parameters are sharded, during a run that finds out.
+
+    Attributes:
+        constraints: Requested changes of partitions, for the next run.
     """
 
     constraints: list[Constraint]
 
-    def decide_sharding(self, tensor: Any, dim: int, role: str) -> bool: ...
-    def follow_sharding(self, tensor: Any, dim: int, sharding: Any) -> bool: ...
-    def reconsider_sources(self, partition: DimPartition) -> None: ...
-    def note_whole_use(self, tensor: Any, by: str) -> None: ...
-    def note_gather(self, tensor: Any, dim: int) -> None: ...
-    def check_meta_call(
-        self, func: Any, name: str, args: Any, kwargs: Any, draws: bool
-    ) -> None: ...
-    def note_transfer(self, what: str, sent: int, detail: str) -> None: ...
+    def decide_sharding(self, tensor: Any, dim: int, role: str) -> bool:
+        """Shard a tensor by the outputs of a layer or by the vocabulary, if possible.
+
+        Args:
+            tensor: The tensor, which is changed.
+            dim: The dimension to divide.
+            role: "outputs" or "vocabulary".
+
+        Returns:
+            Whether it is sharded now.
+        """
+        ...
+
+    def follow_sharding(self, tensor: Any, dim: int, sharding: Any) -> bool:
+        """Shard a tensor like a value with which it is used, if possible.
+
+        Args:
+            tensor: The tensor, which is changed.
+            dim: Its dimension that matches the divided one.
+            sharding: The sharding of the value.
+
+        Returns:
+            Whether it is sharded now.
+        """
+        ...
+
+    def reconsider_sources(self, partition: DimPartition) -> None:
+        """Withdraw the sharding of parameters from which a weight is computed."""
+        ...
+
+    def note_whole_use(self, tensor: Any, by: str) -> None:
+        """Note that an operation uses a parameter whole."""
+        ...
+
+    def note_gather(self, tensor: Any, dim: int) -> None:
+        """Note that a sharded value is gathered."""
+        ...
+
+    def check_meta_call(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> None:
+        """Check whether a call of a branch also works without values.
+
+        Args:
+            func: The function.
+            name: Its name.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            draws: Whether it draws random numbers inside.
+        """
+        ...
+
+    def note_transfer(self, what: str, sent: int, detail: str) -> None:
+        """Note a transfer.
+
+        Args:
+            what: The kind of transfer.
+            sent: Bytes that a rank sends.
+            detail: Text for the summary.
+        """
+        ...
 
 
 class FakeGroup:
-    """A world of so many ranks, of which this is the first, and no other is there. What it
-    answers has the shape alone.
+    """A stand-in for a world of several ranks, used on one process as rank 0.
+
+    Its collectives return tensors with the right shape and arbitrary values.
+
+    Attributes:
+        size: Number of ranks.
     """
 
     rank = 0
@@ -74,29 +134,38 @@ class FakeGroup:
         self.size = size
 
     def all_reduce(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
+        """Return a copy of the tensor."""
         return tensor.clone()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensor once for each rank."""
         return [tensor] * self.size
 
     def copy_from(self, tensor: Tensor, rank: int) -> None:
-        """What there is is what it would be."""
+        """Leave the tensor as it is."""
 
     def start_transfers(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Callable[[], None]:
+        """Fill the received tensors with zeros; the returned function does nothing."""
         for tensor in receives.values():
             tensor.zero_()
         return lambda: None
 
 
 class SplitOptions(NamedTuple):
-    """How layers are split over a line, where there are several ways. data: what of the data is
-    divided (rows, columns, samples), if any;  gathers: where a plain and a divided value of one
-    size meet, both are plain from there on, not divided; pairs: a layer that is given divided
-    features may be divided by its inputs, otherwise they are gathered;  dense: samples are
-    divided up to the first fully connected layer, and neurons from there on;  shows: functions
-    that want a branch's values on all ranks.
+    """How layers are split over an axis group, where there are several ways.
+
+    Attributes:
+        data_dim: Which dimension of the data is divided: "rows", "columns", "samples", or "" if
+            none.
+        gathers_mixed: Whether a plain and a sharded value of one size that meet both become plain,
+            instead of both sharded.
+        pairs: Whether a layer that gets sharded features may be divided by its inputs; otherwise
+            the features are gathered.
+        dense: Whether samples are divided up to the first fully connected layer, and neurons from
+            there on.
+        value_functions: Functions that need the values of a branch on all ranks.
     """
 
     data_dim: str = ""
@@ -110,8 +179,15 @@ DEFAULT_SPLIT_OPTIONS = SplitOptions()
 
 
 class AxisGroup:
-    """Ranks over which layers are split. planning: where it is being found out how to divide
-    parameters, who decides; sent: bytes since somebody set it to 0.
+    """The ranks over which layers are split.
+
+    Attributes:
+        world: The communicator of the ranks.
+        options: How layers are split.
+        decider: During planning, the object that decides which parameters are sharded.
+        sent_bytes: Bytes sent since the counter was last set to 0.
+        recent_copies: The last plain values that were copied to ranks, with their copies.
+        early_copies: Copies of parameters that were made before the forward, by their ids.
     """
 
     def __init__(
@@ -129,48 +205,80 @@ class AxisGroup:
 
     @property
     def rank(self) -> int:
+        """This rank's index in the group."""
         return self.world.rank
 
     @property
     def size(self) -> int:
+        """Number of ranks of the group."""
         return self.world.size
 
     def sum_over_ranks(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
-        if isinstance(tensor, FakeTensor):  # without values nobody is asked
+        """All-reduce a tensor; the operation is a name of torch.distributed.ReduceOp."""
+        if isinstance(tensor, FakeTensor):  # a fake tensor has no values to send
             return tensor.clone()
         self.sent_bytes += count_collective_bytes("all_reduce", tensor.nbytes, self.size)
         return self.world.all_reduce(tensor.contiguous(), operation)
 
     def gather_pieces(self, piece: Tensor, dim: int, partition: DimPartition) -> Tensor:
-        """All ranks' pieces, in their places."""
-        # one after the other, as one of them
-        if len(set(partition.blocks)) == 1 < len(count := partition.blocks):
-            found = self.gather_pieces(
-                piece.unflatten(dim, (len(count), -1)), dim + 1, partition.select_blocks(0, 1)
+        """Concatenate the pieces of all ranks, in serial order.
+
+        Args:
+            piece: This rank's piece.
+            dim: The divided dimension.
+            partition: How it is divided.
+
+        Returns:
+            The whole tensor.
+        """
+        # equal blocks are gathered as one block with an extra dimension
+        if len(set(partition.blocks)) == 1 < len(blocks := partition.blocks):
+            pieces = self.gather_pieces(
+                piece.unflatten(dim, (len(blocks), -1)), dim + 1, partition.select_blocks(0, 1)
             )
-            # no view: it may be changed in place
-            return found.flatten(dim, dim + 1).detach()
+            # not a view, because it may be changed in place
+            return pieces.flatten(dim, dim + 1).detach()
         lengths = [partition.compute_length(rank) for rank in range(self.size)]
-        if (most := max(lengths)) > piece.shape[dim]:
-            wide = piece.new_zeros(*piece.shape[:dim], most, *piece.shape[dim + 1 :])
-            wide.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-            piece = wide
-        found = [piece] * self.size
+        if (longest := max(lengths)) > piece.shape[dim]:
+            padded = piece.new_zeros(*piece.shape[:dim], longest, *piece.shape[dim + 1 :])
+            padded.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+            piece = padded
+        pieces = [piece] * self.size
         if not isinstance(piece, FakeTensor):
             self.sent_bytes += count_collective_bytes("all_gather", piece.nbytes, self.size)
-            found = self.world.all_gather(piece)
-        every = [each.narrow(dim, 0, length) for each, length in zip(found, lengths, strict=True)]
+            pieces = self.world.all_gather(piece)
+        trimmed = [
+            each.narrow(dim, 0, length) for each, length in zip(pieces, lengths, strict=True)
+        ]
         if len(partition.blocks) == 1:
-            return torch.cat(every, dim)
-        parts = [each.split(partition.list_lengths(rank), dim) for rank, each in enumerate(every)]
-        return torch.cat([part for block in zip(*parts, strict=True) for part in block], dim)
+            return torch.cat(trimmed, dim)
+        blocks_of_ranks = [
+            each.split(partition.list_lengths(rank), dim) for rank, each in enumerate(trimmed)
+        ]
+        return torch.cat(
+            [
+                block_piece
+                for same_block in zip(*blocks_of_ranks, strict=True)
+                for block_piece in same_block
+            ],
+            dim,
+        )
 
     def take_piece(self, whole: Tensor, dim: int, partition: DimPartition) -> Tensor:
-        """This rank's, a view where it is one block."""
-        parts = [
+        """Take this rank's piece of a whole tensor.
+
+        Args:
+            whole: The tensor.
+            dim: The dimension to divide.
+            partition: How it is divided.
+
+        Returns:
+            The piece: a view, if it is one block.
+        """
+        blocks = [
             whole.narrow(dim, each.start, len(each)) for each in partition.list_ranges(self.rank)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
 
     def start_fetch(
         self,
@@ -180,79 +288,103 @@ class AxisGroup:
         wanted: tuple[WantedIndices, ...],
         fill: float,
     ) -> Callable[[], Tensor]:
-        """Begins to get what this rank wants of all ranks' pieces; what is returned waits for
-        it. fill: stands where there is nothing.
+        """Start to fetch the elements that this rank needs of all ranks' pieces.
+
+        Args:
+            piece: This rank's piece.
+            dim: The divided dimension.
+            partition: How it is divided.
+            wanted: For each rank, the elements that it needs.
+            fill: Value where an element does not exist.
+
+        Returns:
+            A function that waits for the elements and returns them, in the order of `wanted`.
         """
-        mine = find_runs(partition, wanted[self.rank])
-        came, over = self._start_transfer(
+        own_runs = find_runs(partition, wanted[self.rank])
+        received, wait = self._start_transfer(
             piece,
             dim,
             {
-                peer: [run for run in find_runs(partition, want) if run.owner == self.rank]
-                for peer, want in enumerate(wanted)
+                peer: [run for run in find_runs(partition, needed) if run.owner == self.rank]
+                for peer, needed in enumerate(wanted)
             },
             {
-                peer: sum(run.length for run in mine if run.owner == peer)
+                peer: sum(run.length for run in own_runs if run.owner == peer)
                 for peer in range(self.size)
             },
         )
 
-        def gather_pieces() -> Tensor:
-            over()
-            parts = list[Tensor]()
-            at = dict.fromkeys(came, 0)
-            for run in mine:
+        def concatenate() -> Tensor:
+            wait()
+            slices = list[Tensor]()
+            offsets = dict.fromkeys(received, 0)
+            for run in own_runs:
                 if run.owner == PADDING:
-                    parts.append(
+                    slices.append(
                         piece.new_full(
                             (*piece.shape[:dim], run.length, *piece.shape[dim + 1 :]), fill
                         )
                     )
                 elif run.owner == self.rank:
-                    parts.append(piece.narrow(dim, run.start, run.length))
+                    slices.append(piece.narrow(dim, run.start, run.length))
                 else:
-                    parts.append(came[run.owner].narrow(dim, at[run.owner], run.length))
-                    at[run.owner] += run.length
-            return torch.cat(parts, dim) if parts else piece.narrow(dim, 0, 0)
+                    slices.append(received[run.owner].narrow(dim, offsets[run.owner], run.length))
+                    offsets[run.owner] += run.length
+            return torch.cat(slices, dim) if slices else piece.narrow(dim, 0, 0)
 
-        return gather_pieces
+        return concatenate
 
     def start_return(
         self, gradient: Tensor, dim: int, partition: DimPartition, wants: tuple[WantedIndices, ...]
     ) -> Callable[[Tensor], Tensor]:
-        """The other way, begun: of what all ranks have for what they wanted, that for this
-        rank's piece is added to a tensor.
+        """Start to return what belongs to the fetched elements of all ranks to their owners.
+
+        This is the adjoint of `start_fetch`.
+
+        Args:
+            gradient: This rank's tensor for the elements that it fetched.
+            dim: The divided dimension.
+            partition: How it is divided.
+            wants: For each rank, the elements that it fetched.
+
+        Returns:
+            A function that waits for the returned tensors, and adds them to a tensor like this
+            rank's piece.
         """
-        places = dict[int, list[ElementRun]]()
-        at = 0
+        own_runs = dict[int, list[ElementRun]]()
+        offset = 0
         for run in find_runs(partition, wants[self.rank]):
-            places.setdefault(run.owner, []).append(run._replace(start=at))
-            at += run.length
-        theirs = {
-            peer: [run for run in find_runs(partition, want) if run.owner == self.rank]
-            for peer, want in enumerate(wants)
+            own_runs.setdefault(run.owner, []).append(run._replace(start=offset))
+            offset += run.length
+        runs_of_peers = {
+            peer: [run for run in find_runs(partition, needed) if run.owner == self.rank]
+            for peer, needed in enumerate(wants)
         }
-        came, over = self._start_transfer(
+        received, wait = self._start_transfer(
             gradient,
             dim,
-            {peer: places.get(peer, []) for peer in range(self.size)},
-            {peer: sum(run.length for run in found) for peer, found in theirs.items()},
+            {peer: own_runs.get(peer, []) for peer in range(self.size)},
+            {
+                peer: sum(run.length for run in peer_runs)
+                for peer, peer_runs in runs_of_peers.items()
+            },
         )
-        if self.rank in places:
-            came[self.rank] = _concatenate_runs(gradient, dim, places[self.rank])
+        if self.rank in own_runs:
+            received[self.rank] = _concatenate_runs(gradient, dim, own_runs[self.rank])
 
-        def add_partial_results(total: Tensor) -> Tensor:
-            over()
-            for peer, found in theirs.items():  # in the order of ranks
-                at = 0
-                for run in found:
+        def add_received(total: Tensor) -> Tensor:
+            wait()
+            # the order of ranks makes the sum reproducible
+            for peer, peer_runs in runs_of_peers.items():
+                offset = 0
+                for run in peer_runs:
                     total.narrow(dim, run.start, run.length).add_(
-                        came[peer].narrow(dim, at, run.length)
+                        received[peer].narrow(dim, offset, run.length)
                     )
-                    at += run.length
+                    offset += run.length
             return total
 
-        return add_partial_results
+        return add_received
 
     def _start_transfer(
         self,
@@ -261,60 +393,69 @@ class AxisGroup:
         send_runs: dict[int, list[ElementRun]],
         receive_counts: dict[int, int],
     ) -> tuple[dict[int, Tensor], Callable[[], None]]:
-        """To every rank its runs of a tensor, from each so many elements: (what comes, until
-        when it has).
+        """Start to send runs of a tensor to each rank, and to receive so many elements from each.
+
+        The result is (received tensors by rank, function that waits for them).
         """
-        takes = {
+        receives = {
             peer: source.new_empty(*source.shape[:dim], count, *source.shape[dim + 1 :])
             for peer, count in receive_counts.items()
             if count and peer != self.rank
         }
         if isinstance(source, FakeTensor):
-            return takes, lambda: None
+            return receives, lambda: None
         sends = {
-            peer: _concatenate_runs(source, dim, found)
-            for peer, found in send_runs.items()
-            if found and peer != self.rank
+            peer: _concatenate_runs(source, dim, runs)
+            for peer, runs in send_runs.items()
+            if runs and peer != self.rank
         }
         self.sent_bytes += sum(each.nbytes for each in sends.values())
-        return takes, self.world.start_transfers(sends, takes)
+        return receives, self.world.start_transfers(sends, receives)
 
     def copy_to_ranks(self, x: Tensor) -> Tensor:
-        """Of a plain value of which every rank makes something else: its gradient is summed,
-        once for all that is made.
+        """Copy a plain value of which each rank makes another value.
+
+        The gradient of the copy is summed over ranks, once for all values that are made of it.
         """
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        for known, version, before in filter(
+        for source, version, copy in filter(
             None, (*self.recent_copies, self.early_copies.get(id(x)))
         ):
-            if known is x and version == x._version:
-                return before
+            if source is x and version == x._version:
+                return copy
         self.note_transfer("copied", x.nbytes)
-        made: Tensor = AxisCopy.apply(x, self)
-        self.recent_copies.append((x, x._version, made))
-        return made
+        result: Tensor = AxisCopy.apply(x, self)
+        self.recent_copies.append((x, x._version, result))
+        return result
 
     def copy_parameters_early(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Copies of parameters, before a forward: autograd runs what was made first last, so
-        that their gradients are summed one after the other behind the whole backward, and no
-        rank waits for another in every layer.
+        """Copy parameters before a forward.
+
+        Autograd runs the backward of what was made first last. So all gradients of these parameters
+        are summed one after another behind the whole backward, and no rank waits for another one in
+        every layer.
         """
-        given = [each for each in tensors if each.requires_grad and torch.is_grad_enabled()]
+        trained = [each for each in tensors if each.requires_grad and torch.is_grad_enabled()]
         self.early_copies = {
-            id(each): (each, each._version, AxisCopy.apply(each, self)) for each in given
+            id(each): (each, each._version, AxisCopy.apply(each, self)) for each in trained
         }
-        return [made for _, _, made in self.early_copies.values()]
+        return [copy for _, _, copy in self.early_copies.values()]
 
     def add_partial_results(self, x: Tensor) -> Tensor:
-        """The sum of what all ranks have."""
-        made: Tensor = AxisReduce.apply(x, self)
-        self.note_transfer("summed", made.nbytes)
-        return made
+        """Sum the partial results of all ranks."""
+        total: Tensor = AxisReduce.apply(x, self)
+        self.note_transfer("summed", total.nbytes)
+        return total
 
     def note_transfer(self, what: str, payload: int, detail: str = "") -> None:
-        """Something travels: a tensor of so many bytes, by a collective, or, of what is
-        fetched, so many as a rank sends.
+        """Note, during planning, that a tensor travels.
+
+        Args:
+            what: The kind of transfer, such as "gathered" or "fetched".
+            payload: Bytes of the tensor of a collective; for other transfers, bytes that a rank
+                sends.
+            detail: Text for the summary.
         """
         if self.decider is not None:
             sent = (
@@ -325,41 +466,54 @@ class AxisGroup:
             self.decider.note_transfer(what, sent, detail)
 
     def add_constraints(self, constraints: Iterable[Constraint]) -> None:
-        """Parameters had better be divided so."""
+        """Request, during planning, that parameters are divided in another way."""
         if self.decider is not None:
             self.decider.constraints.extend(constraints)
 
     def broadcast_value(
         self, value: Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """What one rank has, on all."""
-        found = (
+        """Broadcast a value of one rank to all.
+
+        Args:
+            value: The value, or None on other ranks.
+            owner: The rank that has it.
+            shape: Shape of the value.
+            dtype: Type of the value.
+
+        Returns:
+            A copy of the value.
+        """
+        result = (
             torch.empty(shape, dtype=dtype, device=self.world.device)
             if value is None
             else value.clone(memory_format=torch.contiguous_format)
         )
         if self.rank == owner:
-            self.sent_bytes += count_collective_bytes("broadcast", found.nbytes, self.size)
-        self.world.copy_from(found, owner)
-        return found
+            self.sent_bytes += count_collective_bytes("broadcast", result.nbytes, self.size)
+        self.world.copy_from(result, owner)
+        return result
 
     def clear_copies(self) -> None:
-        """A forward is over."""
+        """Forget the copies of a forward that is over."""
         self.recent_copies.clear()
         self.early_copies.clear()
 
 
 def _concatenate_runs(source: Tensor, dim: int, runs: list[ElementRun]) -> Tensor:
-    parts = [source.narrow(dim, run.start, run.length) for run in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    slices = [source.narrow(dim, run.start, run.length) for run in runs]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
 
 
-# each is the other's adjoint, so that a backward has a backward (forces, gradient penalties)
+# Each function is the adjoint of its partner, so that a backward has a backward (forces, gradient
+# penalties).
 class AxisCopy(torch.autograd.Function):
+    """The same tensor; the gradient is summed over ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.line = group
-        # the same memory, and no view of x: that may be changed in place afterwards
+        # the same memory, but not a view of x, because x may be changed in place afterwards
         return x.detach()
 
     @staticmethod
@@ -368,6 +522,8 @@ class AxisCopy(torch.autograd.Function):
 
 
 class AxisReduce(torch.autograd.Function):
+    """The sum over ranks; the gradient is the same tensor."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.line = group
@@ -379,6 +535,8 @@ class AxisReduce(torch.autograd.Function):
 
 
 class AxisScatter(torch.autograd.Function):
+    """The piece of this rank; the gradient is all pieces, concatenated."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, partition: DimPartition, group: AxisGroup) -> Tensor:
         ctx.dim = dim
@@ -392,6 +550,8 @@ class AxisScatter(torch.autograd.Function):
 
 
 class AxisGather(torch.autograd.Function):
+    """All pieces, concatenated; the gradient is the piece of this rank."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, partition: DimPartition, group: AxisGroup) -> Tensor:
         ctx.dim = dim
@@ -405,6 +565,8 @@ class AxisGather(torch.autograd.Function):
 
 
 class HaloFetch(torch.autograd.Function):
+    """Elements of other ranks' pieces; the gradient is returned to their owners."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -424,6 +586,8 @@ class HaloFetch(torch.autograd.Function):
 
 
 class HaloReturn(torch.autograd.Function):
+    """Tensors for fetched elements, added to their owners' pieces; the adjoint of HaloFetch."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -441,5 +605,11 @@ class HaloReturn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        dim, have, wants, line = ctx.given
-        return HaloFetch.apply(gradients[0], dim, have, wants, 0.0, line), None, None, None, None
+        dim, partition, wanted, group = ctx.given
+        return (
+            HaloFetch.apply(gradients[0], dim, partition, wanted, 0.0, group),
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,4 +1,4 @@
-"""Activation checkpointing of functions whose arguments are sharded tensors."""
+"""Activation checkpointing of functions with sharded tensors as arguments."""
 
 from __future__ import annotations
 
@@ -24,9 +24,24 @@ def checkpoint_sharded(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[None]:
-    """A checkpoint that keeps divided tensors as they are: torch's keeps what it is given by an
-    autograd function. It runs to its end again: what is kept last, where torch would stop, is
-    not the same on all ranks (a part without a halo).
+    """Checkpoint a function, and keep sharded tensors as they are.
+
+    Torch's own checkpoint saves its arguments by an autograd function. The recomputation runs to
+    its end. Torch would stop after the last saved tensor, which is not the same one on all ranks (a
+    part without a halo).
+
+    Args:
+        function: The function, as are all arguments, of torch's generator.
+        preserve: Whether the state of random generators is restored.
+        context: Makes the contexts of the forward and of the recomputation.
+        check: Name of the check that compares both.
+        debug: Whether errors of the check list all operations.
+        early_stop: Not used: the recomputation runs to its end.
+        *args: Arguments of the function.
+        **kwargs: Keyword arguments of the function.
+
+    Yields:
+        Once, for the forward.
     """
     if any(isinstance(each, ShardedTensor) for each in tree_leaves((args, kwargs))):
         function = functools.partial(function, *args, **kwargs)

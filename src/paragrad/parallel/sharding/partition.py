@@ -1,10 +1,9 @@
-"""Pieces: how a dimension of a tensor is divided over ranks, and what reshaping and slicing
-make of that. No torch.
+"""How a dimension of a tensor is divided over ranks, and how reshapes and slices change that.
 
-A dimension is a row of *blocks*, each divided by itself: the columns of a fused qkv are three.
-A block is divided in whole *grains*, as evenly as they go (the longer pieces first): a grain of
-the columns that an attention makes heads of is a head. A rank holds its range of every block,
-one after the other.
+This module does not import torch. A dimension is a row of *blocks*. Each block is divided by
+itself: the columns of a fused query-key-value layer are three blocks. A block is divided into whole
+*grains*, as evenly as possible, and the longer pieces come first. A grain of the columns that an
+attention turns into heads is one head. A rank holds its range of every block, one after the other.
 """
 
 from __future__ import annotations
@@ -17,16 +16,22 @@ from math import gcd, lcm, prod
 
 from paragrad.schedules.actions import split_evenly
 
-# queries, keys and values, which are no heads: each is divided by itself where ranks are more
+# A dimension of this size separates queries, keys and values, not heads. If ranks are more than
+# these, each of them is divided by itself.
 QKV_PARTS = 3
-# of which parameter, and from where to where in its divided dimension
+# (parameter name, start, stop) in the divided dimension of the parameter
 Origin = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class DimBlock:
-    """size elements in so many grains of equal length. origins: where parameters say how it is
-    divided.
+    """A block of consecutive elements, divided into grains of equal length.
+
+    Attributes:
+        size: Number of elements.
+        grains: Number of grains; a rank holds whole grains.
+        origins: The ranges of parameters that determine how the block is divided. They do not count
+            when blocks are compared.
     """
 
     size: int
@@ -34,81 +39,114 @@ class DimBlock:
     origins: tuple[Origin, ...] = field(default=(), compare=False)
 
     def scale_block(self, times: int, divisor: int = 1) -> DimBlock:
-        """The same grains, each times / by as long."""
+        """Return the block with as many grains, each `times / divisor` as long."""
         return DimBlock(self.size * times // divisor, self.grains, self.origins)
 
 
 @dataclass(frozen=True)
 class DimPartition:
-    """A dimension of blocks, over so many ranks."""
+    """How a dimension is divided over ranks.
+
+    Attributes:
+        blocks: The blocks of the dimension, in order.
+        ranks: Number of ranks over which each block is divided.
+    """
 
     blocks: tuple[DimBlock, ...]
     ranks: int
 
     @property
     def size(self) -> int:
+        """Number of elements of the whole dimension."""
         return sum(block.size for block in self.blocks)
 
     def list_ranges(self, rank: int) -> list[range]:
-        """What a rank holds, block by block."""
+        """Return the element ranges that a rank holds, one for each block."""
         return list(_compute_ranges(self)[rank])
 
     def list_lengths(self, rank: int) -> list[int]:
+        """Return the number of elements that a rank holds of each block."""
         return [len(each) for each in _compute_ranges(self)[rank]]
 
     def compute_length(self, rank: int) -> int:
+        """Return the number of elements that a rank holds."""
         return sum(self.list_lengths(rank))
 
     def has_same_ranges(self, other: DimPartition) -> bool:
-        """Do all ranks hold the same elements?"""
+        """Return whether every rank holds the same elements under both partitions."""
         return self == other or _compute_ranges(self) == _compute_ranges(other)
 
     def repeat_blocks(self, times: int) -> DimPartition:
-        """Of a dimension that is this one so many times in a row."""
+        """Return the partition of a dimension that is this one `times` times in a row."""
         return DimPartition(self.blocks * times, self.ranks)
 
     def scale_elements(self, times: int, divisor: int = 1) -> DimPartition:
-        """Of a dimension of which every element became so many (or so many one)."""
+        """Return the partition after every element became `times` elements.
+
+        With a divisor, every group of `divisor` elements becomes `times` elements.
+        """
         return DimPartition(
             tuple(block.scale_block(times, divisor) for block in self.blocks), self.ranks
         )
 
     def find_blocks(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Which blocks, from one to another, lie from start to stop; None where that cuts
-        one.
+        """Return the blocks from element `start` to element `stop`.
+
+        Args:
+            start: First element of the range.
+            stop: End of the range.
+
+        Returns:
+            (first block, end block), or None if the range begins or ends inside a block.
         """
         ends = [0, *itertools.accumulate(block.size for block in self.blocks)]
         return (ends.index(start), ends.index(stop)) if start in ends and stop in ends else None
 
     def select_blocks(self, first: int, last: int) -> DimPartition:
+        """Return the partition of the blocks from `first` to `last`, without the last."""
         return DimPartition(self.blocks[first:last], self.ranks)
 
 
 @functools.lru_cache(maxsize=4096)
 def _compute_ranges(partition: DimPartition) -> tuple[tuple[range, ...], ...]:
     starts = itertools.accumulate((block.size for block in partition.blocks), initial=0)
-    found = []
+    blocks_of_ranks = []
     for block, start in zip(partition.blocks, starts, strict=False):
         grain = block.size // block.grains
-        found.append(
+        blocks_of_ranks.append(
             [
-                range(start + part.start * grain, start + part.stop * grain)
-                for part in split_evenly(block.grains, partition.ranks)
+                range(start + grains.start * grain, start + grains.stop * grain)
+                for grains in split_evenly(block.grains, partition.ranks)
             ]
         )
-    return tuple(zip(*found, strict=True)) if found else ((),) * partition.ranks
+    return tuple(zip(*blocks_of_ranks, strict=True)) if blocks_of_ranks else ((),) * partition.ranks
 
 
 def partition_evenly(size: int, ranks: int, origin: str | None = None) -> DimPartition:
-    """A dimension of one block, element by element."""
+    """Divide a dimension of one block, element by element.
+
+    Args:
+        size: Number of elements.
+        ranks: Number of ranks.
+        origin: Name of the parameter to which the dimension belongs, if any.
+
+    Returns:
+        The partition.
+    """
     return DimPartition((DimBlock(size, size, ((origin, 0, size),) if origin else ()),), ranks)
 
 
-# ---- wishes: what another division of a parameter would have made possible -------------------
+# ---- constraints: another division of a parameter that an operation needs -----------------
 @dataclass(frozen=True)
 class Constraint:
-    """Of a parameter's range: to be divided in so many grains, or (cuts) in blocks that end
-    there; or (none of both) not at all.
+    """A requested change of how a range of a parameter is divided.
+
+    Without grains and ends, the parameter is not to be divided at all.
+
+    Attributes:
+        origin: The parameter and the range of its divided dimension.
+        grains: Number of grains into which the range is to be divided; 0: not requested.
+        ends: Elements of the parameter where blocks are to end.
     """
 
     origin: Origin
@@ -119,87 +157,125 @@ class Constraint:
 def apply_constraints(
     blocks: Sequence[DimBlock], name: str, constraints: Iterable[Constraint], ranks: int
 ) -> tuple[DimBlock, ...] | None:
-    """Blocks of a parameter's dimension as they are wished for; None: it is not to be
-    divided.
+    """Change the blocks of a parameter's dimension as constraints request.
+
+    Args:
+        blocks: The blocks as they are.
+        name: Name of the parameter.
+        constraints: The requested changes.
+        ranks: Number of ranks.
+
+    Returns:
+        The new blocks, or None if the parameter is not to be divided.
     """
-    found = list(blocks)
-    for wish in constraints:
-        _, start, stop = wish.origin
-        if not wish.grains and not wish.ends:
+    new_blocks = list(blocks)
+    for constraint in constraints:
+        _, start, stop = constraint.origin
+        if not constraint.grains and not constraint.ends:
             return None
         at = next(
-            (at for at, block in enumerate(found) if block.origins == ((name, start, stop),)), None
+            (at for at, block in enumerate(new_blocks) if block.origins == ((name, start, stop),)),
+            None,
         )
-        # a wish of before another was granted: it comes again if it is still one
+        # This block was changed by an earlier constraint. The constraint comes again in the next
+        # run if it is still needed.
         if at is None:
             continue
-        if wish.grains:
-            found[at] = replace(found[at], grains=gcd(found[at].grains, wish.grains))
+        if constraint.grains:
+            new_blocks[at] = replace(
+                new_blocks[at], grains=gcd(new_blocks[at].grains, constraint.grains)
+            )
         else:
-            found[at : at + 1] = [
+            new_blocks[at : at + 1] = [
                 DimBlock(b - a, b - a, ((name, a, b),))
-                for a, b in itertools.pairwise((start, *wish.ends, stop))
+                for a, b in itertools.pairwise((start, *constraint.ends, stop))
             ]
-    return tuple(found) if all(block.grains >= ranks for block in found) else None
+    return tuple(new_blocks) if all(block.grains >= ranks for block in new_blocks) else None
 
 
 def make_constraints(
     block: DimBlock, grains: int = 0, ends: Sequence[int] = ()
 ) -> Iterator[Constraint]:
-    """To all origins of a block. cuts: where in the block, in its own elements."""
+    """Make a constraint for each origin of a block.
+
+    Args:
+        block: The block that should be divided in another way.
+        grains: Requested number of grains; 0: no request.
+        ends: Requested ends of blocks, in elements of the block.
+
+    Yields:
+        One constraint for each origin.
+    """
     for origin in block.origins:
         _, start, stop = origin
-        places = [start + cut * (stop - start) // block.size for cut in ends]
-        exact = all(cut * (stop - start) % block.size == 0 for cut in ends)
-        yield Constraint(origin, grains, tuple(places)) if exact else Constraint(origin)
+        new_ends = [start + end * (stop - start) // block.size for end in ends]
+        is_exact = all(end * (stop - start) % block.size == 0 for end in ends)
+        yield Constraint(origin, grains, tuple(new_ends)) if is_exact else Constraint(origin)
 
 
 def constrain_block_ends(partition: DimPartition, ends: Iterable[int]) -> list[Constraint]:
-    """Wishes that blocks end there."""
-    found = list[Constraint]()
-    wanted = sorted(set(ends))
+    """Return constraints that blocks end at these elements."""
+    constraints = list[Constraint]()
+    sorted_ends = sorted(set(ends))
     for block, start in zip(
         partition.blocks,
         itertools.accumulate((b.size for b in partition.blocks), initial=0),
         strict=False,
     ):
-        if inside := [end - start for end in wanted if start < end < start + block.size]:
-            found += make_constraints(block, ends=inside)
-    return found
+        if inner_ends := [end - start for end in sorted_ends if start < end < start + block.size]:
+            constraints += make_constraints(block, ends=inner_ends)
+    return constraints
 
 
 def constrain_to_whole(partition: DimPartition) -> list[Constraint]:
-    return [wish for block in partition.blocks for wish in make_constraints(block)]
+    """Return constraints that the dimension is not divided."""
+    return [constraint for block in partition.blocks for constraint in make_constraints(block)]
 
 
 def constrain_to_equal(one: DimPartition, other: DimPartition) -> list[Constraint]:
-    """Wishes of two divisions of dimensions that are used together, and differ."""
+    """Return constraints that make the partitions of two dimensions equal.
+
+    Args:
+        one: Partition of a dimension.
+        other: Partition of a dimension that is used together with it.
+
+    Returns:
+        One constraint for each origin of a block that must change.
+    """
     ends = [set(itertools.accumulate(block.size for block in each.blocks)) for each in (one, other)]
     if ends[0] != ends[1]:
         return constrain_block_ends(one, ends[1]) + constrain_block_ends(other, ends[0])
-    found = []
+    constraints = []
     for a, b in zip(one.blocks, other.blocks, strict=True):
         if a.grains != b.grains:
-            together = gcd(a.grains, b.grains)
-            found += [
-                wish
+            common_grains = gcd(a.grains, b.grains)
+            constraints += [
+                constraint
                 for block in (a, b)
-                if block.grains != together
-                for wish in make_constraints(block, together)
+                if block.grains != common_grains
+                for constraint in make_constraints(block, common_grains)
             ]
-    return found
+    return constraints
 
 
 # ---- shapes ----------------------------------------------------------------------------------
 def match_dim_groups(
     before: Sequence[int], after: Sequence[int]
 ) -> list[tuple[range, range]] | None:
-    """Of a reshape, dimensions before and after that hold the same elements, as few together as
-    can be; None where one is empty.
+    """Match the dimensions before and after a reshape that hold the same elements.
+
+    Each group has as few dimensions as possible.
+
+    Args:
+        before: The old shape.
+        after: The new shape.
+
+    Returns:
+        (old dimensions, new dimensions) of each group, or None if a dimension is empty.
     """
     if 0 in before or 0 in after:
         return None
-    found = []
+    groups = []
     i = 0
     j = 0
     while i < len(before) or j < len(after):
@@ -215,72 +291,80 @@ def match_dim_groups(
                 j = j + 1
             if a == b and (i > start[0] or i >= len(before)) and (j > start[1] or j >= len(after)):
                 break
-        found.append((range(start[0], i), range(start[1], j)))
-    return found
+        groups.append((range(start[0], i), range(start[1], j)))
+    return groups
 
 
 def reshape_partition(
     before: Sequence[int], after: Sequence[int], dim: int, partition: DimPartition
 ) -> tuple[int, DimPartition] | list[Constraint]:
-    """Which dimension is divided after a reshape, and how; or what to wish for, where that
-    cannot be said.
+    """Find which dimension is divided after a reshape, and how.
+
+    Args:
+        before: The old shape.
+        after: The new shape.
+        dim: The divided dimension of the old shape.
+        partition: How it is divided.
+
+    Returns:
+        (new dimension, its partition), or constraints that would make the reshape possible.
     """
     for old, new in match_dim_groups(before, after) or ():
         if dim in old:
             outer = prod(before[old.start : dim])
             inner = prod(before[dim + 1 : old.stop])
-            found = _unflatten_partition(
+            result = _unflatten_partition(
                 partition.scale_elements(inner).repeat_blocks(outer), [after[at] for at in new]
             )
-            return found if isinstance(found, list) else (new.start + found[0], found[1])
+            return result if isinstance(result, list) else (new.start + result[0], result[1])
     return constrain_to_whole(partition)
 
 
 def _unflatten_partition(
     flat: DimPartition, sizes: Sequence[int]
 ) -> tuple[int, DimPartition] | list[Constraint]:
-    """Of a flat dimension that becomes these."""
-    wished = list[Constraint]()
+    """Reshape a flat dimension into these sizes; the result is as of `reshape_partition`."""
+    constraints = list[Constraint]()
     for at, size in enumerate(sizes):
-        before = prod(sizes[:at])
-        after = prod(sizes[at + 1 :])
-        each, rest = divmod(len(flat.blocks), before)
+        outer = prod(sizes[:at])
+        inner = prod(sizes[at + 1 :])
+        period, remainder = divmod(len(flat.blocks), outer)
         if (
             size == 1
-            or rest
+            or remainder
             or any(
-                flat.blocks[:each] != flat.blocks[start : start + each]
-                for start in range(0, len(flat.blocks), each)
+                flat.blocks[:period] != flat.blocks[start : start + period]
+                for start in range(0, len(flat.blocks), period)
             )
         ):
             continue
-        group = [_merge_blocks(flat.blocks[start::each]) for start in range(each)]
-        if sum(block.size for block in group) != size * after or any(
-            block.size % after for block in group
+        group = [_merge_blocks(flat.blocks[start::period]) for start in range(period)]
+        if sum(block.size for block in group) != size * inner or any(
+            block.size % inner for block in group
         ):
             continue
-        if all(block.size // block.grains % after == 0 for block in group):
+        if all(block.size // block.grains % inner == 0 for block in group):
             return at, DimPartition(
-                tuple(block.scale_block(1, after) for block in group), flat.ranks
+                tuple(block.scale_block(1, inner) for block in group), flat.ranks
             )
-        wanted = [block.size // lcm(block.size // block.grains, after) for block in group]
-        if not wished and min(wanted) >= flat.ranks:
-            wished = [
-                wish
-                for block, grains in zip(group, wanted, strict=True)
-                for wish in make_constraints(block, grains)
+        grain_counts = [block.size // lcm(block.size // block.grains, inner) for block in group]
+        if not constraints and min(grain_counts) >= flat.ranks:
+            constraints = [
+                constraint
+                for block, grains in zip(group, grain_counts, strict=True)
+                for constraint in make_constraints(block, grains)
             ]
-        if len(flat.blocks) == 1 and not wished:  # there are fewer than ranks
+        if len(flat.blocks) == 1 and not constraints:  # the elements are fewer than the ranks
             return (
-                constrain_block_ends(flat, range(after, QKV_PARTS * after, after))
+                constrain_block_ends(flat, range(inner, QKV_PARTS * inner, inner))
                 if size == QKV_PARTS
                 else constrain_to_whole(flat)
             )
-    return wished or constrain_to_whole(flat)
+    return constraints or constrain_to_whole(flat)
 
 
 def _merge_blocks(blocks: Sequence[DimBlock]) -> DimBlock:
-    """Blocks that become one."""
+    """Make one block of equal blocks; it keeps the origins of all."""
     return replace(
         blocks[0],
         origins=tuple(dict.fromkeys(origin for block in blocks for origin in block.origins)),

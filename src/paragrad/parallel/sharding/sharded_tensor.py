@@ -1,10 +1,12 @@
-"""A divided tensor: this rank's pieces of one, which the model's own Python takes for the
-whole.
+"""A sharded tensor: this rank's pieces of a tensor, with the interface of the whole tensor.
 
-It has the whole tensor's shape and a local tensor with the pieces. Torch's functions ask it
-what they make of it (`__torch_function__`): a rule for the function's name (`RULES`), the
-elements one by one where torch says that it works so, its own Python where it is written in
-Python, and otherwise on the whole tensor, gathered: right, and said.
+The model's own Python works with it as with the whole tensor. Functions of torch reach it by
+`__torch_function__`. It handles a function in the first of these ways that applies:
+
+    1. a rule that is registered for the function's name (`RULES`)
+    2. elementwise, if torch tags the function as pointwise
+    3. the function's own Python, if the function is written in Python
+    4. on the whole tensor, which is gathered: correct, and noted as a transfer
 """
 
 from __future__ import annotations
@@ -32,12 +34,18 @@ from paragrad.parallel.sharding.partition import DimPartition
 
 
 class Sharding(NamedTuple):
-    """How one dimension is divided, and over which ranks."""
+    """How one dimension is divided, and over which ranks.
+
+    Attributes:
+        partition: How the dimension is divided.
+        group: The ranks.
+    """
 
     partition: DimPartition
     group: AxisGroup
 
     def is_same_sharding(self, other: Sharding | None) -> bool:
+        """Return whether both have the same group, and each rank the same elements."""
         return (
             other is not None
             and self.group is other.group
@@ -46,17 +54,17 @@ class Sharding(NamedTuple):
 
 
 Shardings = Mapping[int, Sharding]
-NO_RULE = object()  # a rule has none for these arguments
-# by the name of a function of torch: rule(function, *arguments), or UNKNOWN
+NO_RULE = object()  # returned by a rule that does not handle these arguments
+# by the name of a function of torch: rule(function, *arguments), or NO_RULE
 RULES: dict[str, Callable[..., Any]] = {}
-DECIDING_RULES: set[str] = set()  # of those that may divide what is whole as yet
+DECIDING_RULES: set[str] = set()  # names of the rules that may shard tensors that are still whole
 
-# what is asked of a tensor, and answered for the whole one
+# attributes that are those of the local part
 LOCAL_ATTRIBUTES = frozenset(
     ("requires_grad", "grad_fn", "is_leaf", "_version", "output_nr", "grad")
 )
-ARGUMENT_ALIASES = {"axis": "dim", "keepdims": "keepdim"}  # torch takes both
-FIRST_ARGUMENT_NAMES = {"input", "self", "tensors"}  # what a function's first argument is called
+ARGUMENT_ALIASES = {"axis": "dim", "keepdims": "keepdim"}  # torch accepts both names
+FIRST_ARGUMENT_NAMES = {"input", "self", "tensors"}  # names of the first argument
 REFUSED_HOOKS = {
     "register_hook": "puts a hook on",
     "retain_grad": "keeps the gradient of",
@@ -67,25 +75,34 @@ REFUSED_HOOKS = {
 def register_rule(
     *names: str, decides: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorated function is the rule of the functions of these names. decides: also where
-    nothing is divided yet.
+    """Register the decorated function as the rule of functions of torch.
+
+    Args:
+        *names: Names of the functions.
+        decides: Whether the rule also applies to tensors that are not sharded yet, which it may
+            shard.
+
+    Returns:
+        The decorator.
     """
 
-    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         RULES.update(dict.fromkeys(names, function))
         DECIDING_RULES.update(names if decides else ())
         return function
 
-    return named
+    return register
 
 
 class ShardedTensor(WrappedTensor):
-    """Pieces of a tensor. local: those of this rank, with their graph;  cuts: by dimension, how
-    it is divided.
+    """This rank's pieces of a tensor.
 
-    serial: its name where it is a parameter or buffer;  asking: while it is found out how to
-    divide those, who decides: then it may be whole as yet;  sources: where it is made of such
-    ones, these.
+    Attributes:
+        local: The pieces of this rank, with their graph.
+        shardings: The sharding of each divided dimension.
+        serial_name: Name in the serial model, if it is a parameter or a buffer.
+        decider: During planning, the object that decides how it is sharded. It may be whole then.
+        sources: The parameters and buffers from which it is computed, during planning.
     """
 
     local: Tensor
@@ -107,10 +124,10 @@ class ShardedTensor(WrappedTensor):
             shardings[dim].partition.size if dim in shardings else size
             for dim, size in enumerate(local.shape)
         ]
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=local.dtype, device=local.device
         )
-        made.__dict__.update(
+        tensor.__dict__.update(
             local=local,
             shardings=shardings,
             serial_name=serial_name,
@@ -118,10 +135,10 @@ class ShardedTensor(WrappedTensor):
             sources=sources,
             _is_param=isinstance(local, torch.nn.Parameter),
         )
-        return made  # type: ignore[no-any-return]
+        return tensor  # type: ignore[no-any-return]
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """All is said in __new__."""
+        """Do nothing; `__new__` sets all attributes."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,22 +157,23 @@ class ShardedTensor(WrappedTensor):
                 f"output of the model, "
                 "or train it with data(n)"
             )
-        # a method in Python calls what it is a method of, which is itself here
+        # A Python method of torch._tensor calls the operation of the same name, which would come
+        # back here.
         if (
             not (name in RULES and getattr(func, "__module__", "") == "torch._tensor")
-            and (own := get_python_body(func)) is not None
+            and (python_body := get_python_body(func)) is not None
         ):
-            return own(*args, **kwargs)
+            return python_body(*args, **kwargs)
         if name not in DECIDING_RULES and not any(
-            each.shardings
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, ShardedTensor)
+            leaf.shardings
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, ShardedTensor)
         ):
             return run_on_whole(func, args, kwargs)
-        found = apply_rule(name, func, args, kwargs) if name in RULES else NO_RULE
-        if found is NO_RULE and name not in RULES and is_pointwise(name):
-            found = RULES["each element"](func, *args, **kwargs)
-        return run_on_whole(func, args, kwargs) if found is NO_RULE else found
+        result = apply_rule(name, func, args, kwargs) if name in RULES else NO_RULE
+        if result is NO_RULE and name not in RULES and is_pointwise(name):
+            result = RULES["each element"](func, *args, **kwargs)
+        return run_on_whole(func, args, kwargs) if result is NO_RULE else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,6 +184,7 @@ class ShardedTensor(WrappedTensor):
         )
 
     def unwrap(self) -> Tensor:
+        """Return the plain tensor. Collective over the ranks that hold the pieces."""
         return gather_whole(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -184,25 +203,48 @@ class ShardedTensor(WrappedTensor):
 def compute_sharded_gradients(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Any, ...]:
-    """As torch.autograd.grad: with respect to a divided value they are divided as it is."""
-    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    plain = tree_map_only(ShardedTensor, lambda x: x.local, (outputs, given, grad_outputs))
-    found = torch.autograd.grad(*plain, *args, **kwargs)
+    """Compute gradients as torch.autograd.grad does, for sharded values too.
+
+    The gradient with respect to a sharded value is sharded in the same way.
+
+    Args:
+        outputs: As for torch.autograd.grad.
+        inputs: As for torch.autograd.grad.
+        grad_outputs: As for torch.autograd.grad.
+        *args: Other arguments of torch.autograd.grad.
+        **kwargs: Other arguments of torch.autograd.grad.
+
+    Returns:
+        The gradients, one for each input.
+    """
+    input_list = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    local = tree_map_only(ShardedTensor, lambda x: x.local, (outputs, input_list, grad_outputs))
+    gradients = torch.autograd.grad(*local, *args, **kwargs)
     return tuple(
-        wrap_local(each, x.shardings) if isinstance(x, ShardedTensor) and each is not None else each
-        for each, x in zip(found, given, strict=True)
+        wrap_local(gradient, x.shardings)
+        if isinstance(x, ShardedTensor) and gradient is not None
+        else gradient
+        for gradient, x in zip(gradients, input_list, strict=True)
     )
 
 
 def apply_rule(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """What the rule of that name makes of it; UNKNOWN where it does not take these
-    arguments.
+    """Apply the rule of a function.
+
+    Args:
+        name: Name of the function.
+        func: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The result of the rule, or NO_RULE if the rule does not take these arguments.
     """
     if not args and (
-        named := next((each for each in kwargs if each in FIRST_ARGUMENT_NAMES), None)
+        first_name := next((each for each in kwargs if each in FIRST_ARGUMENT_NAMES), None)
     ):
-        args = (kwargs[named],)
-        kwargs = {key: value for key, value in kwargs.items() if key != named}
+        args = (kwargs[first_name],)
+        kwargs = {key: value for key, value in kwargs.items() if key != first_name}
     try:
         if kwargs:
             _inspect_signature(RULES[name]).bind(func, *args, **kwargs)
@@ -217,12 +259,12 @@ def _inspect_signature(function: Any) -> inspect.Signature:
 
 
 def wrap_local(local: Tensor, shardings: Shardings) -> Tensor:
-    """A tensor of which this is here; a plain one where nothing is divided."""
+    """Return a tensor with this local part: a plain one, if no dimension is divided."""
     return ShardedTensor(local, shardings) if shardings else local
 
 
 def is_in_place(name: str) -> bool:
-    """Does the function of this name change its first argument?"""
+    """Return whether the function of this name changes its first argument."""
     if not name.endswith("__"):
         return name.endswith("_")
     return name == "__setitem__" or (
@@ -232,10 +274,8 @@ def is_in_place(name: str) -> bool:
 
 @functools.cache
 def is_pointwise(name: str) -> bool:
-    """Does torch say that the function of this name works element by element, and gives
-    tensors?
-    """
-    if name == "copy_":  # which has no such tag
+    """Return whether torch tags the function of this name as pointwise, and it returns tensors."""
+    if name == "copy_":  # copy_ has no such tag
         return True
     plain = name.strip("_")
     plain = {
@@ -264,17 +304,17 @@ def is_pointwise(name: str) -> bool:
         "rfloordiv": "floor_divide",
         "ifloordiv": "floor_divide",
     }.get(plain, plain)
-    found = getattr(torch.ops.aten, plain, None)
-    return isinstance(found, torch._ops.OpOverloadPacket) and any(
-        torch.Tag.pointwise in each.tags
-        and all(str(one.type) == "Tensor" for one in each._schema.returns)
-        for each in (getattr(found, name) for name in found.overloads())
+    packet = getattr(torch.ops.aten, plain, None)
+    return isinstance(packet, torch._ops.OpOverloadPacket) and any(
+        torch.Tag.pointwise in overload.tags
+        and all(str(output.type) == "Tensor" for output in overload._schema.returns)
+        for overload in (getattr(packet, name) for name in packet.overloads())
     )
 
 
 # ---- functions of torch that are written in Python -------------------------------------------
 class _GlobalsWithoutOverrides(dict[str, Any]):
-    """The names of a module, in which nobody has a word of its own in torch's functions."""
+    """The globals of a module, in which no argument has a `__torch_function__`."""
 
     def __init__(self, source: dict[str, Any]) -> None:
         super().__init__(
@@ -290,8 +330,10 @@ RUNNING_BODIES: set[Any] = set()
 
 
 def get_python_body(func: Any) -> Any:
-    """A function of torch that is written in Python, as it is without asking who its arguments
-    are; None for any other, and for one that is running: a helper of it asks again.
+    """Return a function of torch that is written in Python, without its check for overrides.
+
+    The result is None for other functions. It is also None for a function that is running, so that
+    a helper that it calls is checked for overrides again.
     """
     return None if func in RUNNING_BODIES else _build_python_body(func)
 
@@ -300,38 +342,40 @@ def get_python_body(func: Any) -> Any:
 def _build_python_body(func: Any) -> Any:
     if not isinstance(func, types.FunctionType) or not (func.__module__ or "").startswith("torch."):
         return None
-    names = _GlobalsWithoutOverrides(func.__globals__)
-    if not len(names):
+    scope = _GlobalsWithoutOverrides(func.__globals__)
+    if not len(scope):
         return None
-    made = types.FunctionType(
-        func.__code__, names, func.__name__, func.__defaults__, func.__closure__
+    body = types.FunctionType(
+        func.__code__, scope, func.__name__, func.__defaults__, func.__closure__
     )
-    made.__kwdefaults__ = func.__kwdefaults__
+    body.__kwdefaults__ = func.__kwdefaults__
 
-    def once(*args: Any, **kwargs: Any) -> Any:
+    def run_once(*args: Any, **kwargs: Any) -> Any:
         RUNNING_BODIES.add(func)
         try:
-            return made(*args, **kwargs)
+            return body(*args, **kwargs)
         finally:
             RUNNING_BODIES.discard(func)
 
-    return once
+    return run_once
 
 
-# ---- views of what was gathered --------------------------------------------------------------
+# ---- views of gathered values ----------------------------------------------------------------
 class GatheredView(WrappedTensor):
-    """Of a gathered copy, where torch has a view of the value that is divided: what is changed
-    in it would change the copy.
+    """A part of a gathered copy, where the serial model has a view of the value itself.
+
+    A change in place would change only the copy, so it is refused.
     """
 
     def unwrap(self) -> Tensor:
+        """Return the same tensor as a plain one."""
         return strip_subclass(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = get_function_name(func)
-        # hooks are its own, which another one's would not be
+        # A hook belongs to this tensor object; a hook on another object would be lost.
         if name in REFUSED_HOOKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -346,25 +390,25 @@ class GatheredView(WrappedTensor):
                 "follow; make it another value (torch.where, torch.cat, x * mask), or train it "
                 "with data(n)"
             )
-        given = list[Tensor]()
+        gathered = list[Tensor]()
 
-        def plain(x: GatheredView) -> Tensor:
-            given.append(strip_subclass(x))
-            return given[-1]
+        def strip(x: GatheredView) -> Tensor:
+            gathered.append(strip_subclass(x))
+            return gathered[-1]
 
-        args, kwargs = tree_map_only(GatheredView, plain, (args, kwargs))
-        return mark_views(func(*args, **kwargs), given)
+        args, kwargs = tree_map_only(GatheredView, strip, (args, kwargs))
+        return mark_views(func(*args, **kwargs), gathered)
 
 
 def strip_subclass(x: Tensor) -> Tensor:
-    """The same as torch's own."""
+    """Return the tensor as a plain torch.Tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)  # type: ignore[arg-type]
 
 
 def mark_views(out: Any, gathered: list[Tensor]) -> Any:
-    """What a function made; a View where it is a part of the memory of one of these."""
-    places = {
+    """Turn tensors that share memory with a gathered tensor into `GatheredView`."""
+    storages = {
         each.untyped_storage()._cdata
         for each in gathered
         if type(each) is Tensor and each.layout == torch.strided
@@ -375,31 +419,48 @@ def mark_views(out: Any, gathered: list[Tensor]) -> Any:
             x.as_subclass(GatheredView)
             if type(x) is Tensor
             and x.layout == torch.strided
-            and (x.untyped_storage()._cdata in places)
+            and (x.untyped_storage()._cdata in storages)
             else x
         ),
         out,
     )
 
 
-# ---- from divided to plain and back ----------------------------------------------------------
+# ---- between sharded and plain ---------------------------------------------------------------
 def gather_whole(x: Tensor, dims: Any = None) -> Tensor:
-    """The plain tensor; or with these dimensions whole."""
+    """Gather the divided dimensions of a tensor.
+
+    Args:
+        x: A tensor, sharded or not.
+        dims: The dimensions to gather; None: all.
+
+    Returns:
+        The tensor, which is plain if no dimension is left divided.
+    """
     if not isinstance(x, ShardedTensor):
         return strip_subclass(x) if isinstance(x, GatheredView) else x
-    cuts = dict(x.shardings)
+    shardings = dict(x.shardings)
     local = x.local
-    for dim, cut in x.shardings.items():
+    for dim, sharding in x.shardings.items():
         if dims is None or dim in dims:
-            if cut.group.decider is not None:
-                cut.group.decider.note_gather(x, dim)
-            local = AxisGather.apply(local, dim, cut.partition, cut.group)
-            del cuts[dim]
-    return wrap_local(local, cuts)
+            if sharding.group.decider is not None:
+                sharding.group.decider.note_gather(x, dim)
+            local = AxisGather.apply(local, dim, sharding.partition, sharding.group)
+            del shardings[dim]
+    return wrap_local(local, shardings)
 
 
 def slice_local(x: Tensor, dim: int, sharding: Sharding) -> Tensor:
-    """Of a plain tensor what this rank has."""
+    """Take this rank's piece of a plain tensor.
+
+    Args:
+        x: The plain tensor.
+        dim: The dimension to divide.
+        sharding: How it is divided.
+
+    Returns:
+        The piece, as a plain tensor.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         sharding.group.note_transfer("sliced", -(-x.nbytes // sharding.group.size))
         return AxisScatter.apply(x, dim, sharding.partition, sharding.group)  # type: ignore[no-any-return]
@@ -407,33 +468,44 @@ def slice_local(x: Tensor, dim: int, sharding: Sharding) -> Tensor:
 
 
 def run_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """On the whole tensors. What is changed in place is put back into its pieces."""
+    """Run a function on whole tensors.
+
+    If the function changes its first argument in place, the result is put back into the pieces.
+
+    Args:
+        func: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Its result.
+    """
     first = args[0] if args and isinstance(args[0], ShardedTensor) and args[0].shardings else None
     name = get_function_name(func)
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    asking = [
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    undecided = [
         each
-        for each in given
+        for each in tensors
         if isinstance(each, ShardedTensor) and each.decider is not None and not each.shardings
     ]
-    for each in asking:
+    for each in undecided:
         if each.serial_name is not None and each.decider is not None:
             each.decider.note_whole_use(each, name.strip("_"))
     gathered = list[Tensor]()
 
-    def plain(x: ShardedTensor) -> Tensor:
-        found = gather_whole(x)
-        # another plan may divide it elsewhere
-        if x.shardings and not any(cut.group.decider for cut in x.shardings.values()):
-            gathered.append(found)
-        return found
+    def gather(x: ShardedTensor) -> Tensor:
+        whole = gather_whole(x)
+        # During planning no copy is marked: the next plan may not gather it.
+        if x.shardings and not any(sharding.group.decider for sharding in x.shardings.values()):
+            gathered.append(whole)
+        return whole
 
-    args, kwargs = tree_map_only(ShardedTensor, plain, (args, kwargs))
+    args, kwargs = tree_map_only(ShardedTensor, gather, (args, kwargs))
     out = func(*args, **kwargs)
-    others = [each for each in given if not any(each is one for one in asking)]
-    if asking and not any(each.requires_grad for each in others) and isinstance(out, Tensor):
-        sources = {id(source): source for each in asking for source in (each.sources or (each,))}
-        return ShardedTensor(out, {}, asking=asking[0].decider, sources=tuple(sources.values()))
+    others = [each for each in tensors if not any(each is one for one in undecided)]
+    if undecided and not any(each.requires_grad for each in others) and isinstance(out, Tensor):
+        sources = {id(source): source for each in undecided for source in (each.sources or (each,))}
+        return ShardedTensor(out, {}, asking=undecided[0].decider, sources=tuple(sources.values()))
     if first is not None and is_in_place(name):
         local = args[0]
         if local.shape != first.shape:
@@ -442,9 +514,9 @@ def run_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
                 f"value, or train "
                 "the model with data(n)"
             )
-        for dim, cut in first.shardings.items():
-            local = slice_local(local, dim, cut)
-        # in its memory: views of it, or a module, have it too
+        for dim, sharding in first.shardings.items():
+            local = slice_local(local, dim, sharding)
+        # The values are copied into its memory, which views and modules share.
         first.local.copy_(local)
         return first
     return mark_views(out, gathered) if gathered else out

@@ -1,4 +1,4 @@
-"""Functions that give the same elements in another type, place or memory, or as many others."""
+"""Rules for functions that keep the elements but change their type, device or memory."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from paragrad.parallel.sharding.sharded_tensor import (
 
 
 def apply_cast(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The type, the device, the memory are others."""
+    """Apply a function that changes type, device or memory, or sets `data`."""
     if not isinstance(x, ShardedTensor):
         return NO_RULE
     if func.__name__ == "__set__":  # x.data = value
         (value,) = args
-        for dim, cut in x.shardings.items():
-            value = slice_local(gather_whole(value).detach(), dim, cut)
+        for dim, sharding in x.shardings.items():
+            value = slice_local(gather_whole(value).detach(), dim, sharding)
         x.local.data.copy_(value)
         return None
     leaves, _ = tree_flatten((args, kwargs))
     if any(isinstance(each, Tensor) for each in leaves):
         other = next(each for each in leaves if isinstance(each, Tensor))
         return x.to(other.dtype) if func.__name__ in ("to", "type_as") else NO_RULE
-    made = func(x.local, *args, **kwargs)
+    result = func(x.local, *args, **kwargs)
     return (
         x
-        if made is x.local
-        else wrap_local(made, x.shardings)
-        if isinstance(made, Tensor)
-        else made
+        if result is x.local
+        else wrap_local(result, x.shardings)
+        if isinstance(result, Tensor)
+        else result
     )
 
 
@@ -79,5 +79,5 @@ RULES.update(
 
 @register_rule("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 def apply_new(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Plain, of the same type and device."""
+    """Make a plain tensor of the same type and device."""
     return func(x.local, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Convolutions: channels out or in, whole groups of them, or rows and columns of images."""
+"""Rules for convolutions, divided by channels, groups of channels, or dimensions of images."""
 
 from __future__ import annotations
 
@@ -41,16 +41,20 @@ from paragrad.parallel.tensor.window_rules import (
 def apply_convolution(
     func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Channels out, or in; of a grouped one whole groups; rows and columns of images."""
-    spatial = weight.dim() - 2
+    """Apply a convolution.
+
+    It may be divided by output channels, input channels, whole groups, samples, or image
+    dimensions.
+    """
+    dim_count = weight.dim() - 2
     names = (
         ("stride", "padding", "output_padding", "groups", "dilation")
         if "transpose" in func.__name__
         else ("stride", "padding", "dilation", "groups")
     )
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    rest = (None,) * spatial
-    batch = (0,) if input.dim() == spatial + 2 else ()
+    spatial_letters = (None,) * dim_count
+    batch = (0,) if input.dim() == dim_count + 2 else ()
     channel = len(batch)
     if isinstance(input, ShardedTensor) and any(dim > channel for dim in input.shardings):
         return convolve_image(
@@ -60,47 +64,62 @@ def apply_convolution(
             bias,
             ConvolutionOptions.read_arguments(func, input, weight, kwargs),
         )
-    kernel = ("i", "o", *rest) if "transpose" in func.__name__ else ("o", "i", *rest)
+    kernel = (
+        ("i", "o", *spatial_letters)
+        if "transpose" in func.__name__
+        else ("o", "i", *spatial_letters)
+    )
     if kwargs.get("groups", 1) == 1 or (
         isinstance(input, ShardedTensor) and set(input.shardings) == {0} and channel
     ):
         return apply_einsum_rule(
             lambda x, w, b: func(x, w, b, **kwargs),
-            [Operand(input, (*batch, "i", *rest)), Operand(weight, kernel)],
-            (*batch, "o", *rest),
+            [Operand(input, (*batch, "i", *spatial_letters)), Operand(weight, kernel)],
+            (*batch, "o", *spatial_letters),
             [(1, "o")] if kwargs.get("groups", 1) == 1 else (),
             bias=Operand(bias, "o"),
         )
     if not isinstance(input, ShardedTensor) or set(input.shardings) != {channel}:
         return NO_RULE
     groups = kwargs["groups"]
-    cut = input.shardings[channel]
-    into = input.shape[channel] // groups
-    out = weight.shape[1] if kernel[0] == "i" else weight.shape[0] // groups
-    if (here := count_local_groups(cut, into)) is None:
+    sharding = input.shardings[channel]
+    inputs_per_group = input.shape[channel] // groups
+    outputs_per_group = weight.shape[1] if kernel[0] == "i" else weight.shape[0] // groups
+    if (local_groups := count_local_groups(sharding, inputs_per_group)) is None:
         return NO_RULE
-    after = Sharding(cut.partition.scale_elements(out, into), cut.group)
-    local = fit_operand(
-        Operand(weight, ("g", None, *rest)), {"g": cut if kernel[0] == "i" else after}
+    output_sharding = Sharding(
+        sharding.partition.scale_elements(outputs_per_group, inputs_per_group), sharding.group
     )
-    made = func(
+    local = fit_operand(
+        Operand(weight, ("g", None, *spatial_letters)),
+        {"g": sharding if kernel[0] == "i" else output_sharding},
+    )
+    result = func(
         input.local,
         local,
-        fit_operand(Operand(bias, "o"), {"o": after}),
-        **{**kwargs, "groups": here},
+        fit_operand(Operand(bias, "o"), {"o": output_sharding}),
+        **{**kwargs, "groups": local_groups},
     )
-    return wrap_local(made, {channel: after})
+    return wrap_local(result, {channel: output_sharding})
 
 
 def count_local_groups(sharding: Sharding, channels: int) -> int | None:
-    """How many groups of so many channels this rank has; None, and a wish, where one is cut."""
+    """Count the groups of channels that this rank holds.
+
+    Args:
+        sharding: How the channels are divided.
+        channels: Number of channels of a group.
+
+    Returns:
+        The number of groups. None, after a request for another division, if a group is split.
+    """
     blocks = sharding.partition.blocks
     if all(block.size // block.grains % channels == 0 for block in blocks):
         return sharding.partition.compute_length(sharding.group.rank) // channels
     sharding.group.add_constraints(
-        wish
+        constraint
         for block in blocks
-        for wish in make_constraints(
+        for constraint in make_constraints(
             block,
             0 if block.size % channels else block.size // lcm(block.size // block.grains, channels),
         )
@@ -108,11 +127,22 @@ def count_local_groups(sharding: Sharding, channels: int) -> int | None:
     return None
 
 
-# ---- of an image that is divided along its rows or columns -----------------------------------
+# ---- images that are divided along rows or columns -------------------------------------------
 @dataclass(frozen=True)
 class ConvolutionOptions:
-    """Of a convolution over so many dimensions, from the first of an image's. sides: padding
-    before and after;  more: of a transposed one, what is put behind its outputs.
+    """The arguments of a convolution, for an image with divided dimensions.
+
+    Attributes:
+        first_dim: First spatial dimension of the input.
+        dim_count: Number of spatial dimensions.
+        stride: Stride of each spatial dimension.
+        padding_sides: Padding of each spatial dimension, (before, after).
+        dilation: Dilation of each spatial dimension.
+        groups: Number of groups.
+        output_padding: For a transposed convolution, outputs that are added at the end of each
+            dimension.
+        transposed: Whether the convolution is transposed.
+        kernel: Size of the kernel.
     """
 
     first_dim: int
@@ -129,24 +159,36 @@ class ConvolutionOptions:
     def read_arguments(
         cls, func: Any, input: Tensor, weight: Tensor, kwargs: Mapping[str, Any]
     ) -> Self:
-        count = weight.dim() - 2
-        dilation = expand_argument(kwargs.get("dilation", 1), count)
+        """Read the arguments of a function of torch.
+
+        Args:
+            func: The function, such as torch.conv2d.
+            input: The input.
+            weight: The weight.
+            kwargs: The other arguments, by name.
+
+        Returns:
+            The options.
+        """
+        dim_count = weight.dim() - 2
+        dilation = expand_argument(kwargs.get("dilation", 1), dim_count)
         kernel = tuple(weight.shape[2:])
         return cls(
-            input.dim() - count,
-            count,
-            expand_argument(kwargs.get("stride", 1), count),
+            input.dim() - dim_count,
+            dim_count,
+            expand_argument(kwargs.get("stride", 1), dim_count),
             _resolve_padding(kwargs.get("padding", 0), kernel, dilation),
             dilation,
             kwargs.get("groups", 1),
-            expand_argument(kwargs.get("output_padding", 0), count),
+            expand_argument(kwargs.get("output_padding", 0), dim_count),
             "transpose" in func.__name__,
             kernel,
         )
 
     @property
     def windows(self) -> dict[int, TransposedWindow] | dict[int, Window]:
-        given = list(
+        """The window of each spatial dimension."""
+        arguments = list(
             zip(
                 self.kernel,
                 self.stride,
@@ -158,18 +200,19 @@ class ConvolutionOptions:
         )
         if self.transposed:
             return {
-                self.first_dim + at: TransposedWindow(kernel, stride, *sides, dilation, more)
-                for at, (kernel, stride, sides, dilation, more) in enumerate(given)
+                self.first_dim + at: TransposedWindow(kernel, stride, *sides, dilation, extra)
+                for at, (kernel, stride, sides, dilation, extra) in enumerate(arguments)
             }
         return {
             self.first_dim + at: Window(kernel, stride, *sides, dilation)
-            for at, (kernel, stride, sides, dilation, _) in enumerate(given)
+            for at, (kernel, stride, sides, dilation, _) in enumerate(arguments)
         }
 
 
 def _resolve_padding(
     padding: Any, kernel: Sequence[int], dilation: Sequence[int]
 ) -> list[tuple[int, int]]:
+    """Return (before, after) of each dimension, for padding as numbers, "same" or "valid"."""
     if padding == "same":
         reaches = [times * (size - 1) for size, times in zip(kernel, dilation, strict=True)]
         return [(reach // 2, reach - reach // 2) for reach in reaches]
@@ -185,35 +228,49 @@ def convolve_image(
     bias: Tensor | None,
     options: ConvolutionOptions,
 ) -> Any:
+    """Convolve an image that is divided along spatial dimensions.
+
+    Args:
+        func: The convolution of torch.
+        input: The image, (samples, channels, ...) or (channels, ...).
+        weight: The weight.
+        bias: The bias, or None.
+        options: The other arguments.
+
+    Returns:
+        The sharded result.
+    """
     halo = next(
         (
-            found
+            planned
             for dim, window in options.windows.items()
             if isinstance(window, Window)
             and dim in input.shardings
             and has_enough_outputs(window, input.shape[dim], input.shardings[dim])
-            and (found := plan_halo(window, input.shape[dim], dim, input.shardings[dim]))
+            and (planned := plan_halo(window, input.shape[dim], dim, input.shardings[dim]))
         ),
         None,
     )
-    x, local, after = fetch_windows(input, options.windows, deferred=[halo.dim] if halo else [])
+    x, local, output_shardings = fetch_windows(
+        input, options.windows, deferred=[halo.dim] if halo else []
+    )
     if options.transposed:
-        run = _make_transposed_convolution(func, local, x, after, options)
+        convolve = _make_transposed_convolution(func, local, x, output_shardings, options)
     else:
-        run = _make_convolution(func, local, after, options, halo)
+        convolve = _make_convolution(func, local, output_shardings, options, halo)
     batch: Letters = (0,) if options.first_dim == 2 else ()
-    places = [
-        dim if dim in after else None
+    spatial_letters = [
+        dim if dim in output_shardings else None
         for dim in range(options.first_dim, options.first_dim + options.dim_count)
     ]
-    rest = (None,) * options.dim_count
-    kernel = ("i", "o", *rest) if options.transposed else ("o", "i", *rest)
+    kernel_letters = (None,) * options.dim_count
+    kernel = ("i", "o", *kernel_letters) if options.transposed else ("o", "i", *kernel_letters)
     return apply_einsum_rule(
-        run,
-        [Operand(x, (*batch, "i", *places)), Operand(weight, kernel)],
-        (*batch, "o", *places),
+        convolve,
+        [Operand(x, (*batch, "i", *spatial_letters)), Operand(weight, kernel)],
+        (*batch, "o", *spatial_letters),
         bias=Operand(bias, "o"),
-        output_shardings=after,
+        output_shardings=output_shardings,
     )
 
 
@@ -224,25 +281,28 @@ def _make_convolution(
     options: ConvolutionOptions,
     halo: Halo | None,
 ) -> Callable[..., Tensor]:
-    """local: has all that the outputs see, but along the dimension of a halo."""
+    """Return a function that convolves the local part of an image.
+
+    The local part has all inputs that the outputs need, except along the dimension of the halo.
+    """
 
     def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
         pads = []
-        beside = dict[int, tuple[int, int]]()
-        for at, (before, behind) in enumerate(options.padding_sides):
+        extra_padding = dict[int, tuple[int, int]]()
+        for at, (before, after) in enumerate(options.padding_sides):
             dim = options.first_dim + at
             pads.append(
                 padding
                 if halo and dim == halo.dim
                 else 0
                 if dim in output_shardings
-                else min(before, behind)
+                else min(before, after)
             )
-            # where sides differ
-            beside[dim] = 0, 0 if dim in output_shardings else behind - min(before, behind)
+            # torch pads both sides equally; the difference of the sides is padded here
+            extra_padding[dim] = 0, 0 if dim in output_shardings else after - min(before, after)
         rows = (
-            functional.pad(rows, order_padding(beside, rows.dim()))
-            if any(map(any, beside.values()))
+            functional.pad(rows, order_padding(extra_padding, rows.dim()))
+            if any(map(any, extra_padding.values()))
             else rows
         )
         result: Tensor = func(
@@ -250,17 +310,19 @@ def _make_convolution(
         )
         return result
 
-    def run(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def compute(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if halo is None:
             return convolve(local, weight, bias, 0)
         note_halo_fetch(local, halo.dim, halo.sharding, halo.wanted)
         return convolve_with_halo(
-            lambda rows, padding, own: convolve(rows, weight, bias if own else None, padding),
+            lambda rows, padding, with_bias: convolve(
+                rows, weight, bias if with_bias else None, padding
+            ),
             local,
             halo,
         )
 
-    return run
+    return compute
 
 
 def _make_transposed_convolution(
@@ -270,40 +332,51 @@ def _make_transposed_convolution(
     output_shardings: Mapping[int, Sharding],
     options: ConvolutionOptions,
 ) -> Callable[..., Tensor]:
-    """What inputs give to outputs of other ranks is cut off, and where nothing is given there
-    is the bias alone.
+    """Return a function that applies a transposed convolution to the local part of an image.
+
+    Contributions to outputs of other ranks are cut off. Outputs without any contribution get only
+    the bias.
     """
-    around = dict[int, tuple[int, int]]()
-    for dim, cut in output_shardings.items():
-        here = cut.partition.list_ranges(cut.group.rank)[0]
-        spread = options.windows[dim]
-        assert isinstance(spread, TransposedWindow)
-        around[dim] = spread.compute_padding(here, spread.find_inputs(here, x.shape[dim]))
+    paddings = dict[int, tuple[int, int]]()
+    for dim, sharding in output_shardings.items():
+        own_outputs = sharding.partition.list_ranges(sharding.group.rank)[0]
+        window = options.windows[dim]
+        assert isinstance(window, TransposedWindow)
+        paddings[dim] = window.compute_padding(
+            own_outputs, window.find_inputs(own_outputs, x.shape[dim])
+        )
     dims = range(options.first_dim, options.first_dim + options.dim_count)
     pads = [
         0 if dim in output_shardings else side[0]
         for dim, side in zip(dims, options.padding_sides, strict=True)
     ]
-    more = [
+    output_padding = [
         0 if dim in output_shardings else size
         for dim, size in zip(dims, options.output_padding, strict=True)
     ]
 
-    def run(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def compute(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = func(
-            local, weight, None, options.stride, pads, more, options.groups, options.dilation
+            local,
+            weight,
+            None,
+            options.stride,
+            pads,
+            output_padding,
+            options.groups,
+            options.dilation,
         )
-        out = functional.pad(out, order_padding(around, out.dim())) if around else out
+        out = functional.pad(out, order_padding(paddings, out.dim())) if paddings else out
         result: Tensor = (
             out if bias is None else out + bias.to(out.dtype).view(-1, *(1 for _ in dims))
         )
         return result
 
-    return run
+    return compute
 
 
 def order_padding(padding_sides: Mapping[int, tuple[int, int]], dims: int) -> list[int]:
-    """As torch's pad has them, from the last dimension."""
+    """Return paddings in the order of torch.nn.functional.pad, from the last dimension on."""
     return [
         size
         for dim in reversed(range(min(padding_sides), dims))

@@ -1,5 +1,6 @@
-"""What asks nobody about its tensors, brought to ask: autograd functions in Python, and torch's
-own checkpoints.
+"""Patches of functions that ignore `__torch_function__`, so that they accept sharded tensors.
+
+These are autograd functions that are written in Python, and torch's own checkpoints.
 """
 
 from __future__ import annotations
@@ -52,8 +53,13 @@ REENTRANT_CHECKPOINT = checkpoint.CheckpointFunction
 
 @contextlib.contextmanager
 def explain_model_errors(condition: str) -> Iterator[None]:
-    """Around a forward at the door. what: of the model, which raises something. Raises
-    StepFailed.
+    """Turn errors of a forward during validation into StepFailed.
+
+    Args:
+        condition: The condition under which the model runs, for the message.
+
+    Raises:
+        StepFailed: The model raised an error.
     """
     try:
         yield
@@ -67,7 +73,7 @@ def explain_model_errors(condition: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_test_mode(model: nn.Module, tested: bool) -> Iterator[None]:
-    """Around a forward: as in a test, if it is one."""
+    """Run a forward in eval mode without gradients, if `tested` is true."""
     if not tested:
         yield
         return
@@ -80,6 +86,11 @@ def use_test_mode(model: nn.Module, tested: bool) -> Iterator[None]:
 
 
 def refuse_compiled_model(model: nn.Module) -> None:
+    """Refuse a model with compiled modules.
+
+    Raises:
+        StepFailed: A module is compiled.
+    """
     if compiled := [
         name
         for name, module in model.named_modules()
@@ -95,77 +106,94 @@ def refuse_compiled_model(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def substitute_tensors(model: nn.Module, substitutes: Mapping[int, Tensor]) -> Iterator[None]:
-    """Where modules find their parameters and buffers stand these meanwhile, by the ids of
-    those.
+    """Substitute parameters and buffers where modules look them up, temporarily.
+
+    Args:
+        model: The model.
+        substitutes: The substitutes, by the ids of the tensors.
     """
-    put = [
-        (module, own, substitutes[id(tensor)])
+    placed = [
+        (module, name, substitutes[id(tensor)])
         for module in model.modules()
         for tensors in (module._parameters, module._buffers)
-        for own, tensor in tensors.items()
-        if tensor is not None and id(tensor) in substitutes and own not in module.__dict__
+        for name, tensor in tensors.items()
+        if tensor is not None and id(tensor) in substitutes and name not in module.__dict__
     ]
-    for module, own, tensor in put:
-        module.__dict__[own] = tensor
+    for module, name, tensor in placed:
+        module.__dict__[name] = tensor
     try:
         yield
     finally:
-        for module, own, _ in put:
-            module.__dict__.pop(own, None)
+        for module, name, _ in placed:
+            module.__dict__.pop(name, None)
 
 
 def find_assigned_buffers(
     model: nn.Module, previous: Mapping[str, Tensor], substitutes: Mapping[int, Tensor]
 ) -> list[str]:
-    """Buffers that a forward assigned other tensors to, by all their names. held: what stood
-    for those before, by their ids: what was changed in place may be assigned as that.
+    """Find buffers to which a forward assigned other tensors.
+
+    Args:
+        model: The model after the forward.
+        previous: Its buffers before the forward, by all their names.
+        substitutes: The substitutes in the forward, by ids. A buffer that is changed in place may
+            be assigned its substitute.
+
+    Returns:
+        All names of these buffers.
     """
-    now = dict(model.named_buffers(remove_duplicate=False))
-    other = {
+    current = dict(model.named_buffers(remove_duplicate=False))
+    assigned = {
         id(each)
         for name, each in previous.items()
-        if now.get(name) is not each and now.get(name) is not substitutes.get(id(each))
+        if current.get(name) is not each and current.get(name) is not substitutes.get(id(each))
     }
-    return [name for name, each in previous.items() if id(each) in other]
+    return [name for name, each in previous.items() if id(each) in assigned]
 
 
 @contextlib.contextmanager
 def substitute_named_members(substitutes: Mapping[int, Tensor]) -> Iterator[None]:
-    """Who asks a module for its parameters and buffers meanwhile (a penalty of all weights)
-    gets the divided ones.
+    """Substitute tensors in what modules list as parameters and buffers, temporarily.
+
+    A penalty of all weights then gets the sharded ones.
+
+    Args:
+        substitutes: The substitutes, by the ids of the tensors.
     """
-    plain = nn.Module._named_members
+    original = nn.Module._named_members
 
     def named_members(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         return (
-            (name, substitutes.get(id(each), each)) for name, each in plain(module, *args, **kwargs)
+            (name, substitutes.get(id(each), each))
+            for name, each in original(module, *args, **kwargs)
         )
 
     nn.Module._named_members = named_members  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module._named_members = plain  # type: ignore[method-assign]
+        nn.Module._named_members = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def patch_torch_functions() -> Iterator[None]:
-    """Around forwards and backwards in which tensors are divided; whoever else watches
-    functions does so inside.
+    """Patch functions for forwards and backwards with sharded tensors.
+
+    A context that also patches or watches functions must be entered inside of this one.
     """
-    before = torch.autograd.Function.__dict__["apply"]
+    original_apply = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = functools.partial(before.__func__, cls)
+        call_original = functools.partial(original_apply.__func__, cls)
         if cls in COLLECTIVE_FUNCTIONS:
-            return plain(*args, **kwargs)
-        # which is an autograd function around others
+            return call_original(*args, **kwargs)
+        # this checkpoint is an autograd function around other functions
         if cls is REENTRANT_CHECKPOINT:
-            function, preserve, *given = args
+            function, preserve, *arguments = args
             return checkpoint.checkpoint(
-                function, *given, use_reentrant=False, preserve_rng_state=preserve
+                function, *arguments, use_reentrant=False, preserve_rng_state=preserve
             )
-        # lists stay what they are
+        # without such tensors, the lists in the arguments stay the same objects
         if any(
             isinstance(each, ShardedTensor | SingleRankTensor)
             for each in tree_leaves((args, kwargs))
@@ -175,7 +203,7 @@ def patch_torch_functions() -> Iterator[None]:
                 share_value,
                 tree_map_only(ShardedTensor, gather_whole, (args, kwargs)),
             )
-        out = plain(*args, **kwargs)
+        out = call_original(*args, **kwargs)
         if any(isinstance(each, ShardedTensor) for each in tree_leaves(out)):
             raise StepFailed(
                 f"{cls.__name__}, an autograd function in Python, uses parameters that are divided "
@@ -184,23 +212,26 @@ def patch_torch_functions() -> Iterator[None]:
             )
         return out
 
-    plain_swap = _named_member_accessor.swap_tensor
+    original_swap = _named_member_accessor.swap_tensor
 
     def swap(module: nn.Module, name: str, tensor: Tensor, allow_missing: bool = False) -> Tensor:
-        """By torch.func.functional_call: where a module finds it is before its parameters."""
-        if name in module.__dict__ and (name in module._parameters or name in module._buffers):
-            found = module.__dict__[name]
-            module.__dict__[name] = tensor
-            return found  # type: ignore[no-any-return]
-        return plain_swap(module, name, tensor, allow_missing)
+        """Swap a tensor for torch.func.functional_call.
 
-    by_hooks = checkpoint._checkpoint_without_reentrant_generator
+        A substitute in the module's own attributes comes before its parameters.
+        """
+        if name in module.__dict__ and (name in module._parameters or name in module._buffers):
+            previous = module.__dict__[name]
+            module.__dict__[name] = tensor
+            return previous  # type: ignore[no-any-return]
+        return original_swap(module, name, tensor, allow_missing)
+
+    original_checkpoint = checkpoint._checkpoint_without_reentrant_generator
     _named_member_accessor.swap_tensor = swap
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     checkpoint._checkpoint_without_reentrant_generator = checkpoint_sharded
     try:
         yield
     finally:
-        _named_member_accessor.swap_tensor = plain_swap
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
-        checkpoint._checkpoint_without_reentrant_generator = by_hooks
+        _named_member_accessor.swap_tensor = original_swap
+        torch.autograd.Function.apply = original_apply  # type: ignore[method-assign]
+        checkpoint._checkpoint_without_reentrant_generator = original_checkpoint

@@ -1,10 +1,12 @@
-"""A convolution along a divided dimension, while its halo travels.
+"""A convolution along a divided dimension that overlaps with the exchange of its halo.
 
-It is computed of this rank's own rows, with zeros beyond them. Meanwhile the rows come that its
-neighbours have; what the outputs at an edge lack is a convolution of these alone, and is added:
-it is linear. So nobody copies the rows that are here, or waits before computing of them.
-Backward goes the other way: what goes back to a neighbour is sent before the gradient of the
-own rows is computed, and what comes is added to it.
+The convolution is computed from this rank's own rows, with zeros beyond them. Meanwhile the
+neighbours' rows arrive. What the outputs at an edge lack is a convolution of these rows alone. It
+is added, because a convolution is linear. So the own rows are not copied, and the computation does
+not wait for a message.
+
+The backward runs in the opposite order. Gradients for a neighbour's rows are sent before the
+gradient of the own rows is computed. The gradients that arrive are added to it.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ from paragrad.parallel.sharding.halo_regions import WantedIndices, Window
 from paragrad.parallel.sharding.partition import partition_evenly
 from paragrad.parallel.sharding.sharded_tensor import Sharding
 
-# outputs of a rank for each row of a halo, from which on its edges are computed apart
+# Edges are computed apart if a rank has at least this many outputs for each row of a halo.
 MIN_OUTPUTS_PER_HALO_ROW = 8
 
 
 class HaloEdge(NamedTuple):
-    """Some outputs that see rows of others. at: the first of these, among those of this rank;
-    halo: which of the rows that come they see;  before, after: how many others, in front of
-    those and behind them.
+    """Outputs that need rows of other ranks.
+
+    Attributes:
+        first_output: The first of these outputs, among those of this rank.
+        halo_rows: The received rows that they need.
+        before: Number of other rows in front of these.
+        after: Number of other rows behind these.
     """
 
     first_output: int
@@ -38,8 +44,11 @@ class HaloEdge(NamedTuple):
 
 
 class EdgeSplit(NamedTuple):
-    """How a convolution is made of this rank's rows and of those around. padding: zeros beyond
-    its own, on both sides.
+    """How a convolution is computed from this rank's rows and from its halo.
+
+    Attributes:
+        padding: Zeros beyond the own rows, on both sides.
+        edges: The outputs that need other rows.
     """
 
     padding: int
@@ -49,8 +58,17 @@ class EdgeSplit(NamedTuple):
 def split_edges(
     window: Window, size: int, own_rows: range, outputs: range
 ) -> tuple[EdgeSplit, WantedIndices] | None:
-    """Also the rows that come from others; None where outputs do not begin as those of the own
-    rows do.
+    """Split the outputs of a rank into those of its own rows and those at its edges.
+
+    Args:
+        window: The window of the convolution.
+        size: Number of rows of all ranks.
+        own_rows: The rows of this rank.
+        outputs: The outputs of this rank.
+
+    Returns:
+        (the split, the rows of other ranks). None if the outputs are not aligned with those of a
+        convolution of the own rows.
     """
     start = outputs.start * window.stride - window.before
     stop = (outputs.stop - 1) * window.stride - window.before + window.reach
@@ -62,20 +80,20 @@ def split_edges(
     front = range(max(start, 0), own_rows.start)
     back = range(own_rows.stop, min(stop, size))
     edges = []
-    if front:  # outputs up to the first that sees none of them
-        last = min(-(-(own_rows.start + window.before) // window.stride), outputs.stop)
-        end = (last - 1) * window.stride - window.before + window.reach
+    if front:  # the outputs before the first one that needs none of these rows
+        end_output = min(-(-(own_rows.start + window.before) // window.stride), outputs.stop)
+        end = (end_output - 1) * window.stride - window.before + window.reach
         edges.append(HaloEdge(0, range(len(front)), front.start - start, end - front.stop))
     if back:
-        first = max(
+        start_output = max(
             (own_rows.stop + window.before - window.reach) // window.stride + 1, outputs.start
         )
-        begin = first * window.stride - window.before
+        window_start = start_output * window.stride - window.before
         edges.append(
             HaloEdge(
-                first - outputs.start,
+                start_output - outputs.start,
                 range(len(front), len(front) + len(back)),
-                back.start - begin,
+                back.start - window_start,
                 stop - back.stop,
             )
         )
@@ -83,8 +101,13 @@ def split_edges(
 
 
 class Halo(NamedTuple):
-    """What comes to each rank along a dimension (wants), and how this one goes about it. cut:
-    of the inputs.
+    """A halo along a dimension.
+
+    Attributes:
+        dim: The dimension.
+        sharding: How the inputs are divided.
+        wanted: For each rank, the rows of others that it needs.
+        edge_split: How this rank computes its outputs.
     """
 
     dim: int
@@ -94,25 +117,49 @@ class Halo(NamedTuple):
 
 
 def plan_halo(window: Window, size: int, dim: int, sharding: Sharding) -> Halo | None:
-    """None where a rank cannot, or its edges are no small part."""
-    after = partition_evenly(window.count_outputs(size), sharding.group.size)
-    found = [
+    """Plan a convolution that computes its edges apart.
+
+    Args:
+        window: The window of the convolution.
+        size: Number of rows of all ranks.
+        dim: The dimension.
+        sharding: How the rows are divided.
+
+    Returns:
+        The halo. None if a rank cannot do this, or if its edges are too large a part.
+    """
+    output_partition = partition_evenly(window.count_outputs(size), sharding.group.size)
+    splits = [
         split_edges(
-            window, size, sharding.partition.list_ranges(rank)[0], after.list_ranges(rank)[0]
+            window,
+            size,
+            sharding.partition.list_ranges(rank)[0],
+            output_partition.list_ranges(rank)[0],
         )
         for rank in range(sharding.group.size)
     ]
-    able = [each for each in found if each]
-    many = window.count_outputs(size) < MIN_OUTPUTS_PER_HALO_ROW * sharding.group.size * (
+    possible = [each for each in splits if each]
+    is_costly = window.count_outputs(size) < MIN_OUTPUTS_PER_HALO_ROW * sharding.group.size * (
         window.reach - window.stride
     )
-    if len(able) < len(found) or many or not any(want for _, want in able):
+    if len(possible) < len(splits) or is_costly or not any(needed for _, needed in possible):
         return None
-    return Halo(dim, sharding, tuple(want for _, want in able), able[sharding.group.rank][0])
+    return Halo(
+        dim, sharding, tuple(needed for _, needed in possible), possible[sharding.group.rank][0]
+    )
 
 
 class HaloTransfer:
-    """A halo under way: to this rank in a forward, back in its backward."""
+    """A halo that travels: to this rank in a forward, back in its backward.
+
+    Attributes:
+        dim: The dimension.
+        partition: How the inputs are divided.
+        group: The ranks.
+        wanted: For each rank, the rows of others that it needs.
+        pending_fetch: Waits for the rows in the forward.
+        pending_return: Waits for returned gradients, and adds them to a tensor.
+    """
 
     def __init__(self, halo: Halo) -> None:
         self.dim = halo.dim
@@ -123,6 +170,7 @@ class HaloTransfer:
         self.pending_return: Callable[[Tensor], Tensor] | None = None
 
     def start_halo_fetch(self, x: Tensor) -> None:
+        """Start to fetch the halo of this rank's rows."""
         self.pending_fetch = self.group.start_fetch(
             x.detach(), self.dim, self.partition, self.wanted, 0.0
         )
@@ -131,26 +179,34 @@ class HaloTransfer:
 def convolve_with_halo(
     convolve: Callable[[Tensor, int, bool], Tensor], x: Tensor, halo: Halo
 ) -> Tensor:
-    """run(rows, padding, own): the convolution of rows, with so much padding along them; own:
-    with its bias. x: of this rank.
+    """Convolve this rank's rows and its halo.
+
+    Args:
+        convolve: convolve(rows, padding, own) convolves rows with so much padding along them. If
+            `own` is true, it adds the bias.
+        x: The rows of this rank.
+        halo: The halo.
+
+    Returns:
+        The outputs of this rank.
     """
-    swap = HaloTransfer(halo)
-    how = halo.edge_split
-    inner = InnerRows.apply(x, swap)
-    swap.start_halo_fetch(x)
-    out = convolve(inner, how.padding, True)
-    came = ReceivedRows.apply(inner, swap)
-    for edge in how.edges:
-        rows = came.narrow(swap.dim, edge.halo_rows.start, len(edge.halo_rows))
-        around = [0, 0] * (x.dim() - 1 - swap.dim) + [edge.before, edge.after]
+    transfer = HaloTransfer(halo)
+    edge_split = halo.edge_split
+    inner_rows = InnerRows.apply(x, transfer)
+    transfer.start_halo_fetch(x)
+    out = convolve(inner_rows, edge_split.padding, True)
+    received = ReceivedRows.apply(inner_rows, transfer)
+    for edge in edge_split.edges:
+        rows = received.narrow(transfer.dim, edge.halo_rows.start, len(edge.halo_rows))
+        padding = [0, 0] * (x.dim() - 1 - transfer.dim) + [edge.before, edge.after]
         out = EdgeAddition.apply(
-            out, convolve(functional.pad(rows, around), 0, False), swap.dim, edge.first_output
+            out, convolve(functional.pad(rows, padding), 0, False), transfer.dim, edge.first_output
         )
-    return out if how.edges else HaloLink.apply(out, came)  # type: ignore[no-any-return]
+    return out if edge_split.edges else HaloLink.apply(out, received)  # type: ignore[no-any-return]
 
 
 class InnerRows(torch.autograd.Function):
-    """This rank's rows; what comes back for them is added to their gradient."""
+    """This rank's rows; gradients that other ranks return are added to their gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: HaloTransfer) -> Tensor:
@@ -160,40 +216,43 @@ class InnerRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0]
-        back = ctx.swap.pending_return
+        add_returned = ctx.swap.pending_return
         ctx.swap.pending_return = None
-        # which a convolution just made
-        return gradient if back is None else back(gradient), None
+        # the gradient may be changed in place: a convolution has just computed it
+        return gradient if add_returned is None else add_returned(gradient), None
 
 
 class ReceivedRows(torch.autograd.Function):
-    """The rows that came. Made after the convolution of the own rows: autograd runs what was
-    made last first, so that the halo's gradient is on its way before theirs is computed.
+    """The received rows.
+
+    They are made after the convolution of the own rows. Autograd runs the backward of what was made
+    last first, so the halo's gradient is on its way before that of the own rows is computed.
     """
 
     @staticmethod
     def forward(ctx: Any, inner_rows: Tensor, transfer: HaloTransfer) -> Tensor:
         ctx.swap = transfer
         assert transfer.pending_fetch is not None
-        coming, transfer.pending_fetch = transfer.pending_fetch, None
-        return coming()
+        wait_for_rows, transfer.pending_fetch = transfer.pending_fetch, None
+        return wait_for_rows()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        swap = ctx.swap
-        if torch.is_grad_enabled():  # a backward of this backward is to come
+        transfer = ctx.swap
+        if torch.is_grad_enabled():  # a backward of this backward will follow
             return HaloReturn.apply(
-                gradients[0], swap.dim, swap.partition, swap.wanted, swap.group
+                gradients[0], transfer.dim, transfer.partition, transfer.wanted, transfer.group
             ), None
-        swap.pending_return = swap.group.start_return(
-            gradients[0], swap.dim, swap.partition, swap.wanted
+        transfer.pending_return = transfer.group.start_return(
+            gradients[0], transfer.dim, transfer.partition, transfer.wanted
         )
         return None, None
 
 
 class HaloLink(torch.autograd.Function):
-    """Where nothing comes: something may come in backward, of those who see rows of this
-    rank.
+    """Outputs of a rank that receives no rows.
+
+    In the backward it may still receive gradients, from ranks that need its rows.
     """
 
     @staticmethod
@@ -207,7 +266,7 @@ class HaloLink(torch.autograd.Function):
 
 
 class EdgeAddition(torch.autograd.Function):
-    """Some outputs are added to, in place: nobody has seen them yet."""
+    """Adds to some outputs in place, before anything else uses them."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, edge: Tensor, dim: int, first_output: int) -> Tensor:

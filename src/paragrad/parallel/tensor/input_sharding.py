@@ -1,6 +1,4 @@
-"""The data at the door of a model: which of its inputs are divided, along which dimensions, and
-this rank's pieces.
-"""
+"""How the inputs of a model are divided, and this rank's pieces of them."""
 
 from __future__ import annotations
 
@@ -22,7 +20,12 @@ COLUMNS = 3
 
 
 class InputAxis(NamedTuple):
-    """What a dimension is, and over how many ranks it is divided."""
+    """What a dimension of the inputs is, and over how many ranks it is divided.
+
+    Attributes:
+        name: Such as "rows".
+        ranks: Number of ranks.
+    """
 
     name: str
     ranks: int
@@ -30,8 +33,11 @@ class InputAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class InputSharding:
-    """By dimension, how inputs are divided. dense: the same ranks have the neurons of fully
-    connected layers.
+    """How inputs are divided.
+
+    Attributes:
+        dims: The divided dimensions.
+        dense: Whether the same ranks also divide the neurons of fully connected layers.
     """
 
     dims: Mapping[int, InputAxis]
@@ -39,7 +45,7 @@ class InputSharding:
 
 
 def find_images(inputs: Any) -> list[Tensor]:
-    """Those of the inputs that are images, or volumes."""
+    """Return the inputs that are images or volumes: floating point, with 4 or 5 dimensions."""
     return [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and _is_image(each)]
 
 
@@ -48,7 +54,7 @@ def _is_image(tensor: Tensor) -> bool:
 
 
 def has_samples_first(inputs: Any) -> bool:
-    """Have all inputs as many first elements?"""
+    """Return whether all inputs have the same first dimension."""
     return (
         len(
             {
@@ -62,21 +68,30 @@ def has_samples_first(inputs: Any) -> bool:
 
 
 def shard_inputs(inputs: Any, groups: Mapping[int, AxisGroup]) -> Any:
-    """The inputs with this rank's pieces: of images, or, by samples, of all that have as many.
-    What is too small is whole.
+    """Divide the inputs of a model.
+
+    Images are divided; along samples, all inputs are divided that have them as their first
+    dimension. A dimension that is smaller than its number of ranks stays whole.
+
+    Args:
+        inputs: The inputs, in a tree.
+        groups: The ranks of each divided dimension.
+
+    Returns:
+        The inputs with this rank's pieces.
     """
-    by_samples = SAMPLES in groups and has_samples_first(inputs)
+    divides_samples = SAMPLES in groups and has_samples_first(inputs)
 
-    def piece(tensor: Tensor) -> Tensor:
-        if not (by_samples if SAMPLES in groups else _is_image(tensor)):
+    def shard(tensor: Tensor) -> Tensor:
+        if not (divides_samples if SAMPLES in groups else _is_image(tensor)):
             return tensor
-        cuts = dict[int, Sharding]()
+        shardings = dict[int, Sharding]()
         local = tensor
-        for dim, line in groups.items():
-            if tensor.shape[dim] >= line.size:
-                cuts[dim] = Sharding(partition_evenly(tensor.shape[dim], line.size), line)
-                local = line.take_piece(local, dim, cuts[dim].partition)
-        # a view: the batch is there as long as the step is
-        return wrap_local(local, cuts)
+        for dim, group in groups.items():
+            if tensor.shape[dim] >= group.size:
+                shardings[dim] = Sharding(partition_evenly(tensor.shape[dim], group.size), group)
+                local = group.take_piece(local, dim, shardings[dim].partition)
+        # The piece is a view: the batch exists as long as the step.
+        return wrap_local(local, shardings)
 
-    return tree_map_only(Tensor, piece, inputs) if groups else inputs
+    return tree_map_only(Tensor, shard, inputs) if groups else inputs

@@ -1,5 +1,6 @@
-"""Losses: of classes in pieces, of which no rank has the scores of all, and of samples or
-pixels in pieces.
+"""Rules for losses.
+
+Either the classes are in pieces, and no rank has the scores of all, or samples or pixels are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paragrad.parallel.sharding.sharded_tensor import (
 )
 from paragrad.parallel.tensor.einsum_rules import apply_elementwise
 
-# where the number of the reduction stands among the arguments
+# position of the reduction among the arguments
 REDUCTION_POSITIONS = {
     **dict.fromkeys(
         ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"), 2
@@ -31,17 +32,17 @@ REDUCTION_POSITIONS = {
 
 
 def apply_elementwise_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loss of each element, and their sum or mean."""
-    given = list(args)
-    place = REDUCTION_POSITIONS[func.__name__]
-    reduction = kwargs.pop("reduction", given[place] if len(given) > place else 1)
-    given[place : place + 1] = [0] if len(given) > place else []
-    each = apply_elementwise(
-        func, *given, **kwargs, **({} if len(given) > place else {"reduction": 0})
+    """Apply a loss of each element, and the sum or mean of these."""
+    arguments = list(args)
+    position = REDUCTION_POSITIONS[func.__name__]
+    reduction = kwargs.pop("reduction", arguments[position] if len(arguments) > position else 1)
+    arguments[position : position + 1] = [0] if len(arguments) > position else []
+    losses = apply_elementwise(
+        func, *arguments, **kwargs, **({} if len(arguments) > position else {"reduction": 0})
     )
-    if each is NO_RULE:
+    if losses is NO_RULE:
         return NO_RULE
-    return each if reduction == 0 else each.mean() if reduction == 1 else each.sum()
+    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
 
 
 RULES.update(dict.fromkeys(REDUCTION_POSITIONS, apply_elementwise_loss))
@@ -57,7 +58,7 @@ def apply_nll_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Of logarithms of probabilities; as cross_entropy_loss where labels are smoothed."""
+    """Apply a negative log likelihood; with smoothed labels it is the rest of a cross entropy."""
     dim = 1 if logs.dim() > 1 else 0
     if (
         isinstance(logs, ShardedTensor)
@@ -73,21 +74,31 @@ def apply_nll_loss(
         or isinstance(target, ShardedTensor)
     ):
         return NO_RULE
-    kept = target != ignore_index
-    known = target.masked_fill(~kept, 0)
-    each = -logs.gather(dim, known.unsqueeze(dim)).squeeze(dim)
+    is_counted = target != ignore_index
+    classes = target.masked_fill(~is_counted, 0)
+    losses = -logs.gather(dim, classes.unsqueeze(dim)).squeeze(dim)
     weight = None if weight is None else gather_whole(weight)
-    own = kept.to(each.dtype) if weight is None else weight[known].masked_fill(~kept, 0)
-    each = each.masked_fill(~kept, 0) * own
+    weights = (
+        is_counted.to(losses.dtype)
+        if weight is None
+        else weight[classes].masked_fill(~is_counted, 0)
+    )
+    losses = losses.masked_fill(~is_counted, 0) * weights
     if label_smoothing:
         scaled = (
             logs
             if weight is None
             else logs * weight.view(-1, *(1 for _ in range(logs.dim() - 1 - dim)))
         )
-        smooth = -scaled.sum(dim).masked_fill(~kept, 0) / logs.shape[dim]
-        each = (1 - label_smoothing) * each + label_smoothing * smooth
-    return each if reduction == 0 else each.sum() if reduction == 2 else each.sum() / own.sum()
+        smoothed = -scaled.sum(dim).masked_fill(~is_counted, 0) / logs.shape[dim]
+        losses = (1 - label_smoothing) * losses + label_smoothing * smoothed
+    return (
+        losses
+        if reduction == 0
+        else losses.sum()
+        if reduction == 2
+        else losses.sum() / weights.sum()
+    )
 
 
 def compute_pixel_loss(
@@ -99,19 +110,42 @@ def compute_pixel_loss(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Scores of all classes for some samples, or places in them."""
-    own = ShardedTensor(target, {})
-    for dim, cut in scores.shardings.items():
-        at = dim - (dim > 1)
-        own = ShardedTensor(slice_local(own.local, at, cut), {**own.shardings, at: cut})
+    """Compute the loss of samples, or of positions in them, that have the scores of all classes.
+
+    Args:
+        func: The loss function of torch.
+        scores: The sharded scores or logarithms, (samples, classes, ...).
+        target: The classes, whole.
+        weight: Weight of each class, or None.
+        reduction: 0: none, 1: mean, 2: sum.
+        ignore_index: Target that does not count.
+        label_smoothing: As in torch; not used by a negative log likelihood.
+
+    Returns:
+        The loss.
+    """
+    local_target = ShardedTensor(target, {})
+    for dim, sharding in scores.shardings.items():
+        target_dim = dim - (dim > 1)
+        local_target = ShardedTensor(
+            slice_local(local_target.local, target_dim, sharding),
+            {**local_target.shardings, target_dim: sharding},
+        )
     weight = None if weight is None else gather_whole(weight)
-    given = () if func.__name__.startswith("nll") else (label_smoothing,)
-    each = wrap_local(func(scores.local, own.local, weight, 0, ignore_index, *given), own.shardings)
+    options = () if func.__name__.startswith("nll") else (label_smoothing,)
+    losses = wrap_local(
+        func(scores.local, local_target.local, weight, 0, ignore_index, *options),
+        local_target.shardings,
+    )
     if reduction != 1:
-        return each if reduction == 0 else each.sum()
-    kept = target != ignore_index
-    counts = kept if weight is None else weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0)
-    return each.sum() / counts.sum()
+        return losses if reduction == 0 else losses.sum()
+    is_counted = target != ignore_index
+    counts = (
+        is_counted
+        if weight is None
+        else weight[target.masked_fill(~is_counted, 0)].masked_fill(~is_counted, 0)
+    )
+    return losses.sum() / counts.sum()
 
 
 @register_rule("cross_entropy_loss")
@@ -124,9 +158,7 @@ def apply_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Of classes in pieces: no rank has the scores of all. Of pixels in pieces, each of its
-    own.
-    """
+    """Apply a cross entropy, over classes in pieces, or over samples or pixels in pieces."""
     dim = 1 if x.dim() > 1 else 0
     if (
         isinstance(x, ShardedTensor)
@@ -141,16 +173,18 @@ def apply_cross_entropy(
         or isinstance(target, ShardedTensor)
     ):
         return NO_RULE
-    logs = x.log_softmax(dim)
+    log_probabilities = x.log_softmax(dim)
     if target.shape != x.shape:
-        return apply_nll_loss(func, logs, target, weight, reduction, ignore_index, label_smoothing)
+        return apply_nll_loss(
+            func, log_probabilities, target, weight, reduction, ignore_index, label_smoothing
+        )
     if label_smoothing:
         target = target * (1 - label_smoothing) + label_smoothing / x.shape[dim]
     if weight is not None:
         target = target * gather_whole(weight).view(-1, *(1 for _ in range(x.dim() - 1 - dim)))
-    each = -(logs * target).sum(dim)
+    losses = -(log_probabilities * target).sum(dim)
     return (
-        each
+        losses
         if reduction == 0
-        else each.sum() / (x.numel() // x.shape[dim] if reduction == 1 else 1)
+        else losses.sum() / (x.numel() // x.shape[dim] if reduction == 1 else 1)
     )

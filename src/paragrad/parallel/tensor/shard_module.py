@@ -1,6 +1,4 @@
-"""What a rank holds of a model that is split, where its modules find that, and what goes around
-forwards and backwards.
-"""
+"""Sharding of a model's parameters, and the context in which the sharded model runs."""
 
 from __future__ import annotations
 
@@ -26,36 +24,45 @@ from paragrad.parallel.tensor.single_rank_tensor import SingleRankTensor, share_
 def shard_module_tensors(
     model: nn.Module, plan: ShardingPlan, group: AxisGroup, counts_whole: bool
 ) -> tuple[dict[str, ShardSpec], dict[int, ShardedTensor]]:
-    """Leave this rank's pieces of a model's parameters: (what is held, what its modules find,
-    by the ids of that). first: what is whole counts here.
+    """Replace a model's parameters and buffers by this rank's pieces.
+
+    Args:
+        model: The model, which is changed.
+        plan: How its parameters are divided.
+        group: The ranks.
+        counts_whole: Whether whole tensors count on this rank (`ShardSpec.is_primary`).
+
+    Returns:
+        (specs of this rank's tensors by name, sharded tensors by the ids of their local parts).
     """
-    held = dict[str, ShardSpec]()
+    specs = dict[str, ShardSpec]()
     names = {id(tensor): name for name, tensor in reversed(_list_named_tensors(model))}
-    pieces: dict[int, tuple[Tensor, ShardedTensor]] = {}
-    for name, tensor in _list_named_tensors(model):  # of what other cuts left
+    replacements: dict[int, tuple[Tensor, ShardedTensor]] = {}
+    # other strategies may have divided the model before
+    for name, tensor in _list_named_tensors(model):
         if names[id(tensor)] == name:
             if name not in plan.sharded_tensors:
-                held[name] = ShardSpec(name, tuple(tensor.shape), is_primary=counts_whole)
+                specs[name] = ShardSpec(name, tuple(tensor.shape), is_primary=counts_whole)
                 continue
-            dim, cut = plan.build_sharding(name, group)
-            local = group.take_piece(tensor.detach(), dim, cut.partition).clone()
+            dim, sharding = plan.build_sharding(name, group)
+            local = group.take_piece(tensor.detach(), dim, sharding.partition).clone()
             if isinstance(tensor, nn.Parameter):
                 local = nn.Parameter(local, requires_grad=tensor.requires_grad)
-            pieces[id(tensor)] = local, ShardedTensor(local, {dim: cut}, name)
-            held[name] = ShardSpec(
+            replacements[id(tensor)] = local, ShardedTensor(local, {dim: sharding}, name)
+            specs[name] = ShardSpec(
                 name,
                 tuple(tensor.shape),
-                _find_shard_boxes(tensor, dim, cut.partition, group.rank),
+                _find_shard_boxes(tensor, dim, sharding.partition, group.rank),
                 dim,
             )
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            for own, tensor in list(tensors.items()):
-                if tensor is not None and id(tensor) in pieces:
-                    # a forward finds the divided one, in the module's own attributes; who asks
-                    # for parameters, the piece
-                    tensors[own], module.__dict__[own] = pieces[id(tensor)]
-    return held, {id(local): each for local, each in pieces.values()}
+            for attribute, tensor in list(tensors.items()):
+                if tensor is not None and id(tensor) in replacements:
+                    # A forward finds the sharded tensor in the module's own attributes;
+                    # parameters() lists the local piece.
+                    tensors[attribute], module.__dict__[attribute] = replacements[id(tensor)]
+    return specs, {id(local): sharded for local, sharded in replacements.values()}
 
 
 def _list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -68,15 +75,21 @@ def _list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _find_shard_boxes(
     tensor: Tensor, dim: int, partition: DimPartition, rank: int
 ) -> tuple[tuple[slice, ...], ...]:
-    before = tuple(slice(0, size) for size in tensor.shape[:dim])
-    return tuple((*before, slice(each.start, each.stop)) for each in partition.list_ranges(rank))
+    leading = tuple(slice(0, size) for size in tensor.shape[:dim])
+    return tuple((*leading, slice(each.start, each.stop)) for each in partition.list_ranges(rank))
 
 
 class SplitContext:
-    """Around passes of a model whose modules find divided tensors where their parameters were.
-    pieces: these, by the ids of what ranks hold;  absent: where others hold one (a module's
-    parameters or buffers, its name there, what stands for it), for who asks a module for all of
-    them.
+    """The context of passes of a model with sharded tensors.
+
+    Attributes:
+        name: Name of the strategy, for the record.
+        groups: The axis groups.
+        substitutes: The sharded tensors, by the ids of what this rank holds.
+        absent_tensors: Tensors of other ranks: (dict of a module's parameters or buffers, name in
+            it, substitute). During passes, a module lists the substitute.
+        sent_bytes: Bytes that this rank sent in the last passes.
+        initial_buffers: All buffers before a forward: (dict of buffers, name in it, buffer).
     """
 
     def __init__(
@@ -93,47 +106,50 @@ class SplitContext:
         self.absent_tensors = absent_tensors
         self.sent_bytes = 0
         self.initial_buffers = [
-            (module._buffers, own, each)
+            (module._buffers, attribute, each)
             for module in model.modules()
-            for own, each in module._buffers.items()
+            for attribute, each in module._buffers.items()
         ]
 
     @contextlib.contextmanager
     def enter_passes(self) -> Iterator[None]:
-        for line in self.groups:
-            line.sent_bytes = 0
-        for tensors, own, local in self.absent_tensors:
-            tensors[own] = local
+        """Enter the context of the forwards and backwards of a step, or of a test."""
+        for group in self.groups:
+            group.sent_bytes = 0
+        for tensors, attribute, local in self.absent_tensors:
+            tensors[attribute] = local
         try:
             with patch_torch_functions(), substitute_named_members(self.substitutes):
                 yield
                 self._restore_buffers()
         finally:
-            for tensors, own, _ in self.absent_tensors:
-                tensors[own] = None
-            for line in self.groups:
-                line.clear_copies()
-            self.sent_bytes = sum(line.sent_bytes for line in self.groups)
+            for tensors, attribute, _ in self.absent_tensors:
+                tensors[attribute] = None
+            for group in self.groups:
+                group.clear_copies()
+            self.sent_bytes = sum(group.sent_bytes for group in self.groups)
 
     def _restore_buffers(self) -> None:
-        """What a forward assigned to a buffer is whole on every rank."""
-        for tensors, own, before in self.initial_buffers:
-            if (now := tensors.get(own)) is before:
+        """Make buffers whole, on every rank, to which a forward assigned something."""
+        for tensors, name, initial in self.initial_buffers:
+            if (current := tensors.get(name)) is initial:
                 continue
-            # changed in place, and assigned to itself; before is None where it is another
-            # rank's
-            if now is self.substitutes.get(id(before)) or (
-                before is None and isinstance(now, SingleRankTensor) and now.is_persistent
+            # The buffer was changed in place and assigned to itself. `initial` is None if it is on
+            # another rank.
+            if current is self.substitutes.get(id(initial)) or (
+                initial is None and isinstance(current, SingleRankTensor) and current.is_persistent
             ):
-                tensors[own] = before
+                tensors[name] = initial
             else:
-                if id(before) in self.substitutes:
+                if id(initial) in self.substitutes:
                     raise StepFailed(
-                        f"a forward makes the buffer {own} anew, of which ranks have pieces, and "
+                        f"a forward makes the buffer {name} anew, of which ranks have pieces, and "
                         f"did not when "
                         "the model was looked at; change it in place (self.name.copy_(...))",
-                        tensor=own,
+                        tensor=name,
                     )
-                tensors[own] = (
-                    share_value(now) if isinstance(now, SingleRankTensor) else gather_whole(now)
+                tensors[name] = (
+                    share_value(current)
+                    if isinstance(current, SingleRankTensor)
+                    else gather_whole(current)
                 )

@@ -1,12 +1,16 @@
-"""How the layers of a model are split: found by running it, as the first of so many ranks
-would, with nobody to answer.
+"""The plan of how layers are split, found by running the model.
 
-Parameters are whole at first. The first product with one decides: of a plain value its outputs
-are divided (columns), of a value that is divided its inputs are (rows, and the results summed;
-without pairs its outputs again, and the value is gathered), and what goes with a divided value
-(a bias, a norm's statistics) is divided as that is. What cannot be done with pieces as they are
-(heads cut in two, a fused qkv in one piece) leaves a wish, and the model runs again with the
-wishes granted, until there are none.
+The model runs as rank 0 of so many ranks, with a stand-in for the other ranks. At first all
+parameters are whole. The first product with a parameter decides how it is divided:
+
+    - with a plain value, the parameter is divided by its outputs (columns)
+    - with a sharded value, it is divided by its inputs (rows), and the results are summed;
+      without the option `pairs`, the value is gathered, and outputs are divided again
+    - what is used with a sharded value (a bias, a norm's statistics) is divided like it
+
+An operation may be impossible with the pieces as they are: a head would be split, or a fused
+query-key-value layer is one block. Then it requests other blocks, and the model runs again, until
+there are no more requests.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from paragrad.parallel.sharding.partition import (
 )
 from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, Sharding
 
-# -- the rules
+# the import of a module of rules registers them
 from paragrad.parallel.tensor import (  # noqa: F401
     cast_rules,
     convolution_rules,
@@ -55,16 +59,20 @@ from paragrad.parallel.tensor.input_sharding import InputSharding, shard_inputs
 from paragrad.parallel.tracing.cut_points import PLACEHOLDER_LOSS
 from paragrad.parallel.tracing.tracer import track_modules
 
-ROUNDS = 12  # of granting wishes
-# what travels in a forward; the rest is of backward
+ROUNDS = 12  # runs of the model at most
+# transfers of a forward; all others belong to the backward
 FORWARD_TRANSFERS = {"summed", "gathered", "fetched", "statistics"}
 
 
 @dataclass(frozen=True)
 class TransferNote:
-    """A message between ranks in a forward (FORWARD) or its backward. at: the module that is
-    called;  bytes: of each rank, of the samples that the model was tried with;  detail: of what
-    is fetched, how much comes to each rank.
+    """A transfer between ranks, in a forward or its backward.
+
+    Attributes:
+        module: Name of the module that is called.
+        kind: Such as "gathered"; FORWARD_TRANSFERS lists those of a forward.
+        bytes: Bytes that each rank sends, for the samples with which the model was tried.
+        detail: For halos, how many elements each rank fetches.
     """
 
     module: str
@@ -75,10 +83,16 @@ class TransferNote:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How parameters and buffers are divided. divided: by serial name, along which dimension,
-    and its blocks;  roles: of those that say what they are (outputs, vocabulary);  shapes: of
-    all;  notes: what travels, in the order of a forward;  why: what is not divided, and what it
-    is used whole by.
+    """How parameters and buffers are divided.
+
+    Attributes:
+        ranks: Number of ranks.
+        options: How layers are split.
+        sharded_tensors: By serial name, the divided dimension and its blocks.
+        roles: What the divided dimension is, where it is known ("outputs", "vocabulary").
+        shapes: The shapes of all parameters and buffers.
+        transfers: What travels, in the order of a forward.
+        whole_reasons: For tensors that are not divided, the operation that uses them whole.
     """
 
     ranks: int
@@ -91,10 +105,11 @@ class ShardingPlan:
 
     @property
     def whole_names(self) -> list[str]:
+        """Names of the tensors that are not divided."""
         return [name for name in self.shapes if name not in self.sharded_tensors]
 
     def count_elements(self, name: str, rank: int) -> int:
-        """How many of a tensor a rank has."""
+        """Count the elements of a tensor that a rank holds."""
         shape = self.shapes[name]
         if name not in self.sharded_tensors:
             return prod(shape)
@@ -103,15 +118,23 @@ class ShardingPlan:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all transfers."""
         return sum(note.bytes for note in self.transfers)
 
     def build_sharding(self, name: str, group: AxisGroup) -> tuple[int, Sharding]:
+        """Return (dimension, sharding) of a divided tensor, for the ranks of a group."""
         dim, blocks = self.sharded_tensors[name]
         return dim, Sharding(DimPartition(blocks, self.ranks), group)
 
 
 class SourceSharding(NamedTuple):
-    """How a parameter is to be divided of which weights are made."""
+    """How a parameter from which weights are computed is to be divided.
+
+    Attributes:
+        dim: The divided dimension.
+        blocks: Its blocks.
+        role: What the dimension is, or "".
+    """
 
     dim: int
     blocks: tuple[DimBlock, ...]
@@ -119,8 +142,23 @@ class SourceSharding(NamedTuple):
 
 
 class ShardingPlanner:
-    """One run of a model, in which it is decided what is divided. domain: how its inputs are;
-    then parameters are only where it says so.
+    """One run of a model that decides what is divided. It implements ShardingDecider.
+
+    Attributes:
+        model: The model.
+        ranks: Number of ranks.
+        blocks: Blocks that earlier runs found, by parameter; None: not to be divided.
+        source_shardings: How parameters are divided from which weights are computed.
+        group: The ranks over which parameters are divided.
+        input_groups: The ranks of each divided dimension of the inputs.
+        chosen_partitions: (dimension, partition) of each parameter that is divided.
+        transfers: The transfers so far.
+        whole_reasons: The operations that use parameters whole.
+        assigned_buffers: Buffers to which the forward assigned other tensors.
+        roles: What divided dimensions are.
+        constraints: Requested changes, for the next run.
+        sharded_by_id: What stands for parameters and buffers, by their ids.
+        module_stack: Names of the modules that are being called.
     """
 
     def __init__(
@@ -152,7 +190,7 @@ class ShardingPlanner:
         self.chosen_partitions: dict[str, tuple[int, DimPartition]] = {}
         self.transfers: list[TransferNote] = []
         self.whole_reasons: dict[str, str] = {}
-        self.assigned_buffers: list[str] = []  # buffers
+        self.assigned_buffers: list[str] = []
         self.roles: dict[str, str] = {}
         self.constraints: list[Constraint] = []
         self.sharded_by_id: dict[int, ShardedTensor] = {}
@@ -160,11 +198,15 @@ class ShardingPlanner:
             [*model.named_parameters(), *model.named_buffers()] if input_sharding.dense else ()
         ):
             if type(tensor.data) is Tensor and tensor.dim():
-                held = ShardedTensor(tensor, {}, name, self)
-                self.sharded_by_id[id(tensor)] = held
+                sharded = ShardedTensor(tensor, {}, name, self)
+                self.sharded_by_id[id(tensor)] = sharded
                 if (
                     name in self.source_shardings
-                    and (own := self.blocks.get(name, self.source_shardings[name].blocks))
+                    and (
+                        blocks_of_tensor := self.blocks.get(
+                            name, self.source_shardings[name].blocks
+                        )
+                    )
                     is not None
                 ):
                     self.roles.update(
@@ -173,12 +215,23 @@ class ShardingPlanner:
                         else {}
                     )
                     self._shard_tensor(
-                        held, self.source_shardings[name].dim, DimPartition(own, self.ranks)
+                        sharded,
+                        self.source_shardings[name].dim,
+                        DimPartition(blocks_of_tensor, self.ranks),
                     )
 
-    # ---- what rules ask ----------------------------------------------------------------------
+    # ---- interface for rules -----------------------------------------------------------------
     def decide_sharding(self, tensor: ShardedTensor, dim: int, role: str) -> bool:
-        """By the outputs of a layer, or its vocabulary, as nothing says otherwise yet."""
+        """Shard a tensor by the outputs of a layer or by the vocabulary, if nothing contradicts.
+
+        Args:
+            tensor: The tensor, which is changed.
+            dim: The dimension to divide.
+            role: What the dimension is.
+
+        Returns:
+            Whether the tensor is sharded now.
+        """
         size = tensor.shape[dim]
         name = tensor.serial_name or next(
             (str(each.serial_name) for each in tensor.sources if size in each.shape), ""
@@ -191,7 +244,16 @@ class ShardingPlanner:
         return self._shard_tensor(tensor, dim, DimPartition(blocks, self.ranks), role)
 
     def follow_sharding(self, tensor: ShardedTensor, dim: int, sharding: Sharding) -> bool:
-        """As a value with which it is used."""
+        """Shard a tensor like a value with which it is used.
+
+        Args:
+            tensor: The tensor, which is changed.
+            dim: Its dimension that matches the divided one.
+            sharding: The sharding of the value.
+
+        Returns:
+            Whether the tensor is sharded now.
+        """
         if (
             (tensor.serial_name and self.blocks.get(tensor.serial_name, ()) is None)
             or tensor.shardings
@@ -203,8 +265,10 @@ class ShardingPlanner:
     def _shard_tensor(
         self, tensor: ShardedTensor, dim: int, partition: DimPartition, role: str = ""
     ) -> bool:
-        """A weight that is made of parameters is divided in this run, and these are in the next
-        one.
+        """Shard a tensor.
+
+        A weight that is computed from parameters is sharded in this run; the parameters are sharded
+        in the next one.
         """
         if tensor.serial_name is not None:
             self.chosen_partitions[tensor.serial_name] = dim, partition
@@ -219,10 +283,10 @@ class ShardingPlanner:
             return False
         else:
             for each in sources:
-                same = each.dim() > dim and each.shape[dim] == partition.size
-                at = dim if same else list(each.shape).index(partition.size)
+                same_dim = each.dim() > dim and each.shape[dim] == partition.size
+                source_dim = dim if same_dim else list(each.shape).index(partition.size)
                 self.source_shardings.setdefault(
-                    str(each.serial_name), SourceSharding(at, partition.blocks, role)
+                    str(each.serial_name), SourceSharding(source_dim, partition.blocks, role)
                 )
         local = self.group.take_piece(tensor.local.detach(), dim, partition).requires_grad_(
             tensor.local.requires_grad
@@ -231,30 +295,57 @@ class ShardingPlanner:
         return True
 
     def reconsider_sources(self, partition: DimPartition) -> None:
-        """A weight that is made of parameters is divided by its outputs, and its inputs are
-        divided by now.
+        """Withdraw the sharding of parameters from which a weight is computed.
+
+        The weight was divided by its outputs, and its inputs are divided now.
+
+        Args:
+            partition: How the weight's outputs are divided.
         """
         for block in partition.blocks:
             for name, *_ in block.origins:
                 self.source_shardings.pop(name, None)
 
     def note_whole_use(self, tensor: ShardedTensor, by: str) -> None:
-        """A parameter is used as it is."""
+        """Note that an operation uses a parameter whole.
+
+        Args:
+            tensor: The parameter.
+            by: Name of the operation.
+        """
         self.whole_reasons.setdefault(str(tensor.serial_name), by)
 
     def note_gather(self, tensor: ShardedTensor, dim: int) -> None:
-        """A divided value is wanted whole."""
-        # a parameter, in every step: it had better not be divided
+        """Note that a sharded value is gathered.
+
+        Args:
+            tensor: The value.
+            dim: The dimension that is gathered.
+        """
+        # A parameter would be gathered in every step, so it should not be divided.
         if tensor.serial_name is not None:
             self.constraints.append(Constraint((tensor.serial_name, 0, tensor.shape[dim])))
-        cut = tensor.shardings[dim]
-        cut.group.note_transfer("gathered", tensor.local.nbytes)
+        sharding = tensor.shardings[dim]
+        sharding.group.note_transfer("gathered", tensor.local.nbytes)
 
     def note_transfer(self, what: str, sent: int, detail: str) -> None:
+        """Note a transfer of the module that is being called.
+
+        Args:
+            what: The kind of transfer.
+            sent: Bytes that a rank sends.
+            detail: Text for the summary.
+        """
         self.transfers.append(TransferNote(self.module_stack[-1], what, sent, detail))
 
     # ---- the run -----------------------------------------------------------------------------
     def run_forward(self, inputs: Any, tested: bool = False) -> None:
+        """Run the model.
+
+        Args:
+            inputs: Inputs of some samples.
+            tested: Whether it runs in eval mode, without gradients.
+        """
         refuse_compiled_model(self.model)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with preserve_all_state(LossModule(self.model, PLACEHOLDER_LOSS)):
@@ -269,25 +360,27 @@ class ShardingPlanner:
                 use_test_mode(self.model, tested),
             ):
                 call_model(self.model, shard_inputs(clone_batch(inputs), self.input_groups))
-            # what a forward makes anew is not in the pieces that stand for what there was
+            # an assigned buffer is not among the pieces that replace the old one
             self.assigned_buffers = find_assigned_buffers(self.model, buffers, self.sharded_by_id)
             self.whole_reasons |= dict.fromkeys(self.assigned_buffers, "assigned")
 
     def plan_next_blocks(self) -> dict[str, tuple[DimBlock, ...] | None]:
-        """How parameters are to be divided in the next run."""
-        found = dict(self.blocks)
-        known = {
-            **{name: made.blocks for name, made in self.source_shardings.items()},
-            **{name: pieces.blocks for name, (_, pieces) in self.chosen_partitions.items()},
-            **found,
+        """Return how parameters are to be divided in the next run."""
+        next_blocks = dict(self.blocks)
+        known_blocks = {
+            **{name: source.blocks for name, source in self.source_shardings.items()},
+            **{name: partition.blocks for name, (_, partition) in self.chosen_partitions.items()},
+            **next_blocks,
         }
-        for name in {wish.origin[0] for wish in self.constraints} & known.keys():
-            own = [wish for wish in self.constraints if wish.origin[0] == name]
-            before = known[name]
-            found[name] = (
-                None if before is None else apply_constraints(before, name, own, self.ranks)
+        for name in {constraint.origin[0] for constraint in self.constraints} & known_blocks.keys():
+            requests = [
+                constraint for constraint in self.constraints if constraint.origin[0] == name
+            ]
+            current = known_blocks[name]
+            next_blocks[name] = (
+                None if current is None else apply_constraints(current, name, requests, self.ranks)
             )
-        return found | dict.fromkeys(self.assigned_buffers)
+        return next_blocks | dict.fromkeys(self.assigned_buffers)
 
 
 def plan_sharding(
@@ -298,9 +391,24 @@ def plan_sharding(
     pairs: bool = True,
     tested: bool = False,
 ) -> ShardingPlan:
-    """How a model is split over so many ranks: of two ways to go on where plain and divided
-    values meet, by which less travels. example: inputs of some samples;  tested: it runs as in
-    a test too. Raises StepFailed where the model cannot run so.
+    """Plan how a model is split.
+
+    There are two ways to continue where plain and sharded values meet; the plan takes the one with
+    fewer transferred bytes.
+
+    Args:
+        model: The model.
+        example: Inputs of some samples.
+        ranks: Number of ranks.
+        input_sharding: How the inputs are divided; None: they are not.
+        pairs: As in SplitOptions.
+        tested: Whether the model must run in eval mode too.
+
+    Returns:
+        The plan.
+
+    Raises:
+        StepFailed: The model cannot run in this way.
     """
     plans = [
         _plan_with_options(
@@ -308,9 +416,9 @@ def plan_sharding(
         )
         for gathers in ((False,) if input_sharding else (False, True))
     ]
-    plan, again = min(plans, key=lambda each: each[0].total_bytes)
+    plan, make_planner = min(plans, key=lambda each: each[0].total_bytes)
     if tested:
-        again().run_forward(example, tested)
+        make_planner().run_forward(example, tested)
     return plan
 
 
@@ -321,40 +429,45 @@ def _plan_with_options(
     options: SplitOptions,
     input_sharding: InputSharding | None,
 ) -> tuple[ShardingPlan, Callable[[], ShardingPlanner]]:
-    """(How it is split, another run of it)."""
+    """Return (the plan, a function that makes another run of it)."""
     blocks: dict[str, tuple[DimBlock, ...] | None] = {}
-    made: dict[str, SourceSharding] = {}
+    source_shardings: dict[str, SourceSharding] = {}
 
-    def again() -> ShardingPlanner:
-        return ShardingPlanner(model, ranks, blocks, options, made, input_sharding)
+    def make_planner() -> ShardingPlanner:
+        return ShardingPlanner(model, ranks, blocks, options, source_shardings, input_sharding)
 
     for _ in range(ROUNDS):
-        planning = again()
+        planning = make_planner()
         planning.run_forward(example)
-        if (planning.plan_next_blocks(), planning.source_shardings) == (blocks, made):
+        if (planning.plan_next_blocks(), planning.source_shardings) == (blocks, source_shardings):
             break
         blocks = planning.plan_next_blocks()
-        made = planning.source_shardings
-    # what goes back and forth is on every rank
+        source_shardings = planning.source_shardings
+    # parameters that are still changed after all rounds stay whole
     else:
-        blocks |= dict.fromkeys({*made, *(wish.origin[0] for wish in planning.constraints)})
-        made = {}
-        planning = again()
+        blocks |= dict.fromkeys(
+            {*source_shardings, *(constraint.origin[0] for constraint in planning.constraints)}
+        )
+        source_shardings = {}
+        planning = make_planner()
         planning.run_forward(example)
-    names = {
+    shapes = {
         name: tuple(each.shape)
         for name, each in [*model.named_parameters(), *model.named_buffers()]
     }
     return ShardingPlan(
         ranks,
         options,
-        {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen_partitions.items()},
+        {
+            name: (dim, partition.blocks)
+            for name, (dim, partition) in planning.chosen_partitions.items()
+        },
         planning.roles,
-        names,
+        shapes,
         tuple(planning.transfers),
         {
-            name: why
-            for name, why in planning.whole_reasons.items()
+            name: reason
+            for name, reason in planning.whole_reasons.items()
             if name not in planning.chosen_partitions
         },
-    ), again
+    ), make_planner

@@ -1,12 +1,13 @@
-"""A value that one rank of a line has: its branch of a model.
+"""A value that one rank of a group has: a value of its branch of a model.
 
-It is made of parameters that this rank alone has, and of plain values. Everybody runs the
-model's own Python: where a value is another rank's, there stands one of its shape. What two
-ranks have is put together on all, and is plain from there on.
+It is computed from parameters that only this rank has, and from plain values. All ranks run the
+model's own Python. For values of another rank, a rank has tensors of the same shape without values.
+A value that is computed from the values of two ranks is plain: all ranks have it.
 
-    Copied    a plain value that branches are made of: the same forward, its gradient is the sum
-    over ranks Shown     a branch's value to all ranks: its gradient, the same on all, goes back
-    to whose it is
+    AxisCopy         a plain value from which branches are computed: the same tensor in the
+                     forward; its gradient is the sum over ranks
+    ValueBroadcast   a branch's value to all ranks; its gradient, the same on all ranks, goes
+                     back to the owner
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from paragrad.parallel.sharding.sharded_tensor import (
 )
 from paragrad.parallel.tensor.einsum_rules import RANDOM_FUNCTIONS
 
-# what depends on values, and not on shapes alone: every rank asks for these; and for a loss:
-# all read what it divides by
+# Functions that depend on values, not only on shapes: they need the value on every rank. Some of
+# them are used by losses: all ranks read the divisor.
 VALUE_FUNCTIONS = frozenset(
     (
         "item",
@@ -67,11 +68,16 @@ META_DEVICE = torch.device("meta")
 
 
 class SingleRankTensor(Tensor):
-    """local: the value with its graph, on rank `owner` of the line; on others one without
-    values.  ties: there, the plain values that it is made of: what comes back for them is
-    nothing, and all ranks have to ask;  standing: it is a parameter or buffer, which other
-    steps see with other values;  shown: on all ranks, and which version of the value that
-    is.
+    """A value that only one rank has.
+
+    Attributes:
+        local: On the owner, the value with its graph; on other ranks, a tensor without values.
+        owner: The rank that has the value.
+        group: The ranks.
+        source_values: On other ranks, the plain values from which it is computed. Their gradient
+            from here is zero, but all ranks must take part in its sum.
+        is_persistent: Whether it is a parameter or a buffer; its values then change between steps.
+        shared_copy: The value on all ranks, with the version of the value that was broadcast.
     """
 
     local: Tensor
@@ -90,13 +96,13 @@ class SingleRankTensor(Tensor):
         source_values: tuple[Tensor, ...] = (),
         is_persistent: bool = False,
     ) -> SingleRankTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             local.shape,
             dtype=local.dtype,
             device=group.world.device if local.is_meta else local.device,
         )
-        made.__dict__.update(
+        tensor.__dict__.update(
             local=local,
             owner=owner,
             group=group,
@@ -105,14 +111,14 @@ class SingleRankTensor(Tensor):
             shared_copy=None,
             _is_param=isinstance(local, nn.Parameter),
         )
-        return made  # type: ignore[no-any-return]
+        return tensor  # type: ignore[no-any-return]
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """All is said in __new__."""
+        """Do nothing; `__new__` sets all attributes."""
 
     @property
     def is_local(self) -> bool:
-        """While it is found out what travels, everything is here."""
+        """Whether this rank has the value; during planning every value is local."""
         return self.group.decider is not None or self.group.rank == self.owner
 
     @classmethod
@@ -131,15 +137,16 @@ class SingleRankTensor(Tensor):
                 f"output of the "
                 "model, or train it with data(n)"
             )
-        # a method in Python calls what it is a method of, which is itself here
+        # A Python method of torch._tensor calls the operation of the same name, which would come
+        # back here.
         if (
             getattr(func, "__module__", "") != "torch._tensor"
-            and (own := get_python_body(func)) is not None
+            and (python_body := get_python_body(func)) is not None
         ):
-            return own(*args, **kwargs)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        lone = [each for each in given if isinstance(each, SingleRankTensor)]
-        plain = [each for each in given if not isinstance(each, SingleRankTensor)]
+            return python_body(*args, **kwargs)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        branch_values = [each for each in tensors if isinstance(each, SingleRankTensor)]
+        plain_values = [each for each in tensors if not isinstance(each, SingleRankTensor)]
         first = args[0] if args else kwargs.get("input")
         out = kwargs.get("out", first if is_in_place(name) else None)
         written = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
@@ -151,23 +158,24 @@ class SingleRankTensor(Tensor):
             )
         changed = written[0] if written else None
         if (
-            len({each.owner for each in lone}) > 1
+            len({each.owner for each in branch_values}) > 1
             or name in VALUE_FUNCTIONS
-            or name in lone[0].group.options.value_functions
+            or name in branch_values[0].group.options.value_functions
             or "loss" in name
-            # the trunk goes on
-            or any(isinstance(each, nn.Parameter) for each in plain)
-            # a loss made by hand, perhaps
+            # a parameter that all ranks have: the trunk continues here
+            or any(isinstance(each, nn.Parameter) for each in plain_values)
+            # possibly a handwritten loss
             or (name in ("mean", "sum") and len(args) == 1 and not kwargs)
             or (changed is not None and not isinstance(changed, SingleRankTensor))
-            # it writes to a buffer of the trunk
-            or (name in NORM_FUNCTIONS and any(each is not first for each in plain))
+            # it writes to a buffer that all ranks have
+            or (name in NORM_FUNCTIONS and any(each is not first for each in plain_values))
         ):
-            # which writes to its statistics
+            # a norm writes to its running statistics
             if isinstance(changed, SingleRankTensor) or (
                 name in NORM_FUNCTIONS
                 and any(
-                    each.is_persistent and not isinstance(each.local, nn.Parameter) for each in lone
+                    each.is_persistent and not isinstance(each.local, nn.Parameter)
+                    for each in branch_values
                 )
             ):
                 raise StepFailed(
@@ -179,7 +187,7 @@ class SingleRankTensor(Tensor):
                 *tree_map_only(SingleRankTensor, share_value, args),
                 **tree_map_only(SingleRankTensor, share_value, kwargs),
             )
-        return run_on_owner(func, name, args, kwargs, lone, plain, changed)
+        return run_on_owner(func, name, args, kwargs, branch_values, plain_values, changed)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,29 +215,39 @@ def run_on_owner(
     plain_values: list[Tensor],
     changed: Any,
 ) -> Any:
-    """What the owner of some values makes of them and of plain ones. changed: the one that is
-    changed in place.
+    """Run a function on the owner of its values; other ranks compute the shape.
+
+    Args:
+        func: The function.
+        name: Its name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        branch_values: The arguments that one rank has.
+        plain_values: The arguments that all ranks have.
+        changed: The argument that is changed in place, or None.
+
+    Returns:
+        The result, as values of the owner.
     """
     owner = branch_values[0].owner
-    line = branch_values[0].group
-    if torch.is_autocast_enabled(line.world.device.type if line.decider is None else "cpu"):
+    group = branch_values[0].group
+    if torch.is_autocast_enabled(group.world.device.type if group.decider is None else "cpu"):
         raise StepFailed(
             "under autocast the ranks without a branch do not know the types of its values; train "
             "the model in "
             "float32 or float64, or with data(n)"
         )
-    copies = {id(each): line.copy_to_ranks(each) for each in plain_values}
+    copies = {id(each): group.copy_to_ranks(each) for each in plain_values}
     if branch_values[0].is_local:
-        ties: tuple[Tensor, ...] = ()
-        before = count_random_calls()
+        source_values: tuple[Tensor, ...] = ()
+        calls_before = count_random_calls()
         out = _find_current_function(func, name)(
             *_replace_by_locals(args, copies), **_replace_by_locals(kwargs, copies)
         )
-        draws = (
-            count_random_calls() != before and name not in RANDOM_FUNCTIONS
-        )  # which other ranks do not count
-        if line.decider is not None:
-            line.decider.check_meta_call(func, name, args, kwargs, draws)
+        # other ranks would not count these random calls
+        draws = count_random_calls() != calls_before and name not in RANDOM_FUNCTIONS
+        if group.decider is not None:
+            group.decider.check_meta_call(func, name, args, kwargs, draws)
         elif draws:
             raise StepFailed(
                 f"{name} draws in a branch, and did not when the model was looked at; draw by "
@@ -238,17 +256,19 @@ def run_on_owner(
                 "data(n)"
             )
     else:
-        made = [each for each in copies.values() if each.requires_grad and torch.is_grad_enabled()]
-        ties = tuple(
+        trained_copies = [
+            each for each in copies.values() if each.requires_grad and torch.is_grad_enabled()
+        ]
+        source_values = tuple(
             {
                 id(each): each
                 for each in (
-                    *made,
+                    *trained_copies,
                     *(
-                        tie
+                        source_value
                         for each in branch_values
                         if each.local.requires_grad
-                        for tie in each.source_values
+                        for source_value in each.source_values
                     ),
                 )
             }.values()
@@ -265,18 +285,20 @@ def run_on_owner(
     if changed is not None:
         changed.__dict__.update(
             source_values=tuple(
-                {id(each): each for each in (*changed.source_values, *ties)}.values()
+                {id(each): each for each in (*changed.source_values, *source_values)}.values()
             ),
             shared_copy=None,
         )
         if isinstance(out, Tensor) and out.shape == changed.shape:
             changed.__dict__["local"] = out
         return changed if isinstance(out, Tensor) else out
-    return tree_map_only(Tensor, lambda each: SingleRankTensor(each, owner, line, ties), out)
+    return tree_map_only(
+        Tensor, lambda each: SingleRankTensor(each, owner, group, source_values), out
+    )
 
 
 def _find_current_function(func: Any, name: str) -> Any:
-    """What is called in the place of a function: a norm asks other replicas."""
+    """Return the function that is called; a norm may be replaced to ask other replicas."""
     return getattr(torch, name) if name in NORM_FUNCTIONS else func
 
 
@@ -289,14 +311,24 @@ def _replace_by_locals(tree: Any, copies: dict[int, Tensor]) -> Any:
 
 
 def run_on_meta(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What a function makes of values that are not there."""
-    # to a device: what is not there goes nowhere
+    """Run a function on tensors without values.
+
+    Args:
+        func: The function.
+        name: Its name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Its result, without values.
+    """
+    # a tensor without values is not moved to a device
     if name in CAST_FUNCTIONS and isinstance(args[0], SingleRankTensor):
-        kind = func(
+        dtype = func(
             *tree_map_only(Tensor, _make_one_element, args),
             **tree_map_only(Tensor, _make_one_element, kwargs),
         ).dtype
-        return _make_meta(args[0]).to(kind)
+        return _make_meta(args[0]).to(dtype)
     return func(
         *tree_map_only(Tensor, _make_meta, args), **tree_map_only(Tensor, _make_meta, kwargs)
     )
@@ -316,29 +348,34 @@ def _make_one_element(x: Tensor) -> Tensor:
 
 
 def share_value(x: Any) -> Any:
-    """A value of one rank, on all; a plain one as it is."""
+    """Return a value of one rank on all ranks; a plain value stays as it is."""
     if not isinstance(x, SingleRankTensor):
         return x
-    asks = x.local.requires_grad and torch.is_grad_enabled()
-    version = x.local._version  # which a change by a view moves too
+    needs_gradient = x.local.requires_grad and torch.is_grad_enabled()
+    version = x.local._version  # a change by a view increases the version too
     if (
         x.shared_copy is not None
         and x.shared_copy[1] == version
-        and (x.shared_copy[0].requires_grad or not asks)
+        and (x.shared_copy[0].requires_grad or not needs_gradient)
     ):
         return x.shared_copy[0]
     x.group.note_transfer("shown", x.numel() * x.element_size())
     inputs = (
         [x.local]
         if x.is_local
-        else [*(x.source_values if asks else ()), torch.zeros((), requires_grad=asks)]
+        else [
+            *(x.source_values if needs_gradient else ()),
+            torch.zeros((), requires_grad=needs_gradient),
+        ]
     )
-    made = ValueBroadcast.apply(x.is_local, x.owner, x.group, tuple(x.shape), x.dtype, *inputs)
-    x.__dict__["shared_copy"] = None if x.is_persistent else (made, version)
-    return made
+    shared = ValueBroadcast.apply(x.is_local, x.owner, x.group, tuple(x.shape), x.dtype, *inputs)
+    x.__dict__["shared_copy"] = None if x.is_persistent else (shared, version)
+    return shared
 
 
 class ValueBroadcast(torch.autograd.Function):
+    """Broadcasts a value of one rank; the gradient goes back to its owner."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -361,5 +398,5 @@ class ValueBroadcast(torch.autograd.Function):
                 "gradients), of which one "
                 "rank would have all; train the model with data(n)"
             )
-        found = (gradients[0],) if ctx.mine else (None,) * ctx.count
-        return None, None, None, None, None, *found
+        input_gradients = (gradients[0],) if ctx.mine else (None,) * ctx.count
+        return None, None, None, None, None, *input_gradients

@@ -1,4 +1,4 @@
-"""What a split in width is, layer by layer: what each rank holds, and what travels."""
+"""A summary of a sharding plan: what each rank holds of each layer, and what travels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from paragrad.parallel.tensor.sharding_plan import FORWARD_TRANSFERS, ShardingPl
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """A module with parameters of its own, or with messages. how: its parameters and buffers,
-    and how each is divided; numbers: in its parameters, here: those that the fullest rank has;
-    forward, backward: what travels in each, and bytes that a rank sends for it.
+    """A module that has parameters of its own, or transfers.
+
+    Attributes:
+        name: Name of the module.
+        divisions: How each of its parameters and buffers is divided, in words.
+        elements: Number of elements of its parameters and buffers.
+        local_elements: How many of them rank 0 holds, which holds most.
+        forward: Transfers in the forward, and bytes that a rank sends for them.
+        backward: The same for the backward.
     """
 
     name: str
@@ -26,20 +32,26 @@ class LayerSummary:
 
 
 def summarize_layers(plan: ShardingPlan) -> list[LayerSummary]:
-    """In the order of a forward; first those without messages, in the order of their
-    definition.
+    """Summarize the layers of a plan.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        One entry for each module: those with parameters in the order of their definition, then
+        others with transfers in the order of a forward.
     """
     tensors: dict[str, list[str]] = {}
     for name in (*plan.shapes,):
         tensors.setdefault(name.rpartition(".")[0], []).append(name)
-    places = dict.fromkeys(note.module for note in plan.transfers)
-    order = dict.fromkeys([*tensors, *places])
+    modules_with_transfers = dict.fromkeys(note.module for note in plan.transfers)
+    order = dict.fromkeys([*tensors, *modules_with_transfers])
     return [_summarize_layer(plan, name, tensors.get(name, [])) for name in order]
 
 
 def _summarize_layer(plan: ShardingPlan, module: str, names: list[str]) -> LayerSummary:
     shapes = [plan.shapes[name] for name in names]
-    told = [f"{name.rpartition('.')[2]} {describe_division(plan, name)}" for name in names]
+    divisions = [f"{name.rpartition('.')[2]} {describe_division(plan, name)}" for name in names]
     travels = []
     for forward in (True, False):
         notes = [
@@ -49,31 +61,41 @@ def _summarize_layer(plan: ShardingPlan, module: str, names: list[str]) -> Layer
         ]
         kinds = dict.fromkeys(note.kind for note in notes)
         travels.append(f"{', '.join(kinds)} {sum(note.bytes for note in notes):,}" if notes else "")
-    here = sum(plan.count_elements(name, 0) for name in names)
-    return LayerSummary(module, "; ".join(told), sum(map(prod, shapes)), here, *travels)
+    local_elements = sum(plan.count_elements(name, 0) for name in names)
+    return LayerSummary(
+        module, "; ".join(divisions), sum(map(prod, shapes)), local_elements, *travels
+    )
 
 
 def describe_division(plan: ShardingPlan, name: str) -> str:
-    """How a tensor is divided, in words."""
+    """Describe in words how a tensor is divided."""
     shape = plan.shapes[name]
     if name not in plan.sharded_tensors:
         return f"whole{shape if len(shape) > 1 else ''}" + (
             f" ({plan.whole_reasons[name]})" if name in plan.whole_reasons else ""
         )
     _, blocks = plan.sharded_tensors[name]
-    ranks = [DimPartition(blocks, plan.ranks).compute_length(rank) for rank in range(plan.ranks)]
-    what = plan.roles.get(name, "inputs" if len(shape) > 1 else "elements")
-    several = f" of each of {len(blocks)} blocks" if len(blocks) > 1 else ""
+    lengths = [DimPartition(blocks, plan.ranks).compute_length(rank) for rank in range(plan.ranks)]
+    role = plan.roles.get(name, "inputs" if len(shape) > 1 else "elements")
+    block_suffix = f" of each of {len(blocks)} blocks" if len(blocks) > 1 else ""
     counts = (
-        " + ".join(str(each // len(blocks)) for each in ranks)
-        if several
-        else " + ".join(map(str, ranks))
+        " + ".join(str(each // len(blocks)) for each in lengths)
+        if block_suffix
+        else " + ".join(map(str, lengths))
     )
-    return f"{what} {counts}{several}"
+    return f"{role} {counts}{block_suffix}"
 
 
 def format_sharding_table(plan: ShardingPlan, samples: int) -> list[str]:
-    """As a table in text."""
+    """Format the layers of a plan as a table.
+
+    Args:
+        plan: The plan.
+        samples: Number of samples for which the plan was made.
+
+    Returns:
+        The lines of the table.
+    """
     rows = [
         ("layer", "numbers", "on a rank", "how", "forward", "backward"),
         *(
@@ -99,8 +121,16 @@ def format_sharding_table(plan: ShardingPlan, samples: int) -> list[str]:
 
 
 def format_fetch_table(plan: ShardingPlan, samples: int) -> list[str]:
-    """Of layers that are given pieces of images, as a table in text."""
-    found = [each for each in summarize_layers(plan) if each.forward or each.backward]
+    """Format the transfers of layers that get pieces of images as a table.
+
+    Args:
+        plan: The plan.
+        samples: Number of samples for which the plan was made.
+
+    Returns:
+        The lines of the table.
+    """
+    layers = [each for each in summarize_layers(plan) if each.forward or each.backward]
     rows = [
         ("layer", "fetched by each rank", "forward", "backward"),
         *(
@@ -114,7 +144,7 @@ def format_fetch_table(plan: ShardingPlan, samples: int) -> list[str]:
                 each.forward,
                 each.backward,
             )
-            for each in found
+            for each in layers
         ),
     ]
     return [
@@ -126,5 +156,6 @@ def format_fetch_table(plan: ShardingPlan, samples: int) -> list[str]:
 
 
 def align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Pad the cells of a table to columns; returns its lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

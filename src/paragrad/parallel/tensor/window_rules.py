@@ -1,8 +1,8 @@
-"""Functions that slide a window along the dimensions of an image: pooling, padding, resizing;
-and what they all fetch.
+"""Rules for functions that slide a window along image dimensions: pooling, padding, resizing.
 
-Where such a dimension is divided each rank fetches what its outputs see (`fetching.py`), which
-are divided evenly, and does without padding there what one worker does.
+If such a dimension is divided, its outputs are divided evenly. Each rank fetches the inputs that
+its outputs need (`halo_regions.py`), and then needs no padding of its own. The helpers that fetch
+them are also used by convolutions.
 """
 
 from __future__ import annotations
@@ -39,110 +39,158 @@ from paragrad.parallel.sharding.sharded_tensor import (
 
 # ---- what is fetched -------------------------------------------------------------------------
 class InputWindow(Protocol):
-    """What outputs along a dimension see of its inputs."""
+    """Which inputs along a dimension an output needs."""
 
-    def count_outputs(self, size: int) -> int: ...
-    def find_inputs(self, outputs: range, size: int) -> WantedIndices: ...
+    def count_outputs(self, size: int) -> int:
+        """Return the number of outputs for `size` inputs."""
+        ...
+
+    def find_inputs(self, outputs: range, size: int) -> WantedIndices:
+        """Return the inputs that consecutive outputs need."""
+        ...
 
 
 def fetch_halo(
     x: Tensor, dim: int, sharding: Sharding, wanted: tuple[WantedIndices, ...], fill: float
 ) -> Tensor:
-    """Of a local part what this rank wants of all."""
+    """Fetch the elements that this rank needs.
+
+    Args:
+        x: This rank's piece.
+        dim: The divided dimension.
+        sharding: How it is divided.
+        wanted: For each rank, the elements that it needs.
+        fill: Value of padding.
+
+    Returns:
+        The elements that this rank needs; its own piece, if no rank needs anything else.
+    """
     note_halo_fetch(x, dim, sharding, wanted)
     if all(
-        want == tuple(have)
-        for want, (have,) in zip(
+        needed == tuple(piece_range)
+        for needed, (piece_range,) in zip(
             wanted, map(sharding.partition.list_ranges, range(sharding.group.size)), strict=True
         )
     ):
-        return x  # each has what it wants
+        return x  # every rank already holds what it needs
     return HaloFetch.apply(x, dim, sharding.partition, wanted, fill, sharding.group)  # type: ignore[no-any-return]
 
 
 def note_halo_fetch(
     x: Tensor, dim: int, sharding: Sharding, wanted: tuple[WantedIndices, ...]
 ) -> None:
-    """What is fetched, while it is found out what travels."""
-    line = sharding.group
-    one = x.nbytes // max(1, x.shape[dim])
-    if line.decider is not None:  # of the rank that sends most
-        ranks = range(line.size)
-        shown = " + ".join(str(count_fetched(sharding.partition, wanted, rank)) for rank in ranks)
-        line.note_transfer(
+    """Note, during planning, what is fetched.
+
+    Args:
+        x: This rank's piece.
+        dim: The divided dimension.
+        sharding: How it is divided.
+        wanted: For each rank, the elements that it needs.
+    """
+    group = sharding.group
+    element_bytes = x.nbytes // max(1, x.shape[dim])
+    if group.decider is not None:  # the rank that sends most counts
+        ranks = range(group.size)
+        counts = " + ".join(str(count_fetched(sharding.partition, wanted, rank)) for rank in ranks)
+        group.note_transfer(
             "fetched",
-            one * max(count_sent(sharding.partition, wanted, rank) for rank in ranks),
-            f"{line.options.data_dim} {shown}",
+            element_bytes * max(count_sent(sharding.partition, wanted, rank) for rank in ranks),
+            f"{group.options.data_dim} {counts}",
         )
         if x.requires_grad and torch.is_grad_enabled():
-            line.note_transfer(
+            group.note_transfer(
                 "returned",
-                one * max(count_fetched(sharding.partition, wanted, rank) for rank in ranks),
+                element_bytes
+                * max(count_fetched(sharding.partition, wanted, rank) for rank in ranks),
             )
 
 
 def fetch_windows(
     x: Tensor, windows: Mapping[int, InputWindow], fill: float = 0.0, deferred: Collection[int] = ()
 ) -> tuple[Tensor, Tensor, dict[int, Sharding]]:
-    """(x, what this rank's outputs see of it, how these are divided). x is whole along a
-    dimension that has fewer outputs than ranks; later: along these nothing is fetched yet.
+    """Fetch what this rank's outputs need along all divided dimensions with a window.
+
+    A dimension with fewer outputs than ranks is gathered first.
+
+    Args:
+        x: The input.
+        windows: The window of each dimension that has one.
+        fill: Value of padding.
+        deferred: Dimensions along which nothing is fetched yet.
+
+    Returns:
+        (the input, the local elements that this rank's outputs need, shardings of the outputs).
     """
-    few = (
+    few_outputs = (
         [
             dim
-            for dim, cut in x.shardings.items()
-            if dim in windows and not has_enough_outputs(windows[dim], x.shape[dim], cut)
+            for dim, sharding in x.shardings.items()
+            if dim in windows and not has_enough_outputs(windows[dim], x.shape[dim], sharding)
         ]
         if isinstance(x, ShardedTensor)
         else []
     )
-    x = gather_whole(x, few) if few else x
+    x = gather_whole(x, few_outputs) if few_outputs else x
     local = x.local if isinstance(x, ShardedTensor) else x
-    after = dict[int, Sharding]()
-    for dim, cut in x.shardings.items() if isinstance(x, ShardedTensor) else ():
+    output_shardings = dict[int, Sharding]()
+    for dim, sharding in x.shardings.items() if isinstance(x, ShardedTensor) else ():
         if dim in windows:
-            after[dim] = Sharding(
-                partition_evenly(windows[dim].count_outputs(x.shape[dim]), cut.group.size),
-                cut.group,
+            output_shardings[dim] = Sharding(
+                partition_evenly(windows[dim].count_outputs(x.shape[dim]), sharding.group.size),
+                sharding.group,
             )
-            wants = tuple(
-                windows[dim].find_inputs(after[dim].partition.list_ranges(rank)[0], x.shape[dim])
-                for rank in range(cut.group.size)
+            wanted = tuple(
+                windows[dim].find_inputs(
+                    output_shardings[dim].partition.list_ranges(rank)[0], x.shape[dim]
+                )
+                for rank in range(sharding.group.size)
             )
-            local = local if dim in deferred else fetch_halo(local, dim, cut, wants, fill)
-    return x, local, after
+            local = local if dim in deferred else fetch_halo(local, dim, sharding, wanted, fill)
+    return x, local, output_shardings
 
 
 def has_enough_outputs(window: InputWindow, size: int, sharding: Sharding) -> bool:
-    """Are there outputs for every rank, of inputs in one piece each?"""
+    """Return whether the inputs are one block, and every rank gets an output.
+
+    Args:
+        window: The window along the dimension.
+        size: Number of inputs.
+        sharding: How the inputs are divided.
+
+    Returns:
+        Whether both hold.
+    """
     return len(sharding.partition.blocks) == 1 and window.count_outputs(size) >= sharding.group.size
 
 
 def expand_argument(value: Any, count: int) -> list[Any]:
-    """2 or (2,) or (2, 3), of so many dimensions."""
+    """Return one value for each dimension, of an argument such as 2, (2,) or (2, 3)."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     return values * count if len(values) == 1 else values
 
 
 def count_spatial_dims(name: str) -> int:
+    """Return the number of spatial dimensions in a function's name, such as 2 of conv2d."""
     return next(int(letter) for letter in reversed(name) if letter in "123")
 
 
-# ---- each channel of each sample by itself ---------------------------------------------------
+# ---- functions of each channel ---------------------------------------------------------------
 def apply_per_channel(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The last one, two or three dimensions as the function's name says: what stands before
+    """Apply a function that treats each channel of each sample by itself.
+
+    It works on the last dimensions, of which the function's name has the number. Dimensions before
     them may be divided.
     """
     if not isinstance(input, ShardedTensor) or any(
         dim >= input.dim() - count_spatial_dims(func.__name__) for dim in input.shardings
     ):
         return NO_RULE
-    made = func(input.local, *args, **kwargs)
-    cuts = input.shardings
+    result = func(input.local, *args, **kwargs)
+    shardings = input.shardings
     return (
-        tuple(wrap_local(each, cuts) for each in made)
-        if isinstance(made, tuple)
-        else wrap_local(made, cuts)
+        tuple(wrap_local(each, shardings) for each in result)
+        if isinstance(result, tuple)
+        else wrap_local(result, shardings)
     )
 
 
@@ -178,34 +226,35 @@ def apply_max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    if return_indices:  # each of a place in the whole image
+    """Apply a max pooling."""
+    if return_indices:  # indices are positions in the whole image
         return apply_per_channel(
             func, input, kernel_size, stride, padding, dilation, ceil_mode, return_indices=True
         )
     count = count_spatial_dims(func.__name__)
-    plain = getattr(torch, f"max_pool{count}d")
+    function = getattr(torch, f"max_pool{count}d")
     if not _is_image_sharded(func, input):
         return apply_per_channel(
-            plain, input, kernel_size, stride or (), padding, dilation, ceil_mode
+            function, input, kernel_size, stride or (), padding, dilation, ceil_mode
         )
     kernel = expand_argument(kernel_size, count)
     pads = expand_argument(padding, count)
     dilations = expand_argument(dilation, count)
     strides = expand_argument(stride or kernel_size, count)
-    first = input.dim() - count
-    x, local, after = fetch_windows(
+    first_dim = input.dim() - count
+    x, local, output_shardings = fetch_windows(
         input,
         {
-            first + at: Window(
+            first_dim + at: Window(
                 kernel[at], strides[at], pads[at], pads[at], dilations[at], ceil_mode
             )
             for at in range(count)
         },
         -inf,
     )
-    pads = [0 if first + at in after else pads[at] for at in range(count)]
-    made = plain(local, kernel, strides, pads, dilations, ceil_mode)
-    return wrap_local(made, {**getattr(x, "shardings", {}), **after})
+    pads = [0 if first_dim + at in output_shardings else pads[at] for at in range(count)]
+    result = function(local, kernel, strides, pads, dilations, ceil_mode)
+    return wrap_local(result, {**getattr(x, "shardings", {}), **output_shardings})
 
 
 @register_rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -219,11 +268,11 @@ def apply_avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    """The sum over a window, by how many are in it."""
+    """Apply an average pooling: the sum over a window, divided by its number of elements."""
     if not _is_image_sharded(func, input):
-        more = {} if divisor_override is None else {"divisor_override": divisor_override}
+        options = {} if divisor_override is None else {"divisor_override": divisor_override}
         return apply_per_channel(
-            func, input, kernel_size, stride, padding, ceil_mode, count_include_pad, **more
+            func, input, kernel_size, stride, padding, ceil_mode, count_include_pad, **options
         )
     count = count_spatial_dims(func.__name__)
     if count == 1:
@@ -238,26 +287,29 @@ def apply_avg_pool(
     kernel = expand_argument(kernel_size, count)
     pads = expand_argument(padding, count)
     strides = expand_argument(stride or kernel_size, count)
-    first = input.dim() - count
+    first_dim = input.dim() - count
     windows = {
-        first + at: Window(kernel[at], strides[at], pads[at], pads[at], 1, ceil_mode)
+        first_dim + at: Window(kernel[at], strides[at], pads[at], pads[at], 1, ceil_mode)
         for at in range(count)
     }
-    x, local, after = fetch_windows(input, windows)
-    pads = [0 if first + at in after else pads[at] for at in range(count)]
-    made = func(local, kernel, strides, pads, ceil_mode, True, 1)
+    x, local, output_shardings = fetch_windows(input, windows)
+    pads = [0 if first_dim + at in output_shardings else pads[at] for at in range(count)]
+    result = func(local, kernel, strides, pads, ceil_mode, True, 1)
     for dim, window in windows.items() if divisor_override is None else ():
-        counts = made.new_tensor(window.count_window_inputs(input.shape[dim], count_include_pad))
-        if dim in after:
-            counts = after[dim].group.take_piece(counts, 0, after[dim].partition)
-        made = made / counts.view(-1, *(1 for _ in range(input.dim() - 1 - dim)))
+        counts = result.new_tensor(window.count_window_inputs(input.shape[dim], count_include_pad))
+        if dim in output_shardings:
+            counts = output_shardings[dim].group.take_piece(
+                counts, 0, output_shardings[dim].partition
+            )
+        result = result / counts.view(-1, *(1 for _ in range(input.dim() - 1 - dim)))
     return wrap_local(
-        made if divisor_override is None else made / divisor_override,
-        {**getattr(x, "shardings", {}), **after},
+        result if divisor_override is None else result / divisor_override,
+        {**getattr(x, "shardings", {}), **output_shardings},
     )
 
 
 def _is_image_sharded(func: Any, input: Tensor) -> bool:
+    """Return whether a spatial dimension of the input is divided."""
     return isinstance(input, ShardedTensor) and any(
         dim >= input.dim() - count_spatial_dims(func.__name__) for dim in input.shardings
     )
@@ -265,7 +317,10 @@ def _is_image_sharded(func: Any, input: Tensor) -> bool:
 
 @register_rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def apply_adaptive_avg_pool(func: Any, input: Tensor, output_size: Any) -> Any:
-    """One output: the mean over all ranks; several want the image whole."""
+    """Apply an adaptive pooling.
+
+    A single output is the mean over all ranks; several outputs need the whole image.
+    """
     count = count_spatial_dims(func.__name__)
     if _is_image_sharded(func, input) and all(
         size == 1 for size in expand_argument(output_size, count)
@@ -276,30 +331,33 @@ def apply_adaptive_avg_pool(func: Any, input: Tensor, output_size: Any) -> Any:
 
 @register_rule("pad", "constant_pad_nd")
 def apply_pad(func: Any, input: Tensor, pad: Any, *args: Any, **kwargs: Any) -> Any:
-    """Along divided dimensions what stands outside is fetched, if it is not a constant."""
+    """Apply a padding; along divided dimensions, padding that is not constant is fetched."""
     if not isinstance(input, ShardedTensor):
         return NO_RULE
-    given = dict(
+    options = dict(
         zip(("mode", "value") if func.__name__ == "pad" else ("value",), args, strict=False),
         **kwargs,
     )
-    # of which pad has the first two numbers
-    mode = given.get("mode", "constant")
-    last = input.dim() - 1
-    sides = {last - at: (pad[2 * at], pad[2 * at + 1]) for at in range(len(pad) // 2)}
-    along = {
+    # `pad` lists (before, after) from the last dimension on
+    mode = options.get("mode", "constant")
+    last_dim = input.dim() - 1
+    sides = {last_dim - at: (pad[2 * at], pad[2 * at + 1]) for at in range(len(pad) // 2)}
+    windows = {
         dim: PaddingWindow(*sides[dim], mode) for dim in input.shardings if any(sides.get(dim, ()))
     }
     if any(
-        not has_enough_outputs(along[dim], input.shape[dim], cut)
-        for dim, cut in input.shardings.items()
-        if dim in along
+        not has_enough_outputs(windows[dim], input.shape[dim], sharding)
+        for dim, sharding in input.shardings.items()
+        if dim in windows
     ):
         return NO_RULE
-    _, local, after = fetch_windows(input, along, given.get("value") or 0.0)
-    rest = [0 if last - at // 2 in after else size for at, size in enumerate(pad)]
+    _, local, output_shardings = fetch_windows(input, windows, options.get("value") or 0.0)
+    other_padding = [
+        0 if last_dim - at // 2 in output_shardings else size for at, size in enumerate(pad)
+    ]
     return wrap_local(
-        func(local, rest, *args, **kwargs) if any(rest) else local, {**input.shardings, **after}
+        func(local, other_padding, *args, **kwargs) if any(other_padding) else local,
+        {**input.shardings, **output_shardings},
     )
 
 
@@ -326,7 +384,9 @@ INTERPOLATION_KINDS = {
     "upsample_trilinear3d",
 )
 def apply_resize(func: Any, input: Tensor, output_size: Any, *args: Any) -> Any:
-    """Divided dimensions one after the other, each output by its taps; what is not divided by
+    """Apply an interpolation.
+
+    Divided dimensions are resized one after another by their taps, and the other dimensions by
     torch.
     """
     if not _is_image_sharded(func, input):
@@ -334,53 +394,60 @@ def apply_resize(func: Any, input: Tensor, output_size: Any, *args: Any) -> Any:
     count = count_spatial_dims(func.__name__)
     aligned = args[0] if len(args) > 1 else False
     factors = args[-1] if args else None
-    first = input.dim() - count
+    first_dim = input.dim() - count
     kind = INTERPOLATION_KINDS[
         func.__name__.strip("_").removeprefix("upsample_").rstrip("123d").removesuffix("_exact")
     ]
     sizes = (
-        [int(input.shape[first + at] * factors[at]) for at in range(count)]
+        [int(input.shape[first_dim + at] * factors[at]) for at in range(count)]
         if factors
         else list(output_size)
     )
-    times = {first + at: size // input.shape[first + at] for at, size in enumerate(sizes)}
-    cuts = [dim for dim in input.shardings if dim >= first]  # type: ignore[attr-defined]
+    times = {first_dim + at: size // input.shape[first_dim + at] for at, size in enumerate(sizes)}
+    divided_dims = [dim for dim in input.shardings if dim >= first_dim]  # type: ignore[attr-defined]
     if any(
-        sizes[dim - first] != times[dim] * input.shape[dim]
-        or (factors and factors[dim - first] != times[dim])
-        for dim in cuts
+        sizes[dim - first_dim] != times[dim] * input.shape[dim]
+        or (factors and factors[dim - first_dim] != times[dim])
+        for dim in divided_dims
     ):
         return NO_RULE
-    points = {dim: compute_taps(kind, input.shape[dim], times[dim], aligned) for dim in cuts}
-    x, local, after = fetch_windows(input, {dim: ResizeWindow(points[dim]) for dim in cuts})
-    for dim, cut in after.items():
-        here = cut.partition.list_ranges(cut.group.rank)[0]
-        start = min(place for at in here for place, _ in points[dim][at])
-        local = _sum_taps(local, dim, [points[dim][at] for at in here], start)
-    if len(after) < count:
-        rest = [
-            local.shape[first + at] if first + at in after else size
+    taps_of_dims = {
+        dim: compute_taps(kind, input.shape[dim], times[dim], aligned) for dim in divided_dims
+    }
+    x, local, output_shardings = fetch_windows(
+        input, {dim: ResizeWindow(taps_of_dims[dim]) for dim in divided_dims}
+    )
+    for dim, sharding in output_shardings.items():
+        own_outputs = sharding.partition.list_ranges(sharding.group.rank)[0]
+        start = min(position for at in own_outputs for position, _ in taps_of_dims[dim][at])
+        local = _sum_taps(local, dim, [taps_of_dims[dim][at] for at in own_outputs], start)
+    if len(output_shardings) < count:
+        other_sizes = [
+            local.shape[first_dim + at] if first_dim + at in output_shardings else size
             for at, size in enumerate(sizes)
         ]
         scale = (
-            [1.0 if first + at in after else factor for at, factor in enumerate(factors)]
+            [
+                1.0 if first_dim + at in output_shardings else factor
+                for at, factor in enumerate(factors)
+            ]
             if factors
             else None
         )
-        local = func(local, None if factors else rest, *args[:-1], scale)
-    return wrap_local(local, {**getattr(x, "shardings", {}), **after})
+        local = func(local, None if factors else other_sizes, *args[:-1], scale)
+    return wrap_local(local, {**getattr(x, "shardings", {}), **output_shardings})
 
 
 def _sum_taps(x: Tensor, dim: int, points: list[list[tuple[int, float]]], start: int) -> Tensor:
-    """Sums of weighted elements along a dimension."""
+    """Sum weighted elements along a dimension; the local elements begin at input `start`."""
     total: Any = 0
     for tap in zip(*points, strict=True):
-        places = torch.tensor([place - start for place, _ in tap], device=x.device)
+        positions = torch.tensor([position - start for position, _ in tap], device=x.device)
         weights = torch.tensor([weight for _, weight in tap], dtype=x.dtype, device=x.device)
-        taken = x.index_select(dim, places)
+        elements = x.index_select(dim, positions)
         total = total + (
-            taken
+            elements
             if len(points[0]) == 1
-            else taken * weights.view(-1, *(1 for _ in range(x.dim() - 1 - dim)))
+            else elements * weights.view(-1, *(1 for _ in range(x.dim() - 1 - dim)))
         )
     return total  # type: ignore[no-any-return]

@@ -1,6 +1,4 @@
-"""What crosses the cuts of a model: found by one forward without values, for inputs of some
-shapes.
-"""
+"""What crosses from stage to stage, found by a forward without values for given input shapes."""
 
 from __future__ import annotations
 
@@ -40,8 +38,14 @@ DIFFERENT_PATH = (
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that goes from one part to the next. strides: of it where it is dense, for a
-    module may ask for a view; grad: its gradient comes back.
+    """A tensor that goes from one stage to the next.
+
+    Attributes:
+        value_id: The operation that makes it, and the number of the output.
+        shape: Its shape.
+        strides: Its strides if it is dense; a module may ask for a view.
+        dtype: Its type.
+        has_gradient: Whether its gradient comes back.
     """
 
     value_id: ValueId
@@ -52,6 +56,7 @@ class Crossing:
 
     @classmethod
     def build_from_tensor(cls, value_id: ValueId, tensor: Tensor) -> Crossing:
+        """Describe a tensor that crosses."""
         return cls(
             value_id,
             tuple(tensor.shape),
@@ -63,8 +68,13 @@ class Crossing:
 
 @dataclass(frozen=True)
 class StandIn:
-    """What a call of a unit gave without values, for ranks that do not run it. found: its
-    tensors and their places; kept: what its modules have in Python attributes after it.
+    """What a call of a unit returned without values, for ranks that do not run it.
+
+    Attributes:
+        name: Name of the unit.
+        output: What it returned.
+        output_tensors: The tensors of the output, with their value ids.
+        attributes: Python attributes of its modules after the call.
     """
 
     name: str
@@ -75,11 +85,18 @@ class StandIn:
 
 @dataclass
 class CrossingPlan:
-    """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: of each call of
-    a unit;  tape: by which inputs of these shapes are known to go the same way;  writes:
-    something is changed in place between units, which may be a stand-in; changes: the model
-    changes its inputs in place, which are to be copied for each forward;  straight: parts that
-    are modules in turn need not be watched.
+    """What crosses for inputs of some shapes.
+
+    Attributes:
+        crossing: The tensors at the end of each stage.
+        stand_ins: The stand-in of each call of a unit.
+        guards: Decide whether other inputs of these shapes take the same path.
+        writes_in_place: Whether an operation between units changes something in place, which may be
+            a stand-in.
+        changes_inputs: Whether the model changes its inputs in place, so that each forward needs a
+            copy.
+        sequential_stages: The modules of each stage, if stages call modules in turn and need no
+            tracing.
     """
 
     crossing: list[list[Crossing]]

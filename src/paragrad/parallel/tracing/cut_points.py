@@ -1,4 +1,4 @@
-"""The units of a model: the calls of modules between which it can be cut."""
+"""The units of a model: the calls of modules between which it can be cut into stages."""
 
 from __future__ import annotations
 
@@ -24,16 +24,22 @@ from paragrad.parallel.tracing.tracer import Unit, find_tensors, hook_module_cal
 from paragrad.planner.profile import disable_fused_kernels
 from paragrad.strategies.pipeline import RequestedCut
 
-# units are split further while one is more than an eighth of a part's work
+# a unit is opened while its work exceeds 1 / UNITS_PER_STAGE of a stage's work
 UNITS_PER_STAGE = 8
-PLACEHOLDER_LOSS = nn.functional.mse_loss  # of models that are looked at without one
+# stands for the loss of a model that is inspected without one
+PLACEHOLDER_LOSS = nn.functional.mse_loss
 
 
 @dataclass
 class ModuleCall:
-    """A call of a module in a forward. work: operations in matrix products, of everything in
-    it;  gives: what it returned, each tensor as an input of its shape; None where one is like
-    no input.
+    """A call of a module in a forward.
+
+    Attributes:
+        name: Name of the module.
+        work: Operations in matrix products, with those of inner calls.
+        output: What it returned, each tensor as the input with its shape; None if one is like no
+            input.
+        inner_calls: Calls of modules inside of it.
     """
 
     name: str
@@ -44,10 +50,16 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class CutPoints:
-    """work: of the calls of a forward between which it can be cut, in order;  standing: what
-    those modules give that decide shapes by values, such as experts of which each takes what
-    comes to it: they are units as they are;  tree: all calls; hooked: modules with forward
-    hooks, also those that the first forward registered;  straight: nothing is to be watched.
+    """The calls of a forward between which a model can be cut.
+
+    Attributes:
+        work: Operations in matrix products of each unit, in order.
+        fixed_outputs: Outputs of modules with shapes that depend on values, such as experts that
+            each take the samples that come to it. These modules are units as they are.
+        call_tree: All calls.
+        hooked_modules: Names of modules with forward hooks, also hooks that the first forward
+            registered.
+        is_sequential: Whether nothing needs to be traced.
     """
 
     work: dict[Unit, int]
@@ -60,22 +72,33 @@ class CutPoints:
 def find_cut_points(
     model: nn.Module, example: Any, stage_count: int, requested: RequestedCut | None = None
 ) -> CutPoints:
-    """The calls of a forward between which so many parts can be cut.
+    """Find the calls of a forward between which so many stages can be cut.
 
-    Raises StepFailed where there are too few of them, or nobody knows what one gives.
+    Args:
+        model: The model.
+        example: Inputs of some samples.
+        stage_count: Number of stages.
+        requested: Where the user wants to cut, if anywhere.
+
+    Returns:
+        The units.
+
+    Raises:
+        StepFailed: There are too few units, or the output of one cannot be known without its
+            values.
     """
     if is_compiled(model):
         raise StepFailed(
             "torch.compile made the model one graph, which is not cut; give the model as it was "
             "before"
         )
-    graphs = {name for name, module in model.named_modules() if is_compiled(module)}
+    compiled_names = {name for name, module in model.named_modules() if is_compiled(module)}
     closed: set[type] = set()
     with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
         tree = record_module_calls(model, example)
         while True:
             names = {name for name, module in model.named_modules() if type(module) in closed}
-            units = _choose_units(model, tree, stage_count, requested, names | graphs)
+            units = _choose_units(model, tree, stage_count, requested, names | compiled_names)
             standing = {
                 each.name: each.output for each in _iterate_calls(tree) if each.name in names
             }
@@ -99,66 +122,75 @@ def find_cut_points(
 
 
 def count_opened_modules(cut_points: CutPoints) -> list[int]:
-    """How many modules a cut before each unit goes through."""
+    """Return how many modules a cut before each unit goes through."""
     names = {name for name, _ in cut_points.work}
-    found: list[int] = []
+    counts: list[int] = []
 
-    def look(call: ModuleCall, depth: int, here: int) -> None:
-        """here: what a cut before it goes through, which the first call inside shares."""
+    def visit(call: ModuleCall, depth: int, opened: int) -> None:
+        """Visit a call; a cut before its first inner call goes through as many modules."""
         if call.name in names:
-            found.append(here)
+            counts.append(opened)
         else:
             for number, inner in enumerate(call.inner_calls):
-                look(inner, depth + 1, depth + 1 if number else here)
+                visit(inner, depth + 1, depth + 1 if number else opened)
 
-    look(cut_points.call_tree, 0, 0)
-    return found
+    visit(cut_points.call_tree, 0, 0)
+    return counts
 
 
 def join_units(cut_points: CutPoints, stages: Sequence[Sequence[Unit]]) -> list[list[Unit]]:
-    """The same parts in calls as large as can be, which cost less to watch: a module of which
-    every call lies in one part is a unit itself. Not where something inside is to be seen on
-    every rank: what has a hook, or stands for itself.
+    """Join units into calls that are as large as possible, because tracing costs less for these.
+
+    A module is a unit itself if every call of it lies in one stage. That does not hold if something
+    inside must be seen on every rank: a module with a hook, or with a fixed output.
+
+    Args:
+        cut_points: The units.
+        stages: The units of each stage.
+
+    Returns:
+        The joined units of each stage.
     """
-    part_of = {unit: part for part, calls in enumerate(stages) for unit in calls}
+    part_of = {unit: stage for stage, calls in enumerate(stages) for unit in calls}
     names = {name for name, _ in part_of}
-    counted = Counter[str]()
-    # of each call, the parts in which it lies
-    within: dict[int, set[int]] = {}
+    call_counts = Counter[str]()
+    # the stages of each call
+    stages_of_call: dict[int, set[int]] = {}
 
-    def look(call: ModuleCall) -> set[int]:
+    def visit(call: ModuleCall) -> set[int]:
         if call.name in names:
-            within[id(call)] = {part_of[call.name, counted[call.name]]}
-            counted[call.name] += 1
+            stages_of_call[id(call)] = {part_of[call.name, call_counts[call.name]]}
+            call_counts[call.name] += 1
         else:
-            within[id(call)] = set[int]().union(*map(look, call.inner_calls))
-        return within[id(call)]
+            stages_of_call[id(call)] = set[int]().union(*map(visit, call.inner_calls))
+        return stages_of_call[id(call)]
 
-    look(cut_points.call_tree)
-    seen = [*cut_points.fixed_outputs, *cut_points.hooked_modules]
-    opened = {
+    visit(cut_points.call_tree)
+    visible = [*cut_points.fixed_outputs, *cut_points.hooked_modules]
+    opened_names = {
         call.name
         for call in _iterate_calls(cut_points.call_tree)
-        if len(within.get(id(call), ())) > 1
-        or any(name.startswith(f"{call.name}.") for name in seen)
+        if len(stages_of_call.get(id(call), ())) > 1
+        or any(name.startswith(f"{call.name}.") for name in visible)
     }
     calls = list(
         _iterate_units(
-            cut_points.call_tree, lambda call: call.name in names or call.name not in opened
+            cut_points.call_tree, lambda call: call.name in names or call.name not in opened_names
         )
     )
-    found: list[list[Unit]] = [[] for _ in stages]
+    joined: list[list[Unit]] = [[] for _ in stages]
     for call, unit in zip(calls, _number_calls(calls), strict=True):
-        found[min(within[id(call)])].append(unit)
-    return found
+        joined[min(stages_of_call[id(call)])].append(unit)
+    return joined
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Is it what torch.compile made of another?"""
+    """Return whether torch.compile made this module of another one."""
     return type(module).__name__ == "OptimizedModule"
 
 
 def _iterate_calls(call: ModuleCall) -> Iterator[ModuleCall]:
+    """Yield a call and all calls inside of it."""
     yield call
     for inner in call.inner_calls:
         yield from _iterate_calls(inner)
@@ -171,19 +203,21 @@ def _choose_units(
     requested: RequestedCut | None,
     closed: set[str],
 ) -> dict[Unit, int]:
-    """closed: modules that are not split."""
-    begins = [resolve_module_name(model, each) for each in requested or () if isinstance(each, str)]
-    # what keeps for later what a module gives (auxiliary losses, hidden states) is to see it on
+    """Choose units that are small enough; modules in `closed` are not opened."""
+    cut_names = [
+        resolve_module_name(model, each) for each in requested or () if isinstance(each, str)
+    ]
+    # a hook that keeps an output for later (auxiliary losses, hidden states) must be called on
     # every rank
-    seen = begins + [name for name, module in model.named_modules() if module._forward_hooks]
-    # torch calls it where both the module's outputs and its inputs have come by
-    hooked = {
+    visible = cut_names + [name for name, module in model.named_modules() if module._forward_hooks]
+    # torch calls a backward hook once it has seen the module's outputs and its inputs
+    hooked_names = {
         name
         for name, module in model.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     }
     if (
-        "" in hooked
+        "" in hooked_names
         or every_module._global_backward_hooks
         or every_module._global_backward_pre_hooks
     ):
@@ -193,41 +227,41 @@ def _choose_units(
             "register it on modules that lie in one part, or train the model with data(n)"
         )
     if inside := [
-        (name, each) for name in begins for each in hooked if name.startswith(f"{each}.")
+        (name, each) for name in cut_names for each in hooked_names if name.startswith(f"{each}.")
     ]:
         raise StepFailed(
             f"cut={inside[0][0]} goes through {inside[0][1]}, which has a backward hook and is to "
             f"be whole on one "
             "rank; cut before or after it"
         )
-    closed = closed | hooked
+    closed = closed | hooked_names
 
-    # a module is watched in all its calls or in none
+    # a module is a unit in all its calls or in none
     largest: dict[str, int] = {}
     for call in _iterate_calls(tree):
         largest[call.name] = max(call.work, largest.get(call.name, 0))
 
-    def small(call: ModuleCall) -> bool:
+    def is_small(call: ModuleCall) -> bool:
         return largest[call.name] <= tree.work / (UNITS_PER_STAGE * stage_count) and not any(
-            name.startswith(f"{call.name}.") for name in seen
+            name.startswith(f"{call.name}.") for name in visible
         )
 
-    units = _number_calls(_iterate_units(tree, lambda each: each.name in closed or small(each)))
-    if len(units) < stage_count:  # split as far as can be
+    units = _number_calls(_iterate_units(tree, lambda each: each.name in closed or is_small(each)))
+    if len(units) < stage_count:  # open everything that can be opened
         units = _number_calls(_iterate_units(tree, lambda each: each.name in closed))
     if len(units) < stage_count:
-        inner = any(name for name, _ in units)
-        called = (
+        has_inner = any(name for name, _ in units)
+        finding = (
             "the model calls none of its modules (where it calls their forward() instead, "
             "nobody sees it)"
         )
-        if inner or not any(model.children()):
-            called = (
+        if has_inner or not any(model.children()):
+            finding = (
                 f"the model calls {len(units)} module(s) one after another "
-                f"({format_units(units) if inner else type(model).__name__})"
+                f"({format_units(units) if has_inner else type(model).__name__})"
             )
         raise StepFailed(
-            f"{called}, and {stage_count} parts are wanted; give fewer workers or chunks, or a "
+            f"{finding}, and {stage_count} parts are wanted; give fewer workers or chunks, or a "
             f"model "
             f"that calls more"
         )
@@ -235,7 +269,7 @@ def _choose_units(
 
 
 def _number_calls(calls: Iterable[ModuleCall]) -> dict[Unit, int]:
-    """The work of each call, by its name and number."""
+    """Return the work of each call, by its name and number."""
     counted: Counter[str] = Counter()
     units: dict[Unit, int] = {}
     for call in calls:
@@ -245,50 +279,75 @@ def _number_calls(calls: Iterable[ModuleCall]) -> dict[Unit, int]:
 
 
 def format_units(units: Iterable[Unit]) -> str:
+    """Return the names of units as text."""
     return ", ".join(name for name, _ in units)
 
 
 def resolve_module_name(model: nn.Module, name: str) -> str:
-    """The name of a module by which it is cut: it may be given by its end. Raises StepFailed
-    where there is none.
+    """Resolve the name of a module where the model is cut; the end of its name suffices.
+
+    Args:
+        model: The model.
+        name: The name, or its end.
+
+    Returns:
+        The full name.
+
+    Raises:
+        StepFailed: No module has this name, or several have.
     """
-    first = {module: own for own, module in reversed(list(model.named_modules()))}
-    found = {
-        first[module]
+    first_names = {
+        module: module_name for module_name, module in reversed(list(model.named_modules()))
+    }
+    matches = {
+        first_names[module]
         for each, module in model.named_modules(remove_duplicate=False)
         if each == name or each.endswith(f".{name}")
     }
-    if len(found) > 1 and name not in found:
+    if len(matches) > 1 and name not in matches:
         raise StepFailed(
-            f"cut names {name}, which may be {' or '.join(sorted(found))}; give the whole name"
+            f"cut names {name}, which may be {' or '.join(sorted(matches))}; give the whole name"
         )
-    if not found:
+    if not matches:
         raise StepFailed(
-            f"cut: {describe_unknown_name('module', name, filter(None, first.values()))}"
+            f"cut: {describe_unknown_name('module', name, filter(None, first_names.values()))}"
         )
-    return name if name in found else found.pop()
+    return name if name in matches else matches.pop()
 
 
 def record_module_calls(model: nn.Module, example: Any) -> ModuleCall:
-    """Every call of a module in a forward, as a tree."""
+    """Record every call of a module in a forward.
+
+    Args:
+        model: The model.
+        example: Inputs of some samples.
+
+    Returns:
+        The call of the model, with all calls inside.
+
+    Raises:
+        StepFailed: The forward failed without gradients.
+    """
     names = {module: name for name, module in reversed(list(model.named_modules()))}
     stack = [ModuleCall("")]
 
-    def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def record_call(
+        original_call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         if module not in names:
-            return plain(module, *args, **kwargs)
-        stack[-1].inner_calls.append(here := ModuleCall(names[module]))
-        stack.append(here)
-        before = counter.get_total_flops()
+            return original_call(module, *args, **kwargs)
+        stack[-1].inner_calls.append(inner_call := ModuleCall(names[module]))
+        stack.append(inner_call)
+        flops_before = counter.get_total_flops()
         try:
-            out = plain(module, *args, **kwargs)
-            here.output = _match_inputs(out, find_tensors((args, kwargs)))
+            out = original_call(module, *args, **kwargs)
+            inner_call.output = _match_inputs(out, find_tensors((args, kwargs)))
             return out
         finally:
-            here.work = counter.get_total_flops() - before
+            inner_call.work = counter.get_total_flops() - flops_before
             stack.pop()
 
-    with disable_fused_kernels() as counter, hook_module_calls(call), torch.no_grad():
+    with disable_fused_kernels() as counter, hook_module_calls(record_call), torch.no_grad():
         try:
             call_model(model, clone_batch(example))
         except RuntimeError as error:
@@ -302,26 +361,27 @@ def record_module_calls(model: nn.Module, example: Any) -> ModuleCall:
 
 
 def _match_inputs(out: Any, inputs: list[Tensor]) -> Any:
-    """A module's output, each tensor as the first input of its shape and type; None where one
-    has none, or there is more.
+    """Describe a module's output by the first input that has the shape and type of each tensor.
+
+    The result is None if a tensor has no such input, or if the output holds other objects.
     """
 
-    def like(tensor: Tensor) -> InputLike | object:
-        alike = (
+    def match_tensor(tensor: Tensor) -> InputLike | object:
+        matching = (
             number
             for number, each in enumerate(inputs)
             if each.shape == tensor.shape and each.dtype == tensor.dtype
         )
-        return next(map(InputLike, alike), out)
+        return next(map(InputLike, matching), out)
 
     try:
-        found = tree_map_only(Tensor, like, out)
-    # a tuple that looks at what it holds, such as a PackedSequence
+        matched = tree_map_only(Tensor, match_tensor, out)
+    # a tuple that checks its items, such as a PackedSequence
     except Exception:
         return None
     return (
-        found
-        if all(isinstance(leaf, (InputLike, *IMMUTABLE_TYPES)) for leaf in tree_flatten(found)[0])
+        matched
+        if all(isinstance(leaf, (InputLike, *IMMUTABLE_TYPES)) for leaf in tree_flatten(matched)[0])
         else None
     )
 
@@ -329,7 +389,7 @@ def _match_inputs(out: Any, inputs: list[Tensor]) -> Any:
 def _iterate_units(
     call: ModuleCall, is_whole: Callable[[ModuleCall], bool], root: bool = True
 ) -> Iterator[ModuleCall]:
-    """Calls that are not split further."""
+    """Yield the calls that are not opened further."""
     if call.inner_calls and (root or not is_whole(call)):
         for inner in call.inner_calls:
             yield from _iterate_units(inner, is_whole, root=False)

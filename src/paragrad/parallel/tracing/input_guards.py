@@ -1,5 +1,6 @@
-"""Which way a forward goes: what Python read of values made of the inputs alone, played again
-for other inputs.
+"""Guards of a plan: what Python read of values that are computed from the inputs alone.
+
+The operations are replayed for other inputs, to know whether a forward takes the same path.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VALUE_READS = {
     "equal",
     "allclose",
     "is_nonzero",
-}  # look at values
+}  # read values
 VALUE_SHAPED = {
     "nonzero",
     "argwhere",
@@ -41,7 +42,7 @@ VALUE_SHAPED = {
 }
 
 
-# look at sizes that they are given, and after a tensor
+# read sizes that they are given; the second set, after a tensor
 SIZE_FACTORIES = {"arange", "zeros", "ones", "empty"}
 SIZE_METHODS = {
     "new_zeros",
@@ -58,33 +59,51 @@ SIZE_METHODS = {
 
 
 def find_size_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors of one whole number that an operation takes for a size or a place, and looks at
-    in doing so: no function of Python's is called for that.
+    """Find tensors of one whole number that an operation uses as a size or a position.
+
+    The operation reads their values without a call of a Python function.
+
+    Args:
+        func: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The tensors.
     """
     name = getattr(func, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
-        found = [
+        candidates = [
             each
-            for part in (args[1] if isinstance(args[1], tuple) else args[1:2])
-            if isinstance(part, slice)
-            for each in (part.start, part.stop, part.step)
+            for index in (args[1] if isinstance(args[1], tuple) else args[1:2])
+            if isinstance(index, slice)
+            for each in (index.start, index.stop, index.step)
         ]
     else:
-        found = (
+        candidates = (
             tree_leaves((args[name in SIZE_METHODS :], kwargs))
             if name in SIZE_FACTORIES | SIZE_METHODS
             else []
         )
     return [
         each
-        for each in found
+        for each in candidates
         if isinstance(each, Tensor) and not each.dim() and not each.is_floating_point()
     ]
 
 
 def extract_read_value(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """What Python gets to know of values by an operation, in a form to be compared; None where
-    that is nothing. Where values decide a shape, it is the shape.
+    """Extract what Python learns of values by an operation, in a form that can be compared.
+
+    Args:
+        func: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        out: Its result.
+
+    Returns:
+        The value; the shapes of the result, if values determine them; or None, if Python learns
+        nothing.
     """
     name = getattr(func, "__name__", "")
     if name in VALUE_READS and find_tensors((args, kwargs)):
@@ -98,8 +117,11 @@ def extract_read_value(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Stands for a tensor: which output of which step; of step -1: which tensor of the
-    inputs.
+    """Stands for a tensor that a recorded step made.
+
+    Attributes:
+        step: Number of the step; -1: the inputs.
+        number: Which tensor of its output.
     """
 
     step: int
@@ -107,17 +129,20 @@ class StepOutput:
 
 
 class InputGuards:
-    """The operations of a forward on its inputs alone, in order, and what Python read of their
-    results.
+    """A record of what Python read of values that a forward computes from its inputs alone.
 
-    Between reads, Python is a function of shapes and of what it has read: inputs of the same
-    shapes, of which it reads the same, go the same way.
+    Between reads, Python depends on shapes and on what it has read. So inputs of the same shapes
+    from which Python reads the same values take the same path.
+
+    Attributes:
+        steps: (function, (args, kwargs), value that was read or None) of each operation.
+        read_steps: Number of steps up to the last read.
+        step_outputs: Which step made each tensor, while a forward is recorded.
     """
 
     def __init__(self, inputs: Any) -> None:
-        # function, (args, kwargs), what was read
         self.steps: list[tuple[Any, Any, Any]] = []
-        self.read_steps = 0  # steps up to the last read
+        self.read_steps = 0
         self.step_outputs: Any = WeakIdKeyDictionary()
         self._note_outputs(-1, inputs)
 
@@ -126,45 +151,52 @@ class InputGuards:
             self.step_outputs[tensor] = StepOutput(step, number)
 
     def note_operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation, after it was made."""
-        given = tree_map_only(
+        """Note an operation after it ran.
+
+        Args:
+            func: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            out: Its result.
+        """
+        arguments = tree_map_only(
             Tensor, lambda each: self.step_outputs.get(each, each), (args, kwargs)
         )
         self._note_outputs(len(self.steps), out)
-        self.steps.append((func, given, found := extract_read_value(func, args, kwargs, out)))
-        if found is not None:
+        self.steps.append((func, arguments, value := extract_read_value(func, args, kwargs, out)))
+        if value is not None:
             self.read_steps = len(self.steps)
 
     def drop_unread_steps(self) -> InputGuards:
-        """What comes after the last read is of no matter. Tensors of the forward are let go."""
+        """Drop steps after the last read, and references to tensors; return the guards."""
         del self.steps[self.read_steps :]
         self.step_outputs = None
         return self
 
     def is_same_path(self, inputs: Any) -> bool:
-        """Does Python read the same of these inputs?"""
+        """Return whether Python reads the same values of these inputs."""
         if not self.steps:
             return True
-        made = {-1: [each.clone() for each in find_tensors(inputs)]}
-        # which a step may change in place, and here changes a copy of
-        others: dict[int, Tensor] = {}
+        outputs = {-1: [each.clone() for each in find_tensors(inputs)]}
+        # other tensors of the steps; a step may change a copy of them in place
+        copies: dict[int, Tensor] = {}
 
-        def value(each: Any) -> Any:
+        def substitute(each: Any) -> Any:
             if isinstance(each, StepOutput):
-                return made[each.step][each.number]
-            return others.setdefault(id(each), each.clone()) if isinstance(each, Tensor) else each
+                return outputs[each.step][each.number]
+            return copies.setdefault(id(each), each.clone()) if isinstance(each, Tensor) else each
 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for number, (func, given, before) in enumerate(self.steps):
-                args, kwargs = tree_map(value, given)
+            for number, (func, arguments, expected) in enumerate(self.steps):
+                args, kwargs = tree_map(substitute, arguments)
                 try:
                     out = func(*args, **kwargs)
-                # what follows a read that would be another
+                # an operation behind a read that gives another value
                 except (RuntimeError, ValueError, IndexError):
                     return False
-                if before is not None and not numpy.array_equal(
-                    extract_read_value(func, args, kwargs, out), before
+                if expected is not None and not numpy.array_equal(
+                    extract_read_value(func, args, kwargs, out), expected
                 ):
                     return False
-                made[number] = find_tensors(out)
+                outputs[number] = find_tensors(out)
         return True

@@ -1,5 +1,6 @@
-"""The forward by which a plan is made: nothing in it has a value, and it is noted what each
-part makes and uses.
+"""The forward by which a crossing plan is made.
+
+Nothing in it has values. It notes what each stage makes and uses.
 """
 
 from __future__ import annotations
@@ -39,19 +40,26 @@ from paragrad.parallel.tracing.tracer import (
 
 @dataclass(frozen=True)
 class InputLike:
-    """Stands for a tensor of the shape and type of one that a module is called with: of that
-    number.
+    """Stands for a tensor with the shape and type of a tensor that a module gets.
+
+    Attributes:
+        number: Number of that tensor among the module's arguments.
     """
 
     number: int
 
 
-FixedOutputs = Mapping[str, Any]  # what modules give, by name, tensors as Like
+FixedOutputs = Mapping[str, Any]  # outputs of modules, by name, with InputLike in place of tensors
 
 
 class ValuelessModel(StagedModel):
-    """A model that is run without values. standing: what those units give of which nobody knows
-    it so.
+    """A model that runs without values.
+
+    Attributes:
+        fixed_outputs: What some units return, which cannot be found without values.
+        fake_mode: Makes tensors without values.
+        has_all_values: Whether all parameters and buffers have values on this rank.
+        changed_attributes: Python attributes that calls of a unit set.
     """
 
     def __init__(
@@ -63,13 +71,22 @@ class ValuelessModel(StagedModel):
         super().__init__(model, stages)
         self.fixed_outputs = fixed_outputs or {}
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.has_all_values = True  # the model has all its values
-        # Python attributes that calls of a unit set
+        self.has_all_values = True
         self.changed_attributes: dict[str, set[tuple[nn.Module, str]]] = {}
 
 
 class PlanRecorder(TracedForward):
-    """Nothing has a value; noted is which part makes and which ones use what."""
+    """A forward without values that records which stage makes a value, and which stages use it.
+
+    Attributes:
+        crossing: The tensors at the end of each stage so far.
+        stand_ins: The stand-in of each call of a unit so far.
+        fake_tensors: For a tensor with values, the tensor without values that stands for it.
+        output_copies: Copies of what units returned.
+        writes_in_place: Whether an operation between units changed something in place.
+        guards: Operations on the inputs alone.
+        failed_module: The innermost module that raised an error.
+    """
 
     staged_model: ValuelessModel
 
@@ -77,14 +94,14 @@ class PlanRecorder(TracedForward):
         super().__init__(stage_forward)
         self.crossing: list[dict[ValueId, Crossing]] = [{} for _ in range(stage_forward.last_stage)]
         self.stand_ins: list[StandIn] = []
-        # of a tensor with values, what stands for it without
         self.fake_tensors: Any = WeakIdKeyDictionary()
-        self.output_copies: Any = WeakIdKeyDictionary()  # of what units gave
+        self.output_copies: Any = WeakIdKeyDictionary()
         self.writes_in_place = False
         self.guards = InputGuards(inputs)
-        self.failed_module: nn.Module | None = None  # the first module that raised
+        self.failed_module: nn.Module | None = None
 
     def build_plan(self) -> CrossingPlan:
+        """Build the plan after the forward."""
         return CrossingPlan(
             [
                 sorted(each.values(), key=lambda crossing: crossing.value_id)
@@ -105,19 +122,23 @@ class PlanRecorder(TracedForward):
         self.guards.note_operation(func, args, kwargs, out)
 
     def note_use(self, tensor: Tensor, stage: int) -> None:
+        """Note that a stage uses a tensor; it crosses from the stage that made it."""
         if tensor in self.origins:
-            place, made = self.origins[tensor]
-            if made < stage:
+            value_id, made_in = self.origins[tensor]
+            if made_in < stage:
                 with self.pause_tracing():
                     crossing = Crossing.build_from_tensor(
-                        place, gather_whole(self.make_fake_tensor(tensor))
+                        value_id, gather_whole(self.make_fake_tensor(tensor))
                     )
-                for cut in range(made, stage):
-                    self.crossing[cut][place] = crossing
+                for end in range(made_in, stage):
+                    self.crossing[end][value_id] = crossing
 
     def make_fake_tree(self, tree: Any) -> Any:
-        """The same without values. Raises StepFailed, while the model is whole, of what nobody
-        was seen to make.
+        """Replace the tensors of a tree by tensors without values.
+
+        Raises:
+            StepFailed: The model has all values, and a tensor without values comes from no known
+                operation.
         """
         if self.staged_model.has_all_values and any(
             isinstance(each, FakeTensor) and each not in self.origins for each in find_tensors(tree)
@@ -126,7 +147,7 @@ class PlanRecorder(TracedForward):
         return tree_map_only(Tensor, self.make_fake_tensor, tree)
 
     def make_fake_tensor(self, tensor: Tensor) -> Tensor:
-        """The same every time: what is written into it stays in it."""
+        """Return a tensor without values; always the same, so that changes in place stay in it."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if isinstance(tensor, ShardedTensor):
@@ -142,11 +163,11 @@ class PlanRecorder(TracedForward):
                 self.note_use(tensor, self.stage)
         if written or getattr(func, "__name__", "") == "register_hook":
             self.writes_in_place = True
-        # a view into something else has made that, too, to have a gradient
+        # a change of a view also gave its base a graph
         for tensor in written:
-            hollow = self.make_fake_tensor(tensor)
-            if hollow._base is not None and tensor._base is not None:
-                self.fake_tensors[tensor._base] = hollow._base
+            fake = self.make_fake_tensor(tensor)
+            if fake._base is not None and tensor._base is not None:
+                self.fake_tensors[tensor._base] = fake._base
         return out
 
     def run_module(self, module: nn.Module, call: Any) -> Any:
@@ -157,7 +178,7 @@ class PlanRecorder(TracedForward):
 
     @contextlib.contextmanager
     def note_failed_module(self, module: nn.Module) -> Iterator[None]:
-        """Whether it is the first, and so the innermost, that raises."""
+        """Note the module if an error comes from it: the first one noted is the innermost."""
         try:
             yield
         except Exception:
@@ -168,56 +189,60 @@ class PlanRecorder(TracedForward):
         self.begin_unit(name)
         module = self.staged_model.model.get_submodule(name)
         with self.pause_tracing():
-            before = copy_python_attributes(module)
-            hollow = self.make_fake_tree(args)
-            named = self.make_fake_tree(kwargs)
-            if (gives := self.staged_model.fixed_outputs.get(name)) is None:
+            attributes_before = copy_python_attributes(module)
+            fake_args = self.make_fake_tree(args)
+            fake_kwargs = self.make_fake_tree(kwargs)
+            if (fixed_output := self.staged_model.fixed_outputs.get(name)) is None:
                 with self.note_failed_module(module):
-                    out = call(*hollow, **named)
+                    out = call(*fake_args, **fake_kwargs)
             else:
-                given = find_tensors((hollow, named))
-                trained = torch.is_grad_enabled()
+                fake_inputs = find_tensors((fake_args, fake_kwargs))
+                has_graph = torch.is_grad_enabled()
                 out = tree_map_only(
                     InputLike,
                     lambda each: (
-                        torch.empty_like(given[each.number])
-                        .requires_grad_(trained and is_differentiable(given[each.number]))
+                        torch.empty_like(fake_inputs[each.number])
+                        .requires_grad_(has_graph and is_differentiable(fake_inputs[each.number]))
                         .clone()
                     ),
-                    gives,
+                    fixed_output,
                 )
-                call_forward_hooks(module, hollow, named, out)
-            kept = copy_python_attributes(module)
+                call_forward_hooks(module, fake_args, fake_kwargs, out)
+            attributes = copy_python_attributes(module)
             self.staged_model.changed_attributes.setdefault(name, set()).update(
                 each
-                for each, value in kept.items()
-                if each not in before or not is_same_value(before[each], value)
+                for each, value in attributes.items()
+                if each not in attributes_before
+                or not is_same_value(attributes_before[each], value)
             )
         for tensor in find_tensors((args, kwargs)):
             self.note_use(tensor, self.stage)
-        place = next(self.operation_ids)
-        found = [(tensor, (place, number)) for number, tensor in enumerate(find_tensors(out))]
-        for tensor, each in found:
+        operation_id = next(self.operation_ids)
+        placed = [
+            (tensor, (operation_id, number)) for number, tensor in enumerate(find_tensors(out))
+        ]
+        for tensor, each in placed:
             self.mark_made(tensor, each)
         with self.pause_tracing():
-            gave = self.copy_outputs(out)  # which what follows does not change
-            # a hook may write
+            copied_output = self.copy_outputs(out)  # later changes in place do not reach this copy
+            # a hook may change something in place
             self.writes_in_place = self.writes_in_place or any(
                 each._forward_hooks for each in module.modules()
             )
         self.stand_ins.append(
             StandIn(
                 name,
-                gave,
-                list(zip(find_tensors(gave), (each for _, each in found), strict=True)),
-                kept,
+                copied_output,
+                list(zip(find_tensors(copied_output), (each for _, each in placed), strict=True)),
+                attributes,
             )
         )
         return out
 
     def copy_outputs(self, tree: Any) -> Any:
-        """The same tensors without values, of no graph; of one tensor one, whoever gives it (a
-        dropout that does nothing).
+        """Copy a unit's output: tensors without values and without a graph.
+
+        A tensor that several units return (a dropout that does nothing) has one copy.
         """
 
         def copy(tensor: Tensor) -> Tensor:
@@ -229,33 +254,36 @@ class PlanRecorder(TracedForward):
 
 
 def uses_nested_tensors(module: nn.Module, call: Any) -> bool:
-    """Is it an encoder of torch's that would make nested tensors of what is padded, but while
-    its layers are watched?
+    """Return whether a call of torch's TransformerEncoder would use nested tensors for padding.
+
+    It does not use them while its layers are traced.
     """
     if not isinstance(module, nn.TransformerEncoder) or module.training or torch.is_grad_enabled():
         return False
-    given = dict(zip(("mask", "src_key_padding_mask"), call.args[2:], strict=False)) | call.keywords
-    padded = given.get("src_key_padding_mask")
+    arguments = (
+        dict(zip(("mask", "src_key_padding_mask"), call.args[2:], strict=False)) | call.keywords
+    )
+    padding = arguments.get("src_key_padding_mask")
     if (
         not module.use_nested_tensor
-        or given.get("mask") is not None
-        or not isinstance(padded, Tensor)
-        or isinstance(padded, FakeTensor)
-        or padded.dim() != 2
+        or arguments.get("mask") is not None
+        or not isinstance(padding, Tensor)
+        or isinstance(padding, FakeTensor)
+        or padding.dim() != 2
         or not torch.backends.mha.get_fastpath_enabled()
     ):
         return False
-    padded = padded != 0  # of floats -inf
-    # at the end of every sample
-    return bool(padded.any()) and not bool((padded[:, :-1] & ~padded[:, 1:]).any())
+    padding = padding != 0  # a mask of floats has -inf where it is padded
+    # nested tensors need the padding at the end of every sample
+    return bool(padding.any()) and not bool((padding[:, :-1] & ~padding[:, 1:]).any())
 
 
 def copy_containers(tree: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """The same in containers of their own, with copies of tensors."""
+    """Copy the containers of a tree, and its tensors by a function."""
     if isinstance(tree, Tensor):
         return copy(tree)
     try:
         return tree_map_only(Tensor, copy, tree)
-    # a tuple that looks at what it holds, such as a PackedSequence
+    # a tuple that checks its items, such as a PackedSequence
     except Exception:
         return tree

@@ -1,4 +1,4 @@
-"""What comes from another part, as a part's own forward takes it."""
+"""The boundary where a stage's own forward takes the tensors of the stage before."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from paragrad.engine.state.values import is_differentiable
 def attach_received(
     received: Sequence[Tensor], wants_gradients: Iterable[bool]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """(the same tensors as if they had been made here, their gradients once backward has come
-    to them). wants: of each, whether there is one.
+    """Attach received tensors to this rank's graph.
+
+    Args:
+        received: The tensors.
+        wants_gradients: Whether each needs a gradient.
+
+    Returns:
+        (the tensors as results of an operation of this rank, a list that the backward fills with
+        their gradients).
     """
     gradients: list[Tensor | None] = []
     if not received:
@@ -29,8 +36,9 @@ def attach_received(
 
 
 class ReceivedTensors(torch.autograd.Function):
-    """What came from the part before, as if it had been made here: it may be changed in place,
-    and its gradient is kept.
+    """Makes received tensors results of an operation of this rank.
+
+    They may be changed in place, and the backward keeps their gradients.
     """
 
     @staticmethod
@@ -43,17 +51,17 @@ class ReceivedTensors(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.into = gradients
         ctx.set_materialize_grads(False)
-        # not detach(), by which all tensors of a message would count as changed once one of
-        # them is changed in place
-        entered = tuple(each.data for each in received)
+        # Not detach(): then a change in place of one tensor of a message would count as a change of
+        # all.
+        attached = tuple(each.data for each in received)
         ctx.mark_non_differentiable(
             *(
                 each
-                for each, wanted in zip(entered, wants_gradients, strict=True)
+                for each, wanted in zip(attached, wants_gradients, strict=True)
                 if not wanted or not is_differentiable(each)
             )
         )
-        return entered
+        return attached
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:

@@ -1,6 +1,4 @@
-"""Modules one after another: the Python of a Sequential is known, and a part of one is its
-modules in turn, unwatched.
-"""
+"""Stages of a Sequential. Its Python is known, so a stage runs its modules in turn, untraced."""
 
 from __future__ import annotations
 
@@ -15,16 +13,26 @@ from paragrad.errors import StepFailed
 from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, gather_whole
 from paragrad.parallel.tracing.tracer import Unit
 
-StageModules = list[list[nn.Module]]  # the modules of each part
+StageModules = list[list[nn.Module]]  # the modules of each stage
 
 
 def find_sequential_stages(
     model: nn.Module, stages: Sequence[Sequence[Unit]], outputs: Sequence[Any]
 ) -> StageModules | None:
-    """Where a Sequential, nested ones too, calls nothing but the units of the parts, each
-    giving one tensor, and no hook looks on; otherwise None. outputs: of each unit.
+    """Find the modules of each stage of a Sequential.
+
+    Nested Sequentials count too. The model must call only the units of the stages. Each unit
+    returns one tensor, and there are no hooks.
+
+    Args:
+        model: The model.
+        stages: The units of each stage.
+        outputs: The output of each unit.
+
+    Returns:
+        The modules of each stage, or None if the model must be traced.
     """
-    units = [unit for part in stages for unit in part]
+    units = [unit for stage in stages for unit in stage]
     if list(_iterate_called_units(model, "")) != units or not all(
         isinstance(each, FakeTensor | ShardedTensor) for each in outputs
     ):
@@ -37,11 +45,11 @@ def find_sequential_stages(
         for each in model.modules()
     ):
         return None
-    return [[model.get_submodule(name) for name, _ in part] for part in stages]
+    return [[model.get_submodule(name) for name, _ in stage] for stage in stages]
 
 
 def _iterate_called_units(module: nn.Module, name: str) -> Iterator[Unit]:
-    """What a Sequential calls, nested ones opened; another module is called as it is."""
+    """Yield what a Sequential calls; nested ones are opened, other modules are called whole."""
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
         yield name, 0
         return
@@ -55,8 +63,18 @@ def run_modules(
     given: Tensor,
     expected: tuple[tuple[int, ...], torch.dtype] | None,
 ) -> Tensor:
-    """What modules make of a tensor, one after another. like: what it must be then, where it
-    goes on to another part.
+    """Run modules one after another.
+
+    Args:
+        modules: The modules.
+        given: The input of the first.
+        expected: (shape, type) that the result must have to cross to another stage; None: any.
+
+    Returns:
+        The output of the last.
+
+    Raises:
+        StepFailed: The result is not as expected.
     """
     for module in modules:
         given = module(given)

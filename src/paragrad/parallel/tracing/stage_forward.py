@@ -1,15 +1,16 @@
-"""The flow of a forward through parts of a model: what crosses each cut, and the forward of one
-part alone.
+"""The forward of one stage of a model, and what crosses from stage to stage.
 
-The model's own Python runs on every rank, unmodified, up to the end of the rank's part. Between
-the calls of some modules, the *units*, its operations are watched: each belongs to the part in
-which it is reached, and a unit that another rank holds is not run; its outputs are tensors
-without values (torch's FakeTensors), which go through the operations in between and stand for
-what comes from that rank where this one's part begins. What is made of the inputs alone (a
-mask, positions) every rank makes itself.
+The model's own Python runs on every rank, unmodified, up to the end of the rank's stage. Between
+the calls of some modules, the *units*, its operations are traced. Each belongs to the stage in
+which it is reached. (Messages to users call a stage a part.)
 
-A plan says what crosses: one forward without values, made anew for inputs of other shapes. Of a
-Sequential all this is known (`straight.py`).
+A unit of another rank does not run. Its outputs are tensors without values (torch's FakeTensor).
+They pass through the operations before this rank's stage. Where the stage begins, they stand for
+the tensors that the other rank sends. What is computed from the inputs alone (a mask, positions) is
+computed on every rank.
+
+A plan says what crosses. It comes from one forward without values, which is repeated for inputs of
+other shapes. For a Sequential no tracing is needed (`sequential_stage.py`).
 """
 
 from __future__ import annotations
@@ -61,50 +62,60 @@ from paragrad.parallel.tracing.tracer import (
 )
 from paragrad.runtime.generators import keep_generators
 
-# of inputs, and ways through the model for one, of which plans are kept
+# number of input shapes, and of paths for one shape, of which plans are kept
 MAX_INPUT_SHAPES = 64
 MAX_PATHS = 4
 
 
 @contextlib.contextmanager
 def silence_fake_tensors() -> Iterator[None]:
-    """What torch has to say where there are no values: that tensors which are no leaves are
-    copied, and of every error.
+    """Silence what torch reports where there are no values.
+
+    It warns that tensors that are no leaves are copied, and logs every error.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
+    was_disabled = log.disabled
     log.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
-        log.disabled = before
+        log.disabled = was_disabled
 
 
 class PlanFailed(StepFailed):
-    """A forward without values failed. module: in which one, the innermost."""
+    """A forward without values failed.
+
+    Attributes:
+        module: The innermost module that raised the error.
+    """
 
     module: nn.Module | None = None
 
 
 class StageEnded(BaseException):
-    """This rank's part is over: the rest of the model's Python is not its own."""
+    """This rank's stage is over; the rest of the model's Python does not run here."""
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:
-    """The same, but for rounding."""
+    """Return whether two tensors are equal up to rounding."""
     if one.shape != other.shape or one.dtype != other.dtype or not is_differentiable(one):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    # not what a mask filled
+    # values that a mask filled in do not count
     bound = min(1e-2, 1e4 * torch.finfo(one.dtype).eps)
-    unlike = one.isfinite() & (one != other)
-    most = float(one[unlike].abs().max()) if unlike.any() else 0.0
-    return torch.allclose(one, other, rtol=bound, atol=bound * most, equal_nan=True)
+    differs = one.isfinite() & (one != other)
+    largest = float(one[differs].abs().max()) if differs.any() else 0.0
+    return torch.allclose(one, other, rtol=bound, atol=bound * largest, equal_nan=True)
 
 
 class StageForward(ValuelessModel):
-    """A model's forward in parts. mine: those that are run here."""
+    """The forward of a model in stages.
+
+    Attributes:
+        own_stages: The stages that run here.
+        plans: The plans for inputs of some shapes, the last used first.
+    """
 
     def __init__(
         self,
@@ -118,18 +129,28 @@ class StageForward(ValuelessModel):
         self.plans: dict[Any, list[CrossingPlan]] = {}
 
     def make_remote_tensor(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-        """What stands for a parameter or buffer of a module: the same without values; whole
-        numbers, which Python may look at, keep those that they have now.
+        """Make what stands for a parameter or a buffer that another rank has.
+
+        It has no values, except for whole numbers: Python may read them, so they keep their current
+        values.
+
+        Args:
+            module: The module.
+            name: Name of the tensor in the module.
+            tensor: The tensor.
+
+        Returns:
+            The tensor that stands for it.
         """
         self.remote_tensors.append((module, name))
         if not is_differentiable(tensor):
             return tensor.clone()
-        made = self.fake_mode.from_tensor(tensor.detach())
+        fake = self.fake_mode.from_tensor(tensor.detach())
         self.has_all_values = False
-        return made.requires_grad_() if tensor.requires_grad else made
+        return fake.requires_grad_() if tensor.requires_grad else fake
 
     def find_plan(self, inputs: Any) -> CrossingPlan:
-        """What crosses where, for inputs such as these."""
+        """Return the plan for inputs such as these; make it if there is none."""
         leaves, spec = tree_flatten(inputs)
         key = (
             str(spec),
@@ -142,26 +163,26 @@ class StageForward(ValuelessModel):
             ),
             *((name, tuple(each.shape)) for name, each in self.model.named_buffers()),
         )
-        known = self.plans.pop(key, [])
-        found = next(
-            (plan for plan in known if plan.guards.is_same_path(inputs)), None
+        known_plans = self.plans.pop(key, [])
+        match = next(
+            (plan for plan in known_plans if plan.guards.is_same_path(inputs)), None
         ) or self._make_plan(inputs)
-        self.plans[key] = [found, *(plan for plan in known if plan is not found)][:MAX_PATHS]
+        self.plans[key] = [match, *(plan for plan in known_plans if plan is not match)][:MAX_PATHS]
         if len(self.plans) > MAX_INPUT_SHAPES:
-            del self.plans[next(iter(self.plans))]  # of what came longest ago
-        return found
+            del self.plans[next(iter(self.plans))]  # the least recently used
+        return match
 
     def _make_plan(self, inputs: Any) -> CrossingPlan:
         inputs = clone_batch(inputs)
-        before = [(each, each._version) for each in find_tensors(inputs)]
-        running = PlanRecorder(self, inputs)
+        versions = [(each, each._version) for each in find_tensors(inputs)]
+        recorder = PlanRecorder(self, inputs)
         with undo_forward_effects(self.model, self.find_remote_modules()), silence_fake_tensors():
             try:
-                out = running.run_forward(inputs)
+                out = recorder.run_forward(inputs)
             except StepFailed:
                 raise
             except Exception as error:
-                failed = PlanFailed(
+                failure = PlanFailed(
                     f"a forward without values, by which every rank knows what the others' modules "
                     f"give, raised "
                     f"{describe_error(error)}; let Python look at values of the inputs alone, and "
@@ -169,77 +190,92 @@ class StageForward(ValuelessModel):
                     f"none that "
                     "decide a shape, or train it without cutting it"
                 )
-                failed.module = running.failed_module
-                raise failed from error
+                failure.module = recorder.failed_module
+                raise failure from error
         for tensor in find_tensors(out):
-            running.note_use(tensor, self.last_stage)
-        plan = running.build_plan()
-        chain = None
+            recorder.note_use(tensor, self.last_stage)
+        plan = recorder.build_plan()
+        sequential = None
         if isinstance(inputs, Tensor):
-            chain = find_sequential_stages(
+            sequential = find_sequential_stages(
                 self.model, self.stages, [each.output for each in plan.stand_ins]
             )
         return replace(
             plan,
-            changes_inputs=any(each._version != version for each, version in before),
-            sequential_stages=chain,
+            changes_inputs=any(each._version != version for each, version in versions),
+            sequential_stages=sequential,
         )
 
     def find_remote_modules(self) -> set[nn.Module]:
-        """Modules of other parts alone: what they keep has no values here, by which it is seen
-        where something reads it.
+        """Return modules that only other stages use.
+
+        Their attributes have no values here, so a use of such a value can be found.
         """
-        own = {name for (name, _), part in self.stage_of_unit.items() if part in self.own_stages}
-        run = {
-            each for module, name in self.units.items() if name in own for each in module.modules()
+        own_units = {
+            name for (name, _), stage in self.stage_of_unit.items() if stage in self.own_stages
+        }
+        own_modules = {
+            each
+            for module, name in self.units.items()
+            if name in own_units
+            for each in module.modules()
         }
         return {
             each
             for module, name in self.units.items()
-            if name not in own
+            if name not in own_units
             for each in module.modules()
-        } - run
+        } - own_modules
 
     def set_remote_attributes(self, stand_in: StandIn) -> None:
-        """What a call of another part's unit leaves in Python attributes."""
+        """Set the Python attributes that a call of another stage's unit sets."""
         if (
-            changing := self.changed_attributes.get(stand_in.name, set())
+            changed := self.changed_attributes.get(stand_in.name, set())
             & stand_in.attributes.keys()
         ):
-            others = self.find_remote_modules()
-            for module, attribute in changing:
-                if module in others:
-                    # a list may be appended to, and the plan's stays
+            remote = self.find_remote_modules()
+            for module, attribute in changed:
+                if module in remote:
+                    # a list is copied: it may be appended to, and the plan keeps its own
                     value = stand_in.attributes[module, attribute]
                     vars(module)[attribute] = (
                         value if isinstance(value, Tensor) else copy.copy(value)
                     )
 
     def try_all_stages(self, inputs: Any) -> Any:
-        """The output of every part of the whole model, one after another, as ranks will run
-        them; what it changes is undone. Raises StepFailed where a part gets from another one
-        what does not cross.
+        """Run all stages one after another, as ranks will run them; all changes are undone.
+
+        Args:
+            inputs: Inputs of some samples.
+
+        Returns:
+            The output of the last stage.
+
+        Raises:
+            StepFailed: A stage uses something of another stage that does not cross.
         """
         received = list[Tensor]()
         out = None
-        for part in range(self.last_stage + 1):
+        for stage in range(self.last_stage + 1):
             try:
                 with undo_forward_effects(self.model), silence_fake_tensors():
-                    self.own_stages = [part]
-                    # anew: what modules keep in attributes has no values then
+                    self.own_stages = [stage]
+                    # a new plan, because attributes of modules have no values then
                     plan = self._make_plan(inputs)
-                    wants = [each.has_gradient for each in plan.crossing[part - 1]] if part else []
+                    wants_gradients = (
+                        [each.has_gradient for each in plan.crossing[stage - 1]] if stage else []
+                    )
                     received, out = self.run_stage(
                         clone_batch(inputs),
-                        part,
+                        stage,
                         plan,
-                        attach_received([each.clone() for each in received], wants)[0],
+                        attach_received([each.clone() for each in received], wants_gradients)[0],
                     )
             except StepFailed:
                 raise
             except Exception as error:
                 raise StepFailed(
-                    f"part {part} of the model, run by itself, raised {describe_error(error)}; "
+                    f"part {stage} of the model, run by itself, raised {describe_error(error)}; "
                     f"train it "
                     f"without cutting "
                     "it"
@@ -251,22 +287,28 @@ class StageForward(ValuelessModel):
         return out
 
     def try_in_eval_mode(self, inputs: Any) -> None:
-        """The same in eval mode without gradients, in which modules may take other ways. Raises
-        StepFailed also where the output is not that of the whole model; where that fails, or
-        draws, nothing is known.
+        """Run all stages in eval mode without gradients, in which modules may take other paths.
+
+        Nothing is checked if the whole model fails in this mode, or is not deterministic.
+
+        Args:
+            inputs: Inputs of some samples.
+
+        Raises:
+            StepFailed: A stage fails, or the output differs from that of the whole model.
         """
         with use_model_eval_mode(self.model), torch.no_grad():
             try:
                 with undo_forward_effects(self.model), keep_generators():
-                    whole, again = (
+                    expected, repeated = (
                         find_tensors(call_model(self.model, clone_batch(inputs))) for _ in range(2)
                     )
             except Exception:
                 return
-            if not all(map(is_close, whole, again)):
+            if not all(map(is_close, expected, repeated)):
                 return
-            out = find_tensors(self.try_all_stages(inputs))
-        if len(out) != len(whole) or not all(map(is_close, whole, out)):
+            outputs = find_tensors(self.try_all_stages(inputs))
+        if len(outputs) != len(expected) or not all(map(is_close, expected, outputs)):
             raise StepFailed(
                 "in eval mode the model gives another output in parts than whole; let modules do "
                 "the same however "
@@ -276,33 +318,49 @@ class StageForward(ValuelessModel):
     def run_stage(
         self, inputs: Any, stage: int, plan: CrossingPlan, received: Sequence[Tensor]
     ) -> tuple[list[Tensor], Any]:
-        """(what crosses the end of the part, the model's output where it is the last)."""
+        """Run one stage.
+
+        Args:
+            inputs: The model's inputs.
+            stage: Number of the stage.
+            plan: The plan for these inputs.
+            received: The tensors that cross from the stage before.
+
+        Returns:
+            (the tensors that cross to the next stage, the model's output if the stage is the last).
+        """
         if plan.sequential_stages is not None:
             for each in plan.stand_ins if any(self.changed_attributes.values()) else ():
                 self.set_remote_attributes(each)
             crossing = plan.crossing[stage][0] if stage < self.last_stage else None
-            made = run_modules(
+            result = run_modules(
                 plan.sequential_stages[stage],
                 received[0] if stage else inputs,
                 (crossing.shape, crossing.dtype) if crossing else None,
             )
-            return ([made], None) if crossing else ([], made)
-        running = OneStageForward(self, stage, plan, received)
+            return ([result], None) if crossing else ([], result)
+        forward = OneStageForward(self, stage, plan, received)
         out = None
         with contextlib.suppress(StageEnded):
-            out = running.substitute_values(running.run_forward(inputs))
+            out = forward.substitute_values(forward.run_forward(inputs))
         return [
-            running.read_crossing_tensor(each)
+            forward.read_crossing_tensor(each)
             for each in (plan.crossing[stage] if stage < self.last_stage else [])
         ], out
 
 
-UNKNOWN_ORIGIN = (-1, -1), 1 << 30  # the place and part of what was not made between units
+UNKNOWN_ORIGIN = (-1, -1), 1 << 30  # (value id, stage) of what no operation between units made
 
 
 class OneStageForward(TracedForward):
-    """The forward of one part: before it nothing has a value, with the first thing after it all
-    is over.
+    """The forward of one stage: before it nothing has values, and behind it the forward ends.
+
+    Attributes:
+        own_stage: Number of the stage.
+        plan: The plan for these inputs.
+        local_values: Received tensors, and tensors that cross from this stage, by their value ids.
+        clones: Copies of the plan's stand-ins, if operations change something in place.
+        sent_values: Value ids of the tensors that cross from this stage.
     """
 
     staged_model: StageForward
@@ -318,7 +376,6 @@ class OneStageForward(TracedForward):
         self.own_stage = own_stage
         self.plan = plan
         self.local_values: dict[ValueId, Tensor] = {}
-        # of the plan's stand-ins, where something is written
         self.clones: Any = WeakIdKeyDictionary()
         self.sent_values = (
             {each.value_id for each in plan.crossing[own_stage]}
@@ -332,10 +389,11 @@ class OneStageForward(TracedForward):
             }
 
     def substitute_values(self, tree: Any) -> Any:
+        """Replace tensors of a tree that other stages made by the received ones."""
         if type(tree) is tuple and all(
             type(each) is Tensor or isinstance(each, FakeTensor) for each in tree
         ):
-            # quicker, and what most modules are given
+            # a fast path: most modules get a tuple of tensors
             return tuple(map(self.find_local_value, tree))
         return (
             tree
@@ -344,57 +402,77 @@ class OneStageForward(TracedForward):
         )
 
     def find_local_value(self, tensor: Tensor) -> Tensor:
-        place, part = self.origins.get(tensor, UNKNOWN_ORIGIN)
-        # of what does not cross Python wants the shape
-        return self.local_values.get(place, tensor) if part < self.own_stage else tensor
+        """Return the received tensor for a tensor that another stage made."""
+        value_id, stage = self.origins.get(tensor, UNKNOWN_ORIGIN)
+        # of a tensor that does not cross, Python needs only the shape
+        return self.local_values.get(value_id, tensor) if stage < self.own_stage else tensor
 
     def read_crossing_tensor(self, crossing: Crossing) -> Tensor:
-        """What crosses the end of the part. Raises StepFailed where another way was gone than
-        was planned.
+        """Return a tensor that crosses to the next stage.
+
+        Args:
+            crossing: Its description in the plan.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            StepFailed: The forward took another path than planned.
         """
-        made = self.local_values.get(crossing.value_id)
-        made = None if made is None else gather_whole(made)
+        tensor = self.local_values.get(crossing.value_id)
+        tensor = None if tensor is None else gather_whole(tensor)
         if (
-            made is None
-            or isinstance(made, FakeTensor)
-            or (tuple(made.shape), made.dtype) != (crossing.shape, crossing.dtype)
+            tensor is None
+            or isinstance(tensor, FakeTensor)
+            or (tuple(tensor.shape), tensor.dtype) != (crossing.shape, crossing.dtype)
         ):
             raise StepFailed(DIFFERENT_PATH)
-        return made
+        return tensor
 
     def mark_made(self, tensor: Tensor, value_id: ValueId) -> None:
-        mine = self.stage == self.own_stage
-        real = self.find_local_value(tensor) if mine else tensor
-        if mine and value_id in self.sent_values:
-            self.local_values[value_id] = real
-        # what came from another part stays that: so its values are found
-        if real is tensor:
+        is_own = self.stage == self.own_stage
+        value = self.find_local_value(tensor) if is_own else tensor
+        if is_own and value_id in self.sent_values:
+            self.local_values[value_id] = value
+        # a received tensor keeps its origin, so that its values are found
+        if value is tensor:
             super().mark_made(tensor, value_id)
 
     def run_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         if self.stage < self.own_stage:
+            # A tensor without values is not written into one that has values here.
             if any(not isinstance(each, FakeTensor) for each in written) and any(
-                # into something with values here
-                isinstance(each, FakeTensor)
-                for each in find_tensors((args, kwargs))
+                isinstance(each, FakeTensor) for each in find_tensors((args, kwargs))
             ):
                 return (
                     None
                     if getattr(func, "__name__", "") == "__setitem__"
                     else kwargs.get("out", args[0])
                 )
-            # of a parameter that this part has too: another part's draw is not made here
+            # a draw into a parameter that this stage also has belongs to another stage: it is not
+            # made here
             with use_draw_source(DrawRecorder()):
                 return func(*args, **kwargs)
         args = self.substitute_values(args)
         kwargs = self.substitute_values(kwargs)
-        # which would be left out where something else has no values
+        # if another argument had no values, the write would be lost
         if written:
             self.require_values((args, kwargs), "an operation between modules")
         return self.require_values(func(*args, **kwargs), "an operation between modules")
 
     def require_values(self, out: Any, name: str) -> Any:
-        """What was made here. Raises StepFailed where something had no values here."""
+        """Check that a result has values.
+
+        Args:
+            out: The result of an operation or a unit.
+            name: Its name, for the message.
+
+        Returns:
+            The same result.
+
+        Raises:
+            StepFailed: Something in it has no values on this rank.
+        """
         if any(isinstance(each, FakeTensor) for each in find_tensors(out)):
             raise StepFailed(
                 HIDDEN_TENSOR
@@ -412,35 +490,42 @@ class OneStageForward(TracedForward):
         number = next(self.unit_numbers)
         if self.stage > self.own_stage:
             raise StageEnded
-        planned = self.plan.stand_ins[number] if number < len(self.plan.stand_ins) else None
-        if planned is None or name != planned.name:
+        stand_in = self.plan.stand_ins[number] if number < len(self.plan.stand_ins) else None
+        if stand_in is None or name != stand_in.name:
             raise StepFailed(DIFFERENT_PATH, tensor=name)
         if self.stage < self.own_stage:
-            return self.apply_stand_in(planned, args, kwargs)
+            return self.apply_stand_in(stand_in, args, kwargs)
         args = self.substitute_values(args)
         kwargs = self.substitute_values(kwargs)
         with self.pause_tracing():
             out = self.require_values(call(*args, **kwargs), name)
-            same = [each.shape for each in find_tensors(out)] == [
-                each.shape for each, _ in planned.output_tensors
+            same_shapes = [each.shape for each in find_tensors(out)] == [
+                each.shape for each, _ in stand_in.output_tensors
             ]
-        if not same:
+        if not same_shapes:
             raise StepFailed(
                 f"{name} gave tensors of other shapes than without values, or than it was called "
                 f"with; let "
                 "modules look at no values that decide a shape, or train it without cutting it"
             )
-        made = next(self.operation_ids)
+        operation_id = next(self.operation_ids)
         for each, tensor in enumerate(find_tensors(out)):
-            self.mark_made(tensor, (made, each))
+            self.mark_made(tensor, (operation_id, each))
         return out
 
     def apply_stand_in(self, stand_in: StandIn, args: Any, kwargs: Any) -> Any:
-        """What another rank's unit gives, as it is without values, and what it then keeps in
-        attributes.
+        """Return what another rank's unit returns, without values, and set its attributes.
+
+        Args:
+            stand_in: The stand-in.
+            args: The unit's arguments.
+            kwargs: The unit's keyword arguments.
+
+        Returns:
+            The output of the unit.
         """
         next(self.operation_ids)
-        # the plan's own stays what it is, its lists and dicts, and what is written to
+        # the plan's lists, dicts and tensors must not be changed
         with self.pause_tracing():
             out = copy_containers(
                 stand_in.output,
@@ -449,13 +534,13 @@ class OneStageForward(TracedForward):
             call_forward_hooks(
                 self.staged_model.model.get_submodule(stand_in.name), args, kwargs, out
             )
-        for tensor, (_, place) in zip(find_tensors(out), stand_in.output_tensors, strict=True):
-            self.mark_made(tensor, place)
+        for tensor, (_, value_id) in zip(find_tensors(out), stand_in.output_tensors, strict=True):
+            self.mark_made(tensor, value_id)
         self.staged_model.set_remote_attributes(stand_in)
         return out
 
     def clone_once(self, tensor: Tensor) -> Tensor:
-        """Of one tensor one."""
+        """Clone a tensor; one tensor has one clone."""
         if tensor not in self.clones:
             self.clones[tensor] = tensor.detach().requires_grad_(tensor.requires_grad).clone()
         return self.clones[tensor]  # type: ignore[no-any-return]

@@ -1,5 +1,7 @@
-"""Watching a forward between the calls of some of its modules, the *units*: each operation, and
-each call of a unit, belongs to the part of the model in which it is reached.
+"""Tracing of a forward between the calls of some modules, the *units*.
+
+Each operation between units, and each call of a unit, belongs to the stage of the model in which it
+is reached.
 """
 
 from __future__ import annotations
@@ -22,35 +24,46 @@ from paragrad.datasets.loading import call_model
 from paragrad.errors import StepFailed
 from paragrad.parallel.sharding.checkpointing import checkpoint_sharded
 
-# which operation or unit of a forward made a value, and which of its outputs it is
+# (operation or unit of a forward that made a value, number of the output)
 ValueId = tuple[int, int]
-# a call of a module: its name, and which of its calls in a forward it is, from 0
+# (module name, number of its call in a forward from 0)
 Unit = tuple[str, int]
-CallHook = Callable[..., Any] | None  # for calls of modules: call(plain, module, *arguments)
-# for those of autograd functions: applied(apply, args, kwargs)
+CallHook = Callable[..., Any] | None  # for calls of modules: call_hook(call, module, *arguments)
+# for calls of autograd functions: apply_hook(apply, args, kwargs)
 ApplyHook = Callable[[Any, Any, Any], Any] | None
 
 
 class StagedModel:
-    """A model and its units. parts: the units of each part, in order; other calls of modules
-    belong to the part in which they come.
+    """A model and its units, by stage.
+
+    A call of a module that is not a unit belongs to the stage in which it comes.
+
+    Attributes:
+        model: The model.
+        stages: The units of each stage, in order.
+        last_stage: Number of the last stage.
+        stage_of_unit: The stage of each unit.
+        units: Names of the modules that are units.
+        step_parameters: The model's parameters during a step; None outside of one.
+        step_buffers: Names of the buffers at the beginning of a step; None outside of one.
+        remote_tensors: Parameters and buffers of other ranks, which are attributes here.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[Unit]]) -> None:
         self.model = model
         self.stages = stages
         self.last_stage = len(stages) - 1
-        self.stage_of_unit = {unit: part for part, units in enumerate(stages) for unit in units}
+        self.stage_of_unit = {unit: stage for stage, units in enumerate(stages) for unit in units}
         self.units = {model.get_submodule(name): name for name, _ in self.stage_of_unit}
-        self.step_parameters: list[nn.Parameter] | None = None  # in a step
-        # and the buffers that there were when it was planned
+        self.step_parameters: list[nn.Parameter] | None = None
         self.step_buffers: set[str] | None = None
-        # parameters and buffers that other ranks hold: attributes here
         self.remote_tensors: list[tuple[nn.Module, str]] = []
 
     def collect_model_tensors(self) -> dict[int, Any]:
-        """The model's tensors now, by their ids: a forward may put other buffers in the place
-        of some, and the ids stay theirs as long as they are held here.
+        """Collect the current parameters and buffers by their ids.
+
+        A forward may replace a buffer by another one. An id stays valid as long as the result keeps
+        the tensor alive.
         """
         parameters = (
             list(self.model.parameters()) if self.step_parameters is None else self.step_parameters
@@ -70,8 +83,9 @@ class StagedModel:
 
     @contextlib.contextmanager
     def fix_model_tensors(self) -> Iterator[None]:
-        """Meanwhile the model's parameters are those that it has now, and what is a buffer now
-        counts as one.
+        """Fix the set of parameters and buffers during a step.
+
+        What is a parameter or a buffer now counts as one until the end of the context.
         """
         self.step_parameters = list(self.model.parameters())
         self.step_buffers = {name for name, _ in self.model.named_buffers()}
@@ -83,13 +97,14 @@ class StagedModel:
 
 
 def find_tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):  # as most are
+    """Return the tensors in a tree."""
+    if isinstance(tree, Tensor):  # the most frequent case
         return [tree]
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def find_attribute_tensors(tree: Any) -> list[Tensor]:
-    """Those in attributes of its objects, too."""
+    """Return the tensors in a tree, and in attributes of the objects in it."""
     leaves = tree_flatten(tree)[0]
     return [
         *find_tensors(leaves),
@@ -123,8 +138,15 @@ IN_PLACE_OPERATORS = {
 
 
 def call_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    """What a module that is not run gives, to its forward hooks, which may keep it for later.
-    What they return is in it.
+    """Call the forward hooks of a module that does not run here.
+
+    A hook may keep the output for later. What hooks return is already in the output.
+
+    Args:
+        module: The module.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        out: Its output.
     """
     for number, hook in module._forward_hooks.items():
         hook(module, args, kwargs, out) if number in module._forward_hooks_with_kwargs else hook(
@@ -133,7 +155,21 @@ def call_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any) -> N
 
 
 class TracedForward(TorchFunctionMode):
-    """One forward, watched between its units."""
+    """One forward, traced between its units.
+
+    Subclasses define `run_operation` for an operation between units, and `run_unit` for a unit.
+    `written` are the tensors that an operation changes in place.
+
+    Attributes:
+        staged_model: The model and its units.
+        stage: The current stage.
+        operation_ids: Numbers for operations and units that make values.
+        unit_numbers: Numbers for calls of units.
+        origins: For each tensor that the forward made: (value id, stage).
+        model_tensors: The parameters and buffers, by their ids.
+        call_counts: Number of the last call of each unit.
+        untraced_depth: Positive inside of a unit or an operation, where nothing is traced.
+    """
 
     def __init__(self, staged_model: StagedModel) -> None:
         super().__init__()
@@ -141,28 +177,32 @@ class TracedForward(TorchFunctionMode):
         self.stage = 0
         self.operation_ids = itertools.count()
         self.unit_numbers = itertools.count()
-        self.origins: Any = WeakIdKeyDictionary()  # tensor -> (place, part)
+        self.origins: Any = WeakIdKeyDictionary()
         self.model_tensors = staged_model.collect_model_tensors()
         self.call_counts: dict[str, int] = {}
-        # of a unit or an operation, where nothing is watched
         self.untraced_depth = 0
 
     def run_forward(self, inputs: Any) -> Any:
+        """Run the model, traced, and return its output."""
         with self.trace_calls():
             return call_model(self.staged_model.model, inputs)
 
     @contextlib.contextmanager
     def trace_calls(self) -> Iterator[None]:
-        """Operations come to `operation`, and calls of units to `unit`."""
+        """Send operations to `run_operation`, and calls of units to `run_unit`."""
 
-        def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def trace_call(
+            original_call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+        ) -> Any:
             name = self.staged_model.units.get(module)
             if name is None:
-                return self.run_module(module, functools.partial(plain, module, *args, **kwargs))
-            return self.run_unit(name, functools.partial(plain, module), args, kwargs)
+                return self.run_module(
+                    module, functools.partial(original_call, module, *args, **kwargs)
+                )
+            return self.run_unit(name, functools.partial(original_call, module), args, kwargs)
 
         with (
-            hook_module_calls(call, self.trace_autograd_function),
+            hook_module_calls(trace_call, self.trace_autograd_function),
             replace_checkpoint(*NO_CHECKPOINT),
             self,
         ):
@@ -170,8 +210,10 @@ class TracedForward(TorchFunctionMode):
 
     @contextlib.contextmanager
     def pause_tracing(self) -> Iterator[None]:
-        """Inside of a unit. Below another mode (`with torch.device(...)`) this one stays, and
-        lets all pass.
+        """Pause tracing inside of a unit.
+
+        Below another mode (`with torch.device(...)`), this mode stays active but lets everything
+        pass.
         """
         last = _get_current_function_mode() is self
         if last:
@@ -195,13 +237,32 @@ class TracedForward(TorchFunctionMode):
             self.untraced_depth -= 1
 
     def trace_autograd_function(self, apply: Any, args: Any, kwargs: Any) -> Any:
-        """An autograd function of Python's is called."""
+        """Trace a call of an autograd function that is written in Python.
+
+        Args:
+            apply: Its `apply`.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Its result.
+        """
         if self.untraced_depth:
             return apply(*args, **kwargs)
         with self.pause_tracing():
             return self.trace_operation(apply, args, kwargs)
 
     def trace_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Trace an operation.
+
+        Args:
+            func: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Its result.
+        """
         tensors = find_tensors((args, kwargs))
         if not any(
             each in self.origins or id(each) in self.model_tensors or isinstance(each, FakeTensor)
@@ -212,21 +273,31 @@ class TracedForward(TorchFunctionMode):
             return out
         written = self.find_written_tensors(func, args, kwargs)
         out = self.run_operation(func, args, kwargs, written)
-        found = find_tensors(out)
-        if found or written:
-            place = next(self.operation_ids)
-            # the first of which are the same, where there are values
-            for tensors in (found, written):
+        made = find_tensors(out)
+        if made or written:
+            operation_id = next(self.operation_ids)
+            # `made` and `written` are the same tensors where there are values
+            for tensors in (made, written):
                 for number, tensor in enumerate(tensors):
-                    self.mark_made(tensor, (place, number))
+                    self.mark_made(tensor, (operation_id, number))
         return out
 
     def find_written_tensors(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors that an operation changes in place, and what they are views of: not where
-        a view came from another part, in memory of its own.
+        """Find the tensors that an operation changes in place.
+
+        If such a tensor is a view, its base is changed too. A view that came from another stage has
+        memory of its own, so its base does not count.
+
+        Args:
+            func: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The tensors.
         """
         name = getattr(func, "__name__", "")
-        found = (
+        written = (
             find_tensors(kwargs.get("out"))
             if "out" in kwargs
             else find_tensors(args[0])
@@ -238,35 +309,47 @@ class TracedForward(TorchFunctionMode):
             )
             else []
         )
-        here = [
+        local_views = [
             each
-            for each in found
+            for each in written
             if each._base is not None
             and self.origins.get(each, (None, self.stage))[1] == self.stage
         ]
-        return [*found, *(each._base for each in here)]  # type: ignore[misc]
+        return [*written, *(each._base for each in local_views)]  # type: ignore[misc]
 
     def mark_made(self, tensor: Tensor, value_id: ValueId) -> None:
+        """Mark that the current stage made a tensor."""
         self.origins[tensor] = value_id, self.stage
 
     def note_input_operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation on the inputs alone was made."""
+        """Note an operation on the inputs alone, after it ran.
+
+        Args:
+            func: The function.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            out: Its result.
+        """
 
     def begin_unit(self, name: str) -> None:
-        """A unit is called: a part may begin with it."""
+        """Begin a call of a unit; a stage may begin with it.
+
+        Raises:
+            StepFailed: The unit belongs to an earlier stage.
+        """
         number = self.call_counts.get(name, -1) + 1
         self.call_counts[name] = number
-        part = self.staged_model.stage_of_unit.get((name, number), self.stage)
-        if part < self.stage:
+        stage = self.staged_model.stage_of_unit.get((name, number), self.stage)
+        if stage < self.stage:
             raise StepFailed(
                 f"{name} comes after modules that it came before when the model was cut; a part is "
                 f"what follows "
                 "one another in every forward"
             )
-        self.stage = part
+        self.stage = stage
 
     def run_module(self, module: nn.Module, call: Callable[[], Any]) -> Any:
-        """A call of a module that is no unit."""
+        """Run a module that is not a unit."""
         return call()
 
     def run_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any: ...
@@ -278,39 +361,43 @@ _call_hooks: list[tuple[CallHook, ApplyHook]] = []
 
 @contextlib.contextmanager
 def track_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Meanwhile the last of these is the name of the module of a model that is being called; of
-    a stranger, its type's.
+    """Track the module that is being called.
+
+    Yields:
+        A list. Its last entry is the name of that module, or of its type if it is not in the model.
     """
     names = {module: name for name, module in model.named_modules()}
-    at = [""]
+    module_stack = [""]
 
-    def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        at.append(names.get(module, type(module).__name__))
+    def track_call(original_call: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        module_stack.append(names.get(module, type(module).__name__))
         try:
-            return plain(module, *args, **kwargs)
+            return original_call(module, *args, **kwargs)
         finally:
-            at.pop()
+            module_stack.pop()
 
-    with hook_module_calls(call):
-        yield at
+    with hook_module_calls(track_call):
+        yield module_stack
 
 
 @contextlib.contextmanager
 def hook_module_calls(call_hook: CallHook, apply_hook: ApplyHook = None) -> Iterator[None]:
-    """call(plain, module, *arguments) is asked for every call of a module; with None nobody is.
+    """Replace every call of a module by call_hook(call, module, *arguments).
 
-    applied(apply, args, kwargs): in the place of every Function.apply, which no
-    TorchFunctionMode sees: autograd would go back to what the function was called with, which
-    may stand for something else.
+    Contexts may be nested: then the innermost hooks are used. Only the outermost context changes
+    nn.Module and Function, because after a change Python looks up every method of all modules and
+    functions again.
 
-    Where one is in another, the innermost is asked, and the outermost alone changes nn.Module
-    and Function: whenever these are changed, Python looks up every method of every module and
-    function anew.
+    Args:
+        call_hook: Called in place of a module's call; None: modules are called as usual.
+        apply_hook: apply_hook(apply, args, kwargs) is called in place of every Function.apply. No
+            TorchFunctionMode sees that call. Autograd would go back to the arguments of the
+            function, which may stand for other tensors.
     """
     call_module = nn.Module.__call__
     apply_function = torch.autograd.Function.__dict__["apply"]
 
-    def ask(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_innermost(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call, _ = _call_hooks[-1]
         return (
             call_module(module, *args, **kwargs)
@@ -325,7 +412,7 @@ def hook_module_calls(call_hook: CallHook, apply_hook: ApplyHook = None) -> Iter
 
     _call_hooks.append((call_hook, apply_hook))
     if len(_call_hooks) == 1:
-        nn.Module.__call__ = ask  # type: ignore[method-assign]
+        nn.Module.__call__ = call_innermost  # type: ignore[method-assign]
         method: Any = classmethod(apply)
         torch.autograd.Function.apply = method  # type: ignore[method-assign]
     try:
@@ -339,27 +426,37 @@ def hook_module_calls(call_hook: CallHook, apply_hook: ApplyHook = None) -> Iter
 
 @contextlib.contextmanager
 def replace_checkpoint(generator: Any, function: Any) -> Iterator[None]:
-    """torch.utils.checkpoint with other functions."""
-    before = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+    """Replace the functions of torch.utils.checkpoint.
+
+    Args:
+        generator: Replaces the generator that saves tensors by hooks.
+        function: Replaces the reentrant autograd function.
+    """
+    originals = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
     checkpoint._checkpoint_without_reentrant_generator = generator
     checkpoint.CheckpointFunction = function
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction = before
+        checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction = (
+            originals
+        )
 
 
 def _skip_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
+    """Run without a checkpoint."""
     yield
 
 
 class _NoCheckpoint:
+    """A reentrant checkpoint that calls the function and keeps its activations."""
+
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         return function(*args)
 
 
-# what a model checkpoints by itself (torch.utils.checkpoint) is kept: what is computed again
-# comes with values alone
+# Checkpoints of the model itself (torch.utils.checkpoint) keep their activations: a recomputation
+# would have no tensors without values.
 SHARDED_CHECKPOINT = checkpoint_sharded, checkpoint.CheckpointFunction
 NO_CHECKPOINT = _skip_checkpoint, _NoCheckpoint

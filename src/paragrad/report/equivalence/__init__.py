@@ -1,1 +1,1 @@
-"""Is it the same training? A strategy compared with serial, step by step."""
+"""Is a strategy the same training as serial? Both train the same batches, tensor by tensor."""

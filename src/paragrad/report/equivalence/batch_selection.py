@@ -1,8 +1,10 @@
-"""Which batches are compared: the first, those that differ most from the others, the short last
-one, then the next ones.
+"""The batches that are compared.
 
-What a strategy gets wrong often shows in a few batches only: most padding or least, most
-targets ignored or none, a share without one label. They come early, because a model may magnify
+These are the first batch, those that differ most from the others, the short last one, and then the
+next ones.
+
+A fault of a strategy often shows in a few batches only. They have most padding or least, most
+targets ignored or none, or a share without one label. They come early, because a model may magnify
 rounding from step to step until nothing can be compared.
 """
 
@@ -19,17 +21,23 @@ from paragrad.datasets.loading import Samples, list_batch_tensors
 from paragrad.datasets.sample_order import SampleOrder
 from paragrad.strategies.shares import Division, split_micro_batches
 
-MAX_INSPECTED = 200  # batches of the first epoch that are looked at, at most
-INSPECTION_SECONDS = 3.0  # after which no further one is
+MAX_INSPECTED = 200  # batches of the first epoch that are inspected, at most
+INSPECTION_SECONDS = 3.0  # after which no further batch is inspected
 
 
 @dataclass(frozen=True)
 class BatchTraits:
-    """What one global batch is like."""
+    """The traits of one global batch.
 
-    size: float  # elements of its tensors per sample: padding
-    ignored: float  # targets below 0 per sample
-    empty_parts: int  # parts (of a rank, in a micro-batch) without one target that counts
+    Attributes:
+        size: elements of its tensors per sample, which grow with padding.
+        ignored: targets below 0 per sample.
+        empty_parts: parts (of a rank, in a micro-batch) without one target that counts.
+    """
+
+    size: float
+    ignored: float
+    empty_parts: int
 
 
 EXTREME_MEASURES: tuple[Callable[[BatchTraits], float], ...] = (
@@ -42,15 +50,27 @@ EXTREME_MEASURES: tuple[Callable[[BatchTraits], float], ...] = (
 
 
 def list_first_batches(order: SampleOrder, steps: int) -> list[tuple[int, range]]:
-    """(epoch, batch) of the first steps: whole epochs, one after the other."""
+    """List (epoch, batch) of the first steps: whole epochs, one after the other.
+
+    Args:
+        order: the order of the samples.
+        steps: number of steps.
+    """
     return [(step // order.steps, order.get_batch(step % order.steps)) for step in range(steps)]
 
 
 def select_compared_batches(
     samples: Samples, order: SampleOrder, steps: int, division: Division
 ) -> list[tuple[int, range]]:
-    """(epoch, batch) of the steps that are compared, none twice: all in their order where an
-    epoch has no more of them.
+    """Select (epoch, batch) of the steps that are compared, each at most once.
+
+    If an epoch has no more batches than that, all are taken in their order.
+
+    Args:
+        samples: the samples.
+        order: the order of the samples.
+        steps: number of steps.
+        division: how a batch is divided among ranks and micro-batches.
     """
     if steps >= order.steps:
         return list_first_batches(order, steps)
@@ -64,43 +84,55 @@ def select_compared_batches(
 
 
 def find_extreme_batches(samples: Samples, order: SampleOrder, division: Division) -> list[range]:
-    """Of an epoch's batches those with the most and the least of something that not all have
-    alike.
+    """Find the batches of an epoch with the most and the least of each trait that varies.
+
+    Args:
+        samples: the samples.
+        order: the order of the samples.
+        division: how a batch is divided among ranks and micro-batches.
     """
-    looks: dict[range, BatchTraits] = {}
+    traits: dict[range, BatchTraits] = {}
     end = time.monotonic() + INSPECTION_SECONDS
     for batch in map(order.get_batch, range(0, order.steps, -(-order.steps // MAX_INSPECTED))):
-        looks[batch] = inspect_batch(samples, order, batch, division)
+        traits[batch] = inspect_batch(samples, order, batch, division)
         if time.monotonic() > end:
             break
     return [
-        max(looks, key=lambda batch: measure(looks[batch]))
+        max(traits, key=lambda batch: measure(traits[batch]))
         for measure in EXTREME_MEASURES
-        if len({measure(look) for look in looks.values()}) > 1
+        if len({measure(batch_traits) for batch_traits in traits.values()}) > 1
     ]
 
 
 def inspect_batch(
     samples: Samples, order: SampleOrder, batch: range, division: Division
 ) -> BatchTraits:
+    """Measure the traits of a batch.
+
+    Args:
+        samples: the samples.
+        order: the order of the samples.
+        batch: positions of the batch in the order.
+        division: how the batch is divided among ranks and micro-batches.
+    """
     tensors = list_batch_tensors(samples[0, order.get_indices(0, batch)])
-    marked = [
+    marked_targets = [
         tensor
         for tensor in tensors
         if not tensor.is_floating_point() and not tensor.is_complex() and (tensor < 0).any()
     ]
-    bare = 0
+    empty_parts = 0
     for part in chain.from_iterable(split_micro_batches(batch, division)):
-        own = [
+        parts = [
             target[part.start - batch.start : part.stop - batch.start]
-            for target in marked
+            for target in marked_targets
             if _has_sample_dim(target, batch)
         ]
-        bare += len(part) > 0 and any(bool((target < 0).all()) for target in own)
+        empty_parts += len(part) > 0 and any(bool((target < 0).all()) for target in parts)
     return BatchTraits(
         sum(map(Tensor.numel, tensors)) / len(batch),
-        sum(int((each < 0).sum()) for each in marked) / len(batch),
-        bare,
+        sum(int((each < 0).sum()) for each in marked_targets) / len(batch),
+        empty_parts,
     )
 
 

@@ -1,10 +1,11 @@
-"""How far apart are two models' tensors: each by its own size, and all of a kind by the largest
-of the kind.
+"""How far two models' tensors deviate: each by its own size, and by the largest of its kind.
 
-Difference of a tensor = max|a - b| / max(max|b|, floor). The floor of gradients and of
-parameters is 1e-6 x the largest of their kind, that of buffers 1e-6 x the largest parameter: a
-buffer may hold anything, such as a mask of -1e30, and is no measure of another. Places that are
-not finite must be the same; what is above 1e20 stands for infinity, and measures nothing.
+The deviation of a tensor is max|a - b| / max(max|b|, floor). The floor of gradients and of
+parameters is 1e-6 times the largest of their kind. The floor of buffers is 1e-6 times the largest
+parameter. A buffer may hold anything, such as a mask of -1e30, and is no measure of another one.
+
+Elements that are not finite must be the same. Numbers above 1e20 stand for infinity and measure
+nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FLOOR = 1e-6  # of the largest of a kind: below it a tensor is not its own measure
-# what a mask is filled with to stand for infinity is above, what is computed below
+# the share of the largest of a kind below which a tensor is not measured by its own size
+FLOOR = 1e-6
+# Masks are filled with larger numbers, which stand for infinity. Computed numbers are smaller.
 INFINITY_SIZE = 1e20
 
 NamedTensors = Mapping[str, Tensor | None]
@@ -25,11 +27,14 @@ NamedTensors = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a tensor is from its reference: `own`, by its own size; `pooled`, by the largest
-    of its kind.
+    """How far a tensor deviates from its reference.
 
-    The own size of a tensor that is all rounding is rounding, so `own` has no upper end;
-    `pooled` is a steady measure.
+    A tensor that is all rounding has a size that is rounding, too, so `per_tensor` has no upper
+    bound; `per_kind` is a steady measure.
+
+    Attributes:
+        per_tensor: relative to the tensor's own size.
+        per_kind: relative to the largest tensor of its kind.
     """
 
     per_tensor: float
@@ -39,38 +44,52 @@ class Deviation:
 def measure_deviations(
     tensors: NamedTensors, references: NamedTensors, noise: float = 0.0
 ) -> dict[str, Deviation]:
-    """The difference of every tensor of a kind; infinite where one side has none, or where both
-    are not finite alike.
+    """Measure the deviation of every tensor of a kind.
 
-    noise: the share of the largest of the kind below which both sides count as zero.
+    It is infinite if one side has no tensor, or if the elements that are not finite differ.
+
+    Args:
+        tensors: the tensors by name.
+        references: the reference tensors by name.
+        noise: the share of the largest of the kind below which both sides count as zero.
     """
     largest = find_largest_value(references)
-    found = {}
+    deviations = {}
     for name, reference in references.items():
         value, size = _measure_difference(tensors[name], reference, noise * largest)
-        found[name] = Deviation(
+        deviations[name] = Deviation(
             _divide_by_scale(value, max(size, FLOOR * largest)), _divide_by_scale(value, largest)
         )
-    return found
+    return deviations
 
 
 def measure_buffer_deviations(
     tensors: NamedTensors, references: NamedTensors, floor: float
 ) -> dict[str, Deviation]:
-    """The same of buffers, each a kind of its own; floor: the least size that one is measured
-    by.
+    """Measure the deviation of every buffer. Each buffer is a kind of its own.
+
+    Args:
+        tensors: the buffers by name.
+        references: the reference buffers by name.
+        floor: the least size by which a buffer is measured.
     """
-    found = {}
+    deviations = {}
     for name, reference in references.items():
         value, size = _measure_difference(tensors[name], reference, 0.0)
-        found[name] = Deviation(*[_divide_by_scale(value, max(size, floor))] * 2)
-    return found
+        deviations[name] = Deviation(*[_divide_by_scale(value, max(size, floor))] * 2)
+    return deviations
 
 
 def list_tensor_deviations(
     tensors: NamedTensors, references: NamedTensors, noise: float = 0.0
 ) -> dict[str, float]:
-    """The difference of every tensor of a kind, by its own size."""
+    """List the deviation of every tensor of a kind, relative to its own size.
+
+    Args:
+        tensors: the tensors by name.
+        references: the reference tensors by name.
+        noise: the share of the largest of the kind below which both sides count as zero.
+    """
     return {
         name: each.per_tensor
         for name, each in measure_deviations(tensors, references, noise).items()
@@ -78,7 +97,7 @@ def list_tensor_deviations(
 
 
 def find_largest_value(tensors: NamedTensors) -> float:
-    """The largest finite number of a kind."""
+    """Find the largest finite number of a kind."""
     return max(
         (
             _find_largest_finite(_convert_to_real(tensor))
@@ -92,7 +111,7 @@ def find_largest_value(tensors: NamedTensors) -> float:
 def _measure_difference(
     tensor: Tensor | None, reference: Tensor | None, noise: float
 ) -> tuple[float, float]:
-    """(the largest |a - b|, the size of b)."""
+    """Return (the largest |a - b|, the size of b)."""
     if tensor is None or reference is None:
         return (0.0 if tensor is reference else math.inf), 0.0
     if torch.equal(tensor, reference):
@@ -114,20 +133,20 @@ def _measure_difference(
 
 
 def _find_largest_finite(tensor: Tensor) -> float:
-    """The largest finite number of a tensor that stands for no infinity."""
+    """The largest finite number of a tensor that does not stand for infinity."""
     if not tensor.numel():
         return 0.0
     sizes = tensor.abs()
-    found = float(sizes.max())
-    if found < INFINITY_SIZE:
-        return found
+    largest = float(sizes.max())
+    if largest < INFINITY_SIZE:
+        return largest
     sizes = sizes[torch.isfinite(sizes)]
     below = sizes[sizes < INFINITY_SIZE]
     return float(below.max() if below.numel() else sizes.max()) if sizes.numel() else 0.0
 
 
 def _convert_to_real(tensor: Tensor) -> Tensor:
-    """Without history; whole numbers and truth values as real numbers."""
+    """Detach the tensor; integers and booleans become floating-point numbers."""
     tensor = tensor.detach()
     return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
 

@@ -1,12 +1,15 @@
-"""Is it the same training? A strategy's gradients, parameters and buffers beside serial's, step
-by step, from the same start.
+"""Compare a strategy's gradients, parameters and buffers with serial's, step by step.
 
-Rank 0 runs the reference and its rounding twin in lockstep (`reference.py`), over the batches
-that tell most (`picking.py`). The difference of a run is the largest over tensors and steps,
-with the tensor's name (`differing.py`). A tensor is another one where it differs by more than
-the bound *and*, by the largest of its kind, by more than 4 times what the twin has shown until
-then: rounding that a model magnifies is no fault, and nobody can hide behind chaos that begins
-later. The replicas must be equal to the bit, or that is the difference.
+Both start from the same state. Rank 0 runs the reference and its rounding baseline in lockstep
+(`reference.py`), over the batches that show most (`batch_selection.py`). The difference of a run is
+the largest over tensors and steps, with the name of the tensor (`deviation.py`).
+
+A tensor counts as different if two conditions hold. It differs by more than the bound. And, by the
+largest of its kind, it differs by more than 4 times what the baseline has shown until then.
+Rounding that a model magnifies is therefore no fault. A fault cannot hide behind chaos that begins
+later, either.
+
+The replicas must be equal bit for bit. If they are not, that is the difference.
 """
 
 from __future__ import annotations
@@ -47,9 +50,11 @@ from paragrad.trainer.trainer import Trainer
 
 COMPARED_STEPS = 20
 COARSE_MODEL = "in float64 it differs, and there the model computes in a coarser type inside"
-FEW_EPS = 8  # eps: rounding that is never asked about, and the bound in float32
-BASELINE_FACTOR = 4  # times the twin's: another way of rounding
-# and how their tensors are named
+# a deviation of so many eps is always allowed, and is the bound in float32
+FEW_EPS = 8
+# how much more than the baseline another way of rounding may deviate
+BASELINE_FACTOR = 4
+# prefixes of tensor names
 GRADIENT_PREFIX = "gradient of "
 PARAMETER_PREFIX = ""
 KINDS = (GRADIENT_PREFIX, PARAMETER_PREFIX)
@@ -64,23 +69,30 @@ def compare_with_serial(
     steps: int = COMPARED_STEPS,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> Difference:
-    """Train `steps` steps of a resolved strategy beside serial, in float64 where the job can.
-    Collective; every rank gets the answer.
+    """Train some steps of a resolved strategy, and compare each with serial. Collective.
 
-    report: told {"step", "steps", "difference"} after every step, on rank 0.
+    The comparison is in float64 if the job can. Every rank gets the result.
+
+    Args:
+        world: the ranks.
+        job: the job.
+        strategy: the resolved strategy.
+        settings: the settings; None for the defaults.
+        steps: number of steps.
+        report: receives {"step", "steps", "difference"} after every step, on rank 0.
     """
     settings = settings or Settings()
     strategy = strategy.verifiable
     train = open_dataset(job.train, settings.folder)
     order = job.make_order(len(train))
-    known = None
+    selection = None
     if world.rank == 0:
-        known = (
+        selection = (
             select_compared_batches(job.make_samples(train), order, steps, strategy.division),
             *choose_reference_dtype(job, train, list_first_batches(order, 1)[0], world.device),
         )
-    places, dtype, why = world.broadcast_object(known)
-    for kind, because in ((dtype, why), (torch.float32, COARSE_MODEL)):
+    places, dtype, reason = world.broadcast_object(selection)
+    for kind, current_reason in ((dtype, reason), (torch.float32, COARSE_MODEL)):
         comparison = None
         for comparison in _step_together(
             world, job.replace(dtype=kind), strategy, settings, train, places
@@ -94,23 +106,31 @@ def compare_with_serial(
                         "difference": comparison.worst.value,
                     }
                 )
-        found, coarsest = world.broadcast_object(
+        difference, coarsest = world.broadcast_object(
             comparison
             and (
-                replace(comparison.worst, why=because, reference=str(comparison.reference)),
+                replace(comparison.worst, why=current_reason, reference=str(comparison.reference)),
                 comparison.reference.serial.coarsest_eps,
             )
         )
-        if found.first is None or kind != torch.float64 or coarsest <= torch.finfo(kind).eps:
+        if difference.first is None or kind != torch.float64 or coarsest <= torch.finfo(kind).eps:
             break
-    return found  # type: ignore[no-any-return]
+    return difference  # type: ignore[no-any-return]
 
 
 def measure_distances(
     world: World, job: Job, strategy: Strategy, settings: Settings, steps: int
 ) -> list[float]:
-    """The difference of the parameters from serial's after every step, in the job's own type.
+    """Measure how far the parameters are from serial's after every step, in the job's own dtype.
+
     Collective.
+
+    Args:
+        world: the ranks.
+        job: the job.
+        strategy: the resolved strategy.
+        settings: the settings.
+        steps: number of steps.
     """
     values: list[float] = []
     strategy = strategy.verifiable
@@ -127,8 +147,8 @@ def measure_distances(
                 ).values()
             )
         )
-    found: list[float] = world.broadcast_object(values)
-    return found
+    distances: list[float] = world.broadcast_object(values)
+    return distances
 
 
 def _step_together(
@@ -140,10 +160,16 @@ def _step_together(
     places: list[tuple[int, range]],
     check_sameness: bool = True,
 ) -> Iterator[TensorComparison]:
-    """Rank 0's comparison after every step that strategy and reference made; on the other ranks
-    nothing.
+    """Yield rank 0's comparison after each step of strategy and reference; other ranks yield none.
 
-    same: whether it is the same training is asked: with a rounding twin, and of all replicas.
+    Args:
+        world: the ranks.
+        job: the job.
+        strategy: the resolved strategy.
+        settings: the settings.
+        train: the dataset.
+        places: (epoch, batch) of each step.
+        check_sameness: whether to run a rounding baseline and to compare all replicas.
     """
     trainer = Trainer.build_for_job(world, job, strategy, settings, skip_first_step_check=True)
     order = job.make_order(len(train))
@@ -166,20 +192,20 @@ def _step_together(
                 _refuse_shared_gradients(comparison.reference)
             if check_sameness and strategy.guarantees.replicas_equal:
                 check_replicas(trainer)
-            # of a cut model by all ranks together
-            made = trainer.gradients(), trainer.state()
+            # all ranks together, because the model may be partitioned
+            step_tensors = trainer.gradients(), trainer.state()
             if comparison is not None:
-                comparison.gradients, comparison.state = made
+                comparison.gradients, comparison.state = step_tensors
                 comparison.reference.step()
                 yield comparison
-            trainer.world.barrier()  # shared gradients are looked at until here
+            trainer.world.barrier()  # other ranks read shared gradients until here
         dismiss_run_servers(trainer)
     finally:
         trainer.close()
 
 
 def _refuse_shared_gradients(reference: SerialReference) -> None:
-    """The strategy's step left nothing in the reference's models. Raises StepFailed."""
+    """Raise StepFailed if the strategy's step left gradients in the reference's models."""
     if any(
         parameter.grad is not None
         for trainer in reference.trainers
@@ -195,21 +221,34 @@ def _refuse_shared_gradients(reference: SerialReference) -> None:
 
 
 class TensorComparison:
-    """The largest difference so far of a trainer's gradients, parameters and buffers from the
-    reference's.
+    """The largest difference so far of a trainer's tensors from the reference's.
+
+    The tensors are gradients, parameters and buffers.
 
     In a model with batch norm, a bias before it has a gradient of exactly zero, of which only
-    rounding noise is computed: a gradient is noise where it is below 1e3 eps of the step's
-    largest on both sides, and two such tensors are equal. Where the optimizer moreover divides
-    by a gradient's own size, the noise is scaled up to whole updates (which reach the running
-    statistics, not the loss): parameters are compared only where gradients stayed above that,
-    and the running statistics, known by name, not at all.
+    rounding noise is computed. A gradient is noise if it is below 1e3 eps of the step's largest on
+    both sides. Two such tensors are equal.
+
+    If the optimizer also divides by a gradient's own size, the noise is scaled up to whole updates.
+    These reach the running statistics, not the loss. Parameters are then compared only where
+    gradients stayed above the noise. The running statistics, known by name, are not compared.
+
+    Attributes:
+        trainer: the strategy's trainer.
+        reference: serial and its rounding baseline.
+        gradients: the trainer's gradients after a step.
+        state: the trainer's parameters and buffers after a step.
+        eps: machine epsilon of the serial trainer's dtype.
+        worst: the largest difference so far.
+        rounding: the largest deviation of the rounding baseline so far, by kind.
+        noise: the share of a step's largest gradient below which a gradient is noise.
+        masks: the elements of each parameter that can be compared; None for all.
     """
 
     def __init__(self, trainer: Trainer, reference: SerialReference) -> None:
         self.trainer = trainer
         self.reference = reference
-        self.gradients: NamedTensors = {}  # of the trainer, after a step
+        self.gradients: NamedTensors = {}
         self.state: Mapping[str, Tensor] = {}
         serial = reference.serial
         self.eps = torch.finfo(serial.dtype).eps
@@ -218,7 +257,7 @@ class TensorComparison:
             dtype=str(serial.dtype).removeprefix("torch."),
             bound=EXACT_BOUND if serial.dtype == torch.float64 else FEW_EPS * self.eps,
         )
-        self.rounding: dict[str, float] = {}  # the twin's largest by kind, until now
+        self.rounding: dict[str, float] = {}
         self.noise = 0.0 if reference.norm_statistics is None else 1e3 * self.eps
         self.masks: dict[str, Tensor] | None = None
         if self.noise and not isinstance(serial.optimizer, torch.optim.SGD):
@@ -228,10 +267,10 @@ class TensorComparison:
             }
 
     def compare_step(self) -> None:
-        """Compare after all made the same step."""
+        """Compare after all have made the same step."""
         serial = self.reference.serial
-        twin = self.reference.rounding_baseline
-        assert twin is not None
+        baseline = self.reference.rounding_baseline
+        assert baseline is not None
         if self.reference.loss_deviation is not None:
             self._record_deviation(
                 WHOLE_BATCH_LOSS,
@@ -242,27 +281,27 @@ class TensorComparison:
         self._compare_kind(
             GRADIENT_PREFIX,
             measure_deviations(self.gradients, expected, self.noise),
-            measure_deviations(twin.gradients(), expected, self.noise),
+            measure_deviations(baseline.gradients(), expected, self.noise),
         )
         self._narrow_masks(expected)
-        ours = self.state
-        theirs = serial.state()
-        twins = twin.state()
-        seen = self._select_comparable(theirs)
+        state = self.state
+        serial_state = serial.state()
+        baseline_state = baseline.state()
+        comparable = self._select_comparable(serial_state)
         self._compare_kind(
             PARAMETER_PREFIX,
-            measure_deviations(self._select_comparable(ours), seen),
-            measure_deviations(self._select_comparable(twins), seen),
+            measure_deviations(self._select_comparable(state), comparable),
+            measure_deviations(self._select_comparable(baseline_state), comparable),
         )
         floor = FLOOR * find_largest_value(serial.parameters)
         buffers = {
-            name: theirs[name]
-            for name in ours
+            name: serial_state[name]
+            for name in state
             if name not in serial.parameters and not self._is_excused(name)
         }
-        moved = measure_buffer_deviations(twins, buffers, floor)
-        for name, found in measure_buffer_deviations(ours, buffers, floor).items():
-            self._compare_kind("", {name: found}, {name: moved[name]}, pool=name)
+        baseline_deviations = measure_buffer_deviations(baseline_state, buffers, floor)
+        for name, deviation in measure_buffer_deviations(state, buffers, floor).items():
+            self._compare_kind("", {name: deviation}, {name: baseline_deviations[name]}, pool=name)
 
     def _compare_kind(
         self,
@@ -271,8 +310,9 @@ class TensorComparison:
         baseline: Mapping[str, Deviation],
         pool: str | None = None,
     ) -> None:
-        """One kind of tensors of this step, and the same of the twin. Every buffer is a kind of
-        its own, beside what rounding does to gradients and parameters.
+        """Compare one kind of tensors of this step, and record what rounding does to the baseline.
+
+        Every buffer is a kind of its own. Rounding of gradients and parameters applies to it, too.
         """
         pool = prefix if pool is None else pool
         rounding = max(
@@ -282,19 +322,22 @@ class TensorComparison:
         if pool not in KINDS:
             rounding = max(rounding, *(self.rounding[kind] for kind in KINDS))
         for name, each in baseline.items():
-            told = {
+            twins = {
                 **self.worst.twins,
                 prefix + name: max(each.per_tensor, self.worst.twins.get(prefix + name, 0.0)),
             }
-            self.worst = replace(self.worst, twins=told, twin=max(self.worst.twin, each.per_tensor))
+            self.worst = replace(
+                self.worst, twins=twins, twin=max(self.worst.twin, each.per_tensor)
+            )
         allowed = self._compute_allowance(rounding)
         for name, each in deviations.items():
             self._record_deviation(prefix + name, each, allowed)
 
     def _compute_allowance(self, rounding: float) -> float:
-        """What rounding may do where it does so much to the twin. Both are magnified by a
-        product over layers and steps of which each sees factors of its own; so the larger it
-        is, the more the two products scatter (seen: 98 times).
+        """The deviation that is allowed if the baseline has this much rounding.
+
+        Both are magnified by a product over layers and steps, each with factors of its own. So the
+        larger the rounding, the more the two products scatter (observed: 98 times).
         """
         allowed = max(
             FEW_EPS * self.eps, BASELINE_FACTOR * rounding * max(1.0, rounding / self.eps) ** 0.25
@@ -303,7 +346,7 @@ class TensorComparison:
             return allowed
         if self.worst.chaotic is None:
             self.worst = replace(self.worst, chaotic=self.reference.serial.steps - 1)
-        # another way altogether: it says no more
+        # a baseline that deviates so far allows every finite deviation
         return rounding if math.isinf(rounding) else sys.float_info.max
 
     def _record_deviation(self, name: str, deviation: Deviation, allowed: float) -> None:
@@ -313,11 +356,11 @@ class TensorComparison:
         if deviation.per_tensor > worst.value:
             worst = replace(worst, value=deviation.per_tensor, tensor=name, step=step)
         if deviation.per_tensor > worst.bound and worst.first is None:
-            missed = deviation.per_kind > allowed
+            exceeds = deviation.per_kind > allowed
             worst = replace(
                 worst,
-                first=(name, step) if missed else None,
-                allowed=allowed if missed else max(worst.allowed, allowed),
+                first=(name, step) if exceeds else None,
+                allowed=allowed if exceeds else max(worst.allowed, allowed),
             )
         self.worst = replace(worst, tensors=tensors)
 
@@ -333,15 +376,20 @@ class TensorComparison:
             self.masks[name] &= gradient.abs() > self.noise * largest
 
     def _select_comparable(self, state: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """The parameters that can be compared."""
+        """Select the parameters that can be compared."""
         if self.masks is None:
             return {name: state[name] for name in self.reference.serial.parameters}
         return {name: state[name][mask] for name, mask in self.masks.items() if mask.any()}
 
 
 def check_replicas(trainer: Trainer) -> None:
-    """All ranks that hold the same hold the same bits, or StepFailed names the first tensor
-    that differs. Collective.
+    """Check that all ranks with the same tensors hold the same bits. Collective.
+
+    Args:
+        trainer: the strategy's trainer.
+
+    Raises:
+        StepFailed: names the first tensor that differs.
     """
     if unequal := trainer.shard_layout.find_unequal_copies(
         trainer.get_local_tensors(), trainer.world

@@ -1,13 +1,13 @@
-"""What a strategy is compared with: serial, and beside it its rounding twin.
+"""What a strategy is compared with: serial, and its rounding baseline.
 
-Serial takes the whole global batch in one loss call, so that it shares no fault of weights with
-the strategy. Only where batch norm takes statistics of micro-batches it runs the same ones;
-then their weights are checked against one call.
+Serial takes the whole global batch in one loss call, so it shares no fault of weights with the
+strategy. Only if batch norm takes statistics of micro-batches, serial runs the same micro-batches.
+Their weights are then checked against one call.
 
-The twin is serial with every parameter moved by about one unit in the last place before every
-step. How far it comes from serial is what rounding alone does to this model. It does not
-reverse its samples: in a model that draws noise or mixes samples that would be another
-training, and a wrong strategy would hide behind it.
+The rounding baseline is serial with every parameter moved by about one unit in the last place
+before every step. Its distance from serial is what rounding alone does to this model. It does not
+reverse its samples. In a model that draws noise or mixes samples this would be another training,
+and a wrong strategy would pass.
 """
 
 from __future__ import annotations
@@ -29,14 +29,22 @@ from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.trainer import Trainer
 
-WHOLE_BATCH_LOSS = "loss of the whole batch"  # beside the weighted mean of its micro-batches
+WHOLE_BATCH_LOSS = "loss of the whole batch"  # compared with the mean over micro-batches
 
 
 class SerialReference:
-    """Serial and, with twin=True, its rounding twin, over the same batches of a job.
+    """Serial and, if requested, its rounding baseline, over the same batches of a job.
 
-    micro: its micro-batches;  normed: the names of running statistics where a batch norm is
-    computed in training, else None.
+    Attributes:
+        norm_statistics: names of running statistics if batch norm is computed in training, else
+            None.
+        micro_count: number of micro-batches.
+        serial: the trainer of serial.
+        rounding_baseline: the trainer of the rounding baseline; None without it.
+        batch_iterators: the batches of each trainer.
+        sign_generator: draws the directions in which the baseline's parameters move.
+        loss_deviation: deviation of the loss of micro-batches from that of the whole batch; None if
+            unknown.
     """
 
     def __init__(
@@ -48,19 +56,21 @@ class SerialReference:
         places: list[tuple[int, range]],
         rounding_baseline: bool,
     ) -> None:
-        tried = _try_serial_step(job, train, places[0], device)
+        first_step = _try_serial_step(job, train, places[0], device)
         self.norm_statistics = (
             None
-            if isinstance(tried, str) or not tried.batch_norm.has_computed
-            else tried.batch_norm.normalized_buffers
+            if isinstance(first_step, str) or not first_step.batch_norm.has_computed
+            else first_step.batch_norm.normalized_buffers
         )
         self.micro_count = 1 if self.norm_statistics is None else strategy.division.micro
-        like = strategy if self.micro_count > 1 else None
+        division_source = strategy if self.micro_count > 1 else None
         self.serial = Trainer.build_for_job(
-            World(device=device), job, Serial(), compared_strategy=like
+            World(device=device), job, Serial(), compared_strategy=division_source
         )
         self.rounding_baseline = (
-            Trainer.build_for_job(World(device=device), job, Serial(), compared_strategy=like)
+            Trainer.build_for_job(
+                World(device=device), job, Serial(), compared_strategy=division_source
+            )
             if rounding_baseline
             else None
         )
@@ -69,17 +79,19 @@ class SerialReference:
             for trainer in self.trainers
         }
         self.sign_generator = torch.Generator().manual_seed(job.seed)
-        # of the loss of micro-batches from that of the whole batch
         self.loss_deviation: float | None = None
 
     @property
     def trainers(self) -> Iterator[Trainer]:
+        """The trainers of serial and of the rounding baseline."""
         yield self.serial
         if self.rounding_baseline is not None:
             yield self.rounding_baseline
 
     def step(self) -> None:
-        """The next batch. Both draw the same random numbers, and the strategy's are as if there
+        """Train the next batch.
+
+        Both trainers draw the same random numbers. The strategy's random numbers are as if there
         were no reference.
         """
         if self.rounding_baseline is not None:
@@ -101,9 +113,10 @@ class SerialReference:
 
 
 def _measure_loss_deviation(trainer: Trainer, inputs: Any, target: Any) -> float | None:
-    """How far the weighted mean over micro-batches is from the loss of one call over the whole
-    batch; None where the model in eval mode, which mixes no samples, gives the loss nothing to
-    go by.
+    """Measure how far the weighted mean over micro-batches is from the loss of the whole batch.
+
+    The model is in eval mode, which mixes no samples. Returns None if the loss cannot be computed
+    in eval mode.
     """
     batch = trainer.feed.pending_batch
     assert batch is not None
@@ -116,7 +129,7 @@ def _measure_loss_deviation(trainer: Trainer, inputs: Any, target: Any) -> float
             disable_batch_statistics(),
             torch.set_grad_enabled(trainer.module.uses_graph_divisor),
         ):
-            whole = _compute_weighted_loss(trainer, clone_batch(inputs), target, samples)
+            whole_batch = _compute_weighted_loss(trainer, clone_batch(inputs), target, samples)
             parts = [
                 _compute_weighted_loss(
                     trainer,
@@ -129,13 +142,13 @@ def _measure_loss_deviation(trainer: Trainer, inputs: Any, target: Any) -> float
     except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
         return None
     weight = sum(each[1] for each in parts)
-    if not weight or not whole[1]:
-        return 0.0 if weight == whole[1] else math.inf
+    if not weight or not whole_batch[1]:
+        return 0.0 if weight == whole_batch[1] else math.inf
     mean = sum(each[0] for each in parts) / weight
-    expected = whole[0] / whole[1]
+    expected = whole_batch[0] / whole_batch[1]
     scale = max(abs(expected), sum(abs(each[0]) for each in parts) / weight)
-    found = abs(mean - expected) / scale if scale else 0.0
-    return math.inf if math.isnan(found) else found
+    deviation = abs(mean - expected) / scale if scale else 0.0
+    return math.inf if math.isnan(deviation) else deviation
 
 
 def _compute_weighted_loss(
@@ -150,22 +163,32 @@ def _compute_weighted_loss(
 def choose_reference_dtype(
     job: Job, train: Dataset, place: tuple[int, range], device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """(float64, None); or, where a step of serial fails in float64 and none in float32 does,
-    (float32, why).
+    """Choose the dtype of the comparison.
+
+    It is float64, or float32 if a step of serial fails in float64 and not in float32.
+
+    Args:
+        job: the job.
+        train: the dataset.
+        place: (epoch, batch) of the step.
+        device: the device of the trainer.
+
+    Returns:
+        (dtype, why it is not float64 or None).
     """
-    why = _try_serial_step(job.replace(dtype=torch.float64), train, place, device)
-    if not isinstance(why, str) or isinstance(
+    failure = _try_serial_step(job.replace(dtype=torch.float64), train, place, device)
+    if not isinstance(failure, str) or isinstance(
         _try_serial_step(job.replace(dtype=torch.float32), train, place, device), str
     ):
-        # where it fails in both, the run itself will say so
+        # if it fails in both, the run itself reports the failure
         return torch.float64, None
-    return torch.float32, f"a step in float64 fails: {why}"
+    return torch.float32, f"a step in float64 fails: {failure}"
 
 
 def _try_serial_step(
     job: Job, train: Dataset, place: tuple[int, range], device: torch.device
 ) -> Trainer | str:
-    """A serial trainer after its first step, or the message of its failure."""
+    """Return a serial trainer after its first step, or the message of its failure."""
     try:
         trainer = Trainer.build_for_job(World(device=device), job, Serial())
         for fetched in trainer.iterate_batches_at(train, job.make_order(len(train)), [place]):

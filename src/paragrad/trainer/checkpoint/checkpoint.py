@@ -1,16 +1,17 @@
-"""Checkpoints: a training under serial names and shapes, so that any strategy and any number of
-workers can go on.
+"""Checkpoints: a training under serial names and shapes.
+
+Any strategy and any number of workers can resume it.
 
     RUN/checkpoint-00000120/    model.safetensors       parameters and buffers
-                                optimizer.safetensors   the optimizer's tensors,
-                                "PARAMETER/what" strategy.safetensors    what the strategy keeps
-                                beside, alike, where it keeps something state.json
-                                step, job, optimizer's groups, scheduler SHA256SUMS
-                                of these; `sha256sum -c` reads it too
+                                optimizer.safetensors   the optimizer's tensors, "PARAMETER/what"
+                                strategy.safetensors    tensors that the strategy keeps beside,
+                                                        in the same form, if it keeps any
+                                state.json              step, job, optimizer's groups, scheduler
+                                SHA256SUMS              of these files; `sha256sum -c` reads it
 
-Nothing is pickled. A checkpoint is written beside its place and renamed into it, whole or not
-at all; the one before it is kept. One that does not match its checksums is named and passed
-over.
+Nothing is pickled. A checkpoint is written under a temporary name and then renamed, so it is
+complete or absent. The previous one is kept. A checkpoint that does not match its checksums is
+named in a warning and skipped.
 """
 
 from __future__ import annotations
@@ -53,17 +54,24 @@ from paragrad.trainer.checkpoint.tensor_files import (
 )
 from paragrad.trainer.identity import refuse_other_training
 
-KEPT_CHECKPOINTS = 2  # the newest, and the one before it
+KEPT_CHECKPOINTS = 2  # the newest checkpoint and the one before it
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A training as it stands after `step` steps, until the next one is made.
+    """A training after `step` steps, valid until the next step.
 
-    state: the optimizer's, in serial shapes, whole on rank 0 (empty where a checkpoint is to be
-    loaded into it);  kept: alike, what the strategy keeps beside;  identity: what must be equal
-    where it is loaded again;  beside: what else state.json says: "rounds" that were made, where
-    it is trained in rounds.
+    Attributes:
+        step: The number of completed steps.
+        strategy: The strategy's name.
+        model: The model with serial names; complete on rank 0.
+        optimizer: The optimizer.
+        scheduler: The scheduler, or None.
+        optimizer_state: The optimizer's state in serial shapes, complete on rank 0. Empty if a
+            checkpoint is to be loaded into this snapshot.
+        strategy_state: The state that the strategy keeps beside, in the same form.
+        identity: The entries that must be equal when the checkpoint is loaded.
+        extra_state: Further entries of state.json: "rounds", the number of completed rounds.
     """
 
     step: int
@@ -78,7 +86,7 @@ class Snapshot:
 
     @property
     def group_names(self) -> list[list[str]]:
-        """The serial names of the parameters of the optimizer's groups."""
+        """The serial names of the parameters in each group of the optimizer."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [
             [names[parameter] for parameter in group["params"]]
@@ -87,11 +95,19 @@ class Snapshot:
 
 
 def save_checkpoint(snapshot: Snapshot, parent: Path) -> Path:
-    """Write a snapshot below parent; the checkpoint's folder. Call on rank 0; replicas are
-    equal.
+    """Write a snapshot below a folder. Called on rank 0; replicas are equal.
 
-    Raises StepFailed where the optimizer or scheduler holds what neither tensors nor JSON can,
-    or where parent holds a later step of another training, or another training is saving there.
+    Args:
+        snapshot: The snapshot.
+        parent: The folder below which the checkpoint is written.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        StepFailed: If the optimizer or scheduler holds a value that fits neither tensors nor JSON.
+            Also if the folder contains a later step of another training, or another training is
+            saving there.
     """
     parent.mkdir(parents=True, exist_ok=True)
     with _lock_folder(parent):
@@ -100,22 +116,23 @@ def save_checkpoint(snapshot: Snapshot, parent: Path) -> Path:
 
 @contextlib.contextmanager
 def _lock_folder(parent: Path) -> Iterator[None]:
-    """Hold the lock of those who save below a folder: one would remove what another writes, as
-    if left by a killed one.
+    """Lock a folder against other trainings that save there.
+
+    One training would remove what another one writes, as if a killed process had left it.
     """
-    held = os.open(parent, os.O_RDONLY)
+    descriptor = os.open(parent, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StepFailed(
                 f"another training is saving in {parent}; give each a folder of its own"
             ) from None
-        except OSError:  # a file system without locks
+        except OSError:  # The file system has no locks.
             pass
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _write_checkpoint_folder(snapshot: Snapshot, parent: Path) -> Path:
@@ -130,17 +147,17 @@ def _write_checkpoint_folder(snapshot: Snapshot, parent: Path) -> Path:
                 "from it, or save elsewhere"
             )
         shutil.rmtree(later)
-    # by a training that was killed as it wrote it
+    # A killed training may have left unfinished files.
     remove_partial_files(parent)
     partial = folder.with_suffix(".partial")
     partial.mkdir()
     try:
         _write_checkpoint_files(snapshot, partial)
-    # a full disk, say: what is half-written would keep it full
+    # If the disk is full, an unfinished file would keep it full.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier training, or damaged
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier training's checkpoint, or a damaged one
     partial.rename(folder)
     _sync_to_disk(parent)
     for old in list_checkpoint_folders(parent)[KEPT_CHECKPOINTS:]:
@@ -149,7 +166,7 @@ def _write_checkpoint_folder(snapshot: Snapshot, parent: Path) -> Path:
 
 
 def _write_checkpoint_files(snapshot: Snapshot, folder: Path) -> None:
-    """A checkpoint's files, forced to disk."""
+    """Write a checkpoint's files and force them to disk."""
     tensors, scalars = _split_state(snapshot.optimizer_state)
     groups = [
         {name: value for name, value in group.items() if name != "params"}
@@ -189,15 +206,23 @@ def _write_checkpoint_files(snapshot: Snapshot, folder: Path) -> None:
 
 
 def describe_shapes(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Of a model's state, as part of an identity."""
+    """Describe the shapes of a model's state as part of an identity."""
     return {f"shape of {name}": shape for name, shape in shapes.items()}
 
 
 def load_checkpoint(
     saved: SavedCheckpoint, snapshot: Snapshot, device: str = "cpu", load_model: bool = True
 ) -> None:
-    """Put a checkpoint into a training before its first step, whatever its strategy. weights:
-    the model's too. Raises Refused if it does not fit.
+    """Load a checkpoint of any strategy into a training before its first step.
+
+    Args:
+        saved: The checkpoint.
+        snapshot: The training into which it is loaded.
+        device: The device on which the weights are loaded.
+        load_model: Whether the weights of the model are loaded too.
+
+    Raises:
+        Refused: If the checkpoint does not fit.
     """
     _check_checkpoint_fit(saved, snapshot)
     try:
@@ -213,20 +238,20 @@ def load_checkpoint(
 def _load_into_snapshot(
     saved: SavedCheckpoint, snapshot: Snapshot, device: str, load_model: bool
 ) -> None:
-    kept = saved.state["optimizer"]
+    saved_optimizer = saved.state["optimizer"]
     names = snapshot.group_names
     if load_model:
         load_weights(snapshot.model, saved.folder / "model.safetensors", device)
     values: dict[str, dict[str, Any]] = {
-        name: dict(scalars) for name, scalars in kept["scalars"].items()
+        name: dict(scalars) for name, scalars in saved_optimizer["scalars"].items()
     }
     for name, tensors in _read_by_parameter(saved.folder / "optimizer.safetensors").items():
         values.setdefault(name, {}).update(tensors)
     order = [name for group in names for name in group]
     places = iter(range(len(order)))
     groups = [
-        {**group, "params": [next(places) for _ in own]}
-        for group, own in zip(kept["groups"], names, strict=True)
+        {**group, "params": [next(places) for _ in entry]}
+        for group, entry in zip(saved_optimizer["groups"], names, strict=True)
     ]
     snapshot.optimizer.load_state_dict(
         {
@@ -235,52 +260,52 @@ def _load_into_snapshot(
         }
     )
     parameters = dict(snapshot.model.named_parameters())
-    # torch gives floating state its parameter's type; keep what it was
+    # load_state_dict casts floating state to its parameter's type; restore the saved type.
     for name, each in values.items():
-        own = snapshot.optimizer.state[parameters[name]]
-        own.update(
+        entry = snapshot.optimizer.state[parameters[name]]
+        entry.update(
             {
-                key: value.to(own[key].device)
+                key: value.to(entry[key].device)
                 for key, value in each.items()
                 if isinstance(value, Tensor)
             }
         )
     if snapshot.scheduler is not None:
-        # some take it apart
+        # Some schedulers change the dictionary they load.
         snapshot.scheduler.load_state_dict(copy.deepcopy(saved.state["scheduler"]))
 
 
 def _read_by_parameter(path: Path) -> OptimizerState:
-    """Tensors saved as "parameter/what", by parameter and by what."""
-    found: OptimizerState = {}
+    """Read tensors that were saved as "parameter/what": by parameter, then by what."""
+    state: OptimizerState = {}
     for key, tensor in load_tensors(path).items():
         name, _, what = key.rpartition("/")
-        found.setdefault(name, {})[what] = tensor
-    return found
+        state.setdefault(name, {})[what] = tensor
+    return state
 
 
 def read_strategy_state(saved: SavedCheckpoint) -> OptimizerState:
-    """What the strategy that was saved keeps beside the optimizer's state."""
+    """Read the state that the saved strategy keeps beside the optimizer's state."""
     path = saved.folder / STRATEGY_FILE
     return _read_by_parameter(path) if path.exists() else {}
 
 
 def _check_checkpoint_fit(saved: SavedCheckpoint, snapshot: Snapshot) -> None:
-    kept = saved.state["optimizer"]
-    theirs = saved.state["identity"]
-    both = theirs.keys() & snapshot.identity.keys()
+    saved_optimizer = saved.state["optimizer"]
+    saved_identity = saved.state["identity"]
+    common = saved_identity.keys() & snapshot.identity.keys()
     refuse_other_training(
         saved.folder,
-        {name: theirs[name] for name in both},
-        {name: snapshot.identity[name] for name in both},
+        {name: saved_identity[name] for name in common},
+        {name: snapshot.identity[name] for name in common},
         "here it is",
     )
-    if kept["class"] != type(snapshot.optimizer).__name__ or len(kept["groups"]) != len(
-        snapshot.group_names
-    ):
+    if saved_optimizer["class"] != type(snapshot.optimizer).__name__ or len(
+        saved_optimizer["groups"]
+    ) != len(snapshot.group_names):
         raise Refused(
-            f"{saved.folder} was saved with a {kept['class']} of {len(kept['groups'])} group(s), "
-            f"and the optimizer "
+            f"{saved.folder} was saved with a {saved_optimizer['class']} of "
+            f"{len(saved_optimizer['groups'])} group(s), and the optimizer "
             f"here is a {type(snapshot.optimizer).__name__} of {len(snapshot.group_names)}; resume "
             f"it as it was"
         )
@@ -290,10 +315,10 @@ def _check_checkpoint_fit(saved: SavedCheckpoint, snapshot: Snapshot) -> None:
             f"a scheduler; "
             "resume it as it was"
         )
-    for number, (group, own) in enumerate(
-        zip(kept["groups"], snapshot.optimizer.param_groups, strict=True)
+    for number, (group, current_group) in enumerate(
+        zip(saved_optimizer["groups"], snapshot.optimizer.param_groups, strict=True)
     ):
-        _check_number_types(saved.folder, f"group {number} of the optimizer", group, own)
+        _check_number_types(saved.folder, f"group {number} of the optimizer", group, current_group)
     if snapshot.scheduler is not None:
         _check_number_types(
             saved.folder, "the scheduler", saved.state["scheduler"], snapshot.scheduler.state_dict()
@@ -303,8 +328,9 @@ def _check_checkpoint_fit(saved: SavedCheckpoint, snapshot: Snapshot) -> None:
 def _check_number_types(
     folder: Path, owner: str, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
-    """What is a number here is one in the checkpoint too. What is only here, a newer torch may
-    have added.
+    """Check that each number of the current optimizer or scheduler is a number in the checkpoint.
+
+    Entries that exist only here may be new in this version of torch.
     """
     if "lr" in current and "lr" not in saved:
         raise Refused(f"{folder} has no lr of {owner}; resume from another checkpoint")
@@ -320,18 +346,18 @@ def _check_number_types(
 
 
 def _split_state(state: OptimizerState) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """(tensors by "parameter/what", plain values by parameter)."""
+    """Return (tensors by "parameter/what", other values by parameter)."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    places: set[int] = set()  # safetensors takes no two of one memory
+    storages: set[int] = set()  # safetensors refuses two tensors of one storage
     for name, values in state.items():
         for what, value in values.items():
             if isinstance(value, Tensor):
                 tensor = value.detach().contiguous()
                 tensors[f"{name}/{what}"] = (
-                    tensor.clone() if tensor.untyped_storage()._cdata in places else tensor
+                    tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
                 )
-                places.add(tensor.untyped_storage()._cdata)
+                storages.add(tensor.untyped_storage()._cdata)
             else:
                 scalars.setdefault(name, {})[what] = value
     return tensors, scalars

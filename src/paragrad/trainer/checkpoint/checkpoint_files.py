@@ -1,6 +1,4 @@
-"""Checkpoints as they lie on disk: which there are, which is whole, and what one says of
-itself.
-"""
+"""Checkpoints on disk: which ones exist, which are undamaged, and what they contain."""
 
 from __future__ import annotations
 
@@ -23,12 +21,18 @@ CHECKPOINT_SCHEMA = 1
 FOLDER_PATTERN = re.compile(r"checkpoint-(\d{8,})")
 CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 CHECKSUM_FILE = "SHA256SUMS"
-STRATEGY_FILE = "strategy.safetensors"  # there where the strategy keeps something
+STRATEGY_FILE = "strategy.safetensors"  # exists only if the strategy keeps state of its own
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that was found whole."""
+    """An undamaged checkpoint on disk.
+
+    Attributes:
+        folder: The checkpoint's folder.
+        state: The content of state.json.
+        choice_reason: Why this checkpoint was chosen.
+    """
 
     folder: Path
     state: dict[str, Any]
@@ -36,16 +40,23 @@ class SavedCheckpoint:
 
     @property
     def step(self) -> int:
+        """The number of steps that were completed when the checkpoint was saved."""
         return int(self.state["step"])
 
     @property
     def checksums(self) -> str:
-        """The checksums of its files, by which it is known."""
+        """The checksums of the files, which identify the checkpoint."""
         return (self.folder / CHECKSUM_FILE).read_text()
 
     def find_epoch_record(self, epoch: int, trains_clients: bool = False) -> dict[str, Any] | None:
-        """What the record of the run that was saved says of an epoch's end and test; None if it
-        did not come to it. in_rounds: an epoch is a round.
+        """Find the record line of an epoch's end and test in the run that was saved.
+
+        Args:
+            epoch: The epoch.
+            trains_clients: Whether an epoch is a round.
+
+        Returns:
+            The line; None if the run did not reach the end of the epoch.
         """
         return (
             find_recorded_epoch(self.folder.parent, epoch)
@@ -55,8 +66,13 @@ class SavedCheckpoint:
 
 
 def find_recorded_epoch(run: Path, epoch: int) -> dict[str, Any] | None:
-    """What a run's record says of an epoch's end and test: its first rank, or who handed out
-    its samples.
+    """Find the record line of an epoch's end and test in a run's record.
+
+    The line is in the record of rank 0, or in that of the process with the work queue.
+
+    Args:
+        run: The folder of the run.
+        epoch: The epoch.
     """
     return next(
         (
@@ -70,8 +86,15 @@ def find_recorded_epoch(run: Path, epoch: int) -> dict[str, Any] | None:
 
 
 def find_newest_checkpoint(parent: Path) -> SavedCheckpoint:
-    """The newest checkpoint below a folder that is whole, or the folder's own if it is one.
-    Raises Refused where is none.
+    """Find the newest undamaged checkpoint below a folder; the folder itself if it is a checkpoint.
+
+    Damaged checkpoints are named in warnings.
+
+    Args:
+        parent: The folder of a run, or of one checkpoint.
+
+    Raises:
+        Refused: If there is no undamaged checkpoint.
     """
     if parent.is_dir() and FOLDER_PATTERN.fullmatch(parent.resolve().name):
         if (wrong := find_damage(parent)) is not None:
@@ -100,8 +123,14 @@ def _make_saved_checkpoint(folder: Path, reason: str) -> SavedCheckpoint:
 
 
 def agree_on_newest_checkpoint(world: World, parent: Path) -> SavedCheckpoint:
-    """The newest whole checkpoint below a folder, as rank 0 sees it. Collective. Raises Refused
-    on every rank.
+    """Find the newest undamaged checkpoint below a folder as rank 0 sees it. Collective.
+
+    Args:
+        world: The ranks.
+        parent: The folder of a run, or of one checkpoint.
+
+    Raises:
+        Refused: On every rank, if rank 0 finds no undamaged checkpoint.
     """
     chosen: SavedCheckpoint | Refused | None = None
     if world.rank == 0:
@@ -117,7 +146,7 @@ def agree_on_newest_checkpoint(world: World, parent: Path) -> SavedCheckpoint:
 
 
 def list_checkpoint_folders(parent: Path) -> list[Path]:
-    """The checkpoints below a folder, newest first."""
+    """List the checkpoint folders below a folder, newest first."""
     return sorted(
         (
             path
@@ -130,22 +159,22 @@ def list_checkpoint_folders(parent: Path) -> list[Path]:
 
 
 def remove_partial_files(parent: Path) -> None:
-    """Remove checkpoints below a folder, or a trained model, that nobody writes any more."""
+    """Remove unfinished checkpoints and models below a folder that no process writes any more."""
     for left in (*parent.glob("checkpoint-*.partial"), *parent.glob("model.safetensors.partial")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def read_folder_step(folder: Path) -> int:
-    """The step that a checkpoint's folder is named after."""
+    """Return the step in the name of a checkpoint's folder."""
     found = FOLDER_PATTERN.fullmatch(folder.name)
     assert found is not None
     return int(found[1])
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """Describe what is wrong with a checkpoint, or return None."""
     for name in (CHECKSUM_FILE, *CHECKPOINT_FILES):
-        if not (folder / name).is_file():  # a FIFO would be waited for
+        if not (folder / name).is_file():  # reading a FIFO would block
             return f"{name} is missing"
     try:
         listed = [line.split("  ", 1) for line in (folder / CHECKSUM_FILE).read_text().splitlines()]
@@ -160,14 +189,18 @@ def find_damage(folder: Path) -> str | None:
         for name, tensors in state.get("tensors", {}).items():
             if read_tensor_types(folder / name) != tensors:
                 return f"{name} holds other tensors than were saved in it"
-    # whoever edits a checkpoint can make its sums too
+    # An edited checkpoint can have correct checksums and still have a wrong content.
     except Exception as error:
         return f"{type(error).__name__}: {error}" if not isinstance(error, Refused) else str(error)
     return None
 
 
 def _read_checkpoint_state(folder: Path) -> dict[str, Any]:
-    """What state.json says. Raises Refused, or anything else, where it says no state."""
+    """Read state.json.
+
+    Raises:
+        Refused: If a field has a wrong type; any other exception if the file cannot be parsed.
+    """
     state = json.loads((folder / "state.json").read_text())
     if state["schema"] != CHECKPOINT_SCHEMA:
         raise Refused(
@@ -197,5 +230,6 @@ def _read_checkpoint_state(folder: Path) -> dict[str, Any]:
 
 
 def compute_sha256(path: Path) -> str:
+    """Compute the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

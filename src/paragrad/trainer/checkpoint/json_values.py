@@ -1,4 +1,4 @@
-"""Values that an optimizer or a scheduler keeps, as JSON can hold them, and back."""
+"""Encode values of optimizers and schedulers for JSON, and decode them again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ MAPPING_TYPES: dict[str, Any] = {
 
 
 def encode_json_value(value: Any) -> Any:
-    """A value as JSON can hold it: what is no list and no mapping of texts is marked, to come
-    back as it was.
+    """Encode a value for JSON.
+
+    Values that are no list and no mapping of texts are marked with their type, so that they can be
+    restored.
+
+    Args:
+        value: The value.
+
+    Raises:
+        StepFailed: If the value has a type that a checkpoint cannot hold.
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: encode_json_value(each) for key, each in value.items()}
@@ -54,7 +62,7 @@ def encode_json_value(value: Any) -> Any:
 
 
 def decode_json_value(value: Any) -> Any:
-    """What `plain` was given."""
+    """Return the value that `encode_json_value` encoded."""
     if isinstance(value, list):
         return [decode_json_value(each) for each in value]
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Files of tensors, by safetensors: of a trained model, and of a checkpoint.
+"""Tensor files in the safetensors format, for trained models and checkpoints.
 
-They know no complex128, which a complex model in float64 holds. Such a tensor is saved as pairs
-of float64 (torch.view_as_real), its name is noted in the file's metadata, and it is loaded as
-it was.
+safetensors has no complex128, which a complex model in float64 holds. Such a tensor is saved as
+pairs of float64 (torch.view_as_real). Its name is listed in the file's metadata, and loading
+restores complex128.
 """
 
 from __future__ import annotations
@@ -21,22 +21,38 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-COMPLEX_KEY = "complex128 as pairs of float64"  # in the metadata: the names, as JSON
+# the metadata key; its value is the list of names, as JSON
+COMPLEX_KEY = "complex128 as pairs of float64"
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """A model's parameters and buffers; what has several names is saved once."""
+    """Save a model's parameters and buffers; a tensor with several names is saved once.
+
+    Args:
+        model: The model.
+        path: The file to write.
+    """
     state = model.state_dict()
     with _use_default_mode(path):
         save_model(_ComplexModelAdapter(model), str(path), _make_metadata(state))  # type: ignore[arg-type]
 
 
 def load_weights(model: nn.Module, path: Path, device: str = "cpu") -> None:
-    """Put saved weights into a model. Raises RuntimeError where the names are others."""
+    """Load saved weights into a model.
+
+    Args:
+        model: The model.
+        path: The file to read.
+        device: The device on which the tensors are loaded.
+
+    Raises:
+        RuntimeError: If the names in the file are not the model's.
+    """
     load_model(_ComplexModelAdapter(model, _read_pair_names(path)), str(path), device=device)  # type: ignore[arg-type]
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Save tensors by name."""
     with _use_default_mode(path):
         save_file(
             {name: _encode_complex(tensor) for name, tensor in tensors.items()},
@@ -46,11 +62,12 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Load the tensors of a file by name."""
     return _decode_complex(load_file(str(path)), _read_pair_names(path))
 
 
 def read_tensor_types(path: Path) -> dict[str, list[Any]]:
-    """What a file holds: name -> [type, *shape]."""
+    """Read what a file holds: name -> [type, *shape]."""
     with safe_open(str(path), "pt") as file:
         found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: [part.get_dtype(), *part.get_shape()] for name, part in found.items()}
@@ -58,9 +75,10 @@ def read_tensor_types(path: Path) -> dict[str, list[Any]]:
 
 @contextmanager
 def _use_default_mode(path: Path) -> Iterator[None]:
-    """Around writing one: it gets the mode that any new file has here (umask); safetensors' own
-    is for its owner alone. Raises OSError with the file's name where the system says no:
-    safetensors tells that in words.
+    """Give the file that is written inside the mode that any new file gets (umask).
+
+    safetensors itself writes files that only their owner can read. It reports operating system
+    errors as text; these are raised as OSError with the file's name.
     """
     path.touch()
     mode = path.stat().st_mode
@@ -74,7 +92,12 @@ def _use_default_mode(path: Path) -> Iterator[None]:
 
 
 class _ComplexModelAdapter:
-    """A model as safetensors takes it. pairs: names in the file of what was saved as pairs."""
+    """A model in the form that safetensors takes.
+
+    Attributes:
+        model: The model.
+        pair_names: The names in the file that were saved as pairs.
+    """
 
     def __init__(self, model: nn.Module, pair_names: frozenset[str] = frozenset()) -> None:
         self.model = model
@@ -88,7 +111,7 @@ class _ComplexModelAdapter:
 
 
 def _encode_complex(tensor: Tensor) -> Tensor:
-    """A view: what shares its storage is seen to do so."""
+    """Return complex128 as a view of pairs, so that safetensors still sees shared storage."""
     return (
         torch.view_as_real(tensor.detach().resolve_conj())
         if tensor.dtype == torch.complex128

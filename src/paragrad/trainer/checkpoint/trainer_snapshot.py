@@ -1,6 +1,4 @@
-"""A training into a checkpoint, and back: what of a trainer is saved, and put into one before
-its first step.
-"""
+"""Save a trainer into a checkpoint, and restore it before its first step."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint
 
 
 class SavableTrainer(Protocol):
-    """What of a trainer is saved and restored, by the names that it has there."""
+    """The members of a trainer that saving and restoring need."""
 
     world: World
     strategy: Strategy
@@ -52,8 +50,12 @@ def take_snapshot(
     identity: dict[str, Any] | None = None,
     extra_state: dict[str, Any] | None = None,
 ) -> Snapshot:
-    """A training as it stands, whole on rank 0. Collective. identity: of the Job, where it is
-    one;  beside: as in Snapshot.
+    """Take a snapshot of a training, complete on rank 0. Collective.
+
+    Args:
+        trainer: The trainer.
+        identity: The identity of the Job; None for the user's own loop.
+        extra_state: Further entries of state.json, as in Snapshot.
     """
     shapes = {
         name: list(tensor.shape)
@@ -61,15 +63,15 @@ def take_snapshot(
         if isinstance(tensor, Tensor)
     }
     exchange = trainer.exchange
-    held = trainer.shard_layout
+    layout = trainer.shard_layout
     return Snapshot(
         trainer.steps,
         str(trainer.strategy),
         trainer.gather_model(),
         trainer.optimizer,
         trainer.scheduler,
-        held.gather_serial_state(exchange.gather_optimizer_state()) if exchange else {},
-        held.gather_serial_state(exchange.collect_saved_tensors())
+        layout.gather_serial_state(exchange.gather_optimizer_state()) if exchange else {},
+        layout.gather_serial_state(exchange.collect_saved_tensors())
         if exchange
         else trainer.restored_strategy_state,
         identity
@@ -84,27 +86,44 @@ def save_snapshot(
     identity: dict[str, Any] | None = None,
     extra_state: dict[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint of this step below a folder, of what the run stands for, and keep the
-    one before it. Collective. Raises StepFailed where there is no place for all that the
-    optimizer keeps.
+    """Write a checkpoint of the effective weights of this step below a folder.
+
+    Collective. The previous checkpoint is kept.
+
+    Args:
+        trainer: The trainer.
+        folder: The folder below which the checkpoint is written.
+        identity: The identity of the Job; None for the user's own loop.
+        extra_state: Further entries of state.json, as in Snapshot.
+
+    Raises:
+        StepFailed: If the optimizer keeps values for which a checkpoint has no place.
     """
-    if own := list_unsaved_state(trainer.optimizer, trainer.initial_optimizer_attributes):
+    if extra := list_unsaved_state(trainer.optimizer, trainer.initial_optimizer_attributes):
         raise StepFailed(
-            f"{type(trainer.optimizer).__name__} keeps {', '.join(own)} beside the states of its "
+            f"{type(trainer.optimizer).__name__} keeps {', '.join(extra)} beside the states of its "
             "parameters, and a checkpoint has no place for it; keep it in a parameter's state or "
             "in a group, or "
             "train without --save"
         )
     with trainer.use_effective_weights():
-        found = take_snapshot(trainer, identity, extra_state)
-        trainer.world.barrier()  # of a step that every rank's record holds
+        snapshot = take_snapshot(trainer, identity, extra_state)
+        trainer.world.barrier()  # Every rank's record must contain the step of the checkpoint.
         if trainer.world.rank == 0:
-            checkpoint.save_checkpoint(found, folder)
+            checkpoint.save_checkpoint(snapshot, folder)
         trainer.world.barrier()
 
 
 def restore_snapshot(trainer: SavableTrainer, saved: SavedCheckpoint) -> None:
-    """Go on from a checkpoint, before the first step. Raises Refused."""
+    """Resume from a checkpoint, before the first step.
+
+    Args:
+        trainer: The trainer.
+        saved: The checkpoint.
+
+    Raises:
+        Refused: If a step was already made.
+    """
     if trainer.exchange is not None:
         raise Refused(
             f"{saved.folder} is loaded before the first step; this training has made "

@@ -1,1 +1,1 @@
-"""The check of the first step against one worker, before the update."""
+"""The comparison of the first step with one worker's, before its update."""

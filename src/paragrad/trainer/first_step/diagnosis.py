@@ -1,5 +1,6 @@
-"""What to say where a training is not one worker's: the tensor, the difference, the likeliest
-cause, the repair.
+"""Messages for a training that is not one worker's.
+
+A message names the tensor, the difference, the most likely cause, and the repair.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ SKIP_HINT = "--skip-first-step-check (skip_first_step_check=True) trains it all 
 
 
 def explain_layout_draws(draw: str) -> str:
-    """Of random draws (`Draws.by_layout`)."""
+    """Explain that random draws depend on the layout (`Draws.by_layout`).
+
+    Args:
+        draw: The draw.
+    """
     return (
         f"the model's random draws depend on how the batch is split: {draw}; draw by torch's "
         f"functions with the "
@@ -35,75 +40,87 @@ def explain_layout_draws(draw: str) -> str:
 
 
 def describe_mismatch(trainer: Trainer, mismatches: list[Mismatch]) -> str:
-    """Of the first step that is not one worker's."""
-    # of which the others follow
+    """Describe the first step that differs from one worker's.
+
+    Args:
+        trainer: The trainer.
+        mismatches: The kinds of values that differ.
+    """
+    # A changed parameter or changed state explains the other mismatches.
     first = min(mismatches, key=lambda miss: miss.kind not in ("parameter", "state"))
-    what = KIND_NAMES.get(first.kind, f"the {first.kind}")
+    subject = KIND_NAMES.get(first.kind, f"the {first.kind}")
     scale = (
         f" (the largest {first.kind} is {first.gap.largest:.3g})"
         if first.kind in ("gradient", "buffer")
         else (f" (one worker's is {first.gap.largest:.6g})")
     )
-    off = f"off by {first.gap.value:.3g}{scale}, where rounding explains {first.rounding:.1g}"
+    difference = (
+        f"off by {first.gap.value:.3g}{scale}, where rounding explains {first.rounding:.1g}"
+    )
     if math.isinf(first.gap.value):
-        off = (
+        difference = (
             "another, where it must be the same to the bit"
             if first.kind in ("buffer", "parameter", "state")
             else ("missing, or not finite, on one side")
         )
-    when, updated = (
+    when, consequence = (
         ("the first update", "nothing was updated")
         if not trainer.own_steps
         else ("this update", f"it was not made ({trainer.own_steps} were)")
     )
     return (
-        f"not one worker's training: before {when} {what} is {off}; {updated}. "
+        f"not one worker's training: before {when} {subject} is {difference}; {consequence}. "
         f"{diagnose_step(trainer, mismatches)}; {SKIP_HINT}"
     )
 
 
 def diagnose_step(trainer: Trainer, mismatches: list[Mismatch]) -> str:
-    """The likeliest cause of a step that differs, with the repair."""
+    """Return the most likely cause of a step that differs, with the repair.
+
+    Args:
+        trainer: The trainer.
+        mismatches: The kinds of values that differ.
+    """
     kinds = {miss.kind for miss in mismatches}
     if trainer.exchange_options.inject_fault:
         return f"Cause: the planted bug {trainer.exchange_options.inject_fault}"
     if "repetition" in kinds:
         return OUTSIDE_STATE
-    own = [
+    custom_names = [
         factor.name for factor in list_factors(trainer.strategy) if not is_builtin_technique(factor)
     ]
-    if own and kinds != {"buffer"}:
+    if custom_names and kinds != {"buffer"}:
         return CUSTOM_STRATEGY.format(
-            "cut" if trainer.layout.is_partitioned else "exchange", " and ".join(own)
+            "cut" if trainer.layout.is_partitioned else "exchange", " and ".join(custom_names)
         )
     if kinds == {"test"}:
         return EVAL_MODE_PATH
     kinds -= {"test"}
     if kinds & {"parameter", "state"}:
         return CHANGED_PARAMETER if "parameter" in kinds else COUNTING_STATE
-    moved = [
+    moved_buffers = [
         miss.gap.tensor
         for miss in mismatches
         if miss.kind == "buffer" and miss.gap.tensor not in trainer.batch_norm.normalized_buffers
     ]
     if (
-        moved
+        moved_buffers
         and trainer.division.micro > 1
         and len(trainer.division.shares) == 1
         and not trainer.batch_norm.has_computed
     ):
-        return FORWARD_COUNT.format(moved[0])
+        return FORWARD_COUNT.format(moved_buffers[0])
     if "weight" in kinds:
         return LOSS_DIVISOR
     if "loss" in kinds and trainer.module.has_traced_divisor is False:
         return UNTRACED_MEAN
-    if hooked := [name for name, each in trainer.parameters.items() if each._backward_hooks]:
-        return GRADIENT_HOOK.format(", ".join(hooked[:3]))
+    if hooked_names := [name for name, each in trainer.parameters.items() if each._backward_hooks]:
+        return GRADIENT_HOOK.format(", ".join(hooked_names[:3]))
     if kinds == {"gradient"} and not trainer.module.is_linear:
         return NONLINEAR_GRADIENT
     if "loss" in kinds or kinds == {"gradient"}:
         if trainer.layout.is_partitioned and trainer.division == Division():
-            # no rank has a share of the batch
+            # No rank has a share of the batch, so the loss cannot mix samples of different shares.
             return (
                 UNTRACED_CROSSING
                 if any(
@@ -112,9 +129,9 @@ def diagnose_step(trainer: Trainer, mismatches: list[Mismatch]) -> str:
                 )
                 else UNTRACED_FORWARD
             )
-        drawn = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
+        drawn_names = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
         return MIXED_SAMPLES + (
-            f"; or what {drawn} draws is not each sample's own" if drawn else ""
+            f"; or what {drawn_names} draws is not each sample's own" if drawn_names else ""
         )
     return (
         RECOMPUTED_BATCH_NORM
@@ -124,8 +141,12 @@ def diagnose_step(trainer: Trainer, mismatches: list[Mismatch]) -> str:
 
 
 def diagnose_difference(tensor: str, is_buffer: bool, fault: str | None) -> str:
-    """The likeliest cause of a training that differs first in a tensor (`verify`), with the
-    repair.
+    """Return the most likely cause of a training that differs (`verify`), with the repair.
+
+    Args:
+        tensor: The tensor that differs first.
+        is_buffer: Whether it is a buffer.
+        fault: The fault that was injected, or None.
     """
     if fault:
         return f"Cause: the planted bug {fault}"

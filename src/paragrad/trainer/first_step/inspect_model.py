@@ -1,5 +1,6 @@
-"""A look at the model before the first step: what one forward and backward shows, and whether
-its loss adds up.
+"""Inspect the model before the first step.
+
+One forward and backward shows what the model does, and whether its loss is additive.
 """
 
 from __future__ import annotations
@@ -33,77 +34,94 @@ if TYPE_CHECKING:
 
 
 def reuse_validation_probe(trainer: Trainer) -> Probe | None:
-    """What the door saw, where a look by every rank would show no more: whether all parameters
-    are used matters to an exchange alone, which calls of batch norm ask other ranks only where
-    there are some, and other devices draw by other kernels.
+    """Return the probe of the validation if a probe on every rank would show no more.
+
+    A new probe is needed in three cases. Buckets depend on which parameters are used. Other devices
+    draw by other kernels. Calls of batch norm ask other ranks only where there are some.
+
+    Args:
+        trainer: The trainer.
     """
-    seen = trainer.validation_probe
-    by_rank = (
+    probe = trainer.validation_probe
+    differs_by_rank = (
         trainer.strategy.uses_buckets
         or trainer.world.device.type != "cpu"
-        or (seen is not None and seen.has_batch_norm)
+        or (probe is not None and probe.has_batch_norm)
     )
-    return None if by_rank else seen
+    return None if differs_by_rank else probe
 
 
 def probe_first_micro_batch(
     trainer: Trainer, batch: Batch, inputs: Any, target: Any
 ) -> tuple[Probe, bool]:
-    """What one forward and backward of a first micro-batch shows, and whether step got what
-    batches gave; agreed by all ranks. Collective.
+    """Probe the model by one forward and backward of a first micro-batch.
+
+    Collective; all ranks agree on the result.
+
+    Args:
+        trainer: The trainer.
+        batch: This rank's part of the global batch.
+        inputs: The inputs that `step` received.
+        target: The target that `step` received.
+
+    Returns:
+        (probe, as_loaded): the merged probe of all ranks, and whether `step` received on every rank
+        what `batches` gave.
     """
     world = trainer.world
     as_loaded = is_given_as_loaded(trainer, inputs, target)
     micro, inputs, target = next(batch.iterate_micro_batches(inputs, target))
     trainer.batch_norm.samples = len(micro.positions)
-    found = None
-    failed = None
-    for mine in _take_turns(trainer):
-        if mine:
+    own_probe = None
+    failure = None
+    for is_turn in _take_turns(trainer):
+        if is_turn:
             try:
-                found = _probe_on_rank(
+                own_probe = _probe_on_rank(
                     trainer, batch, inputs, target, len(micro.positions), as_loaded
                 )
             except Exception as error:
                 if trainer.shared_hosts is None:
                     raise
-                # which those that do not look would meet too
-                failed = error
+                # The ranks that do not probe would meet the same error. It is raised on all ranks
+                # below.
+                failure = error
             if trainer.shared_hosts is not None:
-                return_freed_memory()  # before the next one looks
-    told = world.gather_objects(
+                return_freed_memory()  # The memory is needed by the next rank that probes.
+    results = world.gather_objects(
         (
-            found,
+            own_probe,
             as_loaded,
             trainer.batch_norm.per_sample_calls,
-            failed and StepFailed.wrap_error(failed),
+            failure and StepFailed.wrap_error(failure),
         )
     )
-    if wrong := world.broadcast_object(next((each for *_, each in told if each), None)):
-        raise failed or wrong
-    probe, as_loaded, inside = world.broadcast_object(
-        told
+    if first_error := world.broadcast_object(next((each for *_, each in results if each), None)):
+        raise failure or first_error
+    probe, as_loaded, inside_calls = world.broadcast_object(
+        results
         and (
-            functools.reduce(operator.or_, (each for each, *_ in told if each)),
-            all(loaded for _, loaded, *_ in told),
-            set().union(*(inside for _, _, inside, _ in told)),
+            functools.reduce(operator.or_, (each for each, *_ in results if each)),
+            all(loaded for _, loaded, *_ in results),
+            set().union(*(inside_calls for _, _, inside_calls, _ in results)),
         )
     )
-    trainer.batch_norm.adopt_per_sample_calls(inside)
+    trainer.batch_norm.adopt_per_sample_calls(inside_calls)
     return probe, as_loaded
 
 
 def _take_turns(trainer: Trainer) -> Iterator[bool]:
-    """All ranks look at once; where those of a host have the model's values in one place, one
-    of each replica, and one after another: a look takes gradients, and a copy to put back.
-    Collective.
+    """Yield on each rank whether it probes now. Collective.
+
+    All ranks probe at once, unless the ranks of a host share the model's values. One rank of each
+    replica then probes, one after another: a probe needs gradients and a copy to restore.
     """
     if trainer.shared_hosts is None:
         yield True
         return
-    leads = trainer.world.all_gather(torch.tensor([trainer.is_share_leader]))
+    leader_flags = trainer.world.all_gather(torch.tensor([trainer.is_share_leader]))
     yield from trainer.shared_hosts.take_turns(
-        trainer.world, [rank for rank, each in enumerate(leads) if each]
+        trainer.world, [rank for rank, each in enumerate(leader_flags) if each]
     )
 
 
@@ -112,7 +130,7 @@ def _probe_on_rank(
 ) -> Probe:
     with preserve_all_state(trainer.module), trainer.batch_norm.use_probe_mode():
         with trainer.use_autocast():
-            found = probe_model(
+            probe = probe_model(
                 trainer.module,
                 inputs,
                 target,
@@ -122,22 +140,36 @@ def _probe_on_rank(
                     trainer, batch, inputs, target, max(samples, 1), count, as_loaded
                 ),
             )
-        if not trainer.loss_checked and not found.draws.layout_dependence:
-            _check_loss_additivity(trainer, inputs, target, samples, found.draws)
-    return found
+        if not trainer.loss_checked and not probe.draws.layout_dependence:
+            _check_loss_additivity(trainer, inputs, target, samples, probe.draws)
+    return probe
 
 
 def is_given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
-    """Did this rank's `step` get what `batches` gave?"""
+    """Return whether this rank's `step` received what `batches` gave.
+
+    Args:
+        trainer: The trainer.
+        inputs: The inputs that `step` received.
+        target: The target that `step` received.
+    """
     try:
-        gave = list_batch_tensors(list(separate_target(trainer.feed.loaded_batch)))
-    except Refused:  # neither a pair nor a dict
+        given = list_batch_tensors(list(separate_target(trainer.feed.loaded_batch)))
+    except Refused:  # The loaded batch is neither a pair nor a dict.
         return False
-    return all(a is b for a, b in itertools.zip_longest(list_batch_tensors([inputs, target]), gave))
+    return all(
+        a is b for a, b in itertools.zip_longest(list_batch_tensors([inputs, target]), given)
+    )
 
 
 def is_given_as_loaded_everywhere(trainer: Trainer, inputs: Any, target: Any) -> bool:
-    """The same of every rank. Collective."""
+    """Return whether every rank's `step` received what `batches` gave. Collective.
+
+    Args:
+        trainer: The trainer.
+        inputs: The inputs that `step` received.
+        target: The target that `step` received.
+    """
     return bool(
         trainer.world.all_reduce(
             torch.tensor([float(is_given_as_loaded(trainer, inputs, target))]), "MIN"
@@ -154,8 +186,9 @@ def _repeat_first_sample(
     count: int,
     as_loaded: bool,
 ) -> tuple[Any, Any]:
-    """A batch of one sample so many times: loaded anew, or, where step was given something
-    else, cut out of that.
+    """Build a batch of `count` copies of one sample.
+
+    The sample is loaded again, or sliced from what `step` received if that was not loaded.
     """
     if as_loaded:
         samples = trainer.feed.samples
@@ -173,29 +206,35 @@ def _repeat_first_sample(
 def _check_loss_additivity(
     trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Draws
 ) -> None:
-    """Does the loss add up? What a Job is asked at the door."""
+    """Check that the loss is additive, as the validation does for a Job."""
     try:
         parts = BatchExcerpt(inputs, target, list(range(samples))).split_unequally()
     except ValueError as error:
         trainer.log.write_choice("loss", "not asked", f"whether it adds up: {error}")
         return
     if len(parts) == 3 and (
-        wrong := find_additivity_error(
+        problem := find_additivity_error(
             trainer.module, parts, draws, in_float64=trainer.dtype == torch.float64
         )
     ):
-        raise StepFailed(wrong)
+        raise StepFailed(problem)
 
 
 def run_model_once(
     trainer: Trainer, batch: Batch, inputs: Any, target: Any, without_autocast: bool = False
 ) -> None:
-    """Of model and loss, on this rank's first micro-batch; it leaves nothing behind. rehearsed:
-    without autocast, where there is any; otherwise nothing.
+    """Run model and loss on this rank's first micro-batch, and restore all state.
+
+    Args:
+        trainer: The trainer.
+        batch: This rank's part of the global batch.
+        inputs: The inputs that `step` received.
+        target: The target that `step` received.
+        without_autocast: Run without autocast, and only if the trainer uses autocast at all.
     """
     if without_autocast and trainer.autocast is None:
         return
     micro, inputs, target = next(batch.iterate_micro_batches(inputs, target))
-    casting = contextlib.nullcontext() if without_autocast else trainer.use_autocast()
-    with preserve_all_state(trainer.module), trainer.batch_norm.use_probe_mode(), casting:
+    autocast = contextlib.nullcontext() if without_autocast else trainer.use_autocast()
+    with preserve_all_state(trainer.module), trainer.batch_norm.use_probe_mode(), autocast:
         trainer.module(*clone_batch((inputs, target)), len(micro.positions))

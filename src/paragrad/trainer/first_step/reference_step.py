@@ -1,6 +1,7 @@
-"""One worker's step, beside the strategy's own: the whole global batch on rank 0, and on rank 1
-its rounding twin; where the model is cut, both on rank 0, one after the other, and no other
-rank holds all of it.
+"""The reference step: the step of one worker, made next to the strategy's own.
+
+Rank 0 runs the whole global batch, and rank 1 its rounding baseline. If the model is partitioned,
+rank 0 runs both, one after the other, because no other rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -54,12 +55,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """One worker's step on the global batch of the step under way, on the trainer's model,
-    which is put back.
+    """One worker's step on the current global batch. It uses the trainer's model and restores it.
 
-    module, draws: of the whole model, as they are before any cut;  batch(order): its parts, the
-    samples of each in that order; test(order): what is tested too, or why nothing is;  buffers:
-    as they are before the step;  kept: what else the forward changes, so.
+    Attributes:
+        trainer: The trainer.
+        module: The whole model and the loss, before any partitioning.
+        draws: The random draws of the whole model.
+        load_parts: load_parts(ordering) returns the batch in parts, each with its samples in that
+            ordering.
+        load_test_part: load_test_part(ordering) returns the samples of the test, or why there is no
+            test.
+        loss_only: Whether only the loss is computed.
+        initial_buffers: The buffers before the step.
+        saved_states: Other state that the forward changes, as it was before the step.
     """
 
     trainer: Trainer
@@ -74,7 +82,13 @@ class ReferenceStep:
     def make_step(
         self, ordering: SampleOrdering = list, move_parameters: bool = False
     ) -> StepOutcome:
-        """moved: every parameter up or down by one unit in its last place."""
+        """Make one worker's step.
+
+        Args:
+            ordering: The ordering of the samples of each part.
+            move_parameters: Whether every parameter is moved up or down by one unit in its last
+                place.
+        """
         trainer = self.trainer
         parts = self.load_parts(ordering)
         test = self.load_test_part(ordering)
@@ -87,7 +101,10 @@ class ReferenceStep:
             )
 
     def _restore_model(self) -> None:
-        """The model as it was before the step: the strategy's own may have been made since."""
+        """Restore the model to its state before the step.
+
+        The strategy may have made its own step in the meantime.
+        """
         for name, buffer in self.module.model.named_buffers():
             if name in self.initial_buffers:
                 set_tensor_values(buffer, self.initial_buffers[name])
@@ -95,8 +112,11 @@ class ReferenceStep:
             each.restore_module()
 
     def make_variant(self, number: int) -> StepOutcome:
-        """Of the samples in one of several orders; before these the same once more, after them
-        with the parameters moved.
+        """Repeat the step with the samples in another ordering, or with moved parameters.
+
+        Args:
+            number: The index of a sample ordering. A negative number repeats the step unchanged;
+                the number of orderings moves the parameters.
         """
         return self.make_step(
             SAMPLE_ORDERINGS[number] if 0 <= number < len(SAMPLE_ORDERINGS) else list,
@@ -104,9 +124,9 @@ class ReferenceStep:
         )
 
     def make_precise_step(self) -> StepOutcome:
-        """In float64. Raises what the model raises there."""
+        """Make the step in float64. Raises what the model raises in float64."""
         trainer = self.trainer
-        # in which a loss that holds the model leaves gradients
+        # A loss that holds the model leaves gradients in it.
         with preserve_all_state(self.module):
             self._restore_model()
             model = copy.deepcopy(self.module.model)
@@ -134,40 +154,50 @@ def make_reference_step(
     as_loaded: bool,
     loss_only: bool = False,
 ) -> tuple[StepCheck | None, str]:
-    """Make one worker's step on rank 0, and its rounding twin on rank 1 or after it; or None,
-    and why that cannot be.
+    """Make one worker's step on rank 0, and its rounding baseline on rank 1 or after it.
 
-    as_loaded: `step` got, on every rank, what `batches` gave. Collective.
+    Collective.
+
+    Args:
+        trainer: The trainer.
+        batch: This rank's part of the global batch.
+        inputs: The inputs that `step` received.
+        target: The target that `step` received.
+        as_loaded: Whether `step` received on every rank what `batches` gave.
+        loss_only: Whether only the loss is compared.
+
+    Returns:
+        (check, reason): the check, or None and the reason why there is none.
     """
     world = trainer.world
-    alone = has_model_shards(trainer.strategy)
+    is_partitioned = has_model_shards(trainer.strategy)
     serial = None
-    twin = None
-    beside = None
-    room, words = _estimate_sample_capacity(trainer, batch)
-    because = words if room < len(batch.sample_indices) else None
-    given = (
+    baseline = None
+    reference = None
+    capacity, explanation = _estimate_sample_capacity(trainer, batch)
+    reason = explanation if capacity < len(batch.sample_indices) else None
+    given_batches = (
         None
         if as_loaded
         else world.broadcast_object(
             world.gather_objects((batch, inputs, target) if trainer.is_share_leader else None)
         )
     )
-    like = StepOutcome(
+    template = StepOutcome(
         0.0,
         0.0,
         {} if loss_only else {name: each.detach() for name, each in trainer.parameters.items()},
         {} if loss_only else {name: each.detach() for name, each in trainer.model.named_buffers()},
     )
-    test = functools.partial(_select_test_part, trainer, batch, given, loss_only)
-    if not because and world.rank < (1 if alone else 2):
+    test = functools.partial(_select_test_part, trainer, batch, given_batches, loss_only)
+    if not reason and world.rank < (1 if is_partitioned else 2):
         try:
             parts = (
                 functools.partial(_load_parts, trainer, batch)
-                if given is None
-                else functools.partial(_join_given_batches, trainer, given)
+                if given_batches is None
+                else functools.partial(_join_given_batches, trainer, given_batches)
             )
-            beside = ReferenceStep(
+            reference = ReferenceStep(
                 trainer,
                 trainer.module,
                 trainer.draws,
@@ -177,49 +207,52 @@ def make_reference_step(
                 {name: buffer.clone() for name, buffer in trainer.model.named_buffers()},
                 [],
             )
-            begun = time.monotonic()
-            made = beside.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
-            beside.saved_states.append(ModuleSnapshot(trainer.module, made.changed_parameters))
-            serial, twin = (made, None) if world.rank == 0 else (None, made)
-            # all others wait for both
-            if alone and world.size > 1 and time.monotonic() - begun < world.timeout / 3:
-                with contextlib.suppress(Exception):  # then there is no twin
-                    twin = beside.make_step(SAMPLE_ORDERINGS[0])
+            start = time.monotonic()
+            outcome = reference.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
+            reference.saved_states.append(
+                ModuleSnapshot(trainer.module, outcome.changed_parameters)
+            )
+            serial, baseline = (outcome, None) if world.rank == 0 else (None, outcome)
+            # All other ranks wait for both steps, so the second is made only if there is time.
+            if is_partitioned and world.size > 1 and time.monotonic() - start < world.timeout / 3:
+                with contextlib.suppress(Exception):  # There is no baseline then.
+                    baseline = reference.make_step(SAMPLE_ORDERINGS[0])
                 return_freed_memory()
-        except Exception as error:  # on rank 1: then there is no twin
-            because = f"one worker's step ended with {type(error).__name__}: {error}"
+        except Exception as error:  # If this is rank 1, there is no baseline.
+            reason = f"one worker's step ended with {type(error).__name__}: {error}"
     waits = stragglers.explain_timeout(
         "rank 0 makes the step of one worker, whole, to compare this one with",
         ", or --skip-first-step-check",
     )
-    with waits if beside is None else contextlib.nullcontext():
-        everywhere, because = (
-            broadcast_numbers(world, serial, because)
-            if alone
-            else broadcast_outcome(world, serial, like, reason=because)
+    with waits if reference is None else contextlib.nullcontext():
+        shared_outcome, reason = (
+            broadcast_numbers(world, serial, reason)
+            if is_partitioned
+            else broadcast_outcome(world, serial, template, reason=reason)
         )
-    if everywhere is None:
-        return None, because or "not one worker's step was made"
-    part = test(list) if isinstance(everywhere.test_loss, float) else None
-    # what a model in float64 computes in less
+    if shared_outcome is None:
+        return None, reason or "not one worker's step was made"
+    test_part = test(list) if isinstance(shared_outcome.test_loss, float) else None
+    # the coarsest type in which a float64 model computes some of its values
     eps = trainer.coarsest_eps if trainer.precision == torch.float64 else 0.0
     return StepCheck(
         world,
-        everywhere,
-        twin,
-        beside.make_variant if beside else None,
-        beside.make_precise_step if beside else None,
+        shared_outcome,
+        baseline,
+        reference.make_variant if reference else None,
+        reference.make_precise_step if reference else None,
         eps,
         trainer.precision == torch.float64,
-        alone,
+        is_partitioned,
         loss_only,
-        test_part=part if isinstance(part, BatchExcerpt) else None,
+        test_part=test_part if isinstance(test_part, BatchExcerpt) else None,
     ), ""
 
 
 def _group_samples(trainer: Trainer, samples: int) -> list[list[int]]:
-    """The micro-batches that are one worker's: all in one, unless batch norm sees them
-    apart.
+    """Group the samples by the micro-batches of one worker.
+
+    There is one group for all samples, unless batch norm sees the micro-batches apart.
     """
     if not trainer.batch_norm.has_computed or trainer.division.micro == 1:
         return [list(range(samples))]
@@ -228,13 +261,22 @@ def _group_samples(trainer: Trainer, samples: int) -> list[list[int]]:
 
 
 def _load_parts(trainer: Trainer, batch: Batch, ordering: SampleOrdering) -> list[BatchExcerpt]:
-    """From the dataset, each part collated by itself."""
+    """Load the parts from the dataset; each part is collated by itself."""
     groups = [ordering(group) for group in _group_samples(trainer, len(batch.sample_indices))]
     return [BatchExcerpt(*fetch_places(trainer, batch, group), group) for group in groups]
 
 
 def fetch_places(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any]:
-    """(inputs, target) of what stands at some places of a global batch."""
+    """Load the samples at some places of a global batch.
+
+    Args:
+        trainer: The trainer.
+        batch: This rank's part of the global batch.
+        places: The places in the global batch.
+
+    Returns:
+        (inputs, target).
+    """
     assert trainer.feed.samples is not None
     fetched = convert_batch(
         trainer.feed.samples[batch.epoch, batch.sample_indices, places],
@@ -251,31 +293,42 @@ def _select_test_part(
     loss_only: bool,
     ordering: SampleOrdering,
 ) -> BatchExcerpt | str:
-    """The first samples, as many as a rank runs at once, where the model is cut; or why there
-    are none.
+    """Return the first samples of the batch for a test of a partitioned model.
+
+    They are as many as a rank evaluates at once. Returns a text if there is no test: the reason, or
+    an empty text.
     """
     if loss_only or not (trainer.has_tests and has_model_shards(trainer.strategy)):
         return ""
-    few = list(range(choose_evaluation_batch(len(batch.sample_indices), trainer.division, 0)))
+    places = list(range(choose_evaluation_batch(len(batch.sample_indices), trainer.division, 0)))
     if given_batches is None:
-        return BatchExcerpt(*fetch_places(trainer, batch, ordering(few)), ordering(few))
+        return BatchExcerpt(*fetch_places(trainer, batch, ordering(places)), ordering(places))
     try:
-        (whole,) = _join_given_batches(trainer, given_batches, list)
+        (joined,) = _join_given_batches(trainer, given_batches, list)
         return (
-            whole
-            if ordering is list and len(few) >= len(whole.positions)
-            else whole.select_places(ordering(few[: len(whole.positions)]))
+            joined
+            if ordering is list and len(places) >= len(joined.positions)
+            else joined.select_places(ordering(places[: len(joined.positions)]))
         )
     except ValueError as error:
         return f"the batch that step was given cannot be cut: {error}"
 
 
 def evaluate_test_part(trainer: Trainer, part: BatchExcerpt, reference_loss: float) -> float:
-    """The mean loss of some samples in a test, by the strategy's own passes: of all replicas'
-    the furthest from one worker's. Collective.
+    """Compute the mean loss of some samples in a test, by the strategy's own passes.
+
+    Collective.
+
+    Args:
+        trainer: The trainer.
+        part: The samples.
+        reference_loss: The loss of one worker.
+
+    Returns:
+        Of the losses of all replicas, the one that is furthest from the reference.
     """
     assert trainer.passes is not None
-    # without autocast, as beside
+    # The test runs without autocast, as the reference step does.
     module = trainer.module
     spans = list(trainer.log.spans)
     trainer.rehearsing = True
@@ -296,21 +349,23 @@ def evaluate_test_part(trainer: Trainer, part: BatchExcerpt, reference_loss: flo
     finally:
         trainer.rehearsing, trainer.log.spans[:] = False, spans
     total, weight = share_output_sums(trainer.layout, sums)
-    every = trainer.samples_world.all_gather(torch.tensor(total / weight, dtype=torch.float64))
-    return max(map(float, every), key=lambda value: abs(value - reference_loss))
+    replica_losses = trainer.samples_world.all_gather(
+        torch.tensor(total / weight, dtype=torch.float64)
+    )
+    return max(map(float, replica_losses), key=lambda value: abs(value - reference_loss))
 
 
 def _join_given_batches(
     trainer: Trainer, given_batches: list[tuple[Batch, Any, Any] | None], ordering: SampleOrdering
 ) -> list[BatchExcerpt]:
-    """What step was given on all ranks, put together; stand-ins of empty parts left out."""
+    """Join what `step` received on all ranks; placeholder samples of empty parts are left out."""
     if trainer.batch_norm.has_computed and trainer.division.micro > 1:
         raise ValueError(
             "step was given another batch than trainer.batches gave, and batch norm sees "
             "micro-batches"
         )
     parts = []
-    for batch, inputs, target in filter(None, given_batches):  # of each share one rank
+    for batch, inputs, target in filter(None, given_batches):  # one rank of each share
         places = [
             place
             for micro, part in batch.iterate_slices()
@@ -321,16 +376,16 @@ def _join_given_batches(
             part = BatchExcerpt(inputs, target, batch.places)
             try:
                 parts.append(part.select_places(places))
-            # the loop dropped samples: what is left, as it is
+            # The loop dropped samples; the rest is taken unchanged.
             except ValueError:
                 parts.append(replace(part, positions=places))
-    whole = BatchExcerpt(
+    joined = BatchExcerpt(
         _concatenate_values([part.inputs for part in parts]),
         _concatenate_values([part.target for part in parts]),
         [position for part in parts for position in part.positions],
     )
-    places = list(range(len(whole.positions)))
-    return [whole if ordering is list else whole.select_places(ordering(places))]
+    places = list(range(len(joined.positions)))
+    return [joined if ordering is list else joined.select_places(ordering(places))]
 
 
 def _concatenate_values(values: list[Any]) -> Any:
@@ -347,57 +402,79 @@ def _concatenate_values(values: list[Any]) -> Any:
 
 
 def _estimate_sample_capacity(trainer: Trainer, batch: Batch) -> tuple[int, str]:
-    """For how many samples of the batch one worker's step has room here; in words."""
+    """Estimate for how many samples of the batch one worker's step has memory here.
+
+    Returns:
+        (samples, explanation).
+    """
     samples = len(batch.sample_indices)
-    left = read_available_memory()
-    alone = has_model_shards(trainer.strategy)
-    if left is None or trainer.world.rank > (0 if alone else 1):
+    bytes_left = read_available_memory()
+    is_partitioned = has_model_shards(trainer.strategy)
+    if bytes_left is None or trainer.world.rank > (0 if is_partitioned else 1):
         return samples, ""
-    # every rank divides a copy, and gathers what is compared
-    divides = trainer.strategy.shards_parameters
-    left //= 1 if alone else trainer.world.size if divides else min(2, trainer.world.size)
-    each = max(1, trainer.activation_bytes // max(1, len(batch.micro_batches[0].positions)))
-    # cut: a copy to put back, gradients of step, twin and all parts together; the parts, and
-    # their gradients
-    model = (6 if alone else 4 if divides else 2) * sum(
+    # Every rank shards a copy, and gathers what is compared.
+    is_sharded = trainer.strategy.shards_parameters
+    bytes_left //= (
+        1 if is_partitioned else trainer.world.size if is_sharded else min(2, trainer.world.size)
+    )
+    per_sample = max(1, trainer.activation_bytes // max(1, len(batch.micro_batches[0].positions)))
+    # If the model is partitioned, there are six: a copy to restore, the gradients of the step,
+    # of the baseline and of all parts together, the parts, and the gradients of these.
+    model = (6 if is_partitioned else 4 if is_sharded else 2) * sum(
         parameter.nbytes for parameter in trainer.parameters.values()
     )
     return (
-        max(0, min(samples, (left - model) // each)),
-        f"{samples} samples want about {(model + samples * each) >> 20} MiB on one rank, and "
-        f"{left >> 20} MiB are left",
+        max(0, min(samples, (bytes_left - model) // per_sample)),
+        f"{samples} samples want about {(model + samples * per_sample) >> 20} MiB on one rank, and "
+        f"{bytes_left >> 20} MiB are left",
     )
 
 
 def shrink_batch(trainer: Trainer, batch: Batch) -> Batch | None:
-    """Of the batch as many samples as there is room for, or None where that is all, or not one
-    for every share. Collective.
+    """Reduce the batch to as many samples as there is memory for.
+
+    Collective.
+
+    Args:
+        trainer: The trainer.
+        batch: This rank's part of the global batch.
+
+    Returns:
+        The smaller batch. None if there is memory for all samples, or if a share would be empty.
     """
-    room = int(
+    capacity = int(
         trainer.world.all_reduce(
             torch.tensor(float(_estimate_sample_capacity(trainer, batch)[0])), "MIN"
         )
     )
     return (
         None
-        if room >= len(batch.sample_indices)
-        else batch.take_first_samples(room, trainer.division, trainer.replicas)
+        if capacity >= len(batch.sample_indices)
+        else batch.take_first_samples(capacity, trainer.division, trainer.replicas)
     )
 
 
 def refuse_float64_copies(world: World, module: LossModule) -> None:
-    """Raises StepFailed where not every rank may have the whole model some times more: to put
-    back, and in float64, with gradients and parts beside it. Collective.
+    """Check that every rank has memory for several copies of the whole model.
+
+    Collective. They are a copy to restore, one in float64, its gradients, and its parts.
+
+    Args:
+        world: The ranks.
+        module: The whole model and the loss.
+
+    Raises:
+        StepFailed: If a host has too little memory.
     """
-    left = read_available_memory() if world.device.type == "cpu" else None
-    wanted = (
+    available = read_available_memory() if world.device.type == "cpu" else None
+    needed = (
         7 * (count_local_ranks() or world.size) * sum(each.nbytes for each in module.parameters())
     )
-    if not world.all_reduce(torch.tensor(float(left is None or wanted <= left)), "MIN"):
+    if not world.all_reduce(torch.tensor(float(available is None or needed <= available)), "MIN"):
         raise StepFailed(
             f"this step is off from one worker's by more than rounding in its type explains at "
             f"once, and to make "
-            f"it again in float64 wants about {wanted >> 20} MiB on each host, which is not there; "
+            f"it again in float64 wants about {needed >> 20} MiB on each host, which is not there; "
             f"train it in "
             "float64, on fewer ranks of a host, or without the check (--skip-first-step-check, "
             "skip_first_step_check=True)"

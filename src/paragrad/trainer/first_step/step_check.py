@@ -1,31 +1,33 @@
-"""The first step, compared with one worker's before anything is updated.
+"""Compare the first step with one worker's before anything is updated.
 
-Before exchange or cut is wired, rank 0 runs the whole global batch as one worker would, on the
-model itself, and rank 1 the *rounding twin* (the samples in reverse order) at the same time;
-everything is put back. When the strategy's own first step has its gradients, and before its
-update, every rank compares what it holds with the one worker's: loss, weight, gradients,
-buffers. Where the model is cut, so is the loss of some samples in a test (eval mode), in which
-modules may take other ways than in training.
+Rank 0 runs the whole global batch as one worker would, on the model itself. At the same time,
+rank 1 runs the *rounding baseline*: the same samples in reverse order. This happens before the
+exchange is set up or the model is partitioned, and all state is restored afterwards.
 
-What is rounding is measured, not assumed. With d the difference from serial and t the twin's,
+The strategy then makes its own first step. Between its gradients and its update, every rank
+compares what it holds with the reference: loss, weight, gradients, buffers. If the model is
+partitioned, the loss of some samples in a test (eval mode) is compared too. Modules may take
+other paths there than in training.
+
+Rounding is measured, not assumed. Let d be the difference from serial and t that of the baseline,
 over the tensors of a module:
 
-    d at most 8 eps of their largest, or at most 1.5 t:         equal otherwise, against a
-    reference one precision higher:        doubtful where the strategy's error is more than 4
-    times the
-                                                                larger of serial's and the
-                                                                twin's
-    doubtful:                                                   the strategy makes the step once
-    more one precision higher, and
-                                                                that is compared
+    equal       d is at most 8 eps of their largest value, or at most 1.5 t
+    doubtful    any other d; the step is then compared with a reference of higher precision
+    differs     the strategy's error against that reference is more than 4 times the larger of
+                serial's and the baseline's
+    repeated    if the step differs, the strategy makes it once more in the higher precision, and
+                that result is compared
 
-(1.5 t never exceeds three times the larger of the two errors, so the first line implies the
-second. The third one is there because one twin may have luck: in a deep model a rectifier that
-flips is a hundred times all other rounding.) A twin is believed while it shows rounding, and
-not a fault of its rank or samples that are mixed. Where there is no higher precision, or the
-model cannot run in it, further twins stand in, pooled over all tensors of a kind: other orders
-of the samples, and parameters moved by one unit in the last place; a miss is more than 4 times
-the largest difference among them.
+(1.5 t never exceeds three times the larger of the two errors, so the first line implies the test
+of the third. The repetition exists because one baseline may be lucky: in a deep model, a
+rectifier that flips is a hundred times all other rounding.)
+
+A baseline is trusted while it shows rounding, and not a fault of its rank or mixed samples. If
+there is no higher precision, or the model cannot run in it, further baselines take its place.
+They are other orderings of the samples, and parameters moved by one unit in the last place. Their
+differences are pooled over all tensors of a kind. The step then differs if its difference is more
+than 4 times their largest.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ from paragrad.trainer.first_step.step_result import (
 )
 
 SampleOrdering = Callable[[list[int]], list[int]]
-# of the samples of a group: the twin's, and others where there is no reference
+# Orderings of the samples of a group: the baseline's, and others if there is no precise reference.
 SAMPLE_ORDERINGS: tuple[SampleOrdering, ...] = (
     lambda group: group[::-1],
     lambda group: group[len(group) // 2 :] + group[: len(group) // 2],
@@ -75,17 +77,26 @@ def run_reference_step(
     loss_only: bool = False,
     test: BatchExcerpt | str = "",
 ) -> StepOutcome:
-    """What one worker makes of a batch: one part, or the micro-batches that batch norm sees.
-    Gradients and buffers stay so.
+    """Run one worker's step on a batch. Gradients and buffers stay as the step leaves them.
 
-    The positions of a part are its samples' places in the global batch, by which its draws are
-    keyed.  test: what is tested before; or why nothing is.
+    Args:
+        module: Model and loss.
+        parts: One part, or the micro-batches that batch norm sees. The positions of a part are the
+            places of its samples in the global batch, by which its draws are keyed.
+        draws: The random draws of the model.
+        seed: The seed of the training.
+        step: The step.
+        loss_only: Whether only the loss is computed.
+        test: The samples of the test, which is made first; or why there is no test.
+
+    Returns:
+        The outcome of the step before its update.
     """
-    tested = test if isinstance(test, str) else _compute_test_loss(module, test)
+    test_loss = test if isinstance(test, str) else _compute_test_loss(module, test)
     buffers_before = {
         name: buffer.detach().clone() for name, buffer in module.model.named_buffers()
     }
-    before = ModuleSnapshot(module, include_buffers=True)
+    snapshot = ModuleSnapshot(module, include_buffers=True)
     for parameter in module.model.parameters():
         parameter.grad = None
     loss, weight = _sum_part_losses(module, parts, draws, seed, step, backward=not loss_only)
@@ -96,7 +107,7 @@ def run_reference_step(
         for gradient in gradients.values():
             if gradient is not None:
                 gradient.div_(weight or 1.0)
-    # not a cache that grew
+    # A buffer of a new shape is a cache that grew; it is left out.
     buffers = {
         name: buffer.detach().clone()
         for name, buffer in module.model.named_buffers()
@@ -105,25 +116,34 @@ def run_reference_step(
     changed = frozenset(
         name for name, buffer in buffers.items() if not torch.equal(buffer, buffers_before[name])
     )
-    moved, state = before.collect_module_changes()
-    for put_back in before.buffer_restorers if state else ():  # by which the loss would be another
+    changed_parameters, changed_state = snapshot.collect_module_changes()
+    # changed buffers would change the loss
+    for put_back in snapshot.buffer_restorers if changed_state else ():
         put_back()
-    if state and _sum_part_losses(module, parts, draws, seed, step, backward=False) == (
+    if changed_state and _sum_part_losses(module, parts, draws, seed, step, backward=False) == (
         loss,
         weight,
     ):
-        # written, and not read: the last attention, the size of a batch
-        state = {}
+        # The state is written and never read: the last attention, the size of a batch.
+        changed_state = {}
     return StepOutcome(
-        loss / (weight or 1.0), weight, gradients, buffers, changed, moved, state, tested
+        loss / (weight or 1.0),
+        weight,
+        gradients,
+        buffers,
+        changed,
+        changed_parameters,
+        changed_state,
+        test_loss,
     )
 
 
 def _compute_test_loss(module: LossModule, part: BatchExcerpt) -> float | str:
-    """The mean loss in a test; or why there is none to compare with. What draws is another one
-    when it is made again.
+    """Compute the mean loss in a test, or return why there is none to compare with.
+
+    The loss is computed twice, because random draws make it differ.
     """
-    found = list[float]()
+    losses = list[float]()
     try:
         with (
             keep_generators(),
@@ -140,12 +160,12 @@ def _compute_test_loss(module: LossModule, part: BatchExcerpt) -> float | str:
                         [part.positions],
                         module.uses_graph_divisor,
                     )
-                found.append(total / weight if weight else math.nan)
+                losses.append(total / weight if weight else math.nan)
     except Exception as error:
         return f"one worker's raised {describe_error(error)}"
-    if not math.isfinite(found[0]):
+    if not math.isfinite(losses[0]):
         return "no sample counts in it, or its loss is not finite"
-    return found[0] if found[0] == found[1] else "it is another one each time it is made"
+    return losses[0] if losses[0] == losses[1] else "it is another one each time it is made"
 
 
 def _sum_part_losses(
@@ -156,22 +176,22 @@ def _sum_part_losses(
     step: int,
     backward: bool,
 ) -> tuple[float, float]:
-    """(sum of losses, weight) of all parts."""
+    """Return (sum of losses, weight) over all parts."""
     loss = 0.0
     weight = 0.0
     for part in parts:
         with key_draws(draws, seed, step, part.positions):
-            total, more = module(*part.copy_batch(), len(part.positions))
+            total, part_weight = module(*part.copy_batch(), len(part.positions))
             if backward:
-                # what is not linear in a gradient (a hook that clips) sees that of the mean, as
-                # without this library
+                # A hook that is not linear in a gradient (it clips) sees the gradient of the
+                # mean, as without this library.
                 total.backward(
                     None
-                    if module.is_linear or len(parts) > 1 or not more
-                    else total.new_tensor(1.0 / more)
+                    if module.is_linear or len(parts) > 1 or not part_weight
+                    else total.new_tensor(1.0 / part_weight)
                 )
         loss = loss + float(total.detach())
-        weight = weight + more
+        weight = weight + part_weight
     return loss, weight
 
 
@@ -186,12 +206,24 @@ def run_precise_step(
     loss_only: bool = False,
     test: BatchExcerpt | str = "",
 ) -> StepOutcome:
-    """The same in float64, by a copy of the model and the loss. Raises what they raise
-    there.
+    """Run one worker's step in float64, on a copy of the model and the loss.
+
+    Raises what model and loss raise in float64.
+
+    Args:
+        model: A copy of the model.
+        module: Model and loss in their own types.
+        parts: The parts of the batch, as in `run_reference_step`.
+        draws: The random draws of the model.
+        seed: The seed of the training.
+        step: The step.
+        loss: The loss in float64.
+        loss_only: Whether only the loss is computed.
+        test: The samples of the test, or why there is no test.
     """
-    twin = module.wrap_model(convert_model(model, torch.float64), loss)
+    precise_module = module.wrap_model(convert_model(model, torch.float64), loss)
     return run_reference_step(
-        twin,
+        precise_module,
         [part.convert(torch.float64) for part in parts],
         draws,
         seed,
@@ -201,11 +233,16 @@ def run_precise_step(
     )
 
 
-# ---- the proof -------------------------------------------------------------------------------
+# ---- the comparison --------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Mismatch:
-    """A kind that is not one worker's: the tensor, the difference, and the largest that
-    rounding explains.
+    """A kind of values that differs from one worker's.
+
+    Attributes:
+        kind: The kind: loss, weight, test, gradient, buffer, parameter, state, or repetition.
+        rank: The rank on which the difference is largest.
+        gap: The difference.
+        rounding: The largest difference that rounding explains.
     """
 
     kind: str
@@ -216,15 +253,25 @@ class Mismatch:
 
 @dataclass
 class StepCheck:
-    """What one worker made, on every rank, and on rank 1 its twin; `missed` compares.
-    Collective.
+    """One worker's outcome on every rank, and the baseline's on rank 1, to compare a step with.
 
-    alone: on rank 0, both of them; the others have its numbers, without tensors; again: on rank
-    0, what one worker makes of the batch once more (-1), in one of several orders, or with its
-    parameters moved; reference: there, in float64;  eps: of what a model in float64 computes in
-    less;  precise: it is in float64;  double: the misses of the strategy's own step in float64,
-    on every rank, or None where that cannot be;  test: on every rank, what was tested;  tested:
-    its loss under the strategy.
+    Attributes:
+        world: The ranks that compare.
+        serial_outcome: The outcome of one worker's step.
+        baseline_outcome: The outcome of the rounding baseline, or None.
+        make_variant: On rank 0, repeats one worker's step: unchanged (-1), in another ordering of
+            the samples, or with moved parameters.
+        make_precise_outcome: On rank 0, makes one worker's step in float64.
+        eps: The eps of the coarsest type in which a float64 model computes some values.
+        is_float64: Whether the model is in float64.
+        first_rank_only: Whether rank 0 alone has the tensors of both outcomes; the other ranks then
+            have the numbers only.
+        loss_only: Whether only the loss is compared.
+        rerun_in_float64: On every rank, the mismatches of the strategy's own step in float64, or
+            None if that is impossible.
+        test_part: On every rank, the samples of the test.
+        test_loss: The loss of the test under the strategy.
+        loss_eps: The eps of the loss's type.
     """
 
     world: World
@@ -242,138 +289,159 @@ class StepCheck:
     loss_eps: float = 0.0
 
     def find_mismatches(self, outcome: StepOutcome, loss_dtype: torch.dtype) -> list[Mismatch]:
-        """The kinds that are not one worker's; on every rank. loss: the loss's type."""
+        """Find the kinds of values that differ from one worker's; the same list on every rank.
+
+        Collective.
+
+        Args:
+            outcome: The outcome of the strategy's step on this rank.
+            loss_dtype: The type of the loss.
+        """
         self.loss_eps = max(
             self.eps,
             torch.finfo(loss_dtype).eps,
             0.0 if self.is_float64 else torch.finfo(torch.float32).eps,
         )
-        if self.first_rank_only:  # who has no loss does not know its type
+        if self.first_rank_only:  # A rank without a loss does not know its type.
             self.loss_eps = float(
                 self.world.all_reduce(torch.tensor(self.loss_eps, dtype=torch.float64), "MAX")
             )
-        mine = self._compare_outcomes(outcome)
-        twin = (
+        own_gaps = self._compare_outcomes(outcome)
+        baseline_gaps = (
             None if self.baseline_outcome is None else self._compare_outcomes(self.baseline_outcome)
         )
-        keys = list(mine)
+        keys = list(own_gaps)
         rounding = {
-            key: twin[key].value if twin and key in twin and twin[key].is_rounding else 0.0
+            key: baseline_gaps[key].value
+            if baseline_gaps and key in baseline_gaps and baseline_gaps[key].is_rounding
+            else 0.0
             for key in keys
         }
-        told = torch.tensor(
-            [[mine[key].value, rounding[key], mine[key].equality_tolerance] for key in keys],
+        values = torch.tensor(
+            [
+                [own_gaps[key].value, rounding[key], own_gaps[key].equality_tolerance]
+                for key in keys
+            ],
             dtype=torch.float64,
         )
-        told = told.nan_to_num(nan=math.inf)
-        worst = told if self.first_rank_only else self.world.all_reduce(told, "MAX")
-        doubtful = [
+        values = values.nan_to_num(nan=math.inf)
+        worst = values if self.first_rank_only else self.world.all_reduce(values, "MAX")
+        doubtful_keys = [
             key
-            for key, (value, twins, floor) in zip(keys, worst.tolist(), strict=True)
-            if value > max(floor, 1.5 * twins)
+            for key, (value, baseline, tolerance) in zip(keys, worst.tolist(), strict=True)
+            if value > max(tolerance, 1.5 * baseline)
         ]
-        doubtful = self.world.broadcast_object(doubtful) if self.first_rank_only else doubtful
-        return self._judge_doubtful(outcome, doubtful) if doubtful else []
+        doubtful_keys = (
+            self.world.broadcast_object(doubtful_keys) if self.first_rank_only else doubtful_keys
+        )
+        return self._judge_doubtful(outcome, doubtful_keys) if doubtful_keys else []
 
     def _iterate_baselines(
         self, numbers: Iterable[int], reference: StepOutcome | None = None
     ) -> Iterator[dict[GapKey, Gap]]:
-        """Further twins' differences, where they are believed; those of moved parameters mix no
-        samples, and always are.
+        """Yield the differences of further baselines that are trusted.
+
+        Moved parameters mix no samples, so their differences are always trusted.
         """
         assert self.make_variant is not None
         for number in numbers:
-            # samples that cannot be brought into another order
+            # ValueError: the samples cannot be reordered.
             with contextlib.suppress(ValueError):
-                found = self._compare_outcomes(self.make_variant(number), reference)
+                gaps = self._compare_outcomes(self.make_variant(number), reference)
                 yield {
                     key: gap
-                    for key, gap in found.items()
+                    for key, gap in gaps.items()
                     if gap.is_rounding or number == len(SAMPLE_ORDERINGS)
                 }
 
     def _compare_outcomes(
         self, outcome: StepOutcome, reference: StepOutcome | None = None
     ) -> dict[GapKey, Gap]:
-        found = compute_gaps(outcome, reference or self.serial_outcome, self.eps)
+        gaps = compute_gaps(outcome, reference or self.serial_outcome, self.eps)
         return {
             key: replace(gap, eps=max(gap.eps, self.loss_eps))
             if key[0] in ("loss", "weight", "test")
             else gap
-            for key, gap in found.items()
+            for key, gap in gaps.items()
         }
 
     def _check_repetition(self) -> Mismatch | None:
-        """One worker's step is another one when it is made once more: then all twins agree with
-        everything.
+        """Return a mismatch if one worker's step differs when it is repeated.
+
+        All baselines would then agree with everything.
         """
         assert self.make_variant is not None
-        unlike = [
+        differing = [
             gap
             for gap in self._compare_outcomes(self.make_variant(-1)).values()
             if not gap.is_rounding
         ]
         return (
             Mismatch(
-                "repetition", 0, max(unlike, key=lambda gap: gap.value / (gap.largest or 1.0)), 0.0
+                "repetition",
+                0,
+                max(differing, key=lambda gap: gap.value / (gap.largest or 1.0)),
+                0.0,
             )
-            if unlike
+            if differing
             else None
         )
 
     def _judge_doubtful(self, outcome: StepOutcome, doubtful_keys: list[GapKey]) -> list[Mismatch]:
-        """Against a reference one precision higher, or more twins, all on rank 0; then by the
-        strategy's own step there.
+        """Compare the doubtful kinds with a reference of higher precision, or with more baselines.
+
+        Both exist on rank 0. If a kind still differs, the strategy repeats its own step in the
+        higher precision.
         """
-        better: StepOutcome | None = None
+        precise: StepOutcome | None = None
         if self.make_precise_outcome and self.world.rank == 0 and not self.is_float64:
             try:
-                better = self.make_precise_outcome()
-            except Exception:  # it cannot run in float64
-                better = None
-            # a test cannot
-            if better is not None and type(better.test_loss) is not type(
+                precise = self.make_precise_outcome()
+            except Exception:  # The model cannot run in float64.
+                precise = None
+            # The test cannot run in float64.
+            if precise is not None and type(precise.test_loss) is not type(
                 self.serial_outcome.test_loss
             ):
-                better = None
+                precise = None
         if self.first_rank_only:
-            better, _ = broadcast_numbers(self.world, better)
-            told = [self._compare_outcomes(outcome, better)]
+            precise, _ = broadcast_numbers(self.world, precise)
+            rank_gaps = [self._compare_outcomes(outcome, precise)]
         else:
-            better, _ = broadcast_outcome(self.world, better, self.serial_outcome, torch.float64)
-            told = self.world.gather_objects(self._compare_outcomes(outcome, better))
-        misses: list[Mismatch] = []
+            precise, _ = broadcast_outcome(self.world, precise, self.serial_outcome, torch.float64)
+            rank_gaps = self.world.gather_objects(self._compare_outcomes(outcome, precise))
+        mismatches: list[Mismatch] = []
         if self.world.rank == 0:
-            if unsteady := self._check_repetition():
+            if repetition := self._check_repetition():
                 doubtful_keys = []
-                rounding = []
-                misses = [unsteady]
-            elif better is not None:
-                rounding = [
-                    self._compare_outcomes(self.serial_outcome, better),
-                    *self._iterate_baselines([0], better),
+                rounding_gaps = []
+                mismatches = [repetition]
+            elif precise is not None:
+                rounding_gaps = [
+                    self._compare_outcomes(self.serial_outcome, precise),
+                    *self._iterate_baselines([0], precise),
                 ]
             else:
-                rounding = [
+                rounding_gaps = [
                     pool_gaps(each)
                     for each in self._iterate_baselines(range(len(SAMPLE_ORDERINGS) + 1))
                 ]
                 doubtful_keys = list(dict.fromkeys((kind, "") for kind, _ in doubtful_keys))
-                told = [pool_gaps(each) for each in told]
+                rank_gaps = [pool_gaps(each) for each in rank_gaps]
             for key in doubtful_keys:
-                values = [each[key].value for each in rounding if key in each]
+                values = [each[key].value for each in rounding_gaps if key in each]
                 bound = max(filter(math.isfinite, values), default=0.0)
-                found = [(rank, each.get(key, Gap())) for rank, each in enumerate(told)]
-                rank, gap = max(found, key=lambda pair: pair[1].value)
+                candidates = [(rank, each.get(key, Gap())) for rank, each in enumerate(rank_gaps)]
+                rank, gap = max(candidates, key=lambda pair: pair[1].value)
                 if gap.value > max(4 * bound, gap.equality_tolerance):
-                    misses.append(Mismatch(key[0], rank, gap, bound))
-        misses = self.world.broadcast_object(misses)
-        in_double = (
+                    mismatches.append(Mismatch(key[0], rank, gap, bound))
+        mismatches = self.world.broadcast_object(mismatches)
+        float64_mismatches = (
             self.rerun_in_float64()
-            if misses and better is not None and self.rerun_in_float64
+            if mismatches and precise is not None and self.rerun_in_float64
             else None
         )
-        return misses if in_double is None else in_double
+        return mismatches if float64_mismatches is None else float64_mismatches
 
 
 def broadcast_outcome(
@@ -383,29 +451,38 @@ def broadcast_outcome(
     dtype: torch.dtype | None = None,
     reason: str | None = None,
 ) -> tuple[StepOutcome | None, str | None]:
-    """What rank 0 made, on every rank, or None, and why: in one message, and another where a
-    forward changes more than buffers.
+    """Send rank 0's outcome to every rank.
 
-    like: of its names and shapes;  dtype: of its real numbers.
+    It takes one message, and a second one if a forward changes more than buffers.
+
+    Args:
+        world: The ranks.
+        outcome: The outcome; used on rank 0 only.
+        template: An outcome with the same names and shapes.
+        dtype: The type of the outcome's real tensors, or None for the template's.
+        reason: Why there is no outcome; used on rank 0 only.
+
+    Returns:
+        (outcome, reason): the outcome, or None and the reason.
     """
     if world.size == 1:
         return outcome, reason
     names = [*template.gradients, *template.buffers]
     shapes = [*template.gradients.values(), *template.buffers.values()]
-    mine = outcome or StepOutcome(0.0, 0.0, {}, {})
-    here = [(mine.gradients | mine.buffers).get(name) for name in names]
-    told = torch.tensor(
+    sent = outcome or StepOutcome(0.0, 0.0, {}, {})
+    tensors = [(sent.gradients | sent.buffers).get(name) for name in names]
+    header = torch.tensor(
         [
             outcome is not None,
-            bool(mine.changed_parameters or mine.changed_state),
-            mine.loss,
-            mine.weight,
-            *(each is not None for each in here),
-            *(name in mine.changed_buffers for name in names),
+            bool(sent.changed_parameters or sent.changed_state),
+            sent.loss,
+            sent.weight,
+            *(each is not None for each in tensors),
+            *(name in sent.changed_buffers for name in names),
         ],
         dtype=torch.float64,
     )
-    places = [
+    placeholders = [
         torch.zeros(0)
         if each is None
         else torch.zeros(each.shape, dtype=choose_dtype(each, dtype), device=each.device)
@@ -415,34 +492,36 @@ def broadcast_outcome(
         [
             _view_as_bytes(each, world.device)
             for each in (
-                told,
+                header,
                 *(
                     place if each is None else each
-                    for place, each in zip(places, here, strict=True)
+                    for place, each in zip(placeholders, tensors, strict=True)
                 ),
             )
         ]
     )
     world.copy_from_first(flat)
-    told, *found = (
+    header, *received = (
         part.clone().view(each.dtype).view(each.shape)
         for part, each in zip(
-            flat.split([each.numel() * each.element_size() for each in (told, *places)]),
-            (told, *places),
+            flat.split([each.numel() * each.element_size() for each in (header, *placeholders)]),
+            (header, *placeholders),
             strict=True,
         )
     )
-    there, more, loss, weight, *flags = told.tolist()
-    if not there:
+    has_outcome, has_changes, loss, weight, *flags = header.tolist()
+    if not has_outcome:
         return None, world.broadcast_object(reason)
     values = {
-        name: value for name, value, present in zip(names, found, flags, strict=False) if present
+        name: value for name, value, present in zip(names, received, flags, strict=False) if present
     }
     changed = frozenset(
         name for name, moved in zip(names, flags[len(names) :], strict=True) if moved
     )
     moved, state = (
-        world.broadcast_object((mine.changed_parameters, mine.changed_state)) if more else ({}, {})
+        world.broadcast_object((sent.changed_parameters, sent.changed_state))
+        if has_changes
+        else ({}, {})
     )
     return StepOutcome(
         loss,
@@ -458,10 +537,18 @@ def broadcast_outcome(
 def broadcast_numbers(
     world: World, outcome: StepOutcome | None, reason: str | None = None
 ) -> tuple[StepOutcome | None, str | None]:
-    """What rank 0 made, there, and on the other ranks the same without gradients and buffers;
-    or None, and why.
+    """Send rank 0's outcome to every rank, without gradients and buffers.
+
+    Args:
+        world: The ranks.
+        outcome: The outcome; used on rank 0 only.
+        reason: Why there is no outcome; used on rank 0 only.
+
+    Returns:
+        (outcome, reason): on rank 0 the complete outcome, on other ranks its numbers; or None and
+        the reason.
     """
-    told = world.broadcast_object(
+    received = world.broadcast_object(
         (
             None
             if outcome is None
@@ -469,7 +556,9 @@ def broadcast_numbers(
             reason,
         )
     )
-    return (told[0] if outcome is None else outcome), (told[1] if told[0] is None else None)
+    return (received[0] if outcome is None else outcome), (
+        received[1] if received[0] is None else None
+    )
 
 
 def _view_as_bytes(tensor: Tensor, device: torch.device) -> Tensor:

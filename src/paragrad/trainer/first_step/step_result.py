@@ -1,4 +1,4 @@
-"""What a step made before its update, and how far that is from what another made."""
+"""The outcome of a step before its update, and its difference from another outcome."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from torch import Tensor
 
 from paragrad.engine.state.values import is_differentiable, is_same_value
 
-EQUAL_EPS = 8  # eps of the largest: equal
-BASELINE_EPS = 1000  # eps up to which a twin is believed
+EQUAL_EPS = 8  # in eps of the largest value: values that differ by less are equal
+BASELINE_EPS = 1000  # in eps of the largest value: up to here, a baseline shows rounding
 
 
 @dataclass
 class StepOutcome:
-    """What a step made before its update: the mean loss, its weight, mean gradients, buffers.
-    changed: which buffers it did.
+    """The outcome of a step before its update.
 
-    moved: parameters that the forward changed;  state: what it changed in Python, of one worker
-    only if it reads that; tested: before that, the mean loss of some of the samples in a test;
-    or why there is none, where it was asked for.
+    Attributes:
+        loss: The mean loss.
+        weight: The weight of the mean (samples or tokens).
+        gradients: The mean gradients.
+        buffers: The buffers.
+        changed_buffers: The names of the buffers that the step changed.
+        changed_parameters: The parameters that the forward changed.
+        changed_state: The Python state that the forward changed; of one worker, only if the forward
+            reads it.
+        test_loss: The mean loss of some samples in a test before the step; or why there is none.
     """
 
     loss: float
@@ -41,60 +47,74 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a kind of values is from others: the largest difference, where, and the largest
-    value of the kind.
+    """The difference of a kind of values from a reference.
+
+    Attributes:
+        value: The largest difference.
+        tensor: The tensor with the largest difference.
+        largest: The largest value of the kind.
+        eps: The eps of the coarsest type among the tensors.
     """
 
     value: float = 0.0
     tensor: str | None = None
     largest: float = 0.0
-    eps: float = 0.0  # of the coarsest among them
+    eps: float = 0.0
 
     @property
     def equality_tolerance(self) -> float:
+        """The difference up to which values count as equal."""
         return EQUAL_EPS * self.eps * self.largest
 
     @property
     def is_rounding(self) -> bool:
-        """Of a twin: is it rounding?"""
+        """Whether the difference of a baseline is small enough to be rounding."""
         return self.value <= BASELINE_EPS * self.eps * self.largest
 
 
-# a kind (loss, weight, test, gradient, buffer, parameter, state) and a module
+# (kind, module), with the kinds loss, weight, test, gradient, buffer, parameter and state
 GapKey = tuple[str, str]
 
 
 def compute_gaps(
     outcome: StepOutcome, reference: StepOutcome, eps: float = 0.0
 ) -> dict[GapKey, Gap]:
-    """By kind and module, the largest difference from what another made. A buffer that nobody
-    changed must be the same to the bit. eps: at least that of every tensor.
+    """Compute the largest difference from a reference, by kind and module.
+
+    A buffer that no step changed must be bit-equal.
+
+    Args:
+        outcome: The outcome to compare.
+        reference: The outcome with which it is compared.
+        eps: A lower bound of the eps of every tensor.
     """
-    still = _find_unequal_buffer(outcome, reference)
-    found = {
+    unequal_buffer = _find_unequal_buffer(outcome, reference)
+    gaps = {
         ("loss", ""): Gap(abs(outcome.loss - reference.loss), "loss", abs(reference.loss), eps),
         ("weight", ""): Gap(
             abs(outcome.weight - reference.weight), "weight", abs(reference.weight), eps
         ),
-        # the same keys on every rank
+        # The keys must be the same on every rank.
         ("buffer", ""): Gap(),
         ("parameter", ""): Gap(),
         ("state", ""): Gap(),
     }
-    real = {
+    real_buffers = {
         name: reference.buffers[name]
         for name in sorted(reference.changed_buffers)
         if is_differentiable(reference.buffers[name])
     }
-    for kind, mine, other in (
+    for kind, tensors, references in (
         ("gradient", outcome.gradients, reference.gradients),
-        ("buffer", outcome.buffers, real),
+        ("buffer", outcome.buffers, real_buffers),
         ("parameter", outcome.changed_parameters, reference.changed_parameters),
     ):
-        for module, names in itertools.groupby(other, key=lambda name: name.rpartition(".")[0]):
-            gap = _find_largest_gap({name: mine.get(name) for name in names}, other, eps)
-            found[kind, module] = (
-                _merge_gaps(found[kind, module], gap) if (kind, module) in found else gap
+        for module, names in itertools.groupby(
+            references, key=lambda name: name.rpartition(".")[0]
+        ):
+            gap = _find_largest_gap({name: tensors.get(name) for name in names}, references, eps)
+            gaps[kind, module] = (
+                _merge_gaps(gaps[kind, module], gap) if (kind, module) in gaps else gap
             )
     if isinstance(reference.test_loss, float):
         value = (
@@ -102,29 +122,29 @@ def compute_gaps(
             if isinstance(outcome.test_loss, float)
             else math.inf
         )
-        found["test", ""] = Gap(
+        gaps["test", ""] = Gap(
             value if math.isfinite(value) else math.inf,
             "loss of a test",
             abs(reference.test_loss),
-            # a test may be cast where a step is not
+            # Autocast may apply to the test and not to the step.
             max(eps, torch.finfo(torch.float32).eps),
         )
-    if still is not None:
-        found["buffer", ""] = Gap(math.inf, still, 0.0, eps)
-    if alone := [
+    if unequal_buffer is not None:
+        gaps["buffer", ""] = Gap(math.inf, unequal_buffer, 0.0, eps)
+    if unexpected := [
         name for name in outcome.changed_parameters if name not in reference.changed_parameters
     ]:
-        found["parameter", ""] = Gap(math.inf, alone[0], 0.0, eps)
+        gaps["parameter", ""] = Gap(math.inf, unexpected[0], 0.0, eps)
     if reference.changed_state:
         pairs = {
             name: _compute_state_difference(outcome.changed_state.get(name, ...), value)
             for name, value in reference.changed_state.items()
         }
         worst = max(pairs, key=lambda name: pairs[name][0])
-        found["state", ""] = Gap(
+        gaps["state", ""] = Gap(
             pairs[worst][0], worst, pairs[worst][1], max(eps, torch.finfo(torch.float32).eps)
         )
-    return found
+    return gaps
 
 
 def _merge_gaps(one: Gap, other: Gap) -> Gap:
@@ -133,7 +153,7 @@ def _merge_gaps(one: Gap, other: Gap) -> Gap:
 
 
 def pool_gaps(gaps: dict[GapKey, Gap]) -> dict[GapKey, Gap]:
-    """Over all modules."""
+    """Merge the gaps of all modules into one for each kind."""
     kinds: dict[GapKey, Gap] = {}
     for (kind, _), gap in gaps.items():
         kinds[kind, ""] = _merge_gaps(kinds[kind, ""], gap) if (kind, "") in kinds else gap
@@ -143,11 +163,11 @@ def pool_gaps(gaps: dict[GapKey, Gap]) -> dict[GapKey, Gap]:
 def _find_unequal_buffer(outcome: StepOutcome, reference: StepOutcome) -> str | None:
     for name, buffer in reference.buffers.items():
         exact = name not in reference.changed_buffers or not is_differentiable(buffer)
-        mine = outcome.buffers.get(name)
+        own_buffer = outcome.buffers.get(name)
         if exact and (
-            mine is None
-            or mine.shape != buffer.shape
-            or not is_same_value(mine, buffer.to(mine.dtype))
+            own_buffer is None
+            or own_buffer.shape != buffer.shape
+            or not is_same_value(own_buffer, buffer.to(own_buffer.dtype))
         ):
             return name
     return None
@@ -156,17 +176,19 @@ def _find_unequal_buffer(outcome: StepOutcome, reference: StepOutcome) -> str | 
 def _find_largest_gap(
     tensors: dict[str, Tensor | None], references: Mapping[str, Tensor | None], eps: float
 ) -> Gap:
-    there = {name: references[name] for name in tensors}
+    selected = {name: references[name] for name in tensors}
     worst = Gap(
         0.0,
         None,
         max(
-            (_compute_largest_finite(each) for each in there.values() if each is not None),
+            (_compute_largest_finite(each) for each in selected.values() if each is not None),
             default=0.0,
         ),
-        max([eps, *(torch.finfo(each.dtype).eps for each in there.values() if each is not None)]),
+        max(
+            [eps, *(torch.finfo(each.dtype).eps for each in selected.values() if each is not None)]
+        ),
     )
-    for name, reference in there.items():
+    for name, reference in selected.items():
         value = _compute_difference(tensors[name], reference)
         if value > worst.value:
             worst = replace(worst, value=value, tensor=name)
@@ -181,16 +203,20 @@ def _compute_difference(tensor: Tensor | None, reference: Tensor | None) -> floa
     wide = torch.promote_types(tensor.dtype, reference.dtype)
     tensor = tensor.detach().to(wide)
     reference = reference.detach().to(wide)
-    apart = _compute_largest(tensor - reference)
-    if math.isfinite(apart):  # so all of both is
-        return apart
-    same = torch.equal(torch.isfinite(reference), torch.isfinite(tensor))
-    return _compute_largest_finite(tensor - reference) if same else math.inf
+    difference = _compute_largest(tensor - reference)
+    if math.isfinite(difference):  # All values of both tensors are finite then.
+        return difference
+    same_finiteness = torch.equal(torch.isfinite(reference), torch.isfinite(tensor))
+    return _compute_largest_finite(tensor - reference) if same_finiteness else math.inf
 
 
 def _compute_state_difference(ours: Any, reference: Any) -> tuple[float, float]:
-    """(how far values of Python are apart, the largest of them): numbers by their difference,
-    anything else 0 or infinite.
+    """Compute the difference of Python values.
+
+    Numbers are compared by their difference. Any other values differ by 0 or infinity.
+
+    Returns:
+        (difference, largest value).
     """
     pairs: list[tuple[float, float]] = []
     if isinstance(ours, dict) and isinstance(reference, dict) and ours.keys() == reference.keys():
@@ -208,11 +234,14 @@ def _compute_state_difference(ours: Any, reference: Any) -> tuple[float, float]:
     elif isinstance(ours, float | Tensor | numpy.ndarray) and isinstance(
         reference, float | Tensor | numpy.ndarray
     ):
-        mine = torch.as_tensor(ours)
-        other = torch.as_tensor(reference)
+        tensor = torch.as_tensor(ours)
+        reference_tensor = torch.as_tensor(reference)
         return (
-            (_compute_difference(mine, other), _compute_largest_finite(other))
-            if is_differentiable(other)
+            (
+                _compute_difference(tensor, reference_tensor),
+                _compute_largest_finite(reference_tensor),
+            )
+            if is_differentiable(reference_tensor)
             else (math.inf, 0.0)
         )
     else:
@@ -223,7 +252,7 @@ def _compute_state_difference(ours: Any, reference: Any) -> tuple[float, float]:
 
 
 def _compute_largest_finite(tensor: Tensor) -> float:
-    """The largest of the finite values."""
+    """Return the largest magnitude of the finite values."""
     value = _compute_largest(tensor)
     if math.isfinite(value):
         return value
@@ -232,7 +261,7 @@ def _compute_largest_finite(tensor: Tensor) -> float:
 
 
 def _compute_largest(tensor: Tensor) -> float:
-    """The largest size; not finite where one is not."""
+    """Return the largest magnitude; it is not finite if any value is not."""
     tensor = tensor.detach()
     if not tensor.numel():
         return 0.0
