@@ -137,10 +137,10 @@ def side(
     with contextlib.ExitStack() as stack:
         if transport != "ipc":
             stack.enter_context(
-                mock.patch.object(server_exchange, "own_host", return_value="127.0.0.1")
+                mock.patch.object(server_exchange, "find_own_host", return_value="127.0.0.1")
             )
         if transport == "TCP":
-            stack.enter_context(mock.patch.object(server_exchange, "Listening", bare))
+            stack.enter_context(mock.patch.object(server_exchange, "Listener", bare))
         if world.rank < 2:
             asks = worker_exchange.WorkerExchange(strategy, replica, world, StepLog(None), None)
             _ = asks.shared_memory_use  # they look whether vectors may

@@ -90,4 +90,4 @@ def pool() -> Iterator[Launcher]:
 def warm(pool: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """What trains, verifies or weighs does so on these ranks, one test after another."""
     for module in (train, verify, memory):
-        monkeypatch.setattr(module, "Ranks", lambda size: pool)
+        monkeypatch.setattr(module, "Launcher", lambda size: pool)

@@ -42,7 +42,7 @@ TRAINS = """
     from torch.utils.data import TensorDataset
 
     import paragrad as pg
-    from paragrad.executors.transport import all_reduce
+    from paragrad.executors.transport import run_all_reduce
     from paragrad.schedules.butterfly import Butterfly
     from paragrad.schedules.ring import Ring, RingAsync
     from paragrad.schedules.star import Star
@@ -68,7 +68,7 @@ TRAINS = """
                 Star()), (1, 3, 1000, 100_003)):
             if world.size > 1:
                 mine = vector(world.rank, length)
-                all_reduce(schedule, mine, world)
+                run_all_reduce(schedule, mine, world)
                 assert torch.equal(mine, sum(vector(rank, length) for rank in range(world.size))),
                         (schedule, length)
         print(world.rank, "of", world.size, world.backend)

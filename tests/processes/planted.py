@@ -1,7 +1,7 @@
 """Wrongs planted in ranks: what the library, a model or a job could get wrong, by their names.
 
 A job's model() is built in every rank, and plants the wrong there: it changes the library in
-that process, for as long as the rank lives. One worker's step beside (`made_alone`) stays
+that process, for as long as the rank lives. One worker's step beside (`run_reference_step`) stays
 right, and so does whatever only looks at a model.
 """
 
@@ -102,7 +102,7 @@ def mask_by_rank(net: Net) -> None:
     original = trainer.key_draws
     mock.patch.object(
         trainer,
-        "keyed",
+        "key_draws",
         lambda draws, seed, *more, **others: original(draws, seed + 1 + rank(), *more, **others),
     ).start()
 
@@ -165,7 +165,7 @@ def sample_twice(net: Net) -> None:
             ],
         )
 
-    mock.patch.object(trainer, "batch_of", changed).start()
+    mock.patch.object(trainer, "make_rank_batch", changed).start()
 
 
 def statistics_of_a_share(net: Net) -> None:
@@ -197,7 +197,7 @@ def flat_pieces(net: Net) -> None:
     Of one rank alone it is nothing: all take the most careful answer, as ranks that cut
     differently would wait for one another, or leave elements to nobody.
     """
-    mock.patch.object(shared_memory, "updates_by", return_value=PER_ELEMENT).start()
+    mock.patch.object(shared_memory, "find_update_granularity", return_value=PER_ELEMENT).start()
 
 
 class Centralised(torch.optim.SGD):
@@ -266,9 +266,9 @@ def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
         # not where the door builds it, or another rank
         if dist.is_initialized() and alone in (None, rank()):
             for of, name in (
-                (reference_step, "made_alone"),
-                (first_step, "made_alone"),
-                (inspect_model, "probed"),
+                (reference_step, "run_reference_step"),
+                (first_step, "run_reference_step"),
+                (inspect_model, "probe_model"),
             ):
                 original = getattr(of, name)
                 mock.patch.object(of, name, _looking(original)).start()

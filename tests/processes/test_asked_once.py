@@ -259,12 +259,12 @@ def test_where_nobody_listens_any_more_nobody_is_waited_for(
 
 STANDS = """
     import sys
-    from paragrad.parallel.server.client import Calling
-    from paragrad.parallel.server.message_header import Header, Kind
-    from paragrad.parallel.server.curve_keys import Address, Keys
+    from paragrad.parallel.server.client import ServerClient
+    from paragrad.parallel.server.message_header import Header, MessageType
+    from paragrad.parallel.server.curve_keys import Address, KeyPair
 
-    calling = Calling([Address(sys.argv[1])], 1000, Keys.made(), 60.0)
-    print([header.kind.name for _, header, _ in calling.asked([(0, Header(Kind.PULL, 77), ())])])
+    calling = ServerClient([Address(sys.argv[1])], 1000, KeyPair.made(), 60.0)
+    print([header.kind.name for _, header, _ in calling.asked([(0, Header(MessageType.PULL, 77), ())])])
     calling.close()
 """
 

@@ -60,7 +60,7 @@ def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
     )
     with (
         patch.object(algorithm_choice, "list_candidates", lambda size, group: list(algorithms)),
-        patch.object(algorithm_choice, "prove", proving),
+        patch.object(algorithm_choice, "prove_schedule", proving),
     ):
         try:
             said = ""

@@ -355,20 +355,20 @@ SCRIPT = textwrap.dedent("""
     import json, os, signal, sys
     from pathlib import Path
     import torch
-    from paragrad.runtime.rendezvous import joined_from_environment, launched_rank
-    from paragrad.runtime.rendezvous import launched_size, ranks_here
+    from paragrad.runtime.rendezvous import join_launched_world, get_launched_rank
+    from paragrad.runtime.rendezvous import get_launched_size, count_local_ranks
 
     answers, folder, meetings = [], Path(sys.argv[1]), int(sys.argv[2])
     for meeting in range(meetings):
-        with joined_from_environment(timeout=30.0) as world:
+        with join_launched_world(timeout=30.0) as world:
             world.prove()
             mine = torch.arange(3.0) + 10 ** world.rank + 1000 * meeting
             answers.append([world.rank, world.size, world.all_reduced(mine).tolist(),
                     world.twin().agreed(world.rank)])
             if "die" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
-    said = [launched_rank(), launched_size(), ranks_here()]
-    (folder / f"rank-{launched_rank()}.json").write_text(json.dumps([answers, said]))
+    said = [get_launched_rank(), get_launched_size(), count_local_ranks()]
+    (folder / f"rank-{get_launched_rank()}.json").write_text(json.dumps([answers, said]))
 """)
 
 
@@ -630,9 +630,9 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
     place.script.write_text(
         textwrap.dedent("""
         from paragrad.errors import RankFailed
-        from paragrad.runtime.rendezvous import joined_from_environment
+        from paragrad.runtime.rendezvous import join_launched_world
         try:
-            with joined_from_environment(timeout=1.0):
+            with join_launched_world(timeout=1.0):
                 pass
         except RankFailed as error:
             print(error)
@@ -671,15 +671,15 @@ def test_a_process_group_of_the_users_is_the_world_and_stays(place: Place, tmp_p
         textwrap.dedent("""
         import sys
         import torch, torch.distributed as dist
-        from paragrad.runtime.rendezvous import joined_from_environment, launched_rank
-        from paragrad.runtime.rendezvous import launched_size, ranks_here
+        from paragrad.runtime.rendezvous import join_launched_world, get_launched_rank
+        from paragrad.runtime.rendezvous import get_launched_size, count_local_ranks
         rank = int(sys.argv[-1])
-        assert (launched_rank(), launched_size(), ranks_here()) == (0, None, None)
+        assert (get_launched_rank(), get_launched_size(), count_local_ranks()) == (0, None, None)
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[-2]}", rank=rank,
                 world_size=2)
-        assert (launched_rank(), launched_size(), ranks_here()) == (rank, 2, 2)
+        assert (get_launched_rank(), get_launched_size(), count_local_ranks()) == (rank, 2, 2)
         for _ in range(2):
-            with joined_from_environment(timeout=30.0) as world:
+            with join_launched_world(timeout=30.0) as world:
                 assert (world.rank, world.size, world.backend, world.group) == (rank, 2, "gloo",
                         dist.group.WORLD)
                 assert world.all_reduced(torch.tensor([1.0 + rank])).item() == 3

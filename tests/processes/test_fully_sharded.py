@@ -139,7 +139,7 @@ class Penalised(nn.Module):
 
 
 def of(model: nn.Module, example: Tensor) -> list[str]:
-    return find_fsdp_units(model, lambda rehearsed=False: model(example))
+    return find_fsdp_units(model, lambda without_autocast=False: model(example))
 
 
 def test_groups_are_modules_whose_parameters_nobody_uses_but_their_own_call() -> None:

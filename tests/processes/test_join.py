@@ -153,7 +153,7 @@ class Open(queue_coordinator.QueueCoordinator):
 
     def announce_join_address(self, address: Any) -> None:
         super().announce_join_address(address)
-        self.place.address = address.module_stack
+        self.place.address = address.endpoint
         self.place.server_key = self.folder / "office.key"
         type(self).joiners = [self.place.join(*options) for options in self.joining]
 
@@ -257,7 +257,7 @@ def test_who_is_started_by_a_launcher_joins_as_any(
 
     def say_where(self: Any, address: Any) -> None:
         TRAINING.announce_join_address(self, address)
-        place.address = address.module_stack
+        place.address = address.endpoint
         place.server_key = self.folder / "office.key"
         type(self).joiners = [
             place.join(
@@ -438,7 +438,7 @@ def test_a_stranger_gets_no_answer_and_changes_nothing(
         ):
             self.look(None)
         for address in (office, *servers):
-            at = parse_host_port("", address.module_stack)
+            at = parse_host_port("", address.endpoint)
             for noise in (os.urandom(64), b"GET / HTTP/1.0\r\n\r\n", b"", os.urandom(100_000)):
                 with socket.create_connection((at.host, at.port)) as raw:
                     raw.sendall(noise)
@@ -447,13 +447,13 @@ def test_a_stranger_gets_no_answer_and_changes_nothing(
             )
             said.append(
                 try_handshake(
-                    type(address)(address.module_stack, KeyPair.generate_pair().public),
+                    type(address)(address.endpoint, KeyPair.generate_pair().public),
                     read_key_pair(place.key),
                     20.0,
                 )
             )
             said.append(
-                try_handshake(type(address)(address.module_stack), read_key_pair(place.key), 20.0)
+                try_handshake(type(address)(address.endpoint), read_key_pair(place.key), 20.0)
             )
             # the office would know it, and did not let it in yet
             if address is not office:
@@ -466,7 +466,7 @@ def test_a_stranger_gets_no_answer_and_changes_nothing(
         return TRAINING.train_epochs(self)
 
     def say_where(self: Any, address: Any) -> None:
-        place.address = address.module_stack
+        place.address = address.endpoint
         place.server_key = self.folder / "office.key"
         self.office_at = address
         write_public_key(address.key, place.server_key)
@@ -570,11 +570,11 @@ class Hall(Desk):
     def left(self, number: int) -> None:
         del self.keys[number]
 
-    def answer(self, whose: bytes, header: Header, text: bytes = b"") -> None:
+    def send_answer(self, whose: bytes, header: Header, text: bytes = b"") -> None:
         if header.kind == MessageType.REFUSED:
             self.refusals.append(text.decode())
         elif header.kind == MessageType.GIVEN:
-            super().answer(whose.removeprefix(REMOTE_PREFIX)[-1:], header, text)
+            super().send_answer(whose.removeprefix(REMOTE_PREFIX)[-1:], header, text)
 
     def says(
         self,
@@ -684,7 +684,7 @@ def test_who_comes_when_it_is_over_is_told_so() -> None:
 def test_who_asks_again_while_it_waits_is_told_to() -> None:
     hall = Hall()
     kinds: list[MessageType] = []
-    hall.answer = lambda whose, header, text=b"": kinds.append(header.kind)
+    hall.send_answer = lambda whose, header, text=b"": kinds.append(header.kind)
     for _ in range(2):
         hall.says(b"k" * 40, 7, None, {}, call=5)
     assert kinds == [MessageType.WAIT]

@@ -136,7 +136,7 @@ def test_the_command_and_python_begin_with_the_same_settings(verb: str) -> None:
     """
     typed = {
         name: each.default
-        for name, each in inspect.signature(getattr(cli, verb)).parameters.items()
+        for name, each in inspect.signature(getattr(cli, f"run_{verb}")).parameters.items()
     }
     called = {each.name: each.default for each in fields(Settings)} | {
         name: each.default

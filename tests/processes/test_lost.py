@@ -669,7 +669,7 @@ def test_a_comparison_on_a_full_disk(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device", str(folder / "run.jsonl"))
         return run(ranks, row, folder, **more)
 
-    with mock.patch.object(comparing, "run", full):
+    with mock.patch.object(comparing, "train_on_ranks", full):
         table = pg.compare(JOB, ROWS, runs=tmp_path)
     assert table.ending["status"] == "failed"
     assert "not done: data(2); data(2, reduce=ring)" in str(table)

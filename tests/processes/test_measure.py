@@ -104,8 +104,8 @@ def test_what_a_link_can_do_is_found_beside_other_work(
     link, error, rounds = pool.run(disturbed_link, slow, size=2)[0]
     assert link.compute_port_seconds(1 << 24) == pytest.approx(50e-6 + 1e-9 * (1 << 24), rel=1e-3)
     assert error < 1e-3
-    assert link.build_disturbed_cluster is not None
-    assert link.build_disturbed_cluster.compute_port_seconds(
+    assert link.disturbed is not None
+    assert link.disturbed.compute_port_seconds(
         1 << 24
     ) > 2.5 * link.compute_port_seconds(1 << 24)
     # it contradicted the line, and was measured anew
@@ -170,8 +170,8 @@ def known_on_hosts(
     told: list[str] = []
     # what is tried then is another test's
     with (
-        patch.object(link_measurement, "ranks_here", lambda: hosts[world.rank]),
-        patch.object(algorithm_choice, "measured_link", asked),
+        patch.object(link_measurement, "count_local_ranks", lambda: hosts[world.rank]),
+        patch.object(algorithm_choice, "measure_link", asked),
         patch.object(algorithm_choice, "TRIAL_SECONDS", 0.0),
     ):
         chooser = AlgorithmChooser(

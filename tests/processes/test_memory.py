@@ -268,7 +268,7 @@ def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
     ):
         pg.train(BLOCKS, "serial", memory="2GB", runs=tmp_path)
     with (
-        mock.patch.object(fit_batch, "memory_left", return_value=1 << 30),
+        mock.patch.object(fit_batch, "read_available_memory", return_value=1 << 30),
         pytest.raises(
             pg.Refused,
             match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* left; give at most "

@@ -63,7 +63,7 @@ def test_fewer_samples_find_a_wrong(tmp_path: Path) -> None:
 def test_not_one_sample_a_share_is_said(tmp_path: Path) -> None:
     def full(model: nn.Module) -> nn.Module:
         if dist.is_initialized():
-            mock.patch.object(reference_step, "memory_left", return_value=0).start()
+            mock.patch.object(reference_step, "read_available_memory", return_value=0).start()
         return model
 
     run = pg.train(job("full", lambda: full(mlp()), VECTORS), "data(2)", runs=tmp_path)

@@ -123,7 +123,7 @@ def cannot_open(world: World) -> tuple[str, str, list[bool]]:
     """
     loads: list[bool] = []
     with mock.patch.object(
-        shared_initialization, "opened", side_effect=RuntimeError("not from here")
+        shared_initialization, "open_region", side_effect=RuntimeError("not from here")
     ):
         begun = shared_initialization.build_shared_model(world, lambda: nn.Linear(2, 2))
         shared_initialization.load_shared_model(world, begun.hosts, begun.model, loads.append)
@@ -213,7 +213,7 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
     seen = [now()]
     divided = setup.build_model_partition
     trainer = Trainer.build_for_job(world, job, resolved(text), skip_first_step_check=unchecked)
-    with mock.patch.object(setup, "divided", cut):
+    with mock.patch.object(setup, "build_model_partition", cut):
         trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, 0))))
     seen.append(now())
     trainer.close()

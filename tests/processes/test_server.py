@@ -69,7 +69,7 @@ class Told:
         self.answers: list[tuple[bytes, Header, str]] = []
         self.address = Address("ipc://a place of this host")
 
-    def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
+    def send_answer(self, whose: bytes, header: Header, *rest: Any) -> None:
         self.answers.append(
             (whose, header, rest[0].decode() if header.kind == MessageType.REFUSED else "")
         )
@@ -641,7 +641,7 @@ class Desk:
         self.given: dict[int, Ticket] = {}
         self.calls = itertools.count(1)
 
-    def answer(self, whose: bytes, header: Header, text: bytes) -> None:
+    def send_answer(self, whose: bytes, header: Header, text: bytes) -> None:
         self.given[int(whose)] = Ticket(**json.loads(text))
 
     def asks(self, number: int, **said: Any) -> Ticket | None:
@@ -1332,7 +1332,7 @@ def test_what_this_process_cannot_do_is_a_failure_in_the_record_too(
     def listening(*_: Any) -> None:
         raise StepFailed("the port is somebody else's by now")
 
-    monkeypatch.setattr(queue_coordinator, "Listening", listening)
+    monkeypatch.setattr(queue_coordinator, "Listener", listening)
     with pytest.raises(pg.RankFailed, match="somebody else's by now"):
         pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     record = Record(next(tmp_path.iterdir()))

@@ -238,9 +238,9 @@ LEAVES = """
     import sys
     from pathlib import Path
 
-    from paragrad.runtime.rendezvous import joined
+    from paragrad.runtime.rendezvous import join_world
 
-    with joined(int(sys.argv[1]), 2, Path(sys.argv[2]), timeout=30.0) as world:
+    with join_world(int(sys.argv[1]), 2, Path(sys.argv[2]), timeout=30.0) as world:
         grid = world.with_axes(("data", 2), ("tensor", 1))
         kept = [world, grid, grid.along("data"), grid.along("tensor"), grid.twin(),
                 grid.twin().among([[1, 0]])]

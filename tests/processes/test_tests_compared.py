@@ -196,7 +196,7 @@ class Undoubted(nn.Sequential):
         super().__init__(*small())
         if dist.is_initialized():
             # for as long as that process is there
-            mock.patch.object(setup, "refuse_copies", doubtful).start()
+            mock.patch.object(setup, "refuse_float64_copies", doubtful).start()
 
 
 refuse_copies = setup.refuse_float64_copies

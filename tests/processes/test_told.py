@@ -58,7 +58,7 @@ MANY = make_job("many", mlp, VECTORS, batch=29)
 
 def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
     with (
-        mock.patch.object(memory_check, "memory_left", return_value=left),
+        mock.patch.object(memory_check, "read_available_memory", return_value=left),
         pytest.raises(pg.Refused) as caught,
     ):
         validate_run(job, strategy)
@@ -72,7 +72,7 @@ def test_more_ranks_than_there_is_memory_for() -> None:
     assert "20 processes of " in told
     assert told.endswith("at most 9 ranks fit")
     with mock.patch.object(
-        memory_check, "memory_left", return_value=10 * memory_check.PROCESS_BYTES
+        memory_check, "read_available_memory", return_value=10 * memory_check.PROCESS_BYTES
     ):
         assert validate_run(MANY, "data(9)").size == 9
 
@@ -100,7 +100,7 @@ def test_a_batch_that_does_not_fit() -> None:
         "the batch does not fit; make it smaller, or cut it into micro-batches (micro=2)"
     )
     with mock.patch.object(
-        memory_check, "memory_left", return_value=memory_check.PROCESS_BYTES + (40 << 20)
+        memory_check, "read_available_memory", return_value=memory_check.PROCESS_BYTES + (40 << 20)
     ):
         validate_run(job, "serial")
         validate_run(job, "data(1, micro=2)")
@@ -428,7 +428,7 @@ def test_a_dataset_that_holds_a_lock(tmp_path: Path) -> None:
 def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path) -> None:
     with (
         Launcher(1),
-        mock.patch.object(memory_check, "memory_left", return_value=1 << 20),
+        mock.patch.object(memory_check, "read_available_memory", return_value=1 << 20),
         mock.patch(
             "paragrad.validation.validate.check", side_effect=AssertionError("it was proved")
         ),

@@ -206,7 +206,7 @@ def test_over_shared_memory_no_rank_opens_a_port(
     shm.
     """
     # the session's may still listen for a test before this one
-    monkeypatch.setattr(train, "Ranks", Launcher)
+    monkeypatch.setattr(train, "Launcher", Launcher)
     samples = Listened(torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3)
     samples.folder = tmp_path
     job = pg.Job(

@@ -338,10 +338,10 @@ def timed(world: World) -> tuple[Traffic, float]:
 def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Launcher) -> None:
     answers = pool.run(timed, size=2)
     for traffic, seconds in answers:
-        parts = traffic.waiting, traffic.transfer, traffic.own
+        parts = traffic.waiting, traffic.transfer, traffic.processing
         assert min(parts) >= 0
         assert sum(parts) == pytest.approx(seconds, abs=0.1)  # the machine may be busy
-        assert traffic.own > 0
+        assert traffic.processing > 0
     (waited, _), (late, _) = answers
     assert waited.waiting > 0.4 > late.waiting
     assert waited.transfer < 0.4

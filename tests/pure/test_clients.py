@@ -26,7 +26,7 @@ LABELS = numpy.arange(600) % 10
 
 
 def rounds(samples: int = 29, clients: int = 5, **changes: object) -> ClientRounds:
-    given = {"workers": 2, "taking": 2, "passes": 2, "epochs": 3}
+    given = {"workers": 2, "clients_per_round": 2, "passes": 2, "epochs": 3}
     return ClientRounds(
         assign_samples(samples, clients, 7), SampleOrder(samples, 4, 7), **{**given, **changes}
     )
@@ -93,7 +93,7 @@ def test_some_clients_take_part_at_least_one() -> None:
         rounds(workers=1).choose_clients(number) for number in range(5)
     ]
     assert Federated(2, clients=5, fraction=1e-9).clients_per_round == 1
-    assert rounds(taking=Federated(2, clients=5, fraction=1.0).clients_per_round).choose_clients(
+    assert rounds(clients_per_round=Federated(2, clients=5, fraction=1.0).clients_per_round).choose_clients(
         3
     ) == [0, 1, 2, 3, 4]
 
@@ -105,7 +105,7 @@ def test_as_many_rounds_as_pass_over_the_epochs() -> None:
     assert [found.count_serial_steps(number) for number in range(5)] == [0, 6, 12, 19, 24]
     assert [found.count_finished_rounds(step) for step in (0, 1, 6, 7, 24)] == [0, 1, 1, 2, 4]
     assert rounds(epochs=0).count == 0
-    longer = rounds(asked=10)
+    longer = rounds(requested_rounds=10)
     assert longer.count == 10
     assert longer.count_serial_steps(10) == 64
 
@@ -136,7 +136,7 @@ def test_the_places_and_steps_of_a_round_are_its_clients_one_after_the_other() -
 
 
 def test_one_client_has_the_dataset_in_its_own_order() -> None:
-    found = rounds(clients=1, workers=1, taking=1, passes=1)
+    found = rounds(clients=1, workers=1, clients_per_round=1, passes=1)
     for number in range(3):
         (part,) = found.plan_turns(number)
         assert [
@@ -147,7 +147,7 @@ def test_one_client_has_the_dataset_in_its_own_order() -> None:
 
 
 def test_clients_are_dealt_evenly_and_stay_where_they_are() -> None:
-    found = rounds(samples=103, clients=10, workers=3, taking=4)
+    found = rounds(samples=103, clients=10, workers=3, clients_per_round=4)
     loads = [
         sum(
             len(samples)

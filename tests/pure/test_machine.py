@@ -240,8 +240,8 @@ def test_a_simulation_says_what_the_formula_says() -> None:
         ("serial", {}, "has no schedule to simulate"),
         ("data(4, reduce=ring)", {"slow": ((4, 2.0),)}, "give a rank from 0 to 3"),
         ("data(4, reduce=ring)", {"slow": ((1, 0.5),)}, "a factor of at least 1"),
-        ("data(4, reduce=ring)", {"per_link": 3}, "3 ranks per link do not make up 4 ranks"),
-        ("data(4, reduce=ring)", {"per_core": 3}, "3 ranks per core do not make up 4 ranks"),
+        ("data(4, reduce=ring)", {"ranks_per_link": 3}, "3 ranks per link do not make up 4 ranks"),
+        ("data(4, reduce=ring)", {"ranks_per_core": 3}, "3 ranks per core do not make up 4 ranks"),
         ("data(4, reduce=ring)", {"link": "gloo"}, "no link 'gloo'"),
         ("data(4, reduce=two_level(group=3))", {}, "groups of 3 do not make up 4 ranks"),
         (
