@@ -52,10 +52,15 @@ class RankFailed(RuntimeError):
 
     Attributes:
         message: What happened.
+
         rank: The rank, or None if the server that starts all ranks failed.
+
         step: The training step, or None before the first.
+
         tensor: The tensor that caused it, or None.
+
         traceback: The text of the failing rank's traceback.
+
         differs: True if nothing broke, but the training differs from serial's.
     """
 
@@ -119,9 +124,13 @@ class StepFailed(RuntimeError):
 
     Attributes:
         message: What happened.
+
         step: The training step, or None.
+
         tensor: The tensor that caused it, or None.
+
         differs: True if nothing broke, but the training differs from serial's.
+
         when: The time on the host's monotonic clock. If several ranks fail, the first failure is
             the cause.
     """

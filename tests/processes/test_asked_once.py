@@ -263,8 +263,9 @@ STANDS = """
     from paragrad.parallel.server.message_header import Header, MessageType
     from paragrad.parallel.server.curve_keys import Address, KeyPair
 
-    calling = ServerClient([Address(sys.argv[1])], 1000, KeyPair.made(), 60.0)
-    print([header.kind.name for _, header, _ in calling.asked([(0, Header(MessageType.PULL, 77), ())])])
+    calling = ServerClient([Address(sys.argv[1])], 1000, KeyPair.generate_pair(), 60.0)
+    answers = calling.send_requests([(0, Header(MessageType.PULL, 77), ())])
+    print([header.kind.name for _, header, _ in answers])
     calling.close()
 """
 

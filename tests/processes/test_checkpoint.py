@@ -305,7 +305,7 @@ def test_saved_here_loaded_there(
 
 def trained(pool: Launcher, folder: Path, job: Job, text: str, **settings: object) -> pg.Run:
     folder.mkdir()
-    return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)  # type: ignore[arg-type]
+    return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)
 
 
 def test_a_run_goes_on_where_another_was_saved(pool: Launcher, tmp_path: Path) -> None:

@@ -105,9 +105,7 @@ def test_what_a_link_can_do_is_found_beside_other_work(
     assert link.compute_port_seconds(1 << 24) == pytest.approx(50e-6 + 1e-9 * (1 << 24), rel=1e-3)
     assert error < 1e-3
     assert link.disturbed is not None
-    assert link.disturbed.compute_port_seconds(
-        1 << 24
-    ) > 2.5 * link.compute_port_seconds(1 << 24)
+    assert link.disturbed.compute_port_seconds(1 << 24) > 2.5 * link.compute_port_seconds(1 << 24)
     # it contradicted the line, and was measured anew
     assert (rounds > link_measurement.ROUNDS) == (slow is that_moment)
 

@@ -43,7 +43,7 @@ DIGITS = pg.job("digits").replace(epochs=2)
 
 def trained(pool: Launcher, folder: Path, job: pg.Job, text: str, **settings: object) -> pg.Run:
     folder.mkdir(exist_ok=True)
-    return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)  # type: ignore[arg-type]
+    return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)
 
 
 @pytest.mark.story

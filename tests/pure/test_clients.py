@@ -93,9 +93,8 @@ def test_some_clients_take_part_at_least_one() -> None:
         rounds(workers=1).choose_clients(number) for number in range(5)
     ]
     assert Federated(2, clients=5, fraction=1e-9).clients_per_round == 1
-    assert rounds(clients_per_round=Federated(2, clients=5, fraction=1.0).clients_per_round).choose_clients(
-        3
-    ) == [0, 1, 2, 3, 4]
+    taking = Federated(2, clients=5, fraction=1.0).clients_per_round
+    assert rounds(clients_per_round=taking).choose_clients(3) == [0, 1, 2, 3, 4]
 
 
 def test_as_many_rounds_as_pass_over_the_epochs() -> None:

@@ -254,7 +254,7 @@ def test_a_simulation_says_what_the_formula_says() -> None:
 )
 def test_a_simulation_is_refused(text: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(Refused, match=says):
-        simulate_exchange(strategy(text), 4000, ASSUMED_MACHINE, **options)  # type: ignore[arg-type]
+        simulate_exchange(strategy(text), 4000, ASSUMED_MACHINE, **options)
 
 
 def test_work_and_depth_of_schedules() -> None:

@@ -137,7 +137,7 @@ def test_queries_keys_and_values_are_divided_by_themselves() -> None:
     found = reshape_partition((24,), (3, 2, 4), 0, pieces)
     blocks = apply_constraints(pieces.blocks, "qkv", found, 2)  # type: ignore[arg-type]
     assert blocks == (DimBlock(24, 3),)
-    at, three = reshape_partition((24,), (3, 2, 4), 0, DimPartition(blocks, 2))  # type: ignore[misc]
+    at, three = reshape_partition((24,), (3, 2, 4), 0, DimPartition(blocks, 2))
     assert (at, three.size) == (0, 3)
     blocks = apply_constraints(blocks, "qkv", constrain_block_ends(three, range(1, 3)), 2)
     assert blocks == (DimBlock(8, 8),) * 3

@@ -78,27 +78,47 @@ def compare(
 
     Args:
         job: the job to train.
+
         chosen: strategies, as "serial; data(2)" or as a list.
+
         runs: the folder in which the comparison's own folder is made.
+
         seeds: trainings of each strategy, with the job's seed and the following ones.
+
         rounding_baseline: also train serial with every batch in reverse order, which shows what
             rounding alone does.
+
         data: as in `paragrad.trainer.settings.Settings`.
+
         device: as in `Settings`.
+
         backend: as in `Settings`.
+
         overlap: as in `Settings`.
+
         loaders: as in `Settings`.
+
         until: as in `Settings`.
+
         inject_fault: as in `Settings`.
+
         skip_schedule_check: as in `Settings`.
+
         skip_first_step_check: as in `Settings`.
+
         machine: as in `Settings`.
+
         slow: as in `Settings`.
+
         pace: as in `Settings`.
+
         noise_scale: as in `Settings`.
+
         resume: the folder of such a comparison that ended early. Its finished runs are kept, the
             rest is done.
+
         command: the command line that repeats the comparison.
+
         progress: progress(strategy) returns the function that receives this run's progress.
 
     Returns:
@@ -106,6 +126,7 @@ def compare(
 
     Raises:
         Refused: an argument or a strategy is refused before the first run.
+
         Interrupted: on Ctrl-C. `Table(error.folder)` is the table of the finished rows.
     """
     if get_launched_size() is not None:
@@ -198,9 +219,13 @@ def validate_rows(
 
     Args:
         job: the job to train.
+
         requested: the strategies as they are written.
+
         settings: the settings of all rows.
+
         rounding_baseline: whether to add serial with every batch in reverse order.
+
         inspection: the inspected job.
 
     Returns:
@@ -350,9 +375,13 @@ class ComparisonRun:
 
     Attributes:
         launcher: starts the ranks.
+
         folder: the folder of the comparison.
+
         record: the record of the comparison.
+
         progress: progress(strategy) returns the function that receives a run's progress.
+
         stop_request: set when the comparison is to stop.
     """
 

@@ -32,10 +32,15 @@ def price_compression(
 
     Args:
         chosen: the strategy.
+
         compressor: its compressor.
+
         size: bytes of the vector.
+
         machine: the measured machine.
+
         link: name of the link in the machine file; None for the first.
+
         costs: result of an earlier `measure_compression_cost`; None: measure now.
 
     Raises:

@@ -32,8 +32,11 @@ def draw_strategies(
 
     Args:
         text: the strategies, separated by ;.
+
         job: the job with the model that is drawn in parts; None without it.
+
         svg: a file for a space-time diagram of one strategy.
+
         data: folder of data for jobs that read files.
 
     Raises:

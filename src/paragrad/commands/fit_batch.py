@@ -115,12 +115,19 @@ class BatchSearch:
 
     Attributes:
         launcher: starts the ranks.
+
         job: the job.
+
         chosen: the strategy.
+
         settings: the settings.
+
         inspection: the inspected job.
+
         batch_multiple: if the batch is a multiple of this, all micro-batches have equal size.
+
         budget: bytes that a rank may hold.
+
         refusal_note: words for a further condition that the batch has to meet.
     """
 

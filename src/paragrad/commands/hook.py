@@ -41,7 +41,9 @@ def hook(
 
     Args:
         algorithm: an all-reduce such as "ring", or a compressor such as "top_k(0.01)".
+
         optimizer: for dgc only, which takes over the optimizer's momentum.
+
         steps_per_epoch: for dgc only, which warms up by epochs.
 
     Returns:
@@ -115,11 +117,17 @@ class CompressedBuckets(BucketQueue):
 
     Attributes:
         requested: the compressor as it was requested; dgc's ratio changes during its warm-up.
+
         steps_per_epoch: steps of an epoch; None without a warm-up.
+
         step: number of exchanged steps.
+
         parameter_names: name of each parameter.
+
         parameters_by_name: parameter of each name.
+
         momentum: the momentum that dgc took over; None without it.
+
         compression: compresses and exchanges the gradients.
     """
 

@@ -45,10 +45,15 @@ def join_training(
 
     Args:
         address: tcp://HOST:PORT, as the training printed it.
+
         job: the job that is trained there, with its batch and seed.
+
         server_key: file of the training's public key.
+
         key: file of this host's own key pair, which is made if there is none.
+
         threads: threads of this worker; None: as many as this host has cores.
+
         **settings: data, device, and timeout (seconds without an answer after which it ends).
 
     Returns:
@@ -56,6 +61,7 @@ def join_training(
 
     Raises:
         Refused: before it takes part.
+
         RankFailed: afterwards.
     """
     chosen = Settings(**settings)

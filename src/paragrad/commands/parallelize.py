@@ -71,17 +71,29 @@ def parallelize(
 
     Args:
         model: the model.
+
         loss: the mean over samples, or f(output, target) -> (sum, weight).
+
         optimizer: the optimizer of the model's parameters.
+
         strategy: the strategy.
+
         seed: the seed of the samples' order and of random numbers.
+
         scheduler: a learning rate scheduler that counts steps. The trainer steps it.
+
         clip_norm: the largest norm of the gradient. The trainer clips it.
+
         autocast: torch.bfloat16, or None.
+
         collate: makes a batch of samples; None for torch's own.
+
         device: cpu or cuda.
+
         backend: auto, shm, gloo or nccl.
+
         timeout: seconds to wait for another rank.
+
         skip_first_step_check: do not compare the first step with one worker's.
 
     Yields:

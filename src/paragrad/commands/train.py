@@ -59,10 +59,15 @@ def train(
 
     Args:
         job: the job.
+
         strategy: the strategy.
+
         runs: the folder in which the run's own folder is made.
+
         check: afterwards compare 20 steps with serial in float64 (`run.difference`).
+
         progress: receives the progress of the run.
+
         **settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard,
             trace, memory, machine, inject_fault, skip_schedule_check, skip_first_step_check,
             timeout, slow, pace, listen, allow, limit, as in `paragrad.trainer.settings.Settings`.
@@ -72,7 +77,9 @@ def train(
 
     Raises:
         Refused: validation refuses the run.
+
         RankFailed: a rank failed.
+
         Interrupted: on Ctrl-C.
     """
     job, resolved_settings, batch_reason = fit_job_batch(job, strategy, build_settings(settings))
@@ -142,13 +149,18 @@ def train_on_ranks(
 
     Args:
         launcher: has started the ranks.
+
         validated_run: the run.
+
         folder: the folder of the run.
+
         progress: receives the progress of the run.
+
         stop_request: set when the run is to stop; for runs that this process stops.
 
     Raises:
         RankFailed: a rank failed.
+
         Interrupted: on Ctrl-C.
     """
     with Recorder(folder / "run.jsonl") as record:

@@ -52,14 +52,23 @@ def verify(
 
     Args:
         job: the job.
+
         strategy: the strategy.
+
         runs: the folder in which the certificate's own folder is made.
+
         data: as in `paragrad.trainer.settings.Settings`.
+
         device: as in `Settings`.
+
         backend: as in `Settings`.
+
         overlap: as in `Settings`.
+
         loaders: as in `Settings`.
+
         inject_fault: as in `Settings`.
+
         progress: receives {"step", "steps", "difference"} after every step.
 
     Returns:
@@ -67,6 +76,7 @@ def verify(
 
     Raises:
         Refused: the job or the strategy is refused before the first step.
+
         RankFailed: the run failed, so whether the training is the same is not known.
     """
     if get_launched_size() is not None:

@@ -33,8 +33,11 @@ class ClientTurn:
 
     Attributes:
         client: The number of the client.
+
         first_position: The client's first position in the order of the round.
+
         first_step: The number of the client's first step.
+
         steps: The number of steps that the client makes.
     """
 
@@ -50,7 +53,9 @@ class ClientBatch:
 
     Attributes:
         epoch: The client's epoch, counted over all rounds; random numbers of its samples follow it.
+
         positions: The positions of the batch in the order of the round.
+
         indices: The indices of its samples in the dataset.
     """
 
@@ -65,11 +70,17 @@ class ClientRounds:
 
     Attributes:
         clients: For each client the indices of its samples, in ascending order.
+
         order: Batch size, seed and number of samples of the training.
+
         workers: The number of workers.
+
         clients_per_round: The number of clients that take part in a round.
+
         passes: How often a client passes over its samples in a round.
+
         epochs: The epochs of the job.
+
         requested_rounds: The number of rounds, or None: as many as `epochs` of all samples amount
             to.
     """
@@ -300,9 +311,13 @@ def assign_samples(
 
     Args:
         samples: The number of samples.
+
         clients: The number of clients.
+
         seed: The seed of the assignment.
+
         labels: The class of each sample; needed if alpha is given.
+
         alpha: None assigns samples at random. Otherwise each client draws its mix of classes from a
             Dirichlet distribution around the mix of all samples, with concentration alpha. A class
             that has no samples left is replaced by others (Hsu, Qi & Brown 2019, arXiv 1909.06335).

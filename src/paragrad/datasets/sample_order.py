@@ -27,7 +27,9 @@ class SampleOrder:
 
     Attributes:
         samples: The number of samples of an epoch.
+
         batch: The number of samples of a batch; the last batch of an epoch may be shorter.
+
         seed: The seed of the order.
     """
 
@@ -155,7 +157,9 @@ def refuse_oversized_dataset(samples: int, what: str, ranks: int = 1) -> None:
 
     Args:
         samples: The length that the dataset gives.
+
         what: What the dataset is called in the message.
+
         ranks: The number of ranks on this host; each holds an order of its own.
 
     Raises:

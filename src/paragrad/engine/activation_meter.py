@@ -25,8 +25,11 @@ class ActivationMeter:
 
     Attributes:
         excluded_addresses: Addresses of the storages that are not counted.
+
         reference_counts: For each storage address, how many tracked tensors use it.
+
         current_bytes: Bytes in use now.
+
         peak_bytes: The most bytes in use at once, so far.
     """
 
@@ -106,9 +109,12 @@ class TrackedTensor:
 
     Attributes:
         tensor: The tensor.
+
         version: Its version when it was saved. With saved-tensor hooks, autograd does not check
             itself whether the tensor has changed.
+
         meter: The meter that counts it.
+
         storage_key: (address, bytes) of the counted storage, or None if it is not counted.
     """
 

@@ -33,7 +33,7 @@ from paragrad.runtime.world import World
 
 TORCH_BATCH_NORM: Callable[..., Tensor] = torch.batch_norm
 TORCH_INSTANCE_NORM: Callable[..., Tensor] = torch.instance_norm
-TORCH_VERIFY_BATCH_SIZE: Callable[..., None] = functional._verify_batch_size  # type: ignore[attr-defined]
+TORCH_VERIFY_BATCH_SIZE: Callable[..., None] = vars(functional)["_verify_batch_size"]
 TOO_FEW_VALUES = "Expected more than 1 value per channel when training"  # as torch words it
 _sample_part_worlds: tuple[World, ...] = ()
 SINGLE_SAMPLE_REPAIR = (
@@ -70,23 +70,36 @@ class BatchNorm:
 
     Args:
         world: All ranks that hold a share of the batch.
+
         model: The model; its buffers are the running statistics.
+
         count_bytes: Called as count_bytes(bytes, ranks) for each gather, with its size and the
             number of ranks.
+
         local_statistics: Each rank uses the statistics of its own share.
+
         samples: Samples of the present micro-batch on this rank. 0: one sample runs with weight 0.
 
     Attributes:
         is_local: The statistics are those of this rank only.
+
         waited_seconds: Seconds spent in gathers.
+
         is_probing: The model is being inspected on this rank only.
+
         has_computed: A batch norm has run in training mode.
+
         is_compiled: torch.compile has traced a batch norm. Its graphs do not call this class again.
+
         samples: As the argument.
+
         running_statistics: The running statistics that batch norms in training mode received.
+
         per_sample_calls: Indices of the calls in a micro-batch with statistics inside of samples or
             weights.
+
         call_index: Index of the next batch norm call in this micro-batch.
+
         saved_functions: The functions of torch to restore, one entry for each nested use.
     """
 
@@ -214,13 +227,21 @@ class BatchNorm:
 
         Args:
             input: Shape (samples, channels, ...).
+
             weight: Scale of each channel, or None.
+
             bias: Offset of each channel, or None.
+
             running_mean: Running mean of each channel, updated in training; or None.
+
             running_var: Running variance of each channel, updated in training; or None.
+
             training: Whether to use the statistics of the batch.
+
             momentum: Weight of the new statistics in the running statistics.
+
             eps: Added to the variance.
+
             cudnn_enabled: Passed to torch.
 
         Returns:
@@ -480,13 +501,21 @@ class GlobalNormalize(torch.autograd.Function):
 
         Args:
             ctx: The autograd context.
+
             x: The input of this rank.
+
             weight: Scale of each channel, or None.
+
             bias: Offset of each channel, or None.
+
             mean: Mean of each channel over all ranks.
+
             inverse: 1 / sqrt(variance + eps) of each channel.
+
             number: Number of values for each channel over all ranks.
+
             gather: Gathers a vector from all ranks.
+
             empty: The part of this rank is empty.
 
         Returns:

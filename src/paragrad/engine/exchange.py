@@ -52,8 +52,11 @@ class ExchangeOptions:
 
     Attributes:
         overlap: Exchange gradients while backward runs.
+
         machine: Known links of the machine, used by `auto`.
+
         inject_fault: Name of a fault to inject, or None.
+
         endpoints: Where the servers are, in a training that workers can join and leave; otherwise
             None.
     """
@@ -84,23 +87,36 @@ class Replica:
     Attributes:
         module: The model (or its part on this rank) and the loss. Its forward pass gives the sum of
             losses.
+
         optimizer: The optimizer of the parameters on this rank.
+
         clip_norm: As in Job.
+
         has_unused_parameters: On some rank, parameters got no gradient when the model was
             inspected.
+
         layout: Which part of the model this is.
+
         forward: Runs model and loss on the first micro-batch of this rank and leaves no changes.
             With rehearsed=True it runs without autocast.
+
         keeps_whole_model: The whole model is needed as it is on this rank.
+
         completed_steps: Steps made before this run.
+
         restored_tensors: Tensors from a checkpoint that an exchange of its strategy saved
             (`collect_saved_tensors`).
+
         scheduler: The scheduler of the job, or None.
+
         draw_alike: Runs a function that may draw (an update), so that all ranks draw the same
             numbers.
+
         full_batch: Number of samples of a full batch.
+
         changed_by_forward: Names of parameters that are not trained and that forward passes
             changed.
+
         seed: The seed of the job.
     """
 
@@ -135,33 +151,55 @@ class Exchange(ABC):
 
     Attributes:
         sharing_ranks: Number of ranks that share one copy of all parameters in memory.
+
         saved_names: Names under which `collect_saved_tensors` saves tensors in a checkpoint, in
             addition to the optimizer state.
+
         shard_layout: Layout of the shards if replicas divide the parameters among them, otherwise
             None. Then gradients and state are also divided, and a rank can run the model alone only
             in `use_evaluation_weights`.
+
         shard_tensors: If the parameters are divided, the shards of this rank by name.
+
         empty_model: If the parameters are divided, the model without values.
+
         stop_requested: This rank got a request to stop; from `average` on, also if this rank knows
             of such a request on another rank. Set in every step after `begin`.
+
         local_samples: Samples in the share of this rank. Set in every step after `begin`.
+
         epoch: The present epoch. Set in every step after `begin`.
+
         already_applied: The share of this rank was applied before.
+
         steps_alone: This rank updates with the gradient of its own share only.
+
         stop_requests: Number of ranks with a request to stop, if an update shared it.
+
         doubtful_weight: The part of the weight that may stand for no sample (`LossModule.doubts`).
             Set before `finish`.
+
         weight: Weight of the samples behind the gradients. Set before `average`.
+
         weight_share: Fraction of the whole weight that belongs to this replica, as shared by the
             rank that holds the loss. Set before `average`.
+
         loss_module: The model and the loss.
+
         optimizer: The optimizer.
+
         clip_norm: As in Job.
+
         layout: Which part of the model this rank holds.
+
         module: The module that runs forward and backward; a subclass may wrap it.
+
         parameters: All parameters of the model on this rank.
+
         trained_at_start: (name, parameter, requires_grad) at the first step.
+
         sent_bytes: Bytes sent in this step, by kind.
+
         peak_bytes: Bytes that the exchange keeps in memory.
     """
 

@@ -28,16 +28,22 @@ class GradientNorms:
 
     Args:
         parameters: The parameters of this rank.
+
         interval: Measure in the steps 0, interval, 2 * interval, ...; 0: never.
 
     Attributes:
         interval: As the argument.
+
         measurement: [|g|^2 of the first micro-batch, its weight, |g|^2 of the whole batch] of this
             step, or None.
+
         is_measured: Whether this step is measured.
+
         squares: Squared norm of each gradient of the first micro-batch while its backward runs,
             else None.
+
         first_micro_batch: (|g|^2, weight) of the first micro-batch, or None.
+
         handles: The hooks on the parameters.
     """
 

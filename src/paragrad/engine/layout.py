@@ -36,13 +36,18 @@ class ShardSpec:
 
     Attributes:
         name: Name of the serial tensor.
+
         shape: Shape of the serial tensor.
+
         where: Which elements are here. None: all. A range: these elements of the flat tensor.
             Boxes: these blocks, joined along `dim` of the local tensor (for a fused qkv, the heads
             of this rank are three boxes).
+
         dim: Dimension of the local tensor along which boxes are joined.
+
         is_primary: This copy counts in norms, bytes and files. For each element, exactly one rank
             has the primary copy.
+
         gradient_worlds: Worlds over which its gradient must still be summed.
     """
 
@@ -234,15 +239,21 @@ class Layout:
 
     Args:
         world: The ranks that together hold one replica.
+
         specs: For each local tensor, which part of which serial tensor it is; None: the model is
             not divided.
+
         serial_names: Names of the tensors of the serial model.
+
         has_output: The output and the loss are on this rank.
 
     Attributes:
         is_partitioned: Whether the model is divided.
+
         sent_bytes: Bytes of the messages of this layout.
+
         output_rank_count: Number of ranks of a replica that have the loss.
+
         divided_names: Serial parameters of which several ranks hold a part; None until it is known.
     """
 

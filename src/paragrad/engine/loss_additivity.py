@@ -130,10 +130,15 @@ class LossEvaluation:
 
     Attributes:
         value: What the loss returned.
+
         output: The output of the model.
+
         total: The sum of the loss.
+
         weight: The weight.
+
         doubtful_weight: The part of the weight that may stand for no sample.
+
         weight_known: The weight comes from the loss; it is not only the number of samples.
     """
 

@@ -63,13 +63,18 @@ class ModelShard:
 
     Attributes:
         model: The module of this rank.
+
         specs: For each parameter and buffer of `model`, by name, which part of which serial tensor
             it is.
+
         has_output: The output and the loss are on this rank. If they are not, the technique brings
             its own passes.
+
         draw_calls: For each random call in the forward pass, its index among the calls of the model
             before the division. None: the calls are the same.
+
         choices: Choices made by measurement, for the record: (what, choice, reason).
+
         contexts: Contexts that surround the passes.
     """
 

@@ -53,12 +53,19 @@ class PassesHost(Protocol):
 
     Attributes:
         world: All ranks of the training.
+
         module: The model and the loss.
+
         batch_norm: The batch norm over all ranks.
+
         draws: All random calls of a forward pass.
+
         seed: The seed of the job.
+
         log: The record of this rank.
+
         noise: Measures gradient norms around backward passes.
+
         rehearsing: The step will be undone after it was compared.
     """
 
@@ -95,15 +102,20 @@ class Passes(ABC):
 
     Args:
         host: The trainer.
+
         exchange: The exchange of this rank.
 
     Attributes:
         activation_meter: Counts what is kept for backward, in the steps that are counted; otherwise
             None.
+
         peak_bytes: The most bytes kept at once in the counted steps so far.
+
         forward_seconds: Wall-clock seconds in whole forward passes, without waits for other ranks,
             in total.
+
         forward_cpu_seconds: CPU seconds in whole forward passes, in total.
+
         batches_in_flight: How many batches `compute_outputs` accepts at once.
     """
 

@@ -25,13 +25,21 @@ class Probe:
 
     Attributes:
         has_unused_parameters: A trainable parameter got no gradient.
+
         activation_bytes: Bytes per sample that backward keeps, without the parameters.
+
         weight_known: The weight of the loss is known; it is not only the number of samples.
+
         has_batch_norm: A batch norm ran in training mode.
+
         coarsest_eps: The largest eps of the floating-point types that backward keeps.
+
         is_linear: Gradients grow in proportion to the loss.
+
         draws: The random calls of a forward pass.
+
         changed_by_forward: Names of parameters that are not trained and that forward passes change.
+
         replaced_parameters: Names of parameters that a forward pass replaces or creates.
     """
 
@@ -113,10 +121,15 @@ def probe_model(
 
     Args:
         module: The model and the loss.
+
         inputs: The inputs of a batch.
+
         target: The target of the batch.
+
         samples: Number of samples in the batch.
+
         batch_norm: The batch norm, entered by the caller.
+
         make_repeated_batch: make_repeated_batch(n) returns (inputs, target) of a batch that repeats
             one sample n times.
 

@@ -44,11 +44,17 @@ class Span:
 
     Attributes:
         rank: The rank.
+
         name: The slot, or the Compute.
+
         lane: send, receive or compute.
+
         start: When it begins.
+
         seconds: How long it lasts.
+
         bytes: The bytes sent, received, added or computed on.
+
         peer: The other rank of a message.
     """
 
@@ -67,8 +73,11 @@ class Timeline:
 
     Attributes:
         seconds: The time until the last rank ends.
+
         ends: The time at which each rank ends, in seconds.
+
         messages: The number of messages.
+
         spans: The spans, if they were kept.
     """
 
@@ -84,15 +93,25 @@ class Transfer:
 
     Attributes:
         send: The action that sends it.
+
         source: The rank that sends it.
+
         size: Its bytes.
+
         link: The link that it takes.
+
         slowdown: How many times slower the slower of both ranks is.
+
         post_time: When it is posted, in seconds.
+
         ports: The out port of the sender and the in port of the receiver, or those of their hosts.
+
         part_range: The first part that it carries, and the one after the last.
+
         receiver_waits: Whether its receiver has reached the Recv.
+
         end: When its receiver can have it, in seconds, once that is known.
+
         callbacks: Functions to call with the end.
     """
 
@@ -124,12 +143,19 @@ def time_schedule(
 
     Args:
         schedule: The schedule.
+
         size: The number of ranks.
+
         length: The elements of the vector, or of every slot by name.
+
         cluster: The cluster.
+
         element_bytes: The bytes of one element.
+
         durations: The seconds of each Compute, on a rank that is not slow.
+
         keep_spans: Whether to keep every message, addition and Compute.
+
         report_progress: A function that gets the number of messages now and then.
 
     Raises:
@@ -153,11 +179,17 @@ class Clock:
 
     Args:
         schedule: The schedule.
+
         size: The number of ranks.
+
         lengths: The elements of every slot.
+
         cluster: The cluster.
+
         element_bytes: The bytes of one element.
+
         durations: The seconds of each Compute, on a rank that is not slow.
+
         keep_spans: Whether to keep spans.
     """
 
@@ -223,8 +255,11 @@ class Clock:
 
         Args:
             time: When it happens, in seconds.
+
             event: The function to call with the time and the arguments.
+
             arguments: Its further arguments.
+
             last: Whether it happens after everything else of that time.
         """
         heapq.heappush(self.events, (time, last, next(self.event_numbers), event, arguments))
@@ -255,7 +290,9 @@ class Clock:
                 message = self.post_send(time, rank, action)
                 if action.wait:
                     message.callbacks.append(
-                        lambda end, rank=rank: self.schedule_event(end, self.advance_program, rank)  # type: ignore[misc]
+                        lambda end, rank=rank: self.schedule_event(  # type: ignore[misc]
+                            end, self.advance_program, rank
+                        )
                     )
                     return
                 if message.post_time > time:

@@ -32,8 +32,11 @@ class RankStatus:
 
     Attributes:
         schedule_number: How many schedules the rank began before, in this group.
+
         actions: Its last actions, and the next ones.
+
         waits_for: What the rank waits for.
+
         peer: The rank of this group that it waits for.
     """
 

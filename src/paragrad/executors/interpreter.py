@@ -70,7 +70,9 @@ class RoundCounter:
 
     Attributes:
         current: The round of each rank's last action, for interpretations that need it.
+
         next_send: The first round in which each rank can send.
+
         next_receive: The first round in which each rank can receive.
     """
 
@@ -119,9 +121,13 @@ def interpret_schedule(
 
     Args:
         program: The program of a rank.
+
         size: The number of ranks.
+
         interpretation: What messages carry, and the effect of their arrival.
+
         send_mode: The behaviour of sends.
+
         rounds: The counter of rounds, for an interpretation that uses it.
 
     Returns:
@@ -129,6 +135,7 @@ def interpret_schedule(
 
     Raises:
         ScheduleError: If a message does not match or is never received; it names the ranks.
+
         Deadlock: If no rank can continue.
     """
     channels: dict[tuple[int, int], deque[PostedSend[Payload]]] = {}
@@ -161,10 +168,15 @@ class RankCursor(Generic[Payload]):
 
     Args:
         rank: The rank.
+
         program: Its program.
+
         interpretation: What messages carry, and the effect of their arrival.
+
         channels: The posted sends of each (source, target), shared by all ranks.
+
         send_mode: The behaviour of sends.
+
         rounds: The counter of rounds, shared by all ranks.
     """
 

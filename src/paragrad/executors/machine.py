@@ -28,13 +28,19 @@ class Link:
 
     Attributes:
         alpha: Seconds per message.
+
         beta: Seconds per byte.
+
         latency: Seconds for which the message is in flight after it has left the ports.
+
         overhead: Seconds of a core, at each of both ranks, to post or to receive the message.
+
         work: Seconds of a core per byte while the message travels, at each of both ranks, if ranks
             share cores.
+
         points: Measured (bytes, seconds), if a straight line does not fit. The clock interpolates
             between them.
+
         disturbed: The same link in the slowest tenth of the measured rounds; None if not measured.
     """
 
@@ -61,11 +67,17 @@ class Cluster:
 
     Attributes:
         link: The link between ranks, or between hosts.
+
         gamma: Seconds of a core per byte added.
+
         inside: The link between ranks of one host.
+
         group: The number of neighbouring ranks on a host. They share its link to other hosts.
+
         sharing: The number of neighbouring ranks that share `cores` cores.
+
         cores: The number of cores that they share.
+
         slow: Ranks that are k times slower than the others at everything, as (rank, k).
     """
 
@@ -104,13 +116,21 @@ class Machine:
 
     Attributes:
         links: The links by name, `gloo` or `shm`.
+
         gamma: Seconds per byte added.
+
         cores: The number of cores.
+
         measured: When, on what and over which interface it was measured; or "assumed".
+
         errors: The largest relative error of the straight line through the points of each link.
+
         memory: Bytes read and written.
+
         matmul: Operations of one core in a matrix product.
+
         hosts: The number of hosts that the links join, one or two.
+
         load: The average number of threads that wanted a core in the minute before.
     """
 

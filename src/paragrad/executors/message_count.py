@@ -63,9 +63,13 @@ class TooManyMessages(ScheduleError):
 
     Args:
         schedule: The schedule.
+
         size: The number of ranks.
+
         limit: The largest number of messages.
+
         activity: What the messages were to be, such as "drawn".
+
         fits: Whether a smaller number of ranks is possible.
     """
 

@@ -26,11 +26,17 @@ class StageBytes:
 
     Attributes:
         input_message: The message of activations into the stage.
+
         gradient_message: The message of gradients out of it, to the stage before.
+
         saved: What a forward keeps for its backward.
+
         shared_with_message: The part of `saved` that is the message itself.
+
         saved_between_halves: What is kept between the two halves of a backward.
+
         first_half_peak: The peak in the first half of a backward.
+
         batch_copy: What is kept of the batch, if a forward runs on a copy of it.
     """
 
@@ -65,9 +71,13 @@ def compute_task_memory(
 
     Args:
         schedule: The schedule of the micro-batches.
+
         rank: The rank.
+
         size: The number of ranks.
+
         stage_bytes: The bytes of a (stage, micro-batch).
+
         recompute: Whether forwards run again instead of keeping activations.
     """
     return list(MemorySimulation(schedule, rank, size, stage_bytes, recompute).play_program())
@@ -78,9 +88,13 @@ class MemorySimulation:
 
     Args:
         schedule: The schedule of the micro-batches.
+
         rank: The rank.
+
         size: The number of ranks.
+
         stage_bytes: The bytes of a (stage, micro-batch).
+
         recompute: Whether forwards run again instead of keeping activations.
     """
 

@@ -157,11 +157,17 @@ class ProofResult:
 
     Attributes:
         size: The number of ranks.
+
         length: The number of elements.
+
         messages: The number of messages of all ranks.
+
         sent: The elements that are sent by the rank that sends most.
+
         scratch: The elements that a rank needs besides its slots, at most.
+
         grouped: Whether there is no deadlock when neighbouring messages are posted together.
+
         rendezvous: Whether there is no deadlock when every send blocks. Under asynchronous sends
             there never is.
     """
@@ -282,14 +288,23 @@ class Contributions:
 
     Attributes:
         goal: The goal.
+
         lengths: The elements of each slot.
+
         slots: The slots of each rank.
+
         sent_elements: The elements that each rank has sent.
+
         action_counts: The sends and Computes of each rank.
+
         rounds: The counter of rounds.
+
         messages: The number of messages.
+
         scratch: The elements of scratch of a rank, at most.
+
         last_received: For each (rank, slot), the round of the last Recv, and the Recv.
+
         overwritten: The (bits, slot, rank, round, Recv) of each loss of bits.
     """
 

@@ -38,10 +38,15 @@ class Arrow:
 
     Attributes:
         source: The rank that sends it.
+
         target: The rank that receives it.
+
         sent: The column of the Send.
+
         received: The column of the Recv.
+
         slot: The slot.
+
         added: Whether it is added to the slot.
     """
 

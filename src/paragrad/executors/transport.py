@@ -54,9 +54,13 @@ class Traffic:
 
     Attributes:
         bytes: The bytes sent.
+
         waiting: Seconds blocked until the first message came, as other ranks were late.
+
         transfer: Seconds blocked for messages after that.
+
         processing: The remaining seconds: posting messages, adding, Python.
+
         computed: Whether the bytes come from a formula; then the times are not known.
     """
 
@@ -137,12 +141,17 @@ class ProgramRun:
 
     Args:
         actions: The program.
+
         buffers: Contiguous tensors by slot. Those that are received into exist from the start.
+
         world: The world of the ranks.
+
         compute: A function that runs a Compute. It is called when the sends of its slot are over.
+
         report_message: A function of (action, lane, start, seconds, bytes). It gets the time that
             each message costs this rank: its posting (lane send), and the wait for it (lane
             receive; for a send, lane wait).
+
         posts: How many receives are posted at a time, at most. It is for buffers that are created
             when they are requested; none of them is received into while it holds anything.
     """

@@ -42,10 +42,15 @@ def time_collective(
 
     Args:
         schedule: The collective.
+
         size: The number of ranks.
+
         length: The elements of the vector.
+
         cluster: The cluster.
+
         element_bytes: The bytes of one element.
+
         report_progress: A function that gets the number of played messages and of all messages now
             and then.
 
@@ -81,10 +86,15 @@ def time_uniform_collective(
 
     Args:
         schedule: The collective.
+
         size: The number of ranks.
+
         length: The elements of the vector.
+
         cluster: The cluster.
+
         element_bytes: The bytes of one element.
+
         report_progress: A function that gets the number of played messages and of all messages now
             and then.
 
@@ -308,12 +318,19 @@ class ShiftedLinks:
 
     Attributes:
         receivers: The receiver of each sender.
+
         senders: The sender of each receiver.
+
         port_seconds: The seconds for which a message occupies its ports, by kind of link and part.
+
         link_kinds: The kind of link of each sender.
+
         latency: The latency, in seconds.
+
         overhead: The overhead of the sender, in seconds.
+
         receive_overhead: The overhead of the message that each rank receives, in seconds.
+
         slowdown: How many times slower the slower of both ranks is.
     """
 

@@ -34,28 +34,45 @@ class Job:
 
     Attributes:
         model: () -> nn.Module.
+
         loss: The mean over samples (torch's ignore_index is understood), or f(output, target) ->
             (sum, weight).
+
         optimizer: parameters -> torch.optim.Optimizer.
+
         train: A map-style dataset of (input, target) or of dicts, or f(data folder) -> dataset.
+
         batch: The global batch size. "fit" means as large as the memory of the ranks allows
             (train(..., memory="2GB")).
+
         epochs: The number of epochs.
+
         test: The dataset to test with, in the form of `train`, or None.
+
         seed: The seed of initial parameters, sample order and all random numbers.
+
         scheduler: optimizer -> LRScheduler; it counts steps of the global batch.
+
         clip_norm: The largest norm of all gradients together, or None.
+
         metric: f(output, target) -> (sum, weight), such as paragrad.accuracy.
+
         dtype: float32, float64, or bfloat16. bfloat16 uses autocast: parameters, gradients and
             optimizer state stay in float32.
+
         collate: A function from samples to a batch, where torch's own does not suffice.
+
         scale_lr: "linear" or "sqrt": how the learning rate grows with the batch, starting at
             own_batch.
+
         warm_up: The number of epochs in which the rate reaches the scaled rate
             (`paragrad.large_batch.Scaled`).
+
         own_batch: The batch size that optimizer and scheduler were chosen for; `replace` remembers
             it.
+
         name: The name of the job.
+
         arguments: The arguments of a built-in job, for the record.
     """
 

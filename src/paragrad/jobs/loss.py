@@ -118,14 +118,20 @@ class LossModule(nn.Module):
 
     Attributes:
         model: The model.
+
         has_traced_divisor: Whether the divisor of the mean is read from its graph. If False, the
             weight is the number of samples. None is the state before the first step.
+
         has_known_weight: Whether the last weight was found, and is not merely the number of
             samples.
+
         doubtful_weight: The part of the last weight that may come from no label, as with
             `clamp(min=1)` of the number of labels.
+
         doubtful_total: The sum of doubtful weights since it was last reset.
+
         is_linear: Whether gradients grow in proportion to the loss, as far as observed.
+
         loss_dtype: The type of the last loss.
     """
 

@@ -124,9 +124,13 @@ def shakespeare_gpt(
 
     Args:
         layers: The number of blocks.
+
         width: The size of the embeddings.
+
         heads: The number of attention heads; it must divide the width.
+
         context: The number of characters of a window.
+
         dropout: The dropout probability.
 
     Returns:

@@ -153,10 +153,15 @@ class ForkServer:
 
     Attributes:
         launcher: The socket of requests.
+
         can_fork: Whether ranks are forked; otherwise each is a fresh Python.
+
         status_sockets: The socket for the status of each rank, by pid.
+
         wakeup_reader: The end of a pipe that has data when a child has ended.
+
         wakeup_writer: The end into which Python writes when a signal arrives.
+
         parent_pidfd: A pidfd of the launcher. It shows its end also where other processes hold the
             launcher's end of the socket open.
     """

@@ -40,8 +40,11 @@ class JobFile:
 
     Attributes:
         name: The name of the module.
+
         path: The path of the file.
+
         source: The text of the file; None where ranks import the module by its name.
+
         changed_globals: Plain globals that changed after the top level ran.
     """
 

@@ -35,12 +35,18 @@ class Launcher:
 
     Attributes:
         size: The largest number of ranks.
+
         server: The fork server that starts the ranks; None takes this process's own, which stays
             for the next launcher.
+
         processes: The processes of the ranks, in rank order.
+
         folder: The folder that they share, once it exists.
+
         task_count: The number of tasks and extra processes so far.
+
         is_sending: Whether a task is being sent to the ranks.
+
         stop_requested: Whether the task under way must stop.
     """
 
@@ -75,13 +81,21 @@ class Launcher:
 
         Args:
             function: The function; it must be picklable by cloudpickle.
+
             arguments: Its arguments after the world.
+
             size: The number of ranks; None takes all.
+
             backend: The torch.distributed backend.
+
             device: The kind of device, cpu or cuda.
+
             threads: The number of torch's threads in each rank; None divides the cores.
+
             timeout: Seconds that a rank waits for another; None takes the default.
+
             deadline: Seconds for the whole task; None for no limit.
+
             on_report: Is called with (rank, value) when the function calls report(value).
 
         Returns:
@@ -89,6 +103,7 @@ class Launcher:
 
         Raises:
             RankFailed: A rank failed, or the deadline passed.
+
             Refused: The function or its arguments cannot be pickled.
         """
         size = size or self.size
@@ -203,10 +218,15 @@ class ResultCollector:
 
     Attributes:
         processes: The processes of the ranks, in rank order.
+
         deadline: Seconds for the whole task; None for no limit.
+
         on_report: Is called with (rank, value) for each report.
+
         answers: The results so far, by rank.
+
         failures: The failures so far.
+
         ended_ranks: The ranks that failed or died.
     """
 

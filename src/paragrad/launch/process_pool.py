@@ -29,11 +29,17 @@ class ProcessPool:
 
     Attributes:
         launcher: The launcher that starts the processes.
+
         threads: The number of torch's threads in each process.
+
         device: The kind of device, cpu or cuda.
+
         timeout: Seconds that a process waits for another.
+
         members: The processes at work, by number.
+
         finished: The processes of ended tasks; those of failed tasks still wait where they failed.
+
         folder: A folder that the processes share. Only its owner can enter it (mode 0700). It is
             removed with the pool, or by the next start if this process is killed.
     """
@@ -75,10 +81,15 @@ class ProcessPool:
 
         Args:
             number: The number of the process, and its rank.
+
             function: The function to call.
+
             arguments: Its arguments after the world.
+
             size: The number of ranks that meet in the store.
+
             store: The file in which the ranks meet; None for a world of one.
+
             backend: The torch.distributed backend.
 
         Raises:

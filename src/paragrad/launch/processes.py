@@ -75,9 +75,13 @@ class ForkServerProcess:
 
     Attributes:
         owner_pid: The process that started the server.
+
         folder: The server's temporary folder.
+
         lock_descriptor: The descriptor that holds the folder's lock.
+
         socket: The socket for requests to the server.
+
         popen: The server's process.
     """
 
@@ -163,12 +167,18 @@ class RankProcess:
 
     Attributes:
         server: The server that started it.
+
         stack_file: The file into which it writes its stacks.
+
         pid: The process id; 0 when it has not started yet or has ended.
+
         pidfd: A descriptor of the process, where the system has them. A pid can belong to another
             process by the time it is used; a pidfd cannot.
+
         code: The exit code, once the server has reported it.
+
         socket: The connection for tasks and answers.
+
         status_socket: The socket on which the server reports the pid and the exit code.
     """
 

@@ -21,9 +21,13 @@ class ProcessSetup:
 
     Attributes:
         environment: The environment variables.
+
         import_paths: The launcher's sys.path, so that a rank can import the same modules.
+
         working_folder: The working directory.
+
         affinity: The cores on which the rank may run; None where the system does not say.
+
         stack_file: Where SIGUSR1 writes the stacks of all threads.
     """
 
@@ -40,14 +44,23 @@ class RankTask:
 
     Attributes:
         rank: The number of this rank.
+
         size: The number of ranks.
+
         store: The file in which the ranks meet.
+
         backend: The torch.distributed backend.
+
         device: The kind of device, cpu or cuda.
+
         threads: The number of torch's threads in this rank.
+
         timeout: Seconds to wait for another rank; None takes the default.
+
         job_files: Files that the rank must run before it unpickles the call.
+
         pickled_call: (torch's default dtype, function, arguments), by cloudpickle.
+
         has_reports: Whether the function gets an argument `report`.
     """
 

@@ -22,7 +22,9 @@ def dump_tensorless(
 
     Args:
         value: The value.
+
         storages: Storages that have their numbers already: their positions in this list.
+
         compact_views: If a tensor is a part of a larger storage, take only this part.
 
     Returns:

@@ -66,10 +66,15 @@ def run_recoverable_training(
 
     Args:
         launcher: starts the processes.
+
         validated_run: the run.
+
         folder: the folder of the run.
+
         record: the run's own record.
+
         stop_request: set when the run is to stop.
+
         progress: receives the progress of the run.
 
     Returns:
@@ -94,23 +99,41 @@ class RecoveryCoordinator:
 
     Attributes:
         validated_run: the run.
+
         folder: the folder of the run.
+
         record: the run's own record.
+
         pool: the processes of workers and servers.
+
         stop_request: set when the run is to stop.
+
         progress: receives the progress of the run.
+
         workers: numbers of the worker processes.
+
         servers: numbers of the server processes.
+
         endpoints: where workers and servers connect.
+
         statuses: how each finished worker ended.
+
         failures: recent deaths and exceptions: (PROCESS_DIED or TASK_FAILED, the error).
+
         cause_deadline: when the cause of these failures is decided; 0 without failures.
+
         stop_sent: whether the workers have received the stop request.
+
         world_count: worlds of workers so far.
+
         restarts: restarts since the furthest step was reached.
+
         furthest_step: the furthest step so far.
+
         rank_error: the error that a rank raised since then.
+
         first_end: when the first worker ended; 0 before.
+
         answer_seconds: seconds at most that a server may take to answer.
     """
 

@@ -60,10 +60,15 @@ def write_step_line(
 
     Args:
         folder: the folder of the run.
+
         origin: the origin of the record's clock.
+
         number: the worker.
+
         validated_run: the run.
+
         ticket: the ticket of the step.
+
         report: the worker's report of it.
     """
     seconds = report.get("seconds", 0.0)
@@ -86,15 +91,25 @@ class JoinCoordinator:
 
     Attributes:
         validated_run: the run.
+
         folder: the folder of the run.
+
         origin: the origin of the record's clock.
+
         endpoints: where workers and servers connect.
+
         allowed_keys: public keys of workers that may join.
+
         allocate_number: returns the number of one more process.
+
         record_event: writes an event into the record.
+
         join_identity: the job as text, which a worker's own must equal.
+
         keys: the key of each worker that joined, by number.
+
         joined_numbers: numbers by (key, number that the worker drew for itself).
+
         last_recorded: the last ticket with a written line, by worker.
     """
 

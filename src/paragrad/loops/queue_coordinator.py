@@ -59,10 +59,15 @@ def run_queue_training(
 
     Args:
         launcher: starts the processes.
+
         validated_run: the run.
+
         folder: the folder of the run.
+
         record: the run's own record.
+
         stop_request: set when the run is to stop.
+
         progress: receives the progress of the run.
 
     Returns:
@@ -90,35 +95,64 @@ class QueueCoordinator:
 
     Attributes:
         strategy: the resolved strategy.
+
         validated_run: the run.
+
         folder: the folder of the run.
+
         record: the run's own record.
+
         pool: the processes of workers and servers.
+
         stop_request: set when the run is to stop.
+
         progress: receives the progress of the run.
+
         endpoints: where workers and servers connect.
+
         order: the order of the samples.
+
         shares: shares of a global batch.
+
         queue: the work queue.
+
         next_process: the number of the next process.
+
         listener: receives requests to the queue.
+
         address: where workers from other hosts join; None if they may not.
+
         restarts: processes that were restarted, in all.
+
         restarts_without_progress: restarts since so many shares were done.
+
         furthest_done: done shares when `restarts_without_progress` was last reset.
+
         servers: which server a process is, by the number of the process.
+
         ticket_count: the number of the next training ticket.
+
         test_totals: sum and weight of the current test.
+
         close_seconds: seconds at most that processes may take to end.
+
         loss: the last reported loss.
+
         done_shares: shares that are done.
+
         reported_at: when progress was last reported.
+
         shown_step: the step of that report.
+
         unrecorded_shares: shares that servers had already applied, with the reports and the workers
             that had them. Their step lines may be missing.
+
         step: steps of the training with tickets given out, in all.
+
         saved_items: (kind, step) of what was saved.
+
         write_events: writes TensorBoard values of a step.
+
         overdue_since: since when workers are late, by number.
     """
 

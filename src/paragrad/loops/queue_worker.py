@@ -57,9 +57,13 @@ def run_queue_rank(
 
     Args:
         world: This process's own world.
+
         validated_run: The validated job, strategy and settings.
+
         folder: The folder of the run.
+
         origin: The start of the record's clock.
+
         endpoints: The endpoints of the work queue and the servers.
 
     Returns:
@@ -83,9 +87,13 @@ def run_worker_or_server(
 
     Args:
         world: This process's own world.
+
         validated_run: The validated job, strategy and settings.
+
         folder: The folder of the run.
+
         endpoints: The endpoints of the work queue and the servers.
+
         record: The record, or None.
 
     Returns:
@@ -134,15 +142,25 @@ class QueueWorker:
 
     Attributes:
         trainer: The trainer of this worker.
+
         validated_run: The validated job, strategy and settings.
+
         folder: The folder of the run.
+
         endpoints: The endpoints of the work queue and the servers.
+
         train_dataset: The training set.
+
         test_dataset: The test set, or None.
+
         samples: The source of the training samples.
+
         scheduler: The job's scheduler, or None.
+
         rate_step: The step of the current learning rate.
+
         is_joined: Whether the worker joined from elsewhere.
+
         queue_client: The client of the work queue.
     """
 

@@ -27,8 +27,11 @@ def resume_from_servers(
 
     Args:
         trainer: The trainer of this worker.
+
         order: The order of the samples.
+
         folder: The folder of the run.
+
         endpoints: The endpoints of the servers, with the step that they reached.
     """
     assert endpoints.step is not None

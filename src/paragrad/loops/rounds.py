@@ -47,10 +47,15 @@ class RoundTraining(TrainingLoop):
 
     Attributes:
         rounds: The rounds.
+
         finished_rounds: The number of finished rounds.
+
         scheduler: The scheduler, which is stepped between rounds.
+
         samples: The source of the training samples.
+
         has_returned_client: Whether any client finished its training.
+
         failure_cause: Why the last lost client of this worker was lost.
     """
 

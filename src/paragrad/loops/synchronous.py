@@ -51,11 +51,17 @@ def train_rank(
 
     Args:
         world: The ranks.
+
         validated_run: The validated job, strategy and settings.
+
         folder: The folder of the run.
+
         origin: The start of the record's clock.
+
         endpoints: The endpoints of the servers, for a training that survives failures of ranks.
+
         report: Receives the progress of the training, or None.
+
         loop_class: The class of the loop; TrainingLoop if None.
 
     Returns:
@@ -134,22 +140,39 @@ class TrainingLoop:
 
     Attributes:
         trainer: The trainer of this rank.
+
         validated_run: The validated job, strategy and settings.
+
         folder: The folder of the run.
+
         record: The record of this rank.
+
         report_progress: Receives the progress of the training.
+
         write_scalars: Writes TensorBoard scalars.
+
         last_report_time: The time of the last progress report, in seconds.
+
         last_step: (epoch, loss) of the last step, or None.
+
         train_dataset: The training set.
+
         test_dataset: The test set, or None.
+
         steps_per_epoch: The number of steps of an epoch.
+
         steps: The number of steps of the training.
+
         epochs: The number of epochs.
+
         status: "finished" or "stopped".
+
         saved_progress: The progress of the last checkpoint, or None.
+
         peak_optimizer_bytes: The most bytes of state of optimizers that no longer exist.
+
         epoch_fields: Further fields of an epoch's line in the record.
+
         checkpoint_fields: Further fields of a checkpoint's state.json.
     """
 

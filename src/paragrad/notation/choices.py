@@ -391,9 +391,13 @@ def build_choice(
 
     Args:
         call: The call.
+
         classes: The classes that may be named, by name.
+
         where: The place of the call, for messages.
+
         words: Bare words that are also known there, for messages.
+
         elsewhere: Messages for names that belong in other places or to other libraries, by name.
 
     Returns:

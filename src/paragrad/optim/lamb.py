@@ -38,10 +38,15 @@ class Lamb(LayerwiseOptimizer):
 
         Args:
             params: The parameters, as torch's optimizers take them.
+
             lr: The learning rate.
+
             betas: The decay rates (b1, b2) of the two moments.
+
             eps: A small number that is added to the divisor.
+
             weight_decay: The weight decay.
+
             adapted: False in a parameter group that is updated as in AdamW (biases, norms).
 
         Raises:

@@ -41,10 +41,15 @@ class Lars(LayerwiseOptimizer):
 
         Args:
             params: The parameters, as torch's optimizers take them.
+
             lr: The global rate, which schedulers change.
+
             momentum: The momentum.
+
             weight_decay: The weight decay.
+
             trust: How much of its length a layer may move at lr 1.
+
             adapted: False in a parameter group that uses lr unchanged (local = 1). Later papers do
                 so for parameters of one dimension (biases, norms).
 

@@ -39,12 +39,17 @@ class Scaled(LRScheduler):
 
     Attributes:
         own: The job's scheduler over the same optimizer, or None.
+
         factor: The factor (SCALING_RULES).
+
         warm_up: The steps in which the factor is reached, in equal parts (Goyal et al. 2017); 0
             means at once.
+
         before: The steps of an epoch with the batch that `own` counts.
+
         steps: The steps of an epoch with this batch. `own` is stepped so often that both end an
             epoch together.
+
         rates: The rates of the own schedule, by parameter group.
     """
 
@@ -61,10 +66,15 @@ class Scaled(LRScheduler):
 
         Args:
             optimizer: The optimizer, at the job's own rates.
+
             factor: The factor of the rates (SCALING_RULES).
+
             warm_up: The steps in which the factor is reached; 0 means at once.
+
             own: The job's scheduler over the same optimizer, or None.
+
             before: The steps of an epoch with the batch that `own` counts.
+
             steps: The steps of an epoch with this batch.
         """
         self.own = own

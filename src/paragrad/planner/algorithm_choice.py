@@ -197,13 +197,21 @@ class AlgorithmChooser:
 
     Attributes:
         world: the ranks that exchange.
+
         native: the backend's own all-reduce.
+
         play: play(algorithm, vector) runs one all-reduce.
+
         machine: what is known of the links. If None, they are measured at the first choice.
+
         on_choice: on_choice(bytes, choice) is called after each choice.
+
         choices: the choices made so far, by number of elements and dtype.
+
         cluster: the links between the ranks, known after the first choice.
+
         link_source: where the numbers of the links come from, in words.
+
         proved_algorithms: algorithms that are proved for the size of this world.
     """
 

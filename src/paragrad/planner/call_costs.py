@@ -26,9 +26,13 @@ class CallCost:
 
     Attributes:
         kind: the row of the published table (docs/work.md) that the call belongs to.
+
         passes: costs of the output, of the input gradient and of the weight gradient.
+
         inputs: tensors with gradients that the second pass computes.
+
         weights: tensors with gradients that the third pass computes.
+
         reads_inputs: whether the input gradient also reads the inputs. Otherwise it is computed
             from the output gradient and the weights alone.
     """

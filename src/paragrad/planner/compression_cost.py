@@ -45,18 +45,30 @@ class CompressionCost:
 
     Attributes:
         strategy: the resolved strategy.
+
         workers: ranks that exchange.
+
         bytes: length of the vector on each rank, in bytes.
+
         machine: the measured machine.
+
         cluster: the links between the ranks.
+
         algorithm: the all-reduce algorithm, in words.
+
         payload: bytes that stand for one vector.
+
         sends_whole_vectors: whether whole vectors are sent instead of payloads.
+
         plain: seconds of the exchange without compressing.
+
         exchange: seconds of the exchange of what is sent.
+
         compute: seconds of compressing and extracting, on every rank.
+
         bandwidth: bandwidth of links below which compressing pays, in bytes a second (inf: on all
             links, 0: on none).
+
         paying_lengths: ranges of vector lengths for which it pays on this link, in bytes. Each has
             its first length and an exclusive end (inf: no end).
     """
@@ -94,11 +106,17 @@ def predict_compression_cost(
 
     Args:
         strategy: the resolved strategy.
+
         compressor: the compressor of the strategy.
+
         workers: ranks that exchange.
+
         size: bytes of the vector.
+
         machine: the measured machine.
+
         costs: seconds a byte of compressing a vector, and of adding up what one payload stands for.
+
         link: name of the link in the machine file; None for the first.
 
     Raises:

@@ -38,10 +38,15 @@ class ExchangeCost:
 
     Attributes:
         rounds: messages one after the other, the factor of alpha.
+
         carried: elements in these messages, the factor of beta.
+
         added: elements added that no message overlaps, the factor of gamma.
+
         messages: messages in all.
+
         sent: elements sent by the rank that sends most.
+
         scratch: elements of scratch memory.
     """
 
@@ -160,10 +165,15 @@ def find_crossover(
 
     Args:
         fewer_rounds: the algorithm for short vectors.
+
         more_rounds: the algorithm with more rounds, for long vectors.
+
         size: number of ranks.
+
         link: gives alpha and beta.
+
         gamma: seconds per byte added.
+
         length: elements at which the forms are evaluated; so many that rounding to parts does not
             show.
 

@@ -42,11 +42,17 @@ class LayerCost:
 
     Attributes:
         name: the name of its module.
+
         kind: its row in the table of docs/work.md.
+
         function: the torch function that it calls.
+
         output: cost of the forward pass.
+
         input_gradient: cost of the gradient of the inputs.
+
         weight_gradient: cost of the gradient of the weights.
+
         calls: number of calls that are added up here.
     """
 
@@ -128,9 +134,13 @@ def count_linear(
 
     Args:
         samples: rows of the input.
+
         inputs: numbers per row of the input.
+
         outputs: numbers per row of the output.
+
         bias: whether there is a bias.
+
         weight: whether the gradient of the weight is wanted.
     """
     weights = count_products(outputs * inputs, samples) if weight else NO_COST
@@ -148,8 +158,11 @@ def count_matmul(
 
     Args:
         outputs: elements of the result.
+
         terms: products in the sum of each element.
+
         operands: elements of each computed operand with a wanted gradient.
+
         parameters: elements of each parameter with a wanted gradient.
     """
     # products of two numbers; the forward has as many as either gradient
@@ -169,13 +182,21 @@ class Convolution:
 
     Attributes:
         samples: number of samples.
+
         inputs: input channels.
+
         outputs: output channels.
+
         image: size of the image in each dimension.
+
         result: size of the result in each dimension.
+
         kernel: size of the kernel in each dimension.
+
         stride: stride in each dimension.
+
         dilation: dilation in each dimension.
+
         groups: number of groups of channels.
     """
 
@@ -278,9 +299,13 @@ def count_pooling(outputs: int, terms: int, window: int, overlap: int, average: 
 
     Args:
         outputs: number of windows.
+
         terms: elements of all windows together.
+
         window: elements of the largest window.
+
         overlap: the largest number of windows that contain one element.
+
         average: the mean, not the largest.
     """
     output = PassCost(terms, compute_sum_depth(window))
@@ -312,10 +337,15 @@ def count_normalization(
 
     Args:
         elements: elements of the input.
+
         terms: elements that share their statistics.
+
         weights: number of factors; 0 for none.
+
         bias: whether there are as many summands, too.
+
         mean: whether the mean is subtracted; not in a root-mean-square norm.
+
         batch_statistics: whether the statistics are of this batch, not the running ones.
     """
     rows = elements // terms if terms else 0
@@ -385,8 +415,11 @@ def count_pointwise(
 
     Args:
         elements: elements of the result.
+
         operands: elements of each computed operand with a wanted gradient.
+
         parameters: elements of each parameter with a wanted gradient.
+
         additive: whether the gradient of an operand is the gradient of the output itself.
     """
 

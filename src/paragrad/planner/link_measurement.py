@@ -97,7 +97,8 @@ def measure_link(
     disturbed, _ = fit_link(
         [(size, *measurements[size].compute_quantiles(DISTURBED_QUANTILE)) for size in sizes]
     )
-    return world.broadcast_object((replace(link, disturbed=disturbed), error))  # type: ignore[no-any-return]
+    result: tuple[Link, float] = world.broadcast_object((replace(link, disturbed=disturbed), error))
+    return result
 
 
 @dataclass
@@ -106,8 +107,11 @@ class SizeMeasurement:
 
     Attributes:
         world: the ranks.
+
         size: bytes of a message.
+
         peer: the rank at the other end.
+
         rounds: for each round: seconds one way, seconds between messages of a stream, CPU seconds
             of one side per message.
     """

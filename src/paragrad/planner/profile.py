@@ -41,10 +41,14 @@ class JobProfile:
 
     Attributes:
         job: the name of the job.
+
         batch: samples of the batch.
+
         calls: costs of the calls, in the order of the forward.
+
         torch_products: operations in matrix products of the same step, with the loss, as
             torch.utils.flop_counter counts them.
+
         not_counted: names of what the numbers leave out.
     """
 
@@ -113,9 +117,13 @@ def count_model_calls(
 
     Args:
         module: the model with its loss.
+
         inputs: a batch of inputs.
+
         target: the targets of the batch.
+
         samples: samples of the batch.
+
         autocast: the dtype of autocast; None without it.
 
     Returns:

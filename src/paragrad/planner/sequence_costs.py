@@ -29,8 +29,11 @@ class RecurrentCell:
 
     Attributes:
         gates: matrices of a cell.
+
         operations: element-wise operations per hidden number and step; backward has as many.
+
         forward: how many of them follow one another between two products, in forward.
+
         backward: the same in backward.
     """
 
@@ -57,18 +60,30 @@ class RecurrentLayers:
 
     Attributes:
         cell: the kind of cell.
+
         tokens: steps of all sequences together.
+
         samples: number of sequences.
+
         steps: steps of the longest sequence.
+
         inputs: numbers per step of the input.
+
         hidden: numbers per step of the hidden state.
+
         layers: number of layers.
+
         directions: 1 or 2.
+
         bias: whether there are biases.
+
         projection_size: numbers of the projected state that an LSTM passes on; 0 without
             projection.
+
         dropout: whether there is dropout between layers.
+
         needs_input_gradient: whether the gradient of the inputs is wanted.
+
         needs_state_gradient: whether the gradient of the initial state is wanted.
     """
 
@@ -229,11 +244,17 @@ def count_dot_products(
 
     Args:
         heads: heads of all samples together.
+
         queries: length of the query sequence.
+
         keys: length of the key sequence.
+
         width: numbers of a query and of a key.
+
         value: numbers of a value.
+
         mask: whether a mask is added.
+
         dropout: whether there is dropout of the weights.
     """
     scores = heads * queries * keys
@@ -284,13 +305,21 @@ def count_attention(
 
     Args:
         samples: number of samples.
+
         queries: length of the query sequence.
+
         keys: length of the key sequence.
+
         heads: heads of one sample.
+
         widths: widths of query (the model's), key and value.
+
         bias: whether there are biases.
+
         mask: whether a mask is added.
+
         dropout: whether there is dropout of the weights.
+
         needs_gradients: whether the gradients of query, key and value are wanted.
     """
     model = widths[0]

@@ -47,17 +47,28 @@ class Simulation:
 
     Attributes:
         strategy: the resolved strategy.
+
         workers: ranks that exchange.
+
         bytes: bytes of the whole vector.
+
         cluster: the links between the ranks.
+
         machine: the measured machine.
+
         timeline: the clock's prediction.
+
         interval: seconds between which four exchanges in five lie; None if links were not measured.
+
         closed_form: seconds by closed form; None if there is none. It leaves out shared links and
             slow ranks.
+
         cost: counts by closed form; None if there is none.
+
         lower_bounds: lower bounds of the counts.
+
         work: work and depth of the exchange; None for too many ranks.
+
         element: bytes of one element.
     """
 
@@ -93,15 +104,25 @@ def simulate_exchange(
 
     Args:
         strategy: the strategy.
+
         size: bytes of the vector.
+
         machine: the measured machine.
+
         link: name of the link in the machine file; None for the first.
+
         inside: name of the link among the ranks of a host; None: the same as between hosts.
+
         ranks_per_link: ranks of a host, which share its link to other hosts.
+
         ranks_per_core: ranks that share a core.
+
         slow: (rank, slowdown factor) of each slow rank.
+
         element: bytes of an element.
+
         spans: whether the timeline keeps every message.
+
         progress: called with the progress; see `executors.uniform_clock`.
 
     Raises:

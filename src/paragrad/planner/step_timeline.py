@@ -32,9 +32,13 @@ class StepPrediction:
 
     Attributes:
         timeline: the predicted step.
+
         low: seconds of the step if every task takes its lower quartile.
+
         high: seconds of the step if every task takes its upper quartile.
+
         steps: number of steps that the durations come from.
+
         messages: the assumed cost of messages, in words.
     """
 

@@ -83,8 +83,11 @@ class CpuLoad:
 
     Attributes:
         cores: The number of cores.
+
         rank_cores: The cores that the ranks kept busy.
+
         others: The cores that other processes kept busy, at least; the launcher is one of them.
+
         switched: How often per second the core of a rank went to another thread, at most.
     """
 

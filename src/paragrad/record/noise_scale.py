@@ -32,9 +32,13 @@ class NoiseScale:
 
     Attributes:
         step: The number of the step.
+
         trace: tr(S).
+
         signal: |G|^2.
+
         count: The number of measurements.
+
         batch: The mean weight of a whole batch, in what the loss counts (samples, tokens,
             elements).
     """

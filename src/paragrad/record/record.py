@@ -285,12 +285,19 @@ class Record:
 
     Attributes:
         folder: The folder.
+
         run_lines: The lines of the run itself (run.jsonl).
+
         header: The first line of the run.
+
         end: The line of its end, or None.
+
         ranks: The lines of each rank.
+
         difference: The line of its difference from serial, or None.
+
         epochs: The epochs that the run itself wrote.
+
         choices: The choices that the run itself wrote.
     """
 

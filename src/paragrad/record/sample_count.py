@@ -16,10 +16,15 @@ class SampleCount:
 
     Attributes:
         epochs: The number of finished epochs.
+
         samples: The number of samples of the dataset.
+
         seen: The number of different samples, in the epoch that used fewest.
+
         twice: How many were used more than once in an epoch, over all epochs.
+
         missed: How many were not used in an epoch, over all epochs.
+
         in_rounds: Whether clients train in rounds.
     """
 

@@ -19,11 +19,16 @@ class StepLog:
 
     Attributes:
         recorder: The recorder, or None.
+
         always_detailed: Write all steps in detail, with a span for each message, and not only those
             of DETAILED_STEPS.
+
         steps_written: The number of steps written so far.
+
         spans: The spans of the current step: (name, lane, start, seconds, bytes).
+
         last_fields: The fields of the last step, as text.
+
         last_span_names: The name, lane and bytes of each span of the last step.
     """
 
@@ -95,9 +100,13 @@ class StepLog:
 
         Args:
             name: The name of the span.
+
             lane: Its lane.
+
             start: Its start, in seconds since the start of the run.
+
             bytes: The bytes it moved, or None.
+
             seconds: Its duration; None means that it ends now.
         """
         if self.recorder:

@@ -16,21 +16,33 @@ class Difference:
 
     Attributes:
         value: The largest difference.
+
         tensor: The tensor with the largest difference.
+
         step: The step with the largest difference.
+
         tensors: The largest difference of each tensor.
+
         first: (tensor, step) of the first difference beyond both bounds, or None.
+
         twin: The largest difference of the rounding baseline from serial.
+
         twins: The largest difference of the rounding baseline, for each tensor.
+
         bound: The bound of a tensor's difference, relative to its own size. Above it, the rounding
             baseline decides.
+
         allowed: The bound that the rounding baseline sets: 4 times its difference, by the largest
             of the tensor's kind. It is the one that `first` exceeded, or else the largest that was
             needed.
+
         chaotic: The step from which the rounding baseline diverges, so that nothing can be
             compared, or None.
+
         dtype: The number type of the computation.
+
         why: Why the type is not float64, or None.
+
         reference: What the training was compared with: serial, or serial with the same
             micro-batches if the model has batch norm.
     """
@@ -56,17 +68,28 @@ class Certificate(Difference):
 
     Attributes:
         job: The name of the job.
+
         digest: A digest of the job: its settings, initial parameters and first batch, in float64.
+
         strategy: The strategy as written.
+
         resolved: The strategy with every `auto` replaced.
+
         device: The device of the ranks.
+
         backend: The backend.
+
         steps: The number of steps.
+
         failure: What a rank reported about replicas that differ, or why there was nothing to
             compare.
+
         cause: The most likely cause of a difference, if one is known.
+
         sabotage: The fault that was injected, or None.
+
         machine: The machine as in a record: cpu, cores, load, versions.
+
         folder: The folder of the verification.
     """
 

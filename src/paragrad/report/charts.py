@@ -91,12 +91,19 @@ class Curve:
 
     Attributes:
         style: The style.
+
         name: The strategy.
+
         x: The x of each point.
+
         y: The mean of each point.
+
         low: The smallest value of a seed at each point.
+
         high: The largest value of a seed at each point.
+
         seeds: The number of seeds.
+
         steps: The largest number of steps in a point.
     """
 
@@ -169,12 +176,19 @@ def draw_lines(
 
     Args:
         name: An id that is unique in the page.
+
         curves: The lines.
+
         x_label: The label of x.
+
         y_label: The label of y.
+
         alt: The description for readers without the picture.
+
         logarithmic: Whether y is logarithmic; None means if values span more than a factor of 30.
+
         goal: The y of a dotted line, or None.
+
         unit: The unit of y.
 
     Returns:
@@ -293,9 +307,13 @@ def draw_bars(
 
     Args:
         name: An id that is unique in the page.
+
         rows: (strategy, its bytes in words, {kind: {bytes, computed}}).
+
         kinds: The kinds, in the order of their colours.
+
         alt: The description for readers without the picture.
+
         x_label: The label of x.
 
     Returns:

@@ -31,8 +31,11 @@ class RankMemory:
 
     Attributes:
         rank: The rank.
+
         moments: The predicted memory, task by task.
+
         test_bytes: The most that a test needs, or None.
+
         counted_bytes: The bytes counted in a step, by kind, from a record, or None.
     """
 

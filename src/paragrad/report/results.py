@@ -39,23 +39,41 @@ class ComparisonRow:
 
     Attributes:
         strategy: The strategy as written.
+
         resolved: The strategy with every `auto` replaced.
+
         test: The job's metric (accuracy: per cent), as mean over seeds.
+
         spread: The standard deviation of the metric over seeds.
+
         seeds: The number of seeds.
+
         times: The time of a step.
+
         faster: The speed-up over serial with all threads.
+
         faster_than_one_thread: The speed-up over serial with one thread.
+
         sent: Bytes per rank and step, by kind: {bytes, computed}.
+
         memory: Bytes by kind, each of the rank that holds most of it.
+
         fullest: Bytes by kind of the rank that holds most of all together.
+
         difference: The largest difference from serial, in float64, of the first seed.
+
         tensor: The tensor with the largest difference.
+
         digests: Digests of the final parameters, by seed.
+
         reached: Where the goal was reached, by seed.
+
         runs: The names of the folders, by seed.
+
         failure: What failed, or None.
+
         reference: Whether it is serial itself, with which the others are compared.
+
         exact: Whether it is meant to be the same training as serial.
     """
 

@@ -119,10 +119,15 @@ class Sections:
 
         Args:
             name: The id of the section.
+
             title: The heading.
+
             y_label: The label of the values.
+
             points: Returns (samples, steps, value) of a record.
+
             missing: The reason if there are no values.
+
             says: Returns the explanation of a chart.
 
         Returns:

@@ -49,8 +49,11 @@ class StepTime(ValueInterval):
 
     Attributes:
         seconds: The median.
+
         low: The lower end of its interval.
+
         high: The upper end of its interval.
+
         load: The load of the machine in the run where it was highest, or None.
     """
 
@@ -87,8 +90,11 @@ class SpeedUp(ValueInterval):
 
     Attributes:
         value: The ratio.
+
         low: The lower end of its interval.
+
         high: The upper end of its interval.
+
         crowded: Whether other processes kept the cores busy during one of the two measurements.
     """
 

@@ -46,9 +46,13 @@ class LaunchInfo:
 
     Attributes:
         rank: The number of this rank.
+
         size: The number of ranks.
+
         local_rank: The number of this rank among those of this host.
+
         local_size: The number of ranks on this host.
+
         launcher: The launcher, a key of `LAUNCHER_VARIABLES`.
     """
 

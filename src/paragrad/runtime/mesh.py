@@ -15,7 +15,9 @@ class Axis(NamedTuple):
 
     Attributes:
         name: The name of the axis.
+
         size: The number of ranks along it.
+
         divides: What it divides: the samples of a batch, the domain of each sample (such as the
             rows of an image), or the model.
     """

@@ -56,11 +56,17 @@ def join_world(
 
     Args:
         rank: This rank.
+
         size: The number of ranks.
+
         store: The file in which the ranks meet.
+
         backend: The torch.distributed backend.
+
         timeout: Seconds to wait for another rank.
+
         device: The kind of device, cpu or cuda.
+
         stop: Is set when the rank must stop.
 
     Yields:

@@ -56,9 +56,13 @@ class StragglerMonitor:
 
     Attributes:
         world: The world of the ranks.
+
         slow_after: Seconds in one step after which the rank writes its entry.
+
         step: The step of this rank.
+
         started_at: When that step began, on the monotonic clock; 0.0 between steps.
+
         ended: Is set when the monitor is closed.
     """
 

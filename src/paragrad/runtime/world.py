@@ -40,14 +40,23 @@ class World:
 
     Attributes:
         rank: The number of this rank, from 0.
+
         size: The number of ranks.
+
         backend: The torch.distributed backend (gloo, nccl or shm); None in a world of one.
+
         timeout: Seconds to wait for another rank.
+
         device: The device of this rank.
+
         group: The process group; None in a world of one.
+
         stop: Is set when this rank must stop.
+
         schedule_numbers: Numbers the schedules that are run over this group.
+
         axes: The axes of the grid that the ranks form, from outer to inner.
+
         related_worlds: This world and all worlds that were split from the same one.
     """
 

@@ -58,8 +58,11 @@ class Send:
 
     Attributes:
         to: The rank that receives.
+
         slot: The slot to send.
+
         wait: Whether the send lasts until the receiver has the message.
+
         after: Whether an executor may first wait until the earlier sends of this rank are over.
     """
 

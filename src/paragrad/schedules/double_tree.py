@@ -190,8 +190,11 @@ def map_node_to_rank(node: int, size: int, tree: int, inverse: bool = False) -> 
 
     Args:
         node: The node, or the rank if `inverse`.
+
         size: The number of ranks.
+
         tree: The first (0) or second (1) tree.
+
         inverse: Whether to return the node of a rank instead.
     """
     if tree == 0:

@@ -51,8 +51,11 @@ class TwoLevel(AllReduce):
 
     Attributes:
         inside: The algorithm inside a group.
+
         across: The algorithm across groups.
+
         group: The ranks of a group; auto: those of a host.
+
         reproducible: Whether the result has the same bits for every order of arrival.
     """
 
@@ -139,7 +142,9 @@ def translate_program(
 
     Args:
         program: The program.
+
         map_peer: The rank of a peer in the whole.
+
         map_parts: The first part in the whole of a range of parts, and the one after the last.
     """
 

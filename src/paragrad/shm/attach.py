@@ -93,10 +93,15 @@ class AttachedGroup:
 
     Attributes:
         rank: The number of this rank.
+
         size: The number of ranks.
+
         region: The shared memory of the group.
+
         peers: The processes of the other ranks.
+
         areas: The areas of the collectives.
+
         message_queue: The point-to-point messages.
     """
 

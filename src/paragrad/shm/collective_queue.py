@@ -66,8 +66,11 @@ class CollectiveQueue(OperationQueue):
 
         Args:
             title: The description of the collective.
+
             perform: Runs it on the areas.
+
             deadline: The time limit, on the monotonic clock.
+
             is_background: No caller waits for it, so do not spin.
         """
         try:

@@ -69,24 +69,42 @@ class GroupAreas:
 
     Attributes:
         rank: The number of this rank.
+
         size: The number of ranks.
+
         memory: The areas, uint8 [2, size, bytes of an area].
+
         marks: bytes [2, size, CACHE_LINE_BYTES]: the digest of what each rank does, and the number
             of this collective.
+
         titles: bytes [size, TITLE_BYTES]: the same in words, if ranks disagree.
+
         group_barrier: The barrier of the group.
+
         peers: The processes of the other ranks.
+
         area_bytes: The size of an area.
+
         small_bytes: The largest all-reduce that is one exchange.
+
         part_bytes: The size of a part, if an area has one part for each rank.
+
         turn: Which of the two areas is written now.
+
         collective_count: The number of collectives so far.
+
         title: The current collective.
+
         own_mark: The slice of this rank's mark, by turn.
+
         all_marks: The slice of all ranks' marks, by turn.
+
         expected_mark: The mark that all ranks must have; None once it has been compared.
+
         deadline: The time limit of the current collective, on the monotonic clock.
+
         is_background: No caller waits for the current collective, so waits do not spin.
+
         cached_views: Views of areas. To make one costs more than to copy a kilobyte.
     """
 
@@ -105,12 +123,19 @@ class GroupAreas:
 
         Args:
             rank: The number of this rank.
+
             size: The number of ranks.
+
             memory: The areas.
+
             marks: The marks of all ranks.
+
             titles: The titles of all ranks.
+
             signals: The barrier's semaphores: number `from * size + to`.
+
             peers: The processes of the other ranks.
+
             crowded: Whether ranks share cores.
         """
         self.rank = rank
@@ -263,9 +288,13 @@ class GroupAreas:
 
         Args:
             rank: The rank.
+
             flat: The tensor.
+
             start: The first element.
+
             stop: The end of the range; None for the tensor's end.
+
             offset: The offset of the first byte in the area.
         """
         part = flat[start:stop]
@@ -277,9 +306,13 @@ class GroupAreas:
 
         Args:
             turn: Which of the two areas.
+
             rank: The rank that writes the area.
+
             dtype: The type of the elements.
+
             count: The number of elements.
+
             offset: The offset of the first byte.
         """
         key = turn, rank, dtype, count, offset
@@ -516,8 +549,11 @@ def reduce_scatter_flat(
 
     Args:
         areas: The areas of the group.
+
         flat: Takes the reduction of all ranks' inputs[own rank].
+
         inputs: The contributions, by rank that gets the result; their lengths may differ.
+
         reduction: The reduction.
     """
     dtype = flat.dtype

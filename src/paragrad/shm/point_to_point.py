@@ -59,14 +59,23 @@ class MessageWork(ShmWork):
     Attributes:
         deadline: When the operation must be done, on the monotonic clock. It is infinite until a
             caller asks whether the operation is done: before, no caller waits for the other rank.
+
         direction: `SEND` or `RECEIVE`.
+
         peer: The other rank; None receives from any rank.
+
         tag: The tag of the message.
+
         moved_bytes: The number of bytes that were copied so far.
+
         flat: The contiguous tensor that is sent or received into.
+
         needs_copy_back: Whether a received message must be copied from `flat` into the tensor.
+
         address: The address of `flat`.
+
         bytes: The number of bytes.
+
         dtype: The type of the elements.
     """
 
@@ -109,10 +118,15 @@ class UnclaimedMessage:
 
     Attributes:
         tag: The tag of the message.
+
         dtype: The type of the elements.
+
         bytes: The number of bytes.
+
         moved_bytes: The number of bytes that have come.
+
         tensor: Holds the bytes.
+
         address: The address of the bytes.
     """
 
@@ -131,8 +145,11 @@ class OutgoingRing:
 
     Attributes:
         free_bytes: The free space of the ring.
+
         offset: Where the next record begins.
+
         unreleased: The sizes of the records that the receiver has not freed.
+
         messages: The messages that are not completely in the ring.
     """
 
@@ -162,16 +179,27 @@ class MessageQueue(OperationQueue):
 
     Attributes:
         rank: The number of this rank.
+
         size: The number of ranks.
+
         ring_bytes: The size of a ring.
+
         filled: Semaphores for filled records, number `from * size + to`.
+
         freed: Semaphores for freed records, number `from * size + to`.
+
         doorbells: One semaphore for each rank.
+
         peers: The processes of the other ranks.
+
         start: The address of the rings.
+
         memory: The bytes of the rings.
+
         outgoing: The rings to other ranks, by rank.
+
         incoming: The rings from other ranks, by rank.
+
         receives: The receives that have not begun.
     """
 
@@ -189,11 +217,17 @@ class MessageQueue(OperationQueue):
 
         Args:
             rank: The number of this rank.
+
             size: The number of ranks.
+
             rings: uint8 [from, to, bytes of a ring].
+
             filled: Semaphores for filled records, number `from * size + to`.
+
             freed: Semaphores for freed records, number `from * size + to`.
+
             doorbells: One semaphore for each rank.
+
             peers: The processes of the other ranks.
         """
         super().__init__(RECEIVE_POLL_SECONDS)

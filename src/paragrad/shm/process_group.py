@@ -73,11 +73,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     Attributes:
         attached: The parts of the group that this rank uses.
+
         seconds: The time limit of an operation.
+
         collective_queue: The collectives.
+
         message_queue: The point-to-point messages.
+
         peers: The processes of the other ranks.
+
         names: The name and the description of the group.
+
         finalizer: Closes the group.
     """
 
@@ -326,9 +332,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         Args:
             output: Takes the parts of all ranks.
+
             tensor: The parts for all ranks.
+
             output_rows: The number of rows from each rank; empty for an even split.
+
             input_rows: The number of rows for each rank; empty for an even split.
+
             opts: The options of torch.distributed.
         """
 

@@ -20,8 +20,11 @@ class Reduction:
 
     Attributes:
         name: The name in torch.distributed.ReduceOp.
+
         combine_pair: combine_pair(a, b, out=...) combines two tensors.
+
         scale: A factor for the result; None for none.
+
         is_mean: Whether the result is divided by the number of contributions.
     """
 

@@ -154,15 +154,24 @@ class Peers:
     Attributes:
         all_instances: The peers of all groups of this process. A wait in one group is recorded in
             all of them.
+
         rank: The number of this rank.
+
         spins: How often a wait tries before it blocks.
+
         flags: Two semaphores: the group is not abandoned; it is abandoned.
+
         reason: Why the group was abandoned.
+
         last_looks: When each rank last looked at its peers in a blocked wait, on the monotonic
             clock.
+
         pidfds: The pidfd of each other rank.
+
         pids: The process id of each other rank.
+
         abandon_reason: Why this process abandoned the group; None if it has not.
+
         abandoned_flag: The address of the second flag.
     """
 
@@ -180,9 +189,13 @@ class Peers:
 
         Args:
             rank: The number of this rank.
+
             spins: How often a wait tries before it blocks.
+
             flags: Two semaphores: the group is not abandoned; it is abandoned.
+
             reason: The section for the reason.
+
             last_looks: The section for the times of the last looks.
         """
         self.rank = rank
@@ -225,10 +238,15 @@ class Peers:
 
         Args:
             semaphores: The semaphores.
+
             number: The number of the semaphore.
+
             source: The rank that posts.
+
             deadline: The time limit, on the monotonic clock.
+
             describe_wait: Describes what this rank does, for the message.
+
             is_background: No caller waits, so do not spin.
 
         Raises:
@@ -251,9 +269,13 @@ class Peers:
 
         Args:
             semaphores: The semaphores.
+
             number: The number of the semaphore.
+
             source: The rank that posts; None if any rank may post.
+
             deadline: The time limit, on the monotonic clock.
+
             describe_wait: Describes what this rank does, for the message.
 
         Returns:
@@ -374,9 +396,13 @@ class DisseminationBarrier:
 
     Attributes:
         semaphores: The semaphores of all pairs.
+
         peers: The processes of the other ranks.
+
         size: The number of ranks.
+
         rank: The number of this rank.
+
         rounds: For each round the semaphore to post, the one to wait for, and the rank that posts
             it.
     """

@@ -42,12 +42,19 @@ class ShmWork(dist.Work):
 
     Attributes:
         queue: The queue of the operation; None for a completed one.
+
         tensors: The tensors that take the results.
+
         seconds: The time limit, counted from when the operation begins.
+
         source: The rank that sent a message; -1 before.
+
         done: Whether the operation has ended.
+
         error: The error with which it ended, if any.
+
         future: The future that the caller requested, until its result is set.
+
         is_due: Whether the daemon must complete the operation.
     """
 
@@ -149,10 +156,15 @@ class DaemonBacklog:
 
     Attributes:
         poll_seconds: The time between two polls of the daemon.
+
         works: The operations.
+
         guard: The lock of `works`.
+
         wakeup: Is set to wake the daemon.
+
         is_resting: Whether the daemon sleeps until `wakeup` is set.
+
         is_closed: Whether the backlog gets no more operations.
     """
 
@@ -189,8 +201,11 @@ class OperationQueue(abc.ABC):
 
     Attributes:
         lock: Is held by the thread that runs the queue.
+
         backlog: The operations for the daemon.
+
         daemon: The daemon thread, once it has started.
+
         awaited_works: The operations that a caller waits for.
     """
 

@@ -30,8 +30,11 @@ class Compressor(Family, abstract=True):
     Attributes:
         sums: Whether an all-reduce can add up the payloads of several ranks. Otherwise every rank
             receives all of them.
+
         feedback: Whether the part that is not sent is added to the next gradient.
+
         agrees: Whether ranks exchange something before the payload.
+
         lossless: Whether nothing is lost.
     """
 
@@ -238,9 +241,13 @@ class Dgc(Compressor):
 
     Attributes:
         ratio: The ratio of the entries that are sent.
+
         momentum: The momentum; `auto` takes it over from the SGD of the job.
+
         warmup: The epochs in which the ratio comes down to `ratio`.
+
         clip: The norm of the gradient of all ranks to which each rank clips its own.
+
         masking: Whether the velocity of the sent entries is set to 0.
     """
 

@@ -32,13 +32,20 @@ class Data(Strategy):
 
     Attributes:
         workers: The number of workers; auto: the ranks of the launcher, or one per core.
+
         reduce: The all-reduce of the gradients.
+
         state: Where parameters and optimizer state are: on every rank, in shared memory, or
             sharded.
+
         shares: The relative shares of the workers; auto: by the measured pace of each.
+
         micro: The micro-batches of each share.
+
         compress: The compressor of the gradients.
+
         batch_norm: Whether statistics are of the whole micro-batch of all ranks, or of each share.
+
         dense: Whether ranks divide the neurons of fully connected layers (`tensor`).
     """
 

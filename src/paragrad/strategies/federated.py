@@ -39,12 +39,18 @@ class Federated(Strategy):
 
     Attributes:
         workers: The number of workers.
+
         clients: The number of clients.
+
         fraction: The fraction of the clients that take part in a round; at least one does.
+
         local_epochs: The epochs of each client over its own samples in a round.
+
         rounds: The number of rounds. `auto` passes over as many samples as the epochs of the job
             do.
+
         split: Which samples a client has.
+
         reduce: The all-reduce of the averages. star goes through a server, which is rank 0; a ring
             has no server.
     """

@@ -13,10 +13,15 @@ class OptimizerFacts(Protocol):
 
     Attributes:
         optimizer: Its name.
+
         update_granularity: How it updates: one of UPDATE_GRANULARITIES.
+
         has_modes: Whether it has weights for training and others for evaluation.
+
         keeps_copies: Whether it continues from copies of the weights that it keeps.
+
         sgd_groups: The parameter groups, if it steps as torch's SGD; otherwise None.
+
         clip_norm: The norm to which gradients are clipped, or None.
     """
 
@@ -46,21 +51,35 @@ class JobFacts(OptimizerFacts, Protocol):
 
     Attributes:
         job: Its name.
+
         samples: The samples of the training set.
+
         full_batch: The samples of a full batch.
+
         steps: The steps of the training.
+
         micro_batch_refusal: Why a batch cannot be divided into micro-batches.
+
         additivity_refusal: Why the loss of a batch is not that of its parts.
+
         layout_refusal: Which random draws differ if a batch is divided.
+
         repeatability_refusal: Why the same samples, or their loss, differ from one time to the
             next.
+
         optimizer_refusal: Why the optimizer cannot be built again over the same parameters.
+
         replaced_parameters: The parameters that a forward replaces by others, or creates.
+
         batch_sizes: The samples of a full batch, and of a shorter last one.
+
         single_sample_refusal: Why the model cannot train on a single sample.
+
         other_generators: Generators that draws in the model advance, besides those of torch's
             kernels.
+
         uses_autocast: Whether forwards run under autocast.
+
         trained_elements: The number of elements of all trained parameters.
     """
 

@@ -50,10 +50,15 @@ class Local(Strategy):
 
     Attributes:
         workers: The number of workers.
+
         every: The steps between two averages; end: one average at the end (ParallelSGD).
+
         outer: How the replicas continue after an average.
+
         after: The number of synchronous steps that come first (post-local SGD, Lin et al. 2018).
+
         reduce: The all-reduce of the averages.
+
         compress: The compressor of the changes of the weights, which are sent at an average.
     """
 

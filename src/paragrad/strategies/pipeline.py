@@ -105,9 +105,13 @@ class Pipeline(PartitionedStrategy):
 
     Attributes:
         workers: The number of workers, one stage each (or several, if the schedule is interleaved).
+
         micro: The number of micro-batches; auto: 4 x workers.
+
         schedule: The order of forwards and backwards.
+
         recompute: Whether forwards run again instead of keeping activations.
+
         cut: Where the model is partitioned.
     """
 

@@ -103,7 +103,9 @@ def parse_strategies(text: str) -> tuple[Strategy, ...]:
             build_choice(call, dict(collect_strategies()), "strategy", elsewhere=elsewhere)
             for call in product
         )
-        parsed.append(factors[0] if len(factors) == 1 else Product(factors))  # type: ignore[arg-type]
+        parsed.append(
+            factors[0] if len(factors) == 1 else Product(factors)  # type: ignore[arg-type]
+        )
     return tuple(parsed)
 
 
@@ -161,7 +163,9 @@ def find_schedule_use(
 
     Args:
         chosen: The strategy, which must have a fixed number of workers and a schedule.
+
         activity: What the schedule is for, such as "draw" or "simulate", for the message.
+
         ranks_on_host: The ranks on one host, if known.
 
     Raises:

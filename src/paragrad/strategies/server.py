@@ -42,11 +42,15 @@ class Server(Strategy):
 
     Attributes:
         workers: The number of workers.
+
         servers: The number of servers; each holds a slice of the parameters and of the optimizer
             state.
+
         sync: Which workers wait for which.
+
         rate: Whether the rate of an update is divided by its staleness where that is above 1 (Zhang
             et al. 2015).
+
         compress: The compressor of the gradients that are pushed.
     """
 

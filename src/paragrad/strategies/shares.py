@@ -104,7 +104,9 @@ def count_smallest_micro_batch(samples: int, division: Division, per_share: bool
 
     Args:
         samples: The samples of the batch.
+
         division: The shares and the number of micro-batches.
+
         per_share: Whether to count each part that is not empty on its own; otherwise all parts of a
             micro-batch together.
     """

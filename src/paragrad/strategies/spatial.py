@@ -13,8 +13,11 @@ class Spatial(Strategy):
 
     Attributes:
         rows: The number of ranks along the height.
+
         columns: The number of ranks along the width.
+
         dense: Whether ranks divide the neurons of fully connected layers (`tensor`).
+
         batch_norm: Whether statistics are of the whole batch, or of each rank's share.
     """
 

@@ -28,8 +28,11 @@ class Guarantees:
 
     Attributes:
         exact: The training is that of serial; the first step has to show this.
+
         replicas_equal: All ranks have the same parameters after a step.
+
         buffers_equal: All ranks have the same buffers after a step.
+
         jobs_only: Why the strategy does not work in a user's own training loop, or None.
     """
 
@@ -45,10 +48,15 @@ class Environment:
 
     Attributes:
         cores: The cores of this host.
+
         ranks: The size of the world, if a launcher set it; otherwise None.
+
         ranks_on_host: How many ranks are on this host.
+
         shared_memory_refusal: Why the ranks cannot share memory, or None.
+
         backend: The backend that carries their messages.
+
         user_loop: Whether the training loop is the user's own.
     """
 
@@ -94,24 +102,39 @@ class Strategy(Family, abstract=True):
 
     Attributes:
         is_replicated: Whether it holds replicas. A product has at most one such factor, leftmost.
+
         is_reference: Whether other strategies are compared with it.
+
         schedules_micro_batches: Whether it divides batches into micro-batches itself.
+
         changes_layout: Whether a rank runs other calls, or sees other samples, than one worker.
+
         adapts_shares: Whether the shares follow the pace of each rank, from the second epoch on.
+
         skips_calls: Whether a rank does not run all calls that one worker runs.
+
         trains_clients: Whether workers train clients, each over its own samples, and meet once a
             round.
+
         splits_layers: Whether it splits the layers of the part of the model that other factors
             leave.
+
         update_granularity: What an optimizer may need in one place, if it splits layers.
+
         uses_work_queue: Whether samples come from a queue, for workers that come and go.
+
         can_recover: Whether its servers keep the whole training, so that dead workers can restart.
+
         servers: The ranks after the workers that serve (`Exchange.serve`).
+
         threads: The threads of each rank; None: the cores are divided.
+
         shards_parameters: Whether each replica holds a shard of the parameters only. Then no rank
             can run the model alone.
+
         uses_buckets: Whether gradients travel in groups. Then all ranks know in advance which
             parameters have no gradient.
+
         batch_norm: Which samples batch statistics are of: "whole" micro-batches, or each "share".
     """
 

@@ -22,9 +22,13 @@ class Batch:
 
     Attributes:
         epoch: The epoch of the global batch.
+
         global_range: The positions of the global batch in the order of `epoch`.
+
         sample_indices: The dataset indices of all samples of the global batch.
+
         micro_batches: The micro-batches of this rank.
+
         draw_epoch: The epoch by which random draws of samples are keyed, if it is not `epoch`.
     """
 
@@ -111,10 +115,15 @@ def make_rank_batch(
 
     Args:
         order: The order of the samples.
+
         epoch: The epoch of the global batch.
+
         global_range: The positions of the global batch in the epoch's order.
+
         division: The division of a global batch among the replicas.
+
         replicas: The replicas of which the parts are joined.
+
         reverse: Whether the samples of each micro-batch are reversed.
     """
     return Batch(

@@ -24,12 +24,19 @@ class BatchFeed:
 
     Attributes:
         log: The log in which loading is recorded.
+
         device: The device to which batches are moved.
+
         dtype: The type to which real tensors are converted, or None.
+
         pending_batch: The batch that was given last, until a step takes it.
+
         loaded_batch: The tensors of the batch that was given last.
+
         samples: The source of the samples.
+
         load_start: The time at which the last batch began to load, in seconds of the log's clock.
+
         untaken_tensors: Tensors that were given and that no step took.
     """
 

@@ -57,15 +57,24 @@ def evaluate_dataset(
 
     Args:
         world: The ranks that divide the samples.
+
         module: Model and loss.
+
         passes: The passes of the strategy, or None before the first step.
+
         layout: The layout of the partitioned model.
+
         samples: The samples to evaluate.
+
         metric: f(output, target) -> (sum, weight), or None for the loss.
+
         dtype: The type to which real inputs are converted, or None.
+
         loaders: The number of processes that load ahead.
+
         batch_with_gradients: Samples at once where gradients are needed, the same on all ranks of a
             replica.
+
         part: (index, count) of this rank's part of the samples; the default is its place in the
             world.
 
@@ -138,7 +147,9 @@ def choose_evaluation_batch(batch: int, division: Division, share: int) -> int:
 
     Args:
         batch: The size of the global batch, or 0 before the first step.
+
         division: The division of a global batch among the replicas.
+
         share: The index of the rank's share.
     """
     return (
@@ -180,10 +191,15 @@ def score_batches(
 
     Args:
         module: Model and loss.
+
         outputs: Computes the outputs of several batches.
+
         metric: f(output, target) -> (sum, weight), or None for the loss.
+
         batches: (inputs, target) of each batch.
+
         places: The places of each batch's samples in the dataset.
+
         with_gradients: Whether gradients are enabled.
 
     Returns:

@@ -124,10 +124,15 @@ def refuse_other_training(
 
     Args:
         folder: The folder of the saved training, or a text that names it.
+
         theirs: The identity that was saved, by name.
+
         current: The identity of the current training, by name.
+
         subject: The start of the message's second part, such as "job mlp has".
+
         relation: The phrase that follows the folder in the message.
+
         repair: The repair that the message suggests.
 
     Raises:

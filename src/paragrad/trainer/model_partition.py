@@ -47,11 +47,17 @@ class ModelPartition:
 
     Attributes:
         module: This rank's part of the model, and the loss.
+
         layout: The place of the part in the whole model.
+
         empty_model: The whole model without values.
+
         draws: The random draws, with the number that each random call of the part has in the whole.
+
         choices: The choices for the log, as in ModelShard.
+
         groups: The serial names of the parameters in each group of the optimizer.
+
         contexts: The contexts of the passes, as in ModelShard.
     """
 
@@ -163,12 +169,19 @@ def build_model_partition(
 
     Args:
         strategy: The resolved strategy.
+
         module: The whole model and the loss.
+
         optimizer: The optimizer over the whole model.
+
         draws: The random draws of the whole model.
+
         world: The ranks.
+
         example_inputs: The inputs of some samples.
+
         inspections: The inspections of the model, as in `build_model_shard`.
+
         keep_whole: Whether the whole model stays unchanged beside the part.
 
     Returns:

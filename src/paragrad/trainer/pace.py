@@ -162,8 +162,11 @@ class Pace:
 
         Args:
             step: The step.
+
             samples: The number of samples in this rank's share.
+
             share: The number of samples in an equal share of a full batch.
+
             passes: The passes of the strategy, which measure their time.
         """
         forward = passes.forward_seconds
@@ -195,9 +198,13 @@ class Pace:
 
         Args:
             world: The replicas among which a batch is divided.
+
             full_batch: The number of samples of a full batch.
+
             division: The current division.
+
             log: The log in which a new division is recorded.
+
             epoch: The epoch that begins.
 
         Returns:

@@ -199,12 +199,18 @@ class UserModel:
 
     Attributes:
         model: The user's model.
+
         optimizer: The user's optimizer.
+
         initial_properties: Modules, parameters and groups at the time of the partitioning; None
             before it.
+
         python_state: The Python attributes of the model at that time.
+
         hooks: The hooks that refuse to use the model while it is partitioned.
+
         pinned_objects: Objects that are kept alive, so that their ids stay unique.
+
         initial_modes: The training or eval mode of each module at that time.
     """
 

@@ -67,30 +67,52 @@ class Settings:
 
     Attributes:
         data: The folder given to the job's dataset functions.
+
         device: "cpu" or "cuda".
+
         backend: One of BACKENDS.
+
         overlap: Whether gradients are exchanged while backward still runs.
+
         loaders: The number of processes per rank that load samples ahead.
+
         save: A checkpoint is written every `save` steps and at the end. None: only when a stop is
             requested.
+
         resume: The folder of a run, of which the last checkpoint is resumed, or of one checkpoint.
+
         until: The goal at which the run stops, such as "accuracy=97.5".
+
         tensorboard: Whether TensorBoard event files are written too.
+
         trace: The file for a trace of what every rank did and when, in Perfetto's format.
+
         memory: What a rank may hold, with batch="fit": "2GB", or a number of bytes.
+
         machine: A machine file, by which `auto` chooses an all-reduce.
+
         inject_fault: A fault that is planted in the exchange.
+
         skip_schedule_check: Do not prove the schedules before any rank starts.
+
         skip_first_step_check: Do not compare the first step with one worker's, and train on even if
             the training is known to differ.
+
         timeout: The seconds that a rank waits for another one.
+
         slow: Ranks that wait on purpose: "1=3x" or "random:0.2=3x".
+
         pace: The least seconds of a step over an equal share (`trainer.pace`).
+
         listen: The address of this host, HOST or HOST:PORT, at which workers may join from other
             hosts.
+
         allow: The folder of the public keys of workers that may join.
+
         noise_scale: The gradient noise scale is measured every `noise_scale` steps.
+
         reverse: Whether every batch is reversed (the rounding baseline of serial).
+
         limit: The number of steps after which the run stops.
     """
 

@@ -85,7 +85,9 @@ class StepResult:
 
     Attributes:
         loss: The mean loss of the global batch; of replicas that step alone, of the replica's part.
+
         weight: The weight of the mean (samples or tokens), likewise.
+
         stop: Whether a stop was requested on any rank.
     """
 
@@ -99,76 +101,138 @@ class Trainer:
 
     Args:
         world: The ranks.
+
         model: The model.
+
         loss: The loss.
+
         optimizer: The optimizer over the model.
+
         strategy: The resolved strategy.
+
         seed: The seed of the training.
+
         scheduler: The scheduler, as in Job.
+
         clip_norm: The norm to which gradients are clipped, as in Job.
+
         autocast: The type of forward and loss under autocast, or None.
+
         collate: The collate function, as in Job.
+
         dtype: The type of real inputs; the default is the type that the model's real parameters
             share.
+
         record: The record of steps and spans, or None.
+
         exchange_options: The options of the exchange.
+
         compared_strategy: Make one worker's step in a form that can be compared with this strategy:
             the union of all ranks' parts, micro-batch by micro-batch.
+
         reverse: Whether each micro-batch is reversed (the rounding baseline).
+
         loss_checked: Whether validation checked the loss; otherwise it is checked before the first
             step.
+
         skip_first_step_check: Do not compare the first step with one worker's, and go on if random
             draws depend on the layout.
+
         validation_probe: The probe of the model during validation, or None.
+
         initial_model: How the model reached this rank, if it is to be partitioned.
+
         has_tests: Whether a test is compared before the first step of a partitioned model.
+
         pace: The pace of this rank, if it is slowed on purpose.
+
         noise_interval: The steps between two measurements of gradient noise, as in GradientNorms.
 
     Attributes:
         full_world: All ranks, with servers.
+
         world: The world of this rank, with the axes of the strategy.
+
         is_server: Whether this rank is a server, which makes no steps.
+
         model: The model, or this rank's part of it.
+
         initial_optimizer_attributes: The attributes of the optimizer before the first step.
+
         log: The log of steps and spans.
+
         shared_hosts: The hosts on which the ranks share the model's values, or None.
+
         division: The division of a global batch among the replicas.
+
         samples_world: The ranks among which samples are divided.
+
         replicas: The replicas of which this rank runs the parts.
+
         is_share_leader: Whether this rank records its share; one rank of those with the share does.
+
         is_exact_split: Whether an exact strategy splits the batch, so that its step is checked.
+
         parameters: The parameters of `model`, by name.
+
         precision: The coarsest type of the model.
+
         module: Model and loss.
+
         model_identity: The identity of the model in the user's own loop.
+
         all_parameters: The parameters of `module`.
+
         layout: The layout of the partitioned model.
+
         shard_layout: The layout of the tensors that this rank holds: `layout`, or that of shards.
+
         group_names: The serial names of the parameters in each group of the optimizer, once the
             model is partitioned.
+
         empty_model: The whole model, without values once it is partitioned.
+
         user_model: The model of the user's own loop, or None.
+
         exchange: The exchange, from the first step on.
+
         passes: The passes, from the first step on.
+
         model_inspections: The places where techniques partition the model.
+
         pass_contexts: The contexts in which the passes run.
+
         feed: The feed of batches.
+
         straggler_watch: The monitor of ranks that other ranks wait for.
+
         steps: The number of completed steps.
+
         own_steps: The number of steps that this trainer made.
+
         batch_size: The size of the global batch, once it is known.
+
         restored_strategy_state: The state that the saved strategy's exchange kept beside the
             optimizer's state.
+
         activation_bytes: The bytes that backward saves of a micro-batch.
+
         coarsest_eps: The eps of the coarsest numbers in the model.
+
         draws: The random draws of the model.
+
         draw_alike: Runs a function with the same draws on every rank.
+
         noise: The norms by which gradient noise is measured.
+
         step_check: The check of the current step, or None.
+
         state_before_step: The state of the module before the current step, or None.
+
         rehearsing: Whether the current step is a rehearsal, which is restored.
+
         used_autocast: Whether the passes of the current step used autocast.
+
         batch_norm: The batch norms of the model.
     """
 
@@ -340,9 +404,13 @@ class Trainer:
 
         Args:
             dataset: The dataset.
+
             batch: The size of the global batch.
+
             epoch: The epoch.
+
             start: The batch of the epoch at which to start.
+
             loaders: The number of processes that load ahead.
 
         Returns:
@@ -376,9 +444,13 @@ class Trainer:
 
         Args:
             dataset: The dataset.
+
             order: The order of the samples.
+
             places: (epoch, positions of a global batch); places of one epoch follow each other.
+
             loaders: The number of processes that load ahead.
+
             division: The division of a global batch; None for the trainer's.
         """
         division = division or self.division
@@ -636,8 +708,11 @@ class Trainer:
 
         Args:
             dataset: The dataset.
+
             metric: f(output, target) -> (sum, weight), or None for the loss.
+
             loaders: The number of processes that load ahead.
+
             part: (index, count) of this rank's part of the samples; the default is its place in the
                 world.
 

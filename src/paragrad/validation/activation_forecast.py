@@ -40,12 +40,19 @@ class ActivationForecast:
 
     Attributes:
         strategy: The strategy, with the cut at which the model was partitioned here.
+
         first_rank: The first rank of the replica, among all ranks.
+
         pipelined: The schedule of the micro-batches.
+
         ranks: The number of ranks of the replica.
+
         recompute: Whether stages are recomputed in backward.
+
         micro_batch_sizes: The number of samples of each micro-batch.
+
         memory_by_size: The bytes of each stage, by the number of samples of a micro-batch.
+
         test_memory: The schedule and the message bytes of a test; None without a test set.
     """
 

@@ -60,18 +60,29 @@ class JobInspection:
 
     Attributes:
         samples: The number of training samples.
+
         test_samples: The number of test samples.
+
         parameter_count: The number of elements of all trained parameters.
+
         order: The order of the samples.
+
         shapes: The shapes of the model's state, by serial name.
+
         initial_training: Optimizer, scheduler and clipping before the first step: "optimizer",
             "lr of group 0", ...
+
         probe: What one forward and backward of the model showed.
+
         whole_batch_reason: Why collate must be given whole batches, or None.
+
         whole_loss_reason: Why the loss of a batch is not that of its parts, or None.
+
         first_loss: The loss of samples from all over the dataset, in eval mode, before training;
             None if there is no such loss.
+
         lazy_inputs: Inputs that give lazy modules their shapes, if the model has some.
+
         rate_scaling: The factor of the learning rate and its reason, or None.
     """
 

@@ -41,10 +41,15 @@ def refuse_insufficient_memory(
 
     Args:
         job: The job.
+
         requested: The strategy as it was written.
+
         resolved: The resolved strategy.
+
         inspection: What validation found out about the job.
+
         data: The folder of data.
+
         device: The device of the training.
 
     Raises:

@@ -77,15 +77,25 @@ class ValidatedRun:
 
     Attributes:
         job: The job, prepared for training.
+
         requested: The strategy as it was written.
+
         resolved: The strategy without open choices.
+
         settings: The settings.
+
         inspection: What validation found out about the job.
+
         environment: Where the training runs.
+
         backend: The backend that carries the messages of the ranks.
+
         resume_checkpoint: The checkpoint to resume, or None.
+
         trial_result: What a trial found out (`commands.trial`), or None.
+
         batch_reason: Why the batch has its size, if it was searched for (`commands.fit_batch`).
+
         labels: The class of every sample, if samples are assigned to clients by class.
     """
 
@@ -176,8 +186,11 @@ def validate_run(
 
     Args:
         job: The job.
+
         requested: The strategy as it was written.
+
         settings: The settings, or None for the defaults.
+
         inspection: What an earlier validation found out about the job, or None.
 
     Raises:
@@ -509,9 +522,13 @@ def check_partitioning(
 
     Args:
         job: The job.
+
         requested: The strategy as it was written.
+
         resolved: The resolved strategy.
+
         data: The folder of data.
+
         loss_weight_known: Whether the weight of the loss is read off its graph.
 
     Raises:

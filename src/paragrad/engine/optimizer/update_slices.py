@@ -57,9 +57,13 @@ def assign_slices(
 
     Args:
         optimizer: The optimizer.
+
         kind: The result of `find_update_granularity`.
+
         lengths: Number of elements of each parameter.
+
         ranks: Number of ranks.
+
         grain: A slice starts at a multiple of so many elements.
 
     Returns:

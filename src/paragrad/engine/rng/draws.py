@@ -50,8 +50,11 @@ class Draw:
 
     Attributes:
         name: Name of the kernel.
+
         dim_count: Number of dimensions of the drawn tensor.
+
         dim: Dimension of the samples; None: the draw is common to all samples.
+
         other_sizes: Sizes of the other dimensions, as measured.
     """
 
@@ -67,11 +70,15 @@ class Draws:
 
     Attributes:
         calls: The calls in their order.
+
         layout_dependence: Why the draws depend on the layout, or None.
+
         other_generators: Generators (torch, numpy, random) that other draws moved; these draws are
             common to all samples.
+
         serial_calls: For each call of a part of the model, its index among the calls of the whole
             model. None: the model is whole.
+
         sample_dims: A cache, filled in steps: the sample dimension and the blocks of each call.
     """
 
@@ -151,12 +158,18 @@ class KeyedDraws(DrawSource):
 
     Args:
         draws: The known random calls of a forward pass.
+
         seed: The seed of the job.
+
         step: Number of the step, or `TEST_STEP`.
+
         positions: Places of the samples of this forward pass in the global batch.
+
         strict: A draw that does not fit the known calls raises StepFailed. Otherwise its first
             dimension belongs to the samples if its size allows it.
+
         first_call: Index of the first call here among the calls of this rank.
+
         call_numbers: For each number drawn from torch's generator, the index of its call. Pass it
             if backward runs in a context of its own.
     """
@@ -313,13 +326,20 @@ def key_draws(
 
     Args:
         draws: The known random calls. If there are none, nothing is keyed.
+
         seed: The seed of the job.
+
         step: Number of the step.
+
         positions: Places of the samples in the global batch.
+
         always: Key the draws even if no random calls are known.
+
         strict: With `always`, refuse draws that do not fit. False if all ranks see the same
             samples.
+
         first_call: As in `KeyedDraws`.
+
         call_numbers: As in `KeyedDraws`.
     """
     if not draws and not always:

@@ -170,9 +170,13 @@ def fill_from_hashes(
 
     Args:
         tensor: The tensor, filled in place.
+
         dim: Dimension of the rows (samples and blocks); None: all elements are one row.
+
         row_hashes: The hash of each row that is here.
+
         distribution: Maps hashes to numbers.
+
         places: If the tensor is a part of a whole one: for a dimension, which elements of the whole
             tensor are here.
     """

@@ -169,17 +169,24 @@ class ModuleSnapshot:
 
     Args:
         module: The model and the loss.
+
         saved_parameters: Names of parameters to restore; their values and gradients are saved too.
+
         include_buffers: Also save buffers, hooks, and the set of parameters. A model may register
             hooks in its first forward pass and note that in an attribute. If only the attribute
             were restored, it would register them again.
 
     Attributes:
         python_state: The Python state of model and loss.
+
         parameters: The parameters by name.
+
         versions: The version of each parameter.
+
         saved_values: (data, copy of the values, gradient) of each saved parameter.
+
         buffer_restorers: Functions that restore buffers and the set of parameters.
+
         hook_restorers: Functions that restore hooks.
     """
 

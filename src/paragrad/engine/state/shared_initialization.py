@@ -140,8 +140,11 @@ class Offer:
 
     Attributes:
         address: Address of the shared memory.
+
         pickle_bytes: Size of the pickle of the model, in bytes.
+
         storage_sizes: Sizes of the storages, in bytes.
+
         reason: Why there is no pickle, or no memory.
     """
 
@@ -214,8 +217,11 @@ def load_shared_model(
 
     Args:
         world: All ranks.
+
         hosts: Which ranks are on the same host; None: every rank reads the values.
+
         model: The model of this rank.
+
         load_checkpoint: load_checkpoint(with_values) loads the checkpoint, with or without the
             values of the model.
     """

@@ -126,7 +126,9 @@ class AveragingNotes:
 
         Args:
             before: The Python state before the forward pass.
+
             description: How that state relates between workers, as the log shows it.
+
             tensors: Names of tensors of a partitioned model that may be attributes. They are left
                 out.
         """

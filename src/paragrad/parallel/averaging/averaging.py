@@ -91,9 +91,13 @@ def make_exchange(
 
     Args:
         strategy: The resolved strategy.
+
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
 
     Returns:
@@ -109,28 +113,48 @@ class AveragingExchange(GradientBucketExchange):
 
     Args:
         strategy: The resolved strategy.
+
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
 
     Attributes:
         strategy: The resolved strategy.
+
         world: The world of the workers.
+
         step: Number of the step.
+
         copies: Tensors of a partitioned model that several ranks hold.
+
         fault_factor: The number of ranks if the fault mean_twice is injected, otherwise 1.
+
         initial_parameters: The parameters at the start, by name.
+
         names: Names of the trained parameters.
+
         outer_optimizer: Defines the weights with which replicas continue after an averaging.
+
         notes: Notes on averaged values.
+
         python_snapshot: The Python state at the start, until its changes are noted; then None.
+
         compression: Compresses the moves of replicas, or None.
+
         is_settled: Whether all replicas have adopted the effective weights for good.
+
         last_values: Untrained values at the last averaging.
+
         local_steps: Steps without a sum of gradients since the last averaging.
+
         weight_since_average: The weight of all steps of this replica since the last averaging.
+
         common_weights: With compression, the weights of all replicas at the last averaging.
+
         totals: Weight, loss, stop requests and doubtful weight of the last step.
     """
 

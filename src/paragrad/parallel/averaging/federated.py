@@ -56,9 +56,13 @@ def make_exchange(
 
     Args:
         strategy: The resolved strategy.
+
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
 
     Returns:
@@ -75,21 +79,34 @@ class FederatedExchange(VectorSumExchange):
 
     Args:
         strategy: The resolved strategy.
+
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
 
     Attributes:
         fault_factor: The number of ranks if the fault mean_twice is injected, otherwise 1.
+
         central_optimizer: The optimizer with the learning rates for all clients. It never steps.
+
         trained: Names of the trained parameters.
+
         notes: Notes on averaged values.
+
         totals: Weight, loss, 0 and doubtful weight of the last step.
+
         round_start: The model at the beginning of the round.
+
         untrained_values: The untrained values at the beginning of the round.
+
         changed_names: Untrained values that some client of this worker changed.
+
         client_samples: Samples of each client of the round; 0 for clients of other workers.
+
         value_sums: Sums of the values of this worker's clients, times their samples.
     """
 

@@ -35,7 +35,9 @@ class OuterOptimizer(ABC):
 
     Attributes:
         momentum: Tensors that a checkpoint must hold in addition to the weights.
+
         counts_equally: Whether the mean counts all replicas equally, not by their samples.
+
         centre: The centre, if there is one.
     """
 

@@ -46,9 +46,13 @@ class BranchPlan:
 
     Attributes:
         forks: The branches of each fork, in the order of a forward.
+
         owners: By parameter or buffer, the rank that has it.
+
         value_functions: Functions that need values on all ranks.
+
         transfers: What travels.
+
         element_counts: Number of elements of each parameter and buffer.
     """
 
@@ -145,10 +149,15 @@ class BranchTrial:
 
     Attributes:
         model: The model.
+
         owners: By parameter or buffer, the rank that has it.
+
         value_functions: Functions that need values on all ranks, also those that this run finds.
+
         group: The ranks.
+
         transfers: The transfers so far.
+
         module_stack: Names of the modules that are being called.
     """
 

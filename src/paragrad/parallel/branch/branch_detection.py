@@ -31,10 +31,14 @@ class FunctionNode:
 
     Attributes:
         name: Name of the function.
+
         input_nodes: Nodes that make its arguments; -1 stands for the model's inputs.
+
         parameters: Names of the parameters that it uses, also through values that are computed from
             parameters alone.
+
         seconds: Duration of the call.
+
         module: Name of the module that called it.
     """
 
@@ -65,9 +69,13 @@ class FunctionRecorder(TorchFunctionMode):
 
     Attributes:
         names: Names of parameters and buffers, by their ids.
+
         module_stack: Names of the modules that are being called.
+
         depth: Depth inside of a recorded function.
+
         nodes: The functions so far.
+
         results: By the id of a tensor: the tensor, and the node that made it. The node is -1 for an
             input, and a set of names for a value that is computed from parameters alone.
     """

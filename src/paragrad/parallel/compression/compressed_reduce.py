@@ -44,9 +44,13 @@ class CompressedTensor:
 
     Attributes:
         name: Name of the tensor.
+
         codec: Its codec.
+
         vector: The flat vector, with the feedback of earlier steps.
+
         agreement: What all ranks agreed on before they compress, or None.
+
         payload: The compressed vector.
     """
 
@@ -63,9 +67,12 @@ class PendingReduce:
 
     Attributes:
         tensors: The tensors.
+
         wait: Waits for the messages. Returns one vector (the sum over ranks), or the messages of
             all ranks.
+
         layouts: For each rank, the layouts of the payloads in its message.
+
         is_dense: The vector contains the tensors themselves, not payloads.
     """
 
@@ -82,17 +89,26 @@ class CompressedReduce:
 
     Args:
         compressor: The compressor.
+
         world: The ranks.
+
         reduce_vector: Starts to sum a vector over ranks.
+
         feedback: What is kept of a gradient until it is sent; None: as the compressor says.
+
         seed: Seed of the draws.
+
         log: The record, which gets the time of each phase, and a choice if a message is sent dense.
+
         count_bytes: Called as count_bytes(kind, bytes) for what is sent without `reduce_vector`.
+
         get_serial_name: Returns the serial name of a tensor, from which draws are seeded.
 
     Attributes:
         codecs: The codecs by tensor name.
+
         memories: Memories for codecs that are built later, by tensor name.
+
         logged_dense: By the first tensor of a message, whether it was last recorded as dense.
     """
 
@@ -140,7 +156,9 @@ class CompressedReduce:
 
         Args:
             gradients: The gradients of this rank by name.
+
             scale: Factor from the gradient of this rank to its part of the mean.
+
             step: Number of the step, from which draws are seeded.
 
         Returns:

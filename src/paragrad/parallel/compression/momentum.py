@@ -65,20 +65,30 @@ class DgcMomentum:
 
     Args:
         optimizer: The optimizer. Its steps run without momentum and decay from now on.
+
         parameters: The trained parameters by name; more may be added later.
+
         dgc: The compressor.
 
     Attributes:
         fixed_momentum: Momentum that replaces that of the groups; None: use that of the groups.
+
         groups: The groups of the optimizer for which `group_numbers` is valid.
+
         group_numbers: The number of the group of each parameter.
+
         saved_groups: The options of each group during a step; empty outside of a step.
+
         started_steps: Number of optimizer steps that have started.
+
         last_given_steps: For each parameter, the number of steps started when its gradient last
             came here.
+
         hooks: The hooks on the optimizer.
+
         dense_buffers: The dense part of b: the whole of it for small tensors, for others the part
             from weight decay.
+
         initial_buffers: Momentum buffers that the optimizer had at the start.
     """
 
@@ -183,8 +193,11 @@ class DgcMomentum:
         Args:
             feedback: Keeps the velocities. Each rank gets an equal part of a buffer that is a
                 velocity.
+
             small_names: Names of small tensors, which are not compressed.
+
             ranks: Number of ranks.
+
             decay_buffers: For tensors with velocities that are known already: the part of b that
                 comes from decay.
         """
@@ -243,8 +256,10 @@ class DgcMomentum:
 
         Args:
             name: Name of the parameter.
+
             mean: The mean gradient of a small tensor; of others, the sum of the velocities that
                 were sent.
+
             is_small: The tensor is small, so it is not compressed.
         """
         group = self._find_group(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -141,7 +142,7 @@ def _guess_bound(vector: Tensor, count: int) -> float:
     return float(numpy.partition(sample, place)[place]) if place >= 0 else -1.0
 
 
-def _find_above_bound(vector: numpy.ndarray, bound: float) -> numpy.ndarray:  # type: ignore[type-arg]
+def _find_above_bound(vector: Any, bound: float) -> Any:
     """Find entries beyond a bound, as `find_above_bound` does.
 
     Eight entries are tested at a time, because single tests take twice as long. The magnitudes are

@@ -29,10 +29,15 @@ class Bucket:
 
     Attributes:
         number: Number of the bucket in its step.
+
         vector: The gradients as one flat tensor, which the sum replaces.
+
         future: Completes with the vector when it is summed.
+
         computed_event: On a GPU, the event after which the gradients are computed; otherwise None.
+
         pairs: Each parameter with its gradient, a view of the vector.
+
         step: Number of the step.
     """
 
@@ -53,23 +58,37 @@ class BucketQueue:
 
     Args:
         algorithm: An all-reduce schedule, `Native()` or "auto".
+
         world: The world of the ranks. The queue uses a duplicate of it.
+
         clock: Returns the time in seconds.
+
         on_reduced: Called with (bucket, start, traffic) after each bucket; start is the time of
             clock().
+
         on_pick: Called with (bytes, choice) when "auto" chooses an algorithm.
+
         machine: Known links of the machine, used by "auto".
 
     Attributes:
         algorithm: As given.
+
         clock: As given.
+
         on_reduced: As given.
+
         all_reduce_function: Runs a schedule: `run_all_reduce` or `reproducible_all_reduce`.
+
         compute_function: The reduction of a schedule with an injected fault, otherwise None.
+
         world: The duplicated world, with its own process group.
+
         chooser: Chooses the algorithm for "auto", otherwise None.
+
         failure: The error of the first bucket that failed, otherwise None.
+
         queue: The buckets that wait for the thread.
+
         finalizer: Stops the thread.
     """
 

@@ -34,14 +34,19 @@ class VectorSumExchange(BucketedExchange):
 
     Args:
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
+
         algorithm: The all-reduce algorithm, `Native()` or "auto".
 
     Attributes:
         retained_bytes: Bytes that the exchange keeps in memory during a sum, in addition to the
             buckets.
+
         sent_buckets: Buckets that were queued in this step, in their order.
     """
 
@@ -100,18 +105,28 @@ class GradientBucketExchange(VectorSumExchange):
 
     Args:
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
+
         algorithm: The all-reduce algorithm, `Native()` or "auto".
 
     Attributes:
         trained: The trained parameters, in the order of the model.
+
         device: Device of the trained parameters, or None if there are none.
+
         buckets: The parameters of each bucket.
+
         bucket_numbers: Number of the bucket of each parameter.
+
         final_parameters: Parameters with a final gradient in this step.
+
         has_logged_overlap: Whether the choice "overlap" was logged.
+
         totals: Weight, loss, stop requests and doubtful weight, summed over ranks.
     """
 

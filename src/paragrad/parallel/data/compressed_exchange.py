@@ -55,24 +55,40 @@ class CompressedExchange(VectorSumExchange):
 
     Args:
         strategy: The resolved strategy, with a compressor.
+
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
+
         feedback: Error feedback of the compression. None: that of the compressor.
 
     Attributes:
         compressor: The compressor as the strategy names it.
+
         step: Number of the step.
+
         fault_factor: The number of ranks if the fault mean_twice is injected, otherwise 1.
+
         trained: The trained parameters by name.
+
         compression: Compresses and sums the large tensors.
+
         small_names: Names of parameters that are sent as they are.
+
         copies: Tensors of a partitioned model that several ranks hold.
+
         buckets: Names of the large parameters of each bucket, the last parameters first.
+
         byte_kinds: For each sent bucket of this step, the kind under which its bytes are counted.
+
         totals: Weight, loss, stop requests and doubtful weight, summed over ranks.
+
         used_names: Names of parameters that have a gradient on some rank in this step.
+
         small_residuals: Restored residuals of tensors that are small now.
     """
 

@@ -112,16 +112,24 @@ class BucketedExchange(Exchange):
 
     Args:
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
+
         algorithm: The all-reduce algorithm, `Native()` or "auto".
 
     Attributes:
         kind: The kind under which the bytes of the next buckets are counted.
+
         queue: The queue of buckets.
+
         world: The world of the workers.
+
         overlap: Whether buckets are exchanged while backward runs.
+
         log: The step log.
     """
 
@@ -181,16 +189,24 @@ class DDPExchange(BucketedExchange):
 
     Args:
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
+
         algorithm: The all-reduce algorithm, `Native()` or "auto".
 
     Attributes:
         has_unused_parameters: Some parameter was unused in step 0, so DDP looks for unused ones.
+
         counting_loss: The module that DDP wraps.
+
         parameter_count: Number of parameters of that module.
+
         pending_buckets: Buckets that are ready and wait for the end of backward.
+
         is_complete: Whether DDP delivered the last bucket of this step.
     """
 

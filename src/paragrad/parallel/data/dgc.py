@@ -45,17 +45,26 @@ class DgcExchange(CompressedExchange):
 
     Args:
         strategy: The resolved strategy, with a Dgc compressor.
+
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
 
     Attributes:
         dgc: The compressor.
+
         momentum: The momentum that was taken over from the optimizer.
+
         velocities: The feedback, which accumulates velocities.
+
         clip: Maximum norm of the mean gradient, or None. `clip_norm` is None.
+
         is_settled: Whether the optimizer has its momentum back.
+
         unsent_values: Restored unsent values of tensors that are small now.
     """
 

@@ -43,8 +43,11 @@ class ParameterUseMode(TorchDispatchMode):
 
     Attributes:
         open_calls: The modules that are being called, from outer to inner.
+
         calls: The modules that were called, in order.
+
         unfit_modules: The modules that cannot be units.
+
         owners: The modules that hold a parameter, by the id of its storage.
     """
 

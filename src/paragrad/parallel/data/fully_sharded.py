@@ -68,20 +68,32 @@ class FullyShardedExchange(Exchange):
 
     Args:
         replica: What this rank holds of the training.
+
         world: The world of the workers.
+
         log: The step log that receives spans and choices.
 
     Attributes:
         world: The world of the workers.
+
         log: The step log.
+
         unit_names: Names of the modules that are units, without the rest.
+
         units: Modules by unit name, the rest included.
+
         sent_messages: Messages of the current micro-batch so far; None outside of micro-batches.
+
         expected_messages: The messages of the first micro-batch.
+
         used_names: Names of parameters that had a gradient on this rank in this step.
+
         gathered_parameters: Each gathered parameter and its version after the first gathering.
+
         trained_flags: For each parameter name, whether it is trained.
+
         unit_of_parameter: Name of the unit of each sharded parameter.
+
         totals: Weight, loss, stop requests and doubtful weight, summed over ranks.
     """
 
@@ -451,8 +463,11 @@ class _CollectiveHook:
 
         Args:
             action: "gather" or "reduce-scatter".
+
             kind: The kind under which its bytes are counted.
+
             collective: Name of the collective operation in the formula of its bytes.
+
             payload: Bytes of the input.
         """
         exchange = self.exchange

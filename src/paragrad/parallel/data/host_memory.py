@@ -45,19 +45,30 @@ class HostMemory:
 
     Args:
         world: The world of the ranks, which are on one host.
+
         parameters: All parameters of the model.
+
         trained: Those of them that have gradients.
 
     Attributes:
         world: The world of the ranks.
+
         trained: The trained parameters.
+
         row_offsets: Offset of each trained parameter in a row, in bytes.
+
         row_bytes: Bytes of a row.
+
         offsets: Offset of each area of the region, in bytes.
+
         region: The shared region.
+
         peers: The other processes, which are watched during a wait.
+
         rank_barrier: The barrier of all ranks.
+
         shared_parameters: The shared places of all parameters, in their shapes.
+
         norms: For each rank, the squared norm of its slice, as float64.
     """
 

@@ -62,27 +62,46 @@ class SharedMemoryExchange(Exchange):
 
     Args:
         replica: What this rank holds of the training.
+
         world: The world of the workers, which are on one host.
+
         log: The step log that receives spans and choices.
 
     Attributes:
         world: The world of the workers.
+
         log: The step log.
+
         step: Number of the step, counted from the start of this run.
+
         is_stepping: Whether a micro-batch of a step is running.
+
         trained_names: Names of the trained parameters.
+
         trained_parameters: The trained parameters.
+
         rank_ranges: For each rank, the ranges of parameters that it updates.
+
         host_memory: The shared region.
+
         gradient_row: Places of the gradients in the row of this rank, by parameter.
+
         mean_gradients: Places of the mean gradients in row 0, by parameter.
+
         row_blocks: For each block of the slice of this rank, its part of all rows.
+
         read_bytes: Bytes that this rank reads from the rows of other ranks in a step.
+
         is_element_wise: Whether the optimizer updates element by element.
+
         runs_optimizer: Whether this rank runs the optimizer.
+
         own_slice: For each range of this rank, (range, place of the values, place of the gradient).
+
         used_flags: For each parameter, whether this rank had a gradient in this step.
+
         any_rank_used: For each parameter, whether any rank had a gradient in the last step.
+
         hooks: The hooks that move large gradients during backward.
     """
 

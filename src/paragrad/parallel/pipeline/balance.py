@@ -46,11 +46,17 @@ class StagePartition:
 
     Attributes:
         stages: The units of each stage: modules that are called as a whole.
+
         seconds: Measured duration of each stage, forward and backward.
+
         work: Operations in the matrix products of each stage's forward.
+
         tensor_uses: For each parameter and buffer that was used, the stages that use it.
+
         draw_calls: The random calls that are made where each stage runs.
+
         fixed_outputs: Outputs of modules with shapes that depend on values.
+
         watched_stages: The units of each stage as ranks run them, in larger calls.
     """
 
@@ -317,10 +323,15 @@ class UseRecorder(TracedForward):
 
     Attributes:
         recording: The random calls so far.
+
         draw_starts: Number of random calls before each stage.
+
         input_draws: Random calls of operations on the inputs alone.
+
         noted_draws: Number of random calls that are already assigned.
+
         tensor_uses: The stages that use each tensor, by its id.
+
         unit_tensors: Ids of the parameters and buffers of each unit.
     """
 

@@ -40,13 +40,21 @@ class LocalPassesHost:
 
     Attributes:
         world: A world of one rank.
+
         module: The model and the loss.
+
         batch_norm: The batch norm of this rank.
+
         draws: The random calls of a forward pass.
+
         autocast: Type of autocast, or None.
+
         seed: The seed of the draws.
+
         log: An empty record.
+
         noise: Measures nothing here.
+
         rehearsing: As in `PassesHost`.
     """
 
@@ -139,9 +147,13 @@ def build_local_passes(
 
     Args:
         strategy: The strategy with stages.
+
         cut: How the model is divided into stages.
+
         module: The model and the loss.
+
         draws: The random calls of a forward pass.
+
         autocast: Type of autocast, or None.
 
     Returns:

@@ -149,18 +149,30 @@ class PipelinePasses(Passes):
 
     Attributes:
         stage_module: The stages of this rank.
+
         strategy: The strategy.
+
         axis: The ranks of the pipeline.
+
         stage_count: Number of stages of the model.
+
         batches_in_flight: Number of batches that `compute_outputs` may be given at once.
+
         is_last_backward: Whether this rank's last backward of a step is running.
+
         deferred_ids: Ids of parameters with gradients that waited for the second half of a
             backward.
+
         has_reported_deferral: Whether the share of these parameters is in the record.
+
         step_count: Number of steps so far.
+
         outer_owners: Objects outside of units that keep something in Python.
+
         last_plan: The crossing plan of the last micro-batch.
+
         programs: The programs of this rank, by number of micro-batches and first trained stage.
+
         gradient_hooks: The hooks that report final gradients.
     """
 
@@ -279,7 +291,9 @@ class PendingBackward:
     Attributes:
         ends: For each tensor that crosses and gets a gradient, its edge in the graph; its values
             are gone.
+
         gradients: The gradients of received tensors, once the backward has computed them.
+
         loss: The loss, on the last stage.
     """
 
@@ -296,26 +310,46 @@ class PipelineStep:
 
     Attributes:
         passes: The passes of this rank.
+
         micro_batches: (micro-batch, inputs, target) of each.
+
         micro_batch_schedule: The schedule.
+
         real_count: Number of micro-batches with samples.
+
         training: Whether it is a step of training, not a test.
+
         host: What passes need of the trainer.
+
         stage_forward: Runs the forward of a stage.
+
         axis: The ranks of the pipeline.
+
         plans: The crossing plan of each micro-batch.
+
         meter: Counts the bytes of activations, if given.
+
         messages: The messages between stages.
+
         loss_sums: The sums of losses and weights so far.
+
         outputs: In a test, the output of each micro-batch.
+
         rank_program: What this rank does.
+
         remaining_backwards: Number of backwards, or halves, that are left.
+
         splits_backward: Whether backwards are split into halves.
+
         recomputed_passes: (stage, micro-batch) of forwards that are recomputed in the backward.
+
         pending_backwards: By (stage, micro-batch), what its backward needs.
+
         deferred_weights: By (stage, micro-batch), its second half of the backward.
+
         drawn_calls: By (stage, micro-batch), the random calls of its forward, which a module that
             recomputes draws again.
+
         program_run: The run of the program, while it runs.
     """
 

@@ -52,7 +52,9 @@ def refuse_diverging_numbers(before: PythonState, axis: World, runs_repeatedly: 
 
     Args:
         before: The state before the forwards.
+
         axis: The ranks of the replica.
+
         runs_repeatedly: Whether a rank runs the model's Python several times for a micro-batch, and
             only counts have changed. Then every changed number is refused.
 

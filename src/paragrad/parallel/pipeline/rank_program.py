@@ -15,9 +15,13 @@ class RankProgram:
 
     Attributes:
         program: The actions of the rank.
+
         backward_count: Number of backwards, with halves counted one by one.
+
         splits_backward: Whether backwards are split into halves.
+
         confirmed_sends: As MicroBatchSchedule.map_confirmed_sends defines.
+
         recomputed_passes: As MicroBatchSchedule.find_recomputed_passes defines.
     """
 

@@ -43,7 +43,9 @@ class DeferredWeightGradients(TorchFunctionMode):
 
     Attributes:
         deferred_ids: Receives the ids of the weights with deferred gradients.
+
         meter: Counts the gradients that are kept, if given.
+
         pending: The second half of each backward so far: (edge of the output, weights, gradient of
             the output, its entry in the meter).
     """

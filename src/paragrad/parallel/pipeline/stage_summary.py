@@ -22,12 +22,18 @@ class StageSummary:
 
     Attributes:
         rank: The rank that runs it.
+
         modules: Its modules, in words.
+
         parameters: Number of elements of the parameters that it uses; other stages may use them
             too.
+
         work: Operations in the matrix products of a forward.
+
         seconds: Forward and backward, measured alone.
+
         forward_bytes: Activations of a micro-batch that go to the next stage, in bytes.
+
         backward_bytes: Gradients of these that come back, in bytes.
     """
 

@@ -19,9 +19,13 @@ def make_exchange(
 
     Args:
         strategy: The resolved strategy.
+
         replica: What this rank holds of the training.
+
         world: The world of workers and servers, or the world of this process alone.
+
         log: The step log that receives spans and choices.
+
         options: Options that do not depend on the technique.
 
     Returns:

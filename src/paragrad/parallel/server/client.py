@@ -65,25 +65,41 @@ class ServerClient:
 
     Args:
         servers: Addresses of the servers.
+
         longest: Bytes of the longest vector.
+
         keys: The keys of this process.
+
         seconds: Maximum time to wait for an answer.
+
         reminder_seconds: Time before the first reminder, if a server can be restarted. The next
             ones follow at growing intervals. Infinity: no reminders.
+
         name: Name of the receiver, if it is not a server.
+
         queue_address: Address of the work queue, if servers may be away for long during a restart.
 
     Attributes:
         queue_address: As given.
+
         server_names: Names of the servers in error messages.
+
         context: The ZeroMQ context.
+
         seconds: As given.
+
         reminder_seconds: As given.
+
         call_numbers: Numbers the requests.
+
         keys: As given.
+
         addresses: Addresses of the servers.
+
         sockets: The sockets, one for each server.
+
         monitors: For servers on other hosts, sockets that report whether connecting succeeds.
+
         unreachable_since: Time since when no process listens, by server.
     """
 

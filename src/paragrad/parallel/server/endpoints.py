@@ -53,16 +53,26 @@ class ServerEndpoints:
 
     Attributes:
         job: The number of the training.
+
         folder: A folder that only its owner may enter.
+
         servers: Number of servers.
+
         number: Number of this rank.
+
         server: Number of the server, or None for a worker.
+
         ticket: The current ticket of a worker when its exchange is made.
+
         step: The step at which the rank continues a training of other processes, or None.
+
         last: (weight, loss) of every share of the step before, which those processes may not have
             recorded.
+
         host_port: Where workers can join from other hosts, or None.
+
         keys: The keys of a worker that joined.
+
         known_addresses: Addresses of the work queue and the servers, for a worker that joined,
             because it has no folder.
     """

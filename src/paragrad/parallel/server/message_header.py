@@ -130,18 +130,30 @@ class Header:
 
     Attributes:
         kind: The type of the message.
+
         job: The number of the training.
+
         sender: A random number that each process draws for itself.
+
         step: Number of the step; with a work queue, number of the ticket.
+
         version: Number of updates made when the sender pulled.
+
         share: Number of the share in the step.
+
         shares: Number of shares of the step.
+
         slot: Number of the vector in the slice.
+
         call: Number of the request. Its answer has the same number.
+
         dtype: Dtype of the vector.
+
         elements: Number of elements of the vector.
+
         is_shared: Whether the message has the location of the vector in shared memory, instead of
             the vector. In UPDATE it allows this for the answer.
+
         numbers: Numbers that depend on the type.
     """
 

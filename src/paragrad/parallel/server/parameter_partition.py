@@ -160,9 +160,13 @@ class ParameterPartition:
 
     Attributes:
         names: Names of the trained parameters.
+
         parameters: The trained parameters.
+
         slots: The vectors of each server.
+
         has_buffers: Whether the first server also holds values that forward passes change.
+
         changed_by_forward: Names of parameters among those values.
     """
 

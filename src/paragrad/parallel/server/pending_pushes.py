@@ -22,8 +22,11 @@ class PendingPush:
 
     Attributes:
         sender: The sender of the share.
+
         numbers: The numbers of its header.
+
         vectors: For each slot, the marks and the vector.
+
         waiting_requests: Requests that wait for an answer: the last one of each connection for each
             slot.
     """

@@ -42,21 +42,34 @@ class RequestHandler:
 
     Args:
         shard: The slice of the server.
+
         listener: The socket of the server.
+
         job: The number of the training.
 
     Attributes:
         shard: The slice of the server.
+
         listener: The socket of the server.
+
         job: The number of the training.
+
         reader: Reads vectors of the workers.
+
         staleness_bound: Decides which pulls may be answered.
+
         pending_pushes: Pushes that wait for others, by share or ticket.
+
         expected_pulls: (sender, slot) of parameters that were not requested yet after this update.
+
         waiting_pulls: (connection, header) of those requests that arrived.
+
         forget_requests: Requests to forget the sum of this step, by sender.
+
         is_snapshot_due: Whether a snapshot of this step must be saved before the next one.
+
         left_senders: Senders that left.
+
         has_met_worker: Whether any worker has come.
     """
 

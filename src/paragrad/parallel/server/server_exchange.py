@@ -23,18 +23,28 @@ class ServerExchange(NoExchange):
 
     Args:
         strategy: The resolved strategy.
+
         replica: What this rank holds of the training.
+
         world: The world of workers and servers, or the world of this process alone.
+
         log: The step log.
+
         endpoints: Where workers and servers are, if workers can come and go; otherwise None.
 
     Attributes:
         log: The step log.
+
         seconds: Maximum time without any worker, or None.
+
         server_number: Number of the server.
+
         dismissals: Number of END requests after which the server ends.
+
         listener: The socket of the server.
+
         shard: The slice of the parameters.
+
         request_handler: Handles the requests.
     """
 

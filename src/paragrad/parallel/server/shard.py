@@ -65,47 +65,85 @@ class ServerShard:
 
     Args:
         strategy: The resolved strategy.
+
         replica: What this rank holds of the training.
+
         slots: The vectors of the slice.
+
         names: Names of the trained parameters.
+
         tensors: The tensors to which the slots refer: trained parameters, then values that forward
             passes change.
+
         full_batch: Number of samples of a full batch.
+
         obstacle: The reason why workers must not read the values in shared memory, or "".
 
     Attributes:
         strategy: The resolved strategy.
+
         slots: The vectors of the slice.
+
         full_batch: Number of samples of a full batch.
+
         optimizer: The optimizer of the job.
+
         scheduler: The scheduler of the job, or None.
+
         draw_alike: As in Replica.
+
         initial_attributes: The attributes of the optimizer at the start.
+
         clip_norm: As in Job.
+
         trained_slots: The slots of trained parameters. They come first.
+
         push_codecs: For each slot, the compression of pushes, or None.
+
         ranges: The ranges of trained parameters, over all slots.
+
         specs: The spec of each range.
+
         shared_buffer: The memory of the values.
+
         values: The values of each slot.
+
         gradients: The gradients of each trained slot.
+
         local_parameters: For each range, the tensor that the optimizer updates.
+
         local_gradients: For each range, its gradient.
+
         gradient_flags: For each range, whether it had a gradient in the last update.
+
         samples: Number of samples in all updates.
+
         is_complete: Whether all shares of a step were added, before its update.
+
         buffers: Buffers that forward passes changed until now, by name.
+
         changed_buffers: Buffers changed in this step. They become valid with its update.
+
         last_step: Divisor and factor of the last step, and the numbers of its shares.
+
         applied_tickets: The tickets that were applied.
+
         received_bytes: Bytes of received vectors.
+
         sent_bytes: Bytes of sent vectors.
+
         initial_updates: Number of updates at the start.
+
         updates: Number of updates.
+
         initial_samples: Number of samples at the start.
+
         lost_counts: Updates and samples that this server lost when it failed.
+
         snapshots: The snapshots of this server, or None.
+
         staleness: How many shares came with each staleness.
+
         refusals: Counts of refused requests, by reason.
     """
 
@@ -251,9 +289,13 @@ class ServerShard:
 
         Args:
             vectors: Its vectors and marks by slot.
+
             version: Number of updates made when the worker pulled.
+
             samples: Number of samples in the share.
+
             workers: Number of workers at that time.
+
             has_weight: Whether any sample in it counts.
         """
         self.add_shares([vectors])

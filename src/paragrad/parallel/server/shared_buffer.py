@@ -33,13 +33,18 @@ class SharedBuffer:
 
     Args:
         wanted: (dtype, number of elements) of each vector.
+
         obstacle: The reason why other processes must not read them, or "".
 
     Attributes:
         offsets: Offset of each vector in the region, in bytes.
+
         obstacle: The reason why other processes cannot read the vectors, or "".
+
         region: The shared region, or None.
+
         is_shared: Whether other processes can read the vectors.
+
         vectors: The vectors.
     """
 

@@ -33,10 +33,15 @@ class SnapshotSource(Protocol):
 
     Attributes:
         values: The vectors of the server.
+
         local_parameters: The parameters as the optimizer holds them.
+
         optimizer: The optimizer.
+
         scheduler: The scheduler, or None.
+
         updates: Number of updates made.
+
         refusals: Counts of refused requests, by reason.
     """
 

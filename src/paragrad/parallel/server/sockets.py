@@ -93,8 +93,11 @@ def set_socket_options(
 
     Args:
         socket: The socket.
+
         longest: Maximum bytes of a frame.
+
         is_local: Whether the socket is for processes of this host only.
+
         seconds: Time for which the other side may be stopped, if requests that are lost with a
             connection are not sent again.
     """
@@ -123,23 +126,38 @@ class Listener:
 
     Args:
         longest: Bytes of the longest vector of a worker.
+
         host: The address of this host for the others; None if all are on this host.
+
         keys: The keys of this process.
+
         address: Where to listen; None for a new folder or any free port.
+
         join_endpoint: A second endpoint for processes that join from other hosts, or None.
+
         seconds: As in `set_socket_options`.
 
     Attributes:
         context: The ZeroMQ context.
+
         socket: The socket of workers that are ranks of the training.
+
         join_socket: The socket of processes from other hosts; the same one if there is no other.
+
         sockets: Both sockets; the one that was served last comes last.
+
         monitors: Sockets that report connections and disconnections.
+
         events: Counts of these events, by monitor.
+
         address: Where the server listens.
+
         folder: The temporary folder of the socket, or None.
+
         authenticator: Checks the keys of connections, or None without encryption.
+
         known_connections: The connection on each file descriptor.
+
         lost_connections: Connections from other hosts that ended.
 
     Raises:
@@ -434,9 +452,13 @@ def process_request(
 
     Args:
         listener: The socket of the server.
+
         frames: The frames of the request.
+
         job: The number of the training to which it must belong.
+
         handler: Called with (connection, header, frames after it). It may raise InvalidMessage.
+
         refusals: Counts of refused requests, by reason.
     """
     connection = frames[0].bytes

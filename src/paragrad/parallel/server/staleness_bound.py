@@ -20,10 +20,15 @@ class StalenessBound:
 
     Attributes:
         bound: The bound s, or None if no worker waits.
+
         workers: Number of workers.
+
         first_step: The step with which all workers begin.
+
         requested_steps: The last step that each sender asked for.
+
         excluded_senders: Senders that ask for no step until all workers have met.
+
         waiting_pulls: Pulls that wait for slower workers.
     """
 

@@ -40,15 +40,25 @@ class Ticket:
 
     Attributes:
         what: TRAIN, TEST, KEEP or END.
+
         number: Number among all tickets of training.
+
         epoch: Number of the epoch.
+
         step: Number of the batch; for KEEP, the number of steps to save.
+
         share: Number of the share in the batch.
+
         part: Number of the part of a test.
+
         parts: Number of parts of the test.
+
         keep: What to save: "checkpoint" or "model".
+
         wanted: Number of shares of the next step.
+
         after: Number of updates before that step; -1 if it is unknown.
+
         workers: Number of workers when the ticket was given. It does not distinguish tickets.
     """
 
@@ -71,13 +81,20 @@ class WorkerState:
 
     Attributes:
         number: Number of the worker.
+
         done_count: Number of tickets it has done, counted from that of the slowest worker when it
             came.
+
         since: Time when it got its ticket or sent its request.
+
         ticket: Its current ticket, or None.
+
         has_trained: Whether it has done a ticket of training.
+
         connection: The connection of its last request.
+
         open_request: (connection, header) of its request, while it waits for an answer.
+
         last_answer: (number of the request, answer) of its last answered request.
     """
 
@@ -154,21 +171,35 @@ class WorkQueue:
 
     Attributes:
         job: The number of the training.
+
         bound: The bound s of ssp(s), or None.
+
         wanted_shares: Number of shares that a step waits for, or None.
+
         limit: Maximum seconds for a ticket.
+
         on_ticket_done: Called with (worker number, ticket, report) when a ticket is done for the
             first time.
+
         workers: The workers by number.
+
         waiting_tickets: Tickets that no worker has.
+
         open_tickets: Tickets that a worker has, with its number.
+
         earlier_workers: By number of the ticket, the workers that had it before the last one.
+
         updates_made: Number of updates for which all shares have been reported; None if it is
             unknown.
+
         reported_shares: Shares reported for later updates, by number of the update.
+
         last_tickets: The last ticket of each worker.
+
         is_ended: Whether the training is over.
+
         refusals: Counts of refused requests, by reason.
+
         join_handler: Handles workers from other hosts, or None.
     """
 

@@ -86,37 +86,65 @@ class WorkerExchange(Exchange):
 
     Args:
         strategy: The resolved strategy.
+
         replica: What this rank holds of the training.
+
         world: The world of workers and servers, of the workers, or of this process alone.
+
         log: The step log.
+
         endpoints: Where workers and servers are, if workers can come and go; otherwise None.
 
     Attributes:
         strategy: The resolved strategy.
+
         log: The step log.
+
         endpoints: As given.
+
         partition: The partition of the model over servers.
+
         known_buffers: On the first worker, buffers as the servers know them, if training can be
             continued; otherwise None.
+
         step: Number of the step.
+
         full_batch: Number of samples of a full batch.
+
         worker_number: Number of the worker.
+
         sender: A random number of this process.
+
         ticket: The current ticket, or None.
+
         worker_world: The world of the workers, or None if they are not ranks of one.
+
         job: The number of the training.
+
         client: Sends the requests.
+
         shared_buffer: The memory of the pushed vectors.
+
         push_codecs: For each vector, its compression, or None.
+
         seed: The seed of the job.
+
         slot_order: (place, (server, number, slot)) of each vector, in the order of requests.
+
         reader: Reads vectors of the servers.
+
         versions: Number of updates of each server at the last pull.
+
         totals: Weight, loss, stop requests and doubtful weight of the step.
+
         squared_norm: Squared norm of the sum of gradients.
+
         version: Number of updates of the first server after the last push.
+
         push_outcome: APPLIED, ALREADY_APPLIED or LATE.
+
         has_pending_sum: Whether the servers have the sum of a step that is not made yet.
+
         pulled_values: Values that forward passes change, as they were pulled.
     """
 

@@ -159,12 +159,16 @@ class SplitOptions(NamedTuple):
     Attributes:
         data_dim: Which dimension of the data is divided: "rows", "columns", "samples", or "" if
             none.
+
         gathers_mixed: Whether a plain and a sharded value of one size that meet both become plain,
             instead of both sharded.
+
         pairs: Whether a layer that gets sharded features may be divided by its inputs; otherwise
             the features are gathered.
+
         dense: Whether samples are divided up to the first fully connected layer, and neurons from
             there on.
+
         value_functions: Functions that need the values of a branch on all ranks.
     """
 
@@ -183,10 +187,15 @@ class AxisGroup:
 
     Attributes:
         world: The communicator of the ranks.
+
         options: How layers are split.
+
         decider: During planning, the object that decides which parameters are sharded.
+
         sent_bytes: Bytes sent since the counter was last set to 0.
+
         recent_copies: The last plain values that were copied to ranks, with their copies.
+
         early_copies: Copies of parameters that were made before the forward, by their ids.
     """
 
@@ -292,9 +301,13 @@ class AxisGroup:
 
         Args:
             piece: This rank's piece.
+
             dim: The divided dimension.
+
             partition: How it is divided.
+
             wanted: For each rank, the elements that it needs.
+
             fill: Value where an element does not exist.
 
         Returns:
@@ -453,8 +466,10 @@ class AxisGroup:
 
         Args:
             what: The kind of transfer, such as "gathered" or "fetched".
+
             payload: Bytes of the tensor of a collective; for other transfers, bytes that a rank
                 sends.
+
             detail: Text for the summary.
         """
         if self.decider is not None:

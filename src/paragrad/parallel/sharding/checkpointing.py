@@ -32,12 +32,19 @@ def checkpoint_sharded(
 
     Args:
         function: The function, as are all arguments, of torch's generator.
+
         preserve: Whether the state of random generators is restored.
+
         context: Makes the contexts of the forward and of the recomputation.
+
         check: Name of the check that compares both.
+
         debug: Whether errors of the check list all operations.
+
         early_stop: Not used: the recomputation runs to its end.
+
         *args: Arguments of the function.
+
         **kwargs: Keyword arguments of the function.
 
     Yields:

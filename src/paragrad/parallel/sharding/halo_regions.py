@@ -28,10 +28,15 @@ class Window:
 
     Attributes:
         kernel: Number of inputs of one output.
+
         stride: Distance of the windows of neighbouring outputs.
+
         before: Padding before the first input.
+
         after: Padding behind the last input.
+
         dilation: Distance of neighbouring inputs of a window.
+
         ceil: Whether outputs at the end may also reach beyond the padding.
     """
 
@@ -82,10 +87,15 @@ class TransposedWindow:
 
     Attributes:
         kernel: Number of outputs to which one input contributes.
+
         stride: Distance of the outputs of neighbouring inputs.
+
         before: Outputs that are left out at the beginning.
+
         after: Outputs that are left out at the end.
+
         dilation: Distance of neighbouring outputs of one input.
+
         extra_outputs: Outputs at the end to which no input contributes.
     """
 

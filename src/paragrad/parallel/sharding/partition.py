@@ -145,7 +145,9 @@ class Constraint:
 
     Attributes:
         origin: The parameter and the range of its divided dimension.
+
         grains: Number of grains into which the range is to be divided; 0: not requested.
+
         ends: Elements of the parameter where blocks are to end.
     """
 

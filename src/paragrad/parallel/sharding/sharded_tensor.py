@@ -99,9 +99,13 @@ class ShardedTensor(WrappedTensor):
 
     Attributes:
         local: The pieces of this rank, with their graph.
+
         shardings: The sharding of each divided dimension.
+
         serial_name: Name in the serial model, if it is a parameter or a buffer.
+
         decider: During planning, the object that decides how it is sharded. It may be whole then.
+
         sources: The parameters and buffers from which it is computed, during planning.
     """
 
@@ -463,7 +467,8 @@ def slice_local(x: Tensor, dim: int, sharding: Sharding) -> Tensor:
     """
     if x.requires_grad and torch.is_grad_enabled():
         sharding.group.note_transfer("sliced", -(-x.nbytes // sharding.group.size))
-        return AxisScatter.apply(x, dim, sharding.partition, sharding.group)  # type: ignore[no-any-return]
+        local: Tensor = AxisScatter.apply(x, dim, sharding.partition, sharding.group)
+        return local
     return sharding.group.take_piece(x, dim, sharding.partition)
 
 

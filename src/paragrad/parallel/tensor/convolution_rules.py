@@ -134,14 +134,22 @@ class ConvolutionOptions:
 
     Attributes:
         first_dim: First spatial dimension of the input.
+
         dim_count: Number of spatial dimensions.
+
         stride: Stride of each spatial dimension.
+
         padding_sides: Padding of each spatial dimension, (before, after).
+
         dilation: Dilation of each spatial dimension.
+
         groups: Number of groups.
+
         output_padding: For a transposed convolution, outputs that are added at the end of each
             dimension.
+
         transposed: Whether the convolution is transposed.
+
         kernel: Size of the kernel.
     """
 

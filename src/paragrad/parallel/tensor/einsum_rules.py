@@ -76,14 +76,20 @@ def apply_einsum_rule(
 
     Args:
         compute: The function; it gets the local operands.
+
         operands: The operands with their letters.
+
         output_letters: Letters of the result.
+
         columns: During planning, if nothing is divided yet: (operand number, letter) that may be
             divided, in order of preference.
+
         keep_first: Whether the letters of the first operand stay divided as they are, and no
             others, because it is changed in place.
+
         bias: Given to `compute` last. If the result is a sum over ranks, `compute` gets None, and
             the bias is added to the sum.
+
         output_shardings: Shardings of letters that are divided in another way in the result.
 
     Returns:

@@ -32,8 +32,11 @@ class HaloEdge(NamedTuple):
 
     Attributes:
         first_output: The first of these outputs, among those of this rank.
+
         halo_rows: The received rows that they need.
+
         before: Number of other rows in front of these.
+
         after: Number of other rows behind these.
     """
 
@@ -154,10 +157,15 @@ class HaloTransfer:
 
     Attributes:
         dim: The dimension.
+
         partition: How the inputs are divided.
+
         group: The ranks.
+
         wanted: For each rank, the rows of others that it needs.
+
         pending_fetch: Waits for the rows in the forward.
+
         pending_return: Waits for returned gradients, and adds them to a tensor.
     """
 

@@ -114,11 +114,17 @@ def compute_pixel_loss(
 
     Args:
         func: The loss function of torch.
+
         scores: The sharded scores or logarithms, (samples, classes, ...).
+
         target: The classes, whole.
+
         weight: Weight of each class, or None.
+
         reduction: 0: none, 1: mean, 2: sum.
+
         ignore_index: Target that does not count.
+
         label_smoothing: As in torch; not used by a negative log likelihood.
 
     Returns:

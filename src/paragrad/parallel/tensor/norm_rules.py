@@ -86,7 +86,8 @@ def apply_batch_norm(
         group.note_transfer("statistics back", 8 * 2 * input.shape[1])
     function = torch.batch_norm if func.__name__ == "batch_norm" else torch.instance_norm
     with combine_sample_parts(tuple(group.world for group in groups if group.decider is None)):
-        normed = function(input.local, *parameters, *statistics, training, *rest)  # type: ignore[arg-type]
+        arguments: Any = (*parameters, *statistics, training, *rest)
+        normed = function(input.local, *arguments)
         return wrap_local(normed, input.shardings)
 
 

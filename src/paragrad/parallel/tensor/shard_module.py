@@ -84,11 +84,16 @@ class SplitContext:
 
     Attributes:
         name: Name of the strategy, for the record.
+
         groups: The axis groups.
+
         substitutes: The sharded tensors, by the ids of what this rank holds.
+
         absent_tensors: Tensors of other ranks: (dict of a module's parameters or buffers, name in
             it, substitute). During passes, a module lists the substitute.
+
         sent_bytes: Bytes that this rank sent in the last passes.
+
         initial_buffers: All buffers before a forward: (dict of buffers, name in it, buffer).
     """
 

@@ -70,8 +70,11 @@ class TransferNote:
 
     Attributes:
         module: Name of the module that is called.
+
         kind: Such as "gathered"; FORWARD_TRANSFERS lists those of a forward.
+
         bytes: Bytes that each rank sends, for the samples with which the model was tried.
+
         detail: For halos, how many elements each rank fetches.
     """
 
@@ -87,11 +90,17 @@ class ShardingPlan:
 
     Attributes:
         ranks: Number of ranks.
+
         options: How layers are split.
+
         sharded_tensors: By serial name, the divided dimension and its blocks.
+
         roles: What the divided dimension is, where it is known ("outputs", "vocabulary").
+
         shapes: The shapes of all parameters and buffers.
+
         transfers: What travels, in the order of a forward.
+
         whole_reasons: For tensors that are not divided, the operation that uses them whole.
     """
 
@@ -146,18 +155,31 @@ class ShardingPlanner:
 
     Attributes:
         model: The model.
+
         ranks: Number of ranks.
+
         blocks: Blocks that earlier runs found, by parameter; None: not to be divided.
+
         source_shardings: How parameters are divided from which weights are computed.
+
         group: The ranks over which parameters are divided.
+
         input_groups: The ranks of each divided dimension of the inputs.
+
         chosen_partitions: (dimension, partition) of each parameter that is divided.
+
         transfers: The transfers so far.
+
         whole_reasons: The operations that use parameters whole.
+
         assigned_buffers: Buffers to which the forward assigned other tensors.
+
         roles: What divided dimensions are.
+
         constraints: Requested changes, for the next run.
+
         sharded_by_id: What stands for parameters and buffers, by their ids.
+
         module_stack: Names of the modules that are being called.
     """
 
@@ -398,10 +420,15 @@ def plan_sharding(
 
     Args:
         model: The model.
+
         example: Inputs of some samples.
+
         ranks: Number of ranks.
+
         input_sharding: How the inputs are divided; None: they are not.
+
         pairs: As in SplitOptions.
+
         tested: Whether the model must run in eval mode too.
 
     Returns:

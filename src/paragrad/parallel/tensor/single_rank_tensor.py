@@ -72,11 +72,16 @@ class SingleRankTensor(Tensor):
 
     Attributes:
         local: On the owner, the value with its graph; on other ranks, a tensor without values.
+
         owner: The rank that has the value.
+
         group: The ranks.
+
         source_values: On other ranks, the plain values from which it is computed. Their gradient
             from here is zero, but all ranks must take part in its sum.
+
         is_persistent: Whether it is a parameter or a buffer; its values then change between steps.
+
         shared_copy: The value on all ranks, with the version of the value that was broadcast.
     """
 
@@ -219,11 +224,17 @@ def run_on_owner(
 
     Args:
         func: The function.
+
         name: Its name.
+
         args: Its arguments.
+
         kwargs: Its keyword arguments.
+
         branch_values: The arguments that one rank has.
+
         plain_values: The arguments that all ranks have.
+
         changed: The argument that is changed in place, or None.
 
     Returns:

@@ -16,10 +16,15 @@ class LayerSummary:
 
     Attributes:
         name: Name of the module.
+
         divisions: How each of its parameters and buffers is divided, in words.
+
         elements: Number of elements of its parameters and buffers.
+
         local_elements: How many of them rank 0 holds, which holds most.
+
         forward: Transfers in the forward, and bytes that a rank sends for them.
+
         backward: The same for the backward.
     """
 

@@ -73,7 +73,8 @@ def fetch_halo(
         )
     ):
         return x  # every rank already holds what it needs
-    return HaloFetch.apply(x, dim, sharding.partition, wanted, fill, sharding.group)  # type: ignore[no-any-return]
+    window: Tensor = HaloFetch.apply(x, dim, sharding.partition, wanted, fill, sharding.group)
+    return window
 
 
 def note_halo_fetch(
@@ -404,7 +405,8 @@ def apply_resize(func: Any, input: Tensor, output_size: Any, *args: Any) -> Any:
         else list(output_size)
     )
     times = {first_dim + at: size // input.shape[first_dim + at] for at, size in enumerate(sizes)}
-    divided_dims = [dim for dim in input.shardings if dim >= first_dim]  # type: ignore[attr-defined]
+    shardings: Any = getattr(input, "shardings")  # noqa: B009
+    divided_dims = [dim for dim in shardings if dim >= first_dim]
     if any(
         sizes[dim - first_dim] != times[dim] * input.shape[dim]
         or (factors and factors[dim - first_dim] != times[dim])

@@ -42,9 +42,13 @@ class Crossing:
 
     Attributes:
         value_id: The operation that makes it, and the number of the output.
+
         shape: Its shape.
+
         strides: Its strides if it is dense; a module may ask for a view.
+
         dtype: Its type.
+
         has_gradient: Whether its gradient comes back.
     """
 
@@ -89,12 +93,17 @@ class CrossingPlan:
 
     Attributes:
         crossing: The tensors at the end of each stage.
+
         stand_ins: The stand-in of each call of a unit.
+
         guards: Decide whether other inputs of these shapes take the same path.
+
         writes_in_place: Whether an operation between units changes something in place, which may be
             a stand-in.
+
         changes_inputs: Whether the model changes its inputs in place, so that each forward needs a
             copy.
+
         sequential_stages: The modules of each stage, if stages call modules in turn and need no
             tracing.
     """

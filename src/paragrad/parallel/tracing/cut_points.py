@@ -36,9 +36,12 @@ class ModuleCall:
 
     Attributes:
         name: Name of the module.
+
         work: Operations in matrix products, with those of inner calls.
+
         output: What it returned, each tensor as the input with its shape; None if one is like no
             input.
+
         inner_calls: Calls of modules inside of it.
     """
 
@@ -54,11 +57,15 @@ class CutPoints:
 
     Attributes:
         work: Operations in matrix products of each unit, in order.
+
         fixed_outputs: Outputs of modules with shapes that depend on values, such as experts that
             each take the samples that come to it. These modules are units as they are.
+
         call_tree: All calls.
+
         hooked_modules: Names of modules with forward hooks, also hooks that the first forward
             registered.
+
         is_sequential: Whether nothing needs to be traced.
     """
 

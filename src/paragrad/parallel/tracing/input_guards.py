@@ -136,7 +136,9 @@ class InputGuards:
 
     Attributes:
         steps: (function, (args, kwargs), value that was read or None) of each operation.
+
         read_steps: Number of steps up to the last read.
+
         step_outputs: Which step made each tensor, while a forward is recorded.
     """
 

@@ -57,8 +57,11 @@ class ValuelessModel(StagedModel):
 
     Attributes:
         fixed_outputs: What some units return, which cannot be found without values.
+
         fake_mode: Makes tensors without values.
+
         has_all_values: Whether all parameters and buffers have values on this rank.
+
         changed_attributes: Python attributes that calls of a unit set.
     """
 
@@ -80,11 +83,17 @@ class PlanRecorder(TracedForward):
 
     Attributes:
         crossing: The tensors at the end of each stage so far.
+
         stand_ins: The stand-in of each call of a unit so far.
+
         fake_tensors: For a tensor with values, the tensor without values that stands for it.
+
         output_copies: Copies of what units returned.
+
         writes_in_place: Whether an operation between units changed something in place.
+
         guards: Operations on the inputs alone.
+
         failed_module: The innermost module that raised an error.
     """
 

@@ -357,9 +357,13 @@ class OneStageForward(TracedForward):
 
     Attributes:
         own_stage: Number of the stage.
+
         plan: The plan for these inputs.
+
         local_values: Received tensors, and tensors that cross from this stage, by their value ids.
+
         clones: Copies of the plan's stand-ins, if operations change something in place.
+
         sent_values: Value ids of the tensors that cross from this stage.
     """
 

@@ -40,12 +40,19 @@ class StagedModel:
 
     Attributes:
         model: The model.
+
         stages: The units of each stage, in order.
+
         last_stage: Number of the last stage.
+
         stage_of_unit: The stage of each unit.
+
         units: Names of the modules that are units.
+
         step_parameters: The model's parameters during a step; None outside of one.
+
         step_buffers: Names of the buffers at the beginning of a step; None outside of one.
+
         remote_tensors: Parameters and buffers of other ranks, which are attributes here.
     """
 
@@ -162,12 +169,19 @@ class TracedForward(TorchFunctionMode):
 
     Attributes:
         staged_model: The model and its units.
+
         stage: The current stage.
+
         operation_ids: Numbers for operations and units that make values.
+
         unit_numbers: Numbers for calls of units.
+
         origins: For each tensor that the forward made: (value id, stage).
+
         model_tensors: The parameters and buffers, by their ids.
+
         call_counts: Number of the last call of each unit.
+
         untraced_depth: Positive inside of a unit or an operation, where nothing is traced.
     """
 

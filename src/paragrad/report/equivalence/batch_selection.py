@@ -31,7 +31,9 @@ class BatchTraits:
 
     Attributes:
         size: elements of its tensors per sample, which grow with padding.
+
         ignored: targets below 0 per sample.
+
         empty_parts: parts (of a rank, in a micro-batch) without one target that counts.
     """
 

@@ -75,10 +75,15 @@ def compare_with_serial(
 
     Args:
         world: the ranks.
+
         job: the job.
+
         strategy: the resolved strategy.
+
         settings: the settings; None for the defaults.
+
         steps: number of steps.
+
         report: receives {"step", "steps", "difference"} after every step, on rank 0.
     """
     settings = settings or Settings()
@@ -164,11 +169,17 @@ def _step_together(
 
     Args:
         world: the ranks.
+
         job: the job.
+
         strategy: the resolved strategy.
+
         settings: the settings.
+
         train: the dataset.
+
         places: (epoch, batch) of each step.
+
         check_sameness: whether to run a rounding baseline and to compare all replicas.
     """
     trainer = Trainer.build_for_job(world, job, strategy, settings, skip_first_step_check=True)
@@ -235,13 +246,21 @@ class TensorComparison:
 
     Attributes:
         trainer: the strategy's trainer.
+
         reference: serial and its rounding baseline.
+
         gradients: the trainer's gradients after a step.
+
         state: the trainer's parameters and buffers after a step.
+
         eps: machine epsilon of the serial trainer's dtype.
+
         worst: the largest difference so far.
+
         rounding: the largest deviation of the rounding baseline so far, by kind.
+
         noise: the share of a step's largest gradient below which a gradient is noise.
+
         masks: the elements of each parameter that can be compared; None for all.
     """
 

@@ -38,11 +38,17 @@ class SerialReference:
     Attributes:
         norm_statistics: names of running statistics if batch norm is computed in training, else
             None.
+
         micro_count: number of micro-batches.
+
         serial: the trainer of serial.
+
         rounding_baseline: the trainer of the rounding baseline; None without it.
+
         batch_iterators: the batches of each trainer.
+
         sign_generator: draws the directions in which the baseline's parameters move.
+
         loss_deviation: deviation of the loss of micro-batches from that of the whole batch; None if
             unknown.
     """

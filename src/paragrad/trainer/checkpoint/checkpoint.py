@@ -63,14 +63,22 @@ class Snapshot:
 
     Attributes:
         step: The number of completed steps.
+
         strategy: The strategy's name.
+
         model: The model with serial names; complete on rank 0.
+
         optimizer: The optimizer.
+
         scheduler: The scheduler, or None.
+
         optimizer_state: The optimizer's state in serial shapes, complete on rank 0. Empty if a
             checkpoint is to be loaded into this snapshot.
+
         strategy_state: The state that the strategy keeps beside, in the same form.
+
         identity: The entries that must be equal when the checkpoint is loaded.
+
         extra_state: Further entries of state.json: "rounds", the number of completed rounds.
     """
 
@@ -217,8 +225,11 @@ def load_checkpoint(
 
     Args:
         saved: The checkpoint.
+
         snapshot: The training into which it is loaded.
+
         device: The device on which the weights are loaded.
+
         load_model: Whether the weights of the model are loaded too.
 
     Raises:

@@ -34,7 +34,8 @@ def save_weights(model: nn.Module, path: Path) -> None:
     """
     state = model.state_dict()
     with _use_default_mode(path):
-        save_model(_ComplexModelAdapter(model), str(path), _make_metadata(state))  # type: ignore[arg-type]
+        adapter: Any = _ComplexModelAdapter(model)
+        save_model(adapter, str(path), _make_metadata(state))
 
 
 def load_weights(model: nn.Module, path: Path, device: str = "cpu") -> None:
@@ -48,7 +49,8 @@ def load_weights(model: nn.Module, path: Path, device: str = "cpu") -> None:
     Raises:
         RuntimeError: If the names in the file are not the model's.
     """
-    load_model(_ComplexModelAdapter(model, _read_pair_names(path)), str(path), device=device)  # type: ignore[arg-type]
+    adapter: Any = _ComplexModelAdapter(model, _read_pair_names(path))
+    load_model(adapter, str(path), device=device)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -92,8 +92,11 @@ def save_snapshot(
 
     Args:
         trainer: The trainer.
+
         folder: The folder below which the checkpoint is written.
+
         identity: The identity of the Job; None for the user's own loop.
+
         extra_state: Further entries of state.json, as in Snapshot.
 
     Raises:

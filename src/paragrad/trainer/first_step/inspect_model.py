@@ -227,9 +227,13 @@ def run_model_once(
 
     Args:
         trainer: The trainer.
+
         batch: This rank's part of the global batch.
+
         inputs: The inputs that `step` received.
+
         target: The target that `step` received.
+
         without_autocast: Run without autocast, and only if the trainer uses autocast at all.
     """
     if without_autocast and trainer.autocast is None:

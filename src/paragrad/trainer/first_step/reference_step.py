@@ -59,14 +59,21 @@ class ReferenceStep:
 
     Attributes:
         trainer: The trainer.
+
         module: The whole model and the loss, before any partitioning.
+
         draws: The random draws of the whole model.
+
         load_parts: load_parts(ordering) returns the batch in parts, each with its samples in that
             ordering.
+
         load_test_part: load_test_part(ordering) returns the samples of the test, or why there is no
             test.
+
         loss_only: Whether only the loss is computed.
+
         initial_buffers: The buffers before the step.
+
         saved_states: Other state that the forward changes, as it was before the step.
     """
 
@@ -160,10 +167,15 @@ def make_reference_step(
 
     Args:
         trainer: The trainer.
+
         batch: This rank's part of the global batch.
+
         inputs: The inputs that `step` received.
+
         target: The target that `step` received.
+
         as_loaded: Whether `step` received on every rank what `batches` gave.
+
         loss_only: Whether only the loss is compared.
 
     Returns:

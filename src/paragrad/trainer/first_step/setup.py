@@ -226,10 +226,15 @@ def _rerun_step_in_float64(
 
     Args:
         trainer: The trainer.
+
         module: The whole model and the loss.
+
         state_before: The state of the module before the step.
+
         batch: This rank's part of the global batch.
+
         given: (inputs, target) as they were before the step.
+
         as_loaded: Whether these are what `batches` gave.
 
     Returns:
@@ -451,9 +456,13 @@ def rehearse_step(
 
     Args:
         trainer: The trainer.
+
         batch: This rank's part of the batch.
+
         inputs: The inputs of that part.
+
         target: The target of that part.
+
         description: The description of the step in messages.
     """
     trainer.rehearsing, spans = True, list(trainer.log.spans)
@@ -491,10 +500,15 @@ def resolve_doubtful_weight(
 
     Args:
         trainer: The trainer.
+
         batch: This rank's part of the global batch.
+
         inputs: The inputs that `step` received.
+
         target: The target that `step` received.
+
         weight: The sum of all weights.
+
         doubtful_weight: The sum of the doubtful weights.
 
     Raises:

@@ -81,12 +81,18 @@ def run_reference_step(
 
     Args:
         module: Model and loss.
+
         parts: One part, or the micro-batches that batch norm sees. The positions of a part are the
             places of its samples in the global batch, by which its draws are keyed.
+
         draws: The random draws of the model.
+
         seed: The seed of the training.
+
         step: The step.
+
         loss_only: Whether only the loss is computed.
+
         test: The samples of the test, which is made first; or why there is no test.
 
     Returns:
@@ -212,13 +218,21 @@ def run_precise_step(
 
     Args:
         model: A copy of the model.
+
         module: Model and loss in their own types.
+
         parts: The parts of the batch, as in `run_reference_step`.
+
         draws: The random draws of the model.
+
         seed: The seed of the training.
+
         step: The step.
+
         loss: The loss in float64.
+
         loss_only: Whether only the loss is computed.
+
         test: The samples of the test, or why there is no test.
     """
     precise_module = module.wrap_model(convert_model(model, torch.float64), loss)
@@ -240,8 +254,11 @@ class Mismatch:
 
     Attributes:
         kind: The kind: loss, weight, test, gradient, buffer, parameter, state, or repetition.
+
         rank: The rank on which the difference is largest.
+
         gap: The difference.
+
         rounding: The largest difference that rounding explains.
     """
 
@@ -257,20 +274,32 @@ class StepCheck:
 
     Attributes:
         world: The ranks that compare.
+
         serial_outcome: The outcome of one worker's step.
+
         baseline_outcome: The outcome of the rounding baseline, or None.
+
         make_variant: On rank 0, repeats one worker's step: unchanged (-1), in another ordering of
             the samples, or with moved parameters.
+
         make_precise_outcome: On rank 0, makes one worker's step in float64.
+
         eps: The eps of the coarsest type in which a float64 model computes some values.
+
         is_float64: Whether the model is in float64.
+
         first_rank_only: Whether rank 0 alone has the tensors of both outcomes; the other ranks then
             have the numbers only.
+
         loss_only: Whether only the loss is compared.
+
         rerun_in_float64: On every rank, the mismatches of the strategy's own step in float64, or
             None if that is impossible.
+
         test_part: On every rank, the samples of the test.
+
         test_loss: The loss of the test under the strategy.
+
         loss_eps: The eps of the loss's type.
     """
 
@@ -457,9 +486,13 @@ def broadcast_outcome(
 
     Args:
         world: The ranks.
+
         outcome: The outcome; used on rank 0 only.
+
         template: An outcome with the same names and shapes.
+
         dtype: The type of the outcome's real tensors, or None for the template's.
+
         reason: Why there is no outcome; used on rank 0 only.
 
     Returns:

@@ -25,13 +25,20 @@ class StepOutcome:
 
     Attributes:
         loss: The mean loss.
+
         weight: The weight of the mean (samples or tokens).
+
         gradients: The mean gradients.
+
         buffers: The buffers.
+
         changed_buffers: The names of the buffers that the step changed.
+
         changed_parameters: The parameters that the forward changed.
+
         changed_state: The Python state that the forward changed; of one worker, only if the forward
             reads it.
+
         test_loss: The mean loss of some samples in a test before the step; or why there is none.
     """
 
