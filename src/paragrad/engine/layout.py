@@ -1,5 +1,9 @@
 """The layout: which part of which serial tensor a rank holds, and how to assemble the serial model.
 
+Tied weights may belong to several ranks; the layout sums their gradients over these owners.
+Gradient clipping uses the norm over the serial tensors, so every strategy clips as one worker
+does.
+
 All techniques that divide a model use this module. Several features follow from the layout:
 checkpoints, the comparison with one worker, and the norm of gradients. It also gives the gradients
 of tensors that several ranks own, and the ranks that share the loss.

@@ -1,5 +1,7 @@
 """The passes: forward and backward of the micro-batches of one rank, in an order of the technique.
 
+Gradient accumulation: the gradients of all micro-batches are added up before one update.
+
 A trainer has exactly one `Passes` object.
 """
 

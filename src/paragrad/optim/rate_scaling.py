@@ -1,4 +1,8 @@
-"""Learning rates for a batch of another size than the one the job was written for."""
+"""Learning rates for a batch of another size than the one the job was written for.
+
+The linear scaling rule multiplies the rate by the factor of the batch. Warm-up: the rate grows
+to its new value during the first steps.
+"""
 
 from __future__ import annotations
 

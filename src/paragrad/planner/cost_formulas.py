@@ -1,5 +1,7 @@
 """Closed forms: the cost of an exchange by formula.
 
+This is the alpha-beta model.
+
 The clock agrees with them up to 64 ranks (tests/pure/test_price.py). A message of x bytes takes
 alpha + beta x, an addition of x bytes takes gamma x. An addition overlaps with a message if it does
 not take longer.

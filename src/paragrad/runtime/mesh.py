@@ -1,4 +1,7 @@
-"""Axes: the grid of a world's ranks, and the sets of ranks along some of its axes."""
+"""Axes: the grid of a world's ranks, and the sets of ranks along some of its axes.
+
+torch calls such a grid a device mesh.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Join a world: connect the ranks that paragrad or a launcher started.
 
+This is the rendezvous.
+
 The functions that describe the launch work before the ranks are connected.
 """
 

@@ -1,5 +1,9 @@
 """Pipeline schedules: the order in which each rank runs its forwards and backwards.
 
+`gpipe` is GPipe: all forwards, then all backwards. `one_f_one_b` is 1F1B: one forward and one
+backward in turn. `zero_bubble` is the zero bubble schedule ZB-H1: weight gradients fill the
+waits. The pipeline bubble is the time in which ranks wait for work.
+
 Every micro-batch goes forward through all stages and backward through them again. The messages
 between the ranks follow from the order.
 

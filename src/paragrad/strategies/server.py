@@ -1,4 +1,8 @@
-"""server: servers hold the parameters; workers push gradients and pull parameters."""
+"""server: servers hold the parameters; workers push gradients and pull parameters.
+
+`bsp` is bulk synchronous parallel: all workers finish a step before the next begins. `ssp(s)`
+is stale synchronous parallel: a worker is at most s shares ahead of the slowest.
+"""
 
 from __future__ import annotations
 

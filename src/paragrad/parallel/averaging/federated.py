@@ -1,5 +1,7 @@
 """Federated averaging.
 
+This is FedAvg (McMahan et al. 2017, arXiv 1602.05629).
+
 Clients train in turn on each worker, each from the weights of the round, and their weights are
 averaged. Nothing is sent in a client's steps. A client begins with the model as it was at the
 beginning of the round: weights, buffers and Python state of modules. Its values, times its samples,

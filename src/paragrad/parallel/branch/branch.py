@@ -1,4 +1,7 @@
-"""The branch strategy: independent sub-networks on ranks of their own; the rest is on all ranks."""
+"""The branch strategy: independent sub-networks on ranks of their own; the rest is on all ranks.
+
+This is branch parallelism.
+"""
 
 from __future__ import annotations
 

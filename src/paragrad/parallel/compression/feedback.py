@@ -1,5 +1,9 @@
 """What is kept of a gradient until it is sent: by serial parameter name, flat, in float32 or finer.
 
+Error feedback: what a codec does not send is added to the next gradient. This is momentum
+correction: an entry that waits keeps its momentum. Factor masking sets the velocity of an entry
+to zero when the entry is sent.
+
 The part of a rank in the mean gradient is its sum over the global weight. It is added to what the
 rank did not send before. What a codec sends is then removed. So over all ranks and steps, what was
 sent and what is kept add up to all mean gradients:

@@ -1,5 +1,7 @@
 """Integers of eight bits, and a scale for each chunk.
 
+This is quantization with random rounding.
+
 This is QSGD (Alistarh et al. 2017) with the largest entry as the norm.
 """
 

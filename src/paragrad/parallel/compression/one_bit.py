@@ -1,5 +1,7 @@
 """Signs in bits; for each chunk two means, of the negative numbers and of the others.
 
+This is 1-bit SGD with feedback.
+
 Source: Seide et al. 2014, where the means are those of columns.
 """
 

@@ -1,5 +1,7 @@
 """A matrix as the product of two narrow ones: one step of the power method in every training step.
 
+This is PowerSGD.
+
 Each step continues from the last one (Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
 """
 

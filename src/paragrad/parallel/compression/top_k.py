@@ -1,4 +1,7 @@
-"""Send a fixed number of entries, those of the largest magnitude."""
+"""Send a fixed number of entries, those of the largest magnitude.
+
+This is top-k sparsification.
+"""
 
 from __future__ import annotations
 

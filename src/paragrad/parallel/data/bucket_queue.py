@@ -1,4 +1,7 @@
-"""A queue of buckets that one thread sums along an all-reduce, in the order of arrival."""
+"""A queue of buckets that one thread sums along an all-reduce, in the order of arrival.
+
+The exchange of a bucket can overlap with the rest of backward.
+"""
 
 from __future__ import annotations
 

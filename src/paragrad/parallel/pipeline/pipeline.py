@@ -1,5 +1,7 @@
 """The place and pipeline strategies: a model's stages, run in the order of a schedule.
 
+Pipeline parallelism: micro-batches go through the stages of a model.
+
 Messages to users call a stage a part.
 """
 

@@ -1,5 +1,8 @@
 """The part of a server in the training: a slice of parameters and optimizer state, and its updates.
 
+This is the core of a parameter server. The staleness of a push is the number of updates since
+the pull of its worker.
+
 The optimizer is that of the job. Several servers hold flat ranges of the parameters, so the
 optimizer must update element by element. A single server holds all parameters. The scheduler steps
 after every full batch of samples.

@@ -1,5 +1,7 @@
 """The spatial strategy: every image is divided over ranks by rows and columns.
 
+This is spatial parallelism.
+
 Each rank fetches from its neighbours the elements that its outputs need. This module also serves
 strategies that divide the neurons of fully connected layers over the same ranks (dense=tensor), for
 spatial and for data. With data, every rank gets the whole batch and takes its samples (Krizhevsky

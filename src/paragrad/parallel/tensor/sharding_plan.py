@@ -1,5 +1,8 @@
 """The plan of how layers are split, found by running the model.
 
+A layer that is divided by its outputs is a column-parallel layer. A layer that is divided by
+its inputs is a row-parallel layer.
+
 The model runs as rank 0 of so many ranks, with a stand-in for the other ranks. At first all
 parameters are whole. The first product with a parameter decides how it is divided:
 

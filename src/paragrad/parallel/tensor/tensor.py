@@ -1,5 +1,7 @@
 """The tensor strategy: neurons, channels, heads or vocabulary of every layer over ranks.
 
+This is tensor parallelism.
+
 What cannot be divided is on all ranks.
 """
 

@@ -1,5 +1,7 @@
 """Compare the first step with one worker's before anything is updated.
 
+This is the first step check.
+
 Rank 0 runs the whole global batch as one worker would, on the model itself. At the same time,
 rank 1 runs the *rounding baseline*: the same samples in reverse order. This happens before the
 exchange is set up or the model is partitioned, and all state is restored afterwards.
