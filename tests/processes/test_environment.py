@@ -363,7 +363,7 @@ SCRIPT = textwrap.dedent("""
         with join_launched_world(timeout=30.0) as world:
             world.prove()
             mine = torch.arange(3.0) + 10 ** world.rank + 1000 * meeting
-            answers.append([world.rank, world.size, world.all_reduced(mine).tolist(),
+            answers.append([world.rank, world.size, world.all_reduce(mine).tolist(),
                     world.twin().agreed(world.rank)])
             if "die" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -682,7 +682,7 @@ def test_a_process_group_of_the_users_is_the_world_and_stays(place: Place, tmp_p
             with join_launched_world(timeout=30.0) as world:
                 assert (world.rank, world.size, world.backend, world.group) == (rank, 2, "gloo",
                         dist.group.WORLD)
-                assert world.all_reduced(torch.tensor([1.0 + rank])).item() == 3
+                assert world.all_reduce(torch.tensor([1.0 + rank])).item() == 3
         assert dist.is_initialized()
         answer = torch.tensor([1.0 + rank])
         dist.all_reduce(answer)

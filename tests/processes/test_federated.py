@@ -199,7 +199,7 @@ def test_it_does_not_matter_how_many_workers_there_are(tmp_path: Path, name: str
 
 # ---- what crosses ----------------------------------------------------------------------------
 COLLECTIVES = (
-    "all_reduced",
+    "all_reduce",
     "gathered",
     "passing",
     "gather_into",
@@ -271,8 +271,8 @@ def test_weights_and_counts_cross_and_nothing_else(
                     assert abs(found - 4 / 3 * whole) <= 2 * 8
                 assert sent[kind]["computed"] == (reduce == "native")
             assert sent["tests"] == {"bytes": round(4 / 3 * 16), "computed": True}
-        one = [("all_reduced", counts), ("all_reduced", weights)] if reduce == "native" else []
-        assert heard[rank] == [*one, ("all_reduced", 16)] * 2
+        one = [("all_reduce", counts), ("all_reduce", weights)] if reduce == "native" else []
+        assert heard[rank] == [*one, ("all_reduce", 16)] * 2
 
 
 # ---- who is lost -----------------------------------------------------------------------------

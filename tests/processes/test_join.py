@@ -164,7 +164,7 @@ class Open(queue_coordinator.QueueCoordinator):
     def train_epochs(self) -> str:
         while (
             len(self.guests) < self.wanted
-            or len(self.queue.workers) < self.strategy.worker_world + self.wanted
+            or len(self.queue.workers) < self.strategy.workers + self.wanted
         ):
             self.poll_events(None)
         return super().train_epochs()

@@ -228,7 +228,7 @@ def test_hosts_and_their_links(
     answers = pool.run(known_on_hosts, hosts, machine, size=4)
     assert answers == [answers[0]] * 4
     cluster, told = answers[0]
-    assert cluster.select_link.alpha == pytest.approx(link)
+    assert cluster.link.alpha == pytest.approx(link)
     assert (cluster.inside and cluster.inside.alpha) == inside
     assert cluster.group == (2 if inside else 1)
     assert told == known

@@ -568,4 +568,4 @@ def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on
     assert served.shard.updates == 1
     assert served.shard.refusals == {"a snapshot, for which there was no room": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["server-0.journal"]
-    served.shard.snapshots.close_processes()
+    served.shard.snapshots.close()

@@ -151,7 +151,7 @@ def step(served: RequestHandler) -> None:
     number = served.shard.updates
     served.handle_message(push(1.0, step=number, share=0))
     served.handle_message(push(3.0, step=number, share=1, sender=2, whose=b"w1"))
-    assert [header.joined_numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
+    assert [header.numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
     served.handle_message(
         frames(Header(MessageType.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0)))
     )

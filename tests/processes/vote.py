@@ -39,7 +39,7 @@ class Ballot(pg.Exchange):
         self.world = world
 
     def finish(self, weight: float, loss: float) -> None:
-        self.told = self.world.all_reduced(
+        self.told = self.world.all_reduce(
             torch.tensor(
                 [weight, loss, float(self.stop_requested), self.doubtful_weight],
                 dtype=torch.float64,
@@ -51,7 +51,7 @@ class Ballot(pg.Exchange):
                 vote = (
                     torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.sign()
                 )
-                parameter.grad = self.world.all_reduced(vote).sign()
+                parameter.grad = self.world.all_reduce(vote).sign()
                 self.count_bytes(
                     "votes",
                     count_collective_bytes("all_reduce", vote.nbytes, self.world.size),

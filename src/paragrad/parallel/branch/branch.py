@@ -219,7 +219,7 @@ class BranchTrial:
             StepFailed: The model cannot run in this way.
         """
         substitutes = {
-            id(tensor): SingleRankTensor(tensor, owner, self.group, standing=True)
+            id(tensor): SingleRankTensor(tensor, owner, self.group, is_persistent=True)
             for _, _, tensor, owner in _iterate_owned_tensors(self.model, self.owners)
         }
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
@@ -357,7 +357,7 @@ def shard_model(
         is_kept = id(tensor) not in other_ids
         if id(tensor) not in substitutes:
             substitutes[id(tensor)] = SingleRankTensor(
-                tensor if is_kept else _make_valueless(tensor), owner, group, standing=True
+                tensor if is_kept else _make_valueless(tensor), owner, group, is_persistent=True
             )
         module.__dict__[attribute] = substitutes[id(tensor)]
         if not is_kept:

@@ -510,7 +510,7 @@ def run_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     others = [each for each in tensors if not any(each is one for one in undecided)]
     if undecided and not any(each.requires_grad for each in others) and isinstance(out, Tensor):
         sources = {id(source): source for each in undecided for source in (each.sources or (each,))}
-        return ShardedTensor(out, {}, asking=undecided[0].decider, sources=tuple(sources.values()))
+        return ShardedTensor(out, {}, decider=undecided[0].decider, sources=tuple(sources.values()))
     if first is not None and is_in_place(name):
         local = args[0]
         if local.shape != first.shape:
