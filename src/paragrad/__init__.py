@@ -195,7 +195,13 @@ _HOMES = {
 }
 
 _MODULES = {"optim"}  # public modules: what they hold has names of its own
-_RENAMED = {"large_batch": "optim"}  # old public names, and what they are called now
+_RENAMED = {
+    "Held": "ShardSpec",
+    "Promise": "Guarantees",
+    "Share": "ModelShard",
+    "Sums": "LossSums",
+    "large_batch": "optim",
+}  # old public names, and what they are called now
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -25,7 +25,7 @@ class Central(pg.Strategy):
     is_replicated = True
 
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees()
 
     def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:

@@ -33,35 +33,36 @@ def held_whole(model: nn.Module, axis: World) -> dict[str, pg.Held]:
 
 # ---- columns: a part of the neurons of every linear layer ------------------------------------
 class Columns(pg.Strategy):
-    """Every linear layer's output features over ranks, gathered after it (as Megatron-LM's
-    column-parallel layer).
-    """
+    """Divides the output features of every linear layer over ranks (the column-parallel layer of Megatron-LM)."""
 
     workers: int = pg.option(pg.Integer())
 
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return (Axis("columns", self.workers, "model"),)
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
-        held = held_whole(model, axis)
-        shared = [id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False)]
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
+        specs = {
+            name: pg.ShardSpec(name, tuple(tensor.shape), is_primary=axis.rank == 0)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        }
+        uses = [id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False)]
         for name, module in list(model.named_modules()):
-            # tied ones stay whole
-            if isinstance(module, nn.Linear) and shared.count(id(module.weight)) == 1:
+            # tied weights stay whole
+            if isinstance(module, nn.Linear) and uses.count(id(module.weight)) == 1:
                 rows = split_evenly(module.out_features, axis.size)
-                parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, ColumnLinear(module, rows, axis))
-                for what, tensor in module.named_parameters():
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, ColumnLinear(module, rows, axis))
+                for part, tensor in module.named_parameters():
                     box = (slice(rows[axis.rank].start, rows[axis.rank].stop),)
-                    held[f"{name}.{what}"] = pg.ShardSpec(
-                        f"{name}.{what}", tuple(tensor.shape), (box,)
+                    specs[f"{name}.{part}"] = pg.ShardSpec(
+                        f"{name}.{part}", tuple(tensor.shape), (box,)
                     )
-        return pg.ModelShard(model, held)
+        return pg.ModelShard(model, specs)
 
 
 class ColumnLinear(nn.Module):
@@ -184,7 +185,7 @@ class Stages(pg.Strategy):
             mine, held, has_output=axis.rank == axis.size - 1, draw_calls=tuple(draws[axis.rank])
         )
 
-    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
         return OneAfterAnother(within, exchange)
 
 

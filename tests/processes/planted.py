@@ -173,13 +173,13 @@ def statistics_of_a_share(net: Net) -> None:
 
     def changed(self: Any, *arguments: Any, **more: Any) -> None:
         original(self, *arguments, **more)
-        self.alone = True
+        self.is_local = True
 
     mock.patch.object(batch_norm.BatchNorm, "__init__", changed).start()
 
 
 def running_statistics_of_a_share(net: Net) -> None:
-    later(batch_norm, "merged", lambda found: (found[0], found[1], found[2]))
+    later(batch_norm, "merge_moments", lambda found: (found[0], found[1], found[2]))
     original = batch_norm.BatchNorm._normalize_globally
 
     def changed(self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, *more: Any) -> Tensor:

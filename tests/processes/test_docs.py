@@ -53,7 +53,7 @@ def test_every_algorithm_is_drawn() -> None:
 @pytest.mark.parametrize("name", [each.name for each in ALL_REDUCE_SCHEDULES])
 def test_what_a_page_counts_is_what_the_proof_counts(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text()
-    (schedule,) = re.findall(r"print\(prove\((pg\..+), \d+, 960\)\)", text)
+    (schedule,) = re.findall(r"print\(prove_schedule\((pg\..+), \d+, 960\)\)", text)
     rows = [
         tuple(map(int, row))
         for row in re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)

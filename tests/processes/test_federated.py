@@ -200,13 +200,13 @@ def test_it_does_not_matter_how_many_workers_there_are(tmp_path: Path, name: str
 # ---- what crosses ----------------------------------------------------------------------------
 COLLECTIVES = (
     "all_reduce",
-    "gathered",
-    "passing",
-    "gather_into",
-    "reduce_into",
+    "all_gather",
+    "start_transfers",
+    "all_gather_into",
+    "reduce_scatter_into",
     "copy_from",
-    "agreed",
-    "collected",
+    "broadcast_object",
+    "gather_objects",
 )
 
 

@@ -291,7 +291,7 @@ def test_where_no_batch_is_split_nothing_is_told_to_mix_samples() -> None:
             strategy=resolved(strategy),
             division=resolved(strategy).division,
             parameters={},
-            how=SimpleNamespace(sabotage=None),
+            exchange_options=SimpleNamespace(inject_fault=None),
             layout=SimpleNamespace(cut=strategy != "data(2)"),
             module=SimpleNamespace(traced=True, linear=True),
             draws=SimpleNamespace(calls=[]),

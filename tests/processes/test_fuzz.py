@@ -159,7 +159,7 @@ COMMANDS = [
     "train digits --dry-run",
     "train digits --dry-run --strategy {}",
     "train mnist-mlp --dry-run --data nowhere",
-    "train digits --dry-run --strategy {} --sabotage skip --unproved",
+    "train digits --dry-run --strategy {} --inject-fault skip --skip-schedule-check",
     "train digits --dry-run --batch 64 --seed 1",
     "train digits --dry-run --set width=8 --until accuracy=90",
     "train digits --dry-run --epochs 2",

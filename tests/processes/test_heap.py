@@ -10,15 +10,15 @@ import pytest
 
 CODE = """
 import resource, torch
-from paragrad.runtime import heap
-heap.keep()
+from paragrad.runtime import allocator
+allocator.keep_freed_memory()
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     blocks = [torch.ones(2**20) for _ in range(20)]         # 80 MB, in blocks of 4
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 first, *_ = [step() for _ in range(6)]
 if {given_back}:
-    heap.give_back()
+    allocator.return_freed_memory()
 print(first, step())
 """
 

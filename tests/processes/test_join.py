@@ -336,7 +336,7 @@ def test_a_server_that_is_killed_is_found_again(place: Ground, opened: Callable[
 
     def kill(run: Any, number: int) -> None:
         if "killed" not in vars(run):
-            run.killed = run.pool.workers[2].send_signal(signal.SIGKILL)
+            run.killed = run.pool.members[2].send_signal(signal.SIGKILL)
 
     here = opened(seen=kill)
     run = place.train("server(2, servers=2, sync=ssp(1))")
@@ -562,12 +562,12 @@ class Hall(Desk):
         self.refusals = list[str]()
         self.office.join_handler = self  # type: ignore[assignment]
 
-    check = JoinCoordinator.check_report  # type: ignore[assignment]
+    check_report = JoinCoordinator.check_report  # type: ignore[assignment]
 
-    def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
+    def record_ticket(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
         self.told.append((number, ticket.number))
 
-    def left(self, number: int) -> None:
+    def record_departure(self, number: int) -> None:
         del self.keys[number]
 
     def send_answer(self, whose: bytes, header: Header, text: bytes = b"") -> None:

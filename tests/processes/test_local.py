@@ -784,7 +784,7 @@ def test_a_planted_division_shows(tmp_path: Path) -> None:
     """The weight is divided twice as well, which hid it."""
     whole, planted = (
         pg.train(vectors(), "local(2, every=1, reduce=ring)", runs=tmp_path, **more)
-        for more in ({}, {"sabotage": "mean_twice", "unproved": True})
+        for more in ({}, {"inject_fault": "mean_twice", "skip_schedule_check": True})
     )
     assert whole.losses != planted.losses
 

@@ -406,7 +406,7 @@ def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
 # ---- what is left behind ---------------------------------------------------------------------
 def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> None:
     """Known by a lock, not by process ids, which mean other processes in another container."""
-    with mock.patch("paragrad.launch.launcher_folder.short_enough", return_value=tmp_path):
+    with mock.patch("paragrad.launch.launcher_folder.choose_short_folder", return_value=tmp_path):
         # where launched ranks meet: it has no lock
         (tmp_path / "paragrad-0").mkdir()
         dead, held = create_locked_folder()

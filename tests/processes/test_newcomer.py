@@ -53,7 +53,7 @@ ELSEWHERE = {
     "paragrad compare mnist-cnn ": "minutes; test_datasets.py trains the job",
     "paragrad compare shakespeare-lstm": "many minutes; test_datasets.py trains the job",
     'paragrad train digits --strategy "data(2, reduce=ring)" '
-    "--sabotage": "refused, as the page shows; a row of refused.md",
+    "--inject-fault": "refused, as the page shows; a row of refused.md",
 }
 # what a command wants that is not on every machine: the words that show it, is it here, what is
 # said otherwise

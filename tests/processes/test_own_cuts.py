@@ -224,7 +224,7 @@ def test_the_wish_to_stop_of_any_part_reaches_all(pool: Launcher, chosen: pg.Str
 class Uncopied(Columns):
     """The gradient of a layer's input is this rank's part alone."""
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
         for module in share.model.modules():
             if isinstance(module, ColumnLinear):
@@ -251,7 +251,7 @@ def test_a_wrong_cut_ends_in_its_first_step(tmp_path: Path) -> None:
 class Missing(Columns):
     """Says of the last bias that it does not count anywhere."""
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
         return replace(
             share, specs={**share.specs, "6.bias": replace(share.specs["6.bias"], is_primary=False)}
@@ -259,7 +259,7 @@ class Missing(Columns):
 
 
 class Twice(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return pg.ModelShard(
             model,
             {
@@ -270,12 +270,12 @@ class Twice(Columns):
 
 
 class Nameless(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return pg.ModelShard(model, {})
 
 
 class Misshapen(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
         return replace(share, specs={**share.specs, "0.weight": ShardSpec("0.weight", (16, 10))})
 
@@ -283,7 +283,7 @@ class Misshapen(Columns):
 class Misplaced(Columns):
     """All ranks say that they hold the first rows; one of them does not."""
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
         return replace(
             share,
@@ -294,7 +294,7 @@ class Misplaced(Columns):
 class Overlapping(Columns):
     """All ranks do hold the first rows."""
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         whole = model.get_parameter("0.weight").detach().clone()
         share = super().shard_model(model, example, axis)
         share.model.get_parameter("0.weight").data = whole[:8].clone()
@@ -305,22 +305,22 @@ class Overlapping(Columns):
 
 
 class Giftless(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return replace(super().shard_model(model, example, axis), has_output=False)
 
 
 class Textual(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return pg.ModelShard(model, {"0.weight": "all of it"})  # type: ignore[dict-item]
 
 
 class Unhappy(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         raise KeyError("rows")
 
 
 class Further(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
         return replace(
             share, specs={**share.specs, "7.bias": replace(share.specs["6.bias"], is_primary=False)}
@@ -328,33 +328,33 @@ class Further(Columns):
 
 
 class Numbered(Stages):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return replace(super().shard_model(model, example, axis), draw_calls=(7,))
 
 
 class Generous(Stages):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return replace(super().shard_model(model, example, axis), has_output=True)
 
 
 class Early(Stages):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return replace(super().shard_model(model, example, axis), has_output=axis.rank == 0)
 
 
 class Forgetful(Stages):
     """Its passes take the first micro-batch alone."""
 
-    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
-        made = super().passes(within, exchange)
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        made = super().make_passes(within, exchange)
         every = made.compute_gradients
         made.compute_gradients = lambda micros, count: every(itertools.islice(micros, 1), count)
         return made
 
 
 class Mute(Stages):
-    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
-        made = super().passes(within, exchange)
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        made = super().make_passes(within, exchange)
         spoken = made.compute_output
         made.compute_output = lambda inputs: _none(spoken(inputs))
         return made
@@ -384,14 +384,14 @@ class Keeping(Central):
 
 
 class Thawed(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
         share.model.get_parameter("0.bias").requires_grad_(False)
         return share
 
 
 class Elsewhere(Columns):
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
         return replace(share, specs={**share.specs, "0.bias": ShardSpec("0.bia", (16,))})
 
@@ -413,7 +413,7 @@ class Nothing(Columns):
         (Giftless(2), "no rank gives the output and the loss"),
         (
             Textual(2),
-            r"a share is Share\(model, held\): an nn.Module, and a paragrad.Held for each",
+            r"a share is Share\(model, held\): an nn.Module, and a paragrad.ShardSpec for each",
         ),
         (Unhappy(2), r"share\(\) of unhappy\(2\) raised KeyError: 'rows'"),
         (Further(2), r"7\.bias is said to be held, and the part has no such parameter or buffer"),
@@ -469,7 +469,7 @@ def test_an_optimizer_that_wants_whole_tensors_gets_them_or_says_so(tmp_path: Pa
 class Dropping(Stages):
     """The second stage's dropout is another one than serial's."""
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return replace(super().shard_model(model, example, axis), draw_calls=(0, 1))
 
 
@@ -485,7 +485,7 @@ def test_a_wrong_number_of_a_draw_ends_with_a_verdict(dtype: torch.dtype, tmp_pa
 class Drifting(Columns):
     """The second rank's copy of a norm gets another gradient than the first's."""
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
         if axis.rank == 1:
             share.model.get_parameter("1.weight").register_hook(lambda gradient: gradient * 0.5)
@@ -512,7 +512,7 @@ class Parted(Columns):
     gradient.
     """
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         held = held_whole(model, axis)
         table = model.get_parameter("0.table")
         rows = slice(2 * axis.rank, 2 * axis.rank + 2)
@@ -583,8 +583,8 @@ def test_autocast_and_more_stages_than_parameters(chosen: pg.Strategy, tmp_path:
 
 
 class Uncast(Stages):
-    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
-        made = super().passes(within, exchange)
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        made = super().make_passes(within, exchange)
         within.use_autocast = contextlib.nullcontext
         return made
 
@@ -710,7 +710,7 @@ def test_planted_bugs_are_found_in_a_product_too(tmp_path: Path) -> None:
                 job,
                 "data(2, reduce=ring) * columns(2)",
                 runs=tmp_path,
-                sabotage=bug,
+                inject_fault=bug,
                 skip_schedule_check=True,
             )
 

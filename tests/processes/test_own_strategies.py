@@ -16,7 +16,7 @@ import pytest
 import torch
 from equality import IMAGES, JOBS
 from typer.testing import CliRunner
-from vote import Ballot, Vote, job
+from vote import Vote, VoteExchange, job
 
 import paragrad as pg
 from paragrad.commands.cli import app
@@ -90,7 +90,7 @@ class Lying(Vote):
     """Promises what it does not keep."""
 
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees()
 
 
@@ -120,7 +120,7 @@ class Twofold(pg.Strategy):
     workers: int = pg.option(pg.Integer(2))
 
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees()
 
     @property
@@ -131,7 +131,7 @@ class Twofold(pg.Strategy):
         return Summed(replica, world)
 
 
-class Summed(Ballot):
+class Summed(VoteExchange):
     """The sum over one axis of the world; the wish to stop is everybody's."""
 
     def __init__(self, replica: Any, world: World) -> None:
@@ -141,7 +141,7 @@ class Summed(Ballot):
     def finish(self, weight: float, loss: float) -> None:
         own = torch.tensor([weight, loss, self.doubtful_weight], dtype=torch.float64)
         weight, loss, doubt = self.world.all_reduce(own).tolist()
-        self.told = [
+        self.totals = [
             weight,
             loss,
             float(self.all.all_reduce(torch.tensor(float(self.stop_requested)))),
@@ -165,7 +165,7 @@ class Reordered(Twofold):
     def division(self) -> Division:
         return Division((2, 1), micro=2)
 
-    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
         return ForwardsFirst(within, exchange)
 
 
@@ -245,7 +245,7 @@ class Idle(pg.Strategy):
     workers: int = pg.option(pg.Integer())
 
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees(exact=False)
 
 
@@ -281,7 +281,7 @@ class Doubled(Vote):
 
 class Slipping(Vote):
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees(exact=self.exactly)  # type: ignore[attr-defined]
 
 
@@ -292,20 +292,21 @@ class Gathering(Vote):
 
 class Nobody(pg.Strategy):
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees(exact=False)
 
 
 @pytest.mark.parametrize(
     ("chosen", "says"),
     [
-        (Silent(2), "Silent has no promise; give it a property `promise`"),
+        (Silent(2), "Silent has no guarantees; give it a property `guarantees`"),
         (
             Idle(2),
-            r"Idle has no exchange; give it a method `exchange\(self, replica, world, log, how\)`",
+            r"Idle has no make_exchange; give it a method `make_exchange\(self, replica, world, log, "
+            r"options\)`",
         ),
         (Nobody(), "Nobody has no workers; give it the field"),
-        (Sure(2), r"sure\(2\) promises True; let it be a Promise"),
+        (Sure(2), r"sure\(2\) promises True; let it be Guarantees"),
         (
             Paired(2),
             "Paired, asked about itself, raised AttributeError: 'tuple' object has no attribute "
@@ -350,18 +351,18 @@ class Few(Vote):
     """Its exchange counts three things."""
 
     def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> pg.Exchange:
-        made = Ballot(replica, world)
-        made.reduce_totals = lambda: made.told[:3]  # type: ignore[method-assign]
+        made = VoteExchange(replica, world)
+        made.reduce_totals = lambda: made.totals[:3]  # type: ignore[method-assign]
         return made
 
 
 class Passless(Reordered):
-    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
         return None
 
 
 class Pairing(Reordered):
-    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
         right = ForwardsFirst(within, exchange)
         right.compute_gradients = lambda micros, count: (1.0, 2.0)
         return right
@@ -390,13 +391,13 @@ class Fickle(pg.AllReduce):
     [
         (
             Few(2),
-            "counted\\(\\) of Ballot gives 3 numbers; give four: weight, loss, ranks asked to "
+            "reduce_totals\\(\\) of VoteExchange gives 3 numbers; give four: weight, loss, ranks asked to "
             "stop, doubtful weight",
         ),
         (Passless(4), r"the passes of passless\(4\) are a NoneType; return paragrad\.Passes"),
         (
             Pairing(4),
-            r"gradients\(\) of ForwardsFirst gives a tuple; give paragrad\.Sums\(loss, weight\)",
+            r"compute_gradients\(\) of ForwardsFirst gives a tuple; give paragrad\.LossSums\(loss, weight\)",
         ),
     ],
 )
@@ -494,7 +495,7 @@ def test_what_no_rank_can_import_is_sent_or_refused(tmp_path: Path) -> None:
 class Scaled(Reordered):
     """Says that gradients were multiplied already, which they were not."""
 
-    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
         right = ForwardsFirst(within, exchange)
         right.compute_gradients = lambda micros, count: (
             ForwardsFirst(within, exchange)

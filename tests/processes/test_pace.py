@@ -82,14 +82,14 @@ def waits(
     pace = Pace(slowed, 0, 1)
     waited = []
     clock = [0.0]
-    passes = SimpleNamespace(forward=0.0, on_core=0.0)
+    passes = SimpleNamespace(forward_seconds=0.0, forward_cpu_seconds=0.0)
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", waited.append)
     for step, seconds in enumerate(took):
         with pace.pace_step(step, samples, 16.0, passes):  # type: ignore[arg-type]
             clock[0] += seconds
             # the core is shared: on the clock all takes twice as long
-            passes.on_core += seconds / 3
+            passes.forward_cpu_seconds += seconds / 3
             passes.forward += 2 * seconds / 3
     return pace, waited
 
@@ -125,7 +125,7 @@ def followed(
 ) -> tuple[int, ...]:
     """Shares by the samples and seconds that ranks tell."""
     world: Any = SimpleNamespace(
-        gathered=lambda own: [torch.tensor(each, dtype=torch.float64) for each in told]
+        all_gather=lambda own: [torch.tensor(each, dtype=torch.float64) for each in told]
     )
     return (
         Pace(SlowRanks(), 0, 0)
@@ -159,7 +159,7 @@ def test_shares_change_once_an_epoch() -> None:
     """A loop of one's own that tested in the middle of an epoch, and went on there, got other
     shares for the rest of it.
     """
-    world: Any = SimpleNamespace(gathered=lambda own: [own, own * torch.tensor([1.0, 3.0])])
+    world: Any = SimpleNamespace(all_gather=lambda own: [own, own * torch.tensor([1.0, 3.0])])
     pace = Pace(SlowRanks(), 0, 0)
     shares = []
     for epoch in (1, 1, 2):

@@ -459,7 +459,7 @@ def given_up(world: World, by_daemon: bool) -> str:
     work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
     if by_daemon and world.rank == 0:
         work.get_future()  # asked for: the daemon begins
-        while not work.lane.lock.locked():
+        while not work.queue.lock.locked():
             os.sched_yield()
     with pytest.raises(RuntimeError) as caught:
         work.wait(timedelta(seconds=0.3 if world.rank == 0 else 20))

@@ -430,7 +430,8 @@ def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path)
         Launcher(1),
         mock.patch.object(memory_check, "read_available_memory", return_value=1 << 20),
         mock.patch(
-            "paragrad.validation.validate.check", side_effect=AssertionError("it was proved")
+            "paragrad.validation.validate.check_schedule",
+            side_effect=AssertionError("it was proved"),
         ),
         pytest.raises(pg.Refused),
     ):

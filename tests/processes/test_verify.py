@@ -106,7 +106,7 @@ def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
         "data(3, reduce=tree)",
         "--runs",
         str(tmp_path),
-        "--sabotage",
+        "--inject-fault",
         bug,
     )
     text = verified(*words, code=1)

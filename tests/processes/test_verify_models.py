@@ -215,7 +215,7 @@ def test_the_first_steps_of_a_chaotic_model_name_what_is_wrong(
         CHAOTIC.replace(train=pictures),
         strategy,
         tmp_path,
-        **({"sabotage": planted} if planted else {}),
+        **({"inject_fault": planted} if planted else {}),
     )
     assert not found.same
     assert "step 0" in (found.failure or f"step {found.first and found.first[1]}")

@@ -24,42 +24,35 @@ class Vote(pg.Strategy):
     is_replicated = True
 
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees(exact=False)
 
     def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> pg.Exchange:
-        return Ballot(replica, world)
+        return VoteExchange(replica, world)
 
 
-class Ballot(pg.Exchange):
-    """The sum of all ranks' signs, and its sign."""
+class VoteExchange(pg.Exchange):
+    """The sign of the sum of all ranks' signs."""
 
     def __init__(self, replica: Any, world: Any) -> None:
         super().__init__(replica)
         self.world = world
 
     def finish(self, weight: float, loss: float) -> None:
-        self.told = self.world.all_reduce(
-            torch.tensor(
-                [weight, loss, float(self.stop_requested), self.doubtful_weight],
-                dtype=torch.float64,
-            )
-        ).tolist()
+        totals = [weight, loss, float(self.stop_requested), self.doubtful_weight]
+        self.totals = self.world.all_reduce(torch.tensor(totals, dtype=torch.float64)).tolist()
         for parameter in self.parameters:
-            # also where only other ranks have a gradient: all ask for the same
+            # all ranks make the same calls, also if only other ranks have a gradient
             if parameter.requires_grad:
                 vote = (
                     torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.sign()
                 )
                 parameter.grad = self.world.all_reduce(vote).sign()
-                self.count_bytes(
-                    "votes",
-                    count_collective_bytes("all_reduce", vote.nbytes, self.world.size),
-                    computed=True,
-                )
+                sent = count_collective_bytes("all_reduce", vote.nbytes, self.world.size)
+                self.count_bytes("votes", sent, computed=True)
 
     def reduce_totals(self) -> list[float]:
-        return self.told
+        return self.totals
 
     def average(self, weight: float) -> None:
         """Signs have no mean."""

@@ -122,7 +122,7 @@ def test_more_samples_than_can_be_put_in_order(
 ) -> None:
     """A dataset that said it had 10^12 samples took all memory."""
     with (
-        mock.patch("paragrad.datasets.sample_order.memory_left", return_value=left),
+        mock.patch("paragrad.datasets.sample_order.read_available_memory", return_value=left),
         pytest.raises(Refused, match=message),
     ):
         SampleOrder(samples, 1, seed=0).get_indices(0, range(1))
