@@ -22,19 +22,19 @@ Clusters = Callable[..., AbstractContextManager[Cluster]]
 TRAINS = """
     import sys
     import paragrad as pg
-    from paragrad.commands import elastic
+    from paragrad.loops import queue_coordinator
 
-    class Held(elastic.Run):
-        def epochs(self):
-            while len(self.office.members) < 3:         # two of its own, and the one that joins
-                self.look(None)
-            return super().epochs()
+    class Held(queue_coordinator.QueueCoordinator):
+        def train_epochs(self):
+            while len(self.queue.workers) < 3:         # two of its own, and the one that joins
+                self.poll_events(None)
+            return super().train_epochs()
 
-    elastic.Run = Held
+    queue_coordinator.QueueCoordinator = Held
     if __name__ == "__main__":
         job = pg.job("digits").replace(epochs=1)
         run = pg.train(job, "server(2, servers=2, sync=ssp(1))", listen="host0:4000", allow="allow")
-        print(run.folder, run.audit)
+        print(run.folder, run.sample_count)
 """
 JOIN = (
     f"{sys.executable} -m paragrad join tcp://host0:4000 digits --server-key runs/*/office.key "
@@ -75,7 +75,7 @@ WIDE = """
     from torch import nn
     from torch.utils.data import TensorDataset
     import paragrad as pg
-    from paragrad.commands import elastic
+    from paragrad.loops import queue_coordinator
 
     inputs = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
     job = pg.Job(name="wide", model=lambda: nn.Linear(64, 20_000), loss=nn.functional.mse_loss,
@@ -83,13 +83,13 @@ WIDE = """
                  optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
                  train=TensorDataset(inputs, torch.zeros(24, 20_000)))
 
-    class Held(elastic.Run):
-        def epochs(self):
-            while len(self.office.members) < 2:
-                self.look(None)
-            return super().epochs()
+    class Held(queue_coordinator.QueueCoordinator):
+        def train_epochs(self):
+            while len(self.queue.workers) < 2:
+                self.poll_events(None)
+            return super().train_epochs()
 
-    elastic.Run = Held
+    queue_coordinator.QueueCoordinator = Held
     if __name__ == "__main__":
         print(pg.train(job, "server(1, sync=ssp(1))", listen="host0:4000", allow="allow",
                 timeout=30).folder)

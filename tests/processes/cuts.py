@@ -33,7 +33,7 @@ def held_whole(model: nn.Module, axis: World) -> dict[str, pg.Held]:
 
 # ---- columns: a part of the neurons of every linear layer ------------------------------------
 class Columns(pg.Strategy):
-    """Divides the output features of every linear layer over ranks (the column-parallel layer of Megatron-LM)."""
+    """Divides the output features of linear layers over ranks (column-parallel, Megatron-LM)."""
 
     workers: int = pg.option(pg.Integer())
 

@@ -377,7 +377,7 @@ LAUNCHES = """
     import sys
     from pathlib import Path
     from test_join import Open, Ground
-    from paragrad.commands import elastic
+    from paragrad.loops import queue_coordinator
 
     class Told(Open):
         joining, place = (("--timeout", "5"),), Ground(Path(sys.argv[1]))
@@ -387,7 +387,7 @@ LAUNCHES = """
                 print(self.joiners.pop().pid, flush=True)
                 sys.stdin.read()
 
-    elastic.Run = Told
+    queue_coordinator.QueueCoordinator = Told
     Told.place.complaints = (Told.place.folder / "complaints").open("w")
     Told.place.train("server(2, sync=asp)")
 """

@@ -145,7 +145,7 @@ def test_sys_exit_in_a_task_is_a_failure(two: Launcher) -> None:
 
 SCRIPT = textwrap.dedent("""
     import signal
-    from paragrad.launch import Ranks, processes
+    from paragrad.launch import Launcher, processes
 
     def wait(world, report):
         report(None)
@@ -156,10 +156,10 @@ SCRIPT = textwrap.dedent("""
     def told(rank, value):
         started.append(rank)
         if len(started) == 2:
-            print(processes.server().popen.pid, *(process.pid for process in ranks.processes),
+            print(processes.get_fork_server().popen.pid, *(process.pid for process in ranks.processes),
                     flush=True)
 
-    with Ranks(2) as ranks:
+    with Launcher(2) as ranks:
         ranks.run(wait, on_report=told)
 """)
 

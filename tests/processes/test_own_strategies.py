@@ -302,8 +302,8 @@ class Nobody(pg.Strategy):
         (Silent(2), "Silent has no guarantees; give it a property `guarantees`"),
         (
             Idle(2),
-            r"Idle has no make_exchange; give it a method `make_exchange\(self, replica, world, log, "
-            r"options\)`",
+            r"Idle has no make_exchange; give it a method `make_exchange\(self, replica, world, "
+            r"log, options\)`",
         ),
         (Nobody(), "Nobody has no workers; give it the field"),
         (Sure(2), r"sure\(2\) promises True; let it be Guarantees"),
@@ -391,13 +391,14 @@ class Fickle(pg.AllReduce):
     [
         (
             Few(2),
-            "reduce_totals\\(\\) of VoteExchange gives 3 numbers; give four: weight, loss, ranks asked to "
-            "stop, doubtful weight",
+            "reduce_totals\\(\\) of VoteExchange gives 3 numbers; give four: weight, loss, ranks "
+            "asked to stop, doubtful weight",
         ),
         (Passless(4), r"the passes of passless\(4\) are a NoneType; return paragrad\.Passes"),
         (
             Pairing(4),
-            r"compute_gradients\(\) of ForwardsFirst gives a tuple; give paragrad\.LossSums\(loss, weight\)",
+            r"compute_gradients\(\) of ForwardsFirst gives a tuple; "
+            r"give paragrad\.LossSums\(loss, weight\)",
         ),
     ],
 )

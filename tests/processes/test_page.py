@@ -649,7 +649,7 @@ def test_lines_that_end_alike_are_one_sentence(tmp_path: Path) -> None:
             .replace('"epochs": 2', '"epochs": 1000')
             .replace('"finished"', '"stopped"')
         )
-    assert comparison_page.words.ends(Table(tmp_path)) == [
+    assert comparison_page.page_text.describe_early_ends(Table(tmp_path)) == [
         "All lines end at step 4 of 2,000: asked to stop (SIGTERM)."
     ]
 
