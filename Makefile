@@ -8,7 +8,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check table zoo cuts versions lowest newest system clean
+.PHONY: demo test types sample check table zoo cuts versions lowest newest system clean
 .DEFAULT_GOAL := test
 
 demo: .venv/ready
@@ -20,10 +20,16 @@ check: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/pytest tests/pure -m "not table and not story"
 
+# types are checked beside the tests
 test: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check --quiet src tests benchmarks examples
+	$(MAKE) --no-print-directory --jobs 2 types sample
+
+types:
 	$(BIN)/mypy
+
+sample:
 	$(BIN)/pytest -m "not table and not story" --numprocesses 2 --dist worksteal
 
 table: .venv/ready

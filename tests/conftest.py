@@ -40,9 +40,14 @@ def pytest_runtest_setup() -> None:
         )
 
 
+# Files with tests of many seconds: they come first, so that no worker begins one at the end.
+LONG = ("join", "floods", "recovering", "server", "federated", "memory", "compressed", "verify")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the rows of a test that is a `sample(n)`, all but every n-th are of the table."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
     rows: Counter[str] = Counter()
     for item in items:
         if sample := item.get_closest_marker("sample"):

@@ -124,7 +124,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_the_lowest_versions_that_are_tried_are_the_lower_bounds() -> None:
+def test_tested_lowest_versions_are_the_lower_bounds() -> None:
     """typer >= 0.15.4 was never tried, and was too low. torch is tried at one version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
@@ -138,12 +138,12 @@ def test_the_lowest_versions_that_are_tried_are_the_lower_bounds() -> None:
     assert torch in taken
 
 
-def test_the_version_is_said_once_more_in_the_citation() -> None:
+def test_citation_has_the_package_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_packages_are_those_of_the_list() -> None:
+def test_packages_are_the_listed_ones() -> None:
     folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
     assert folders == set(PACKAGES)
     assert {path.stem for path in (SOURCE / "parallel").iterdir()} - {
@@ -208,7 +208,7 @@ NAMED = {
     "name",
     [name for name in MODULES if name.split(".")[1] not in ("strategies", "engine", "parallel")],
 )
-def test_nobody_asks_what_strategy_it_is(name: str) -> None:
+def test_no_module_queries_the_strategy_class(name: str) -> None:
     """A strategy answers for itself: no question for its class or its name, beside its own
     rooms and what it is made of.
     """
@@ -252,7 +252,7 @@ def test_nobody_asks_what_strategy_it_is(name: str) -> None:
             )
 
 
-def test_who_imports_torch_distributed() -> None:
+def test_only_listed_modules_import_torch_distributed() -> None:
     users = {
         name
         for name, path in MODULES.items()
@@ -262,7 +262,7 @@ def test_who_imports_torch_distributed() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(PURE)])
-def test_pure_rooms_know_the_standard_library_only(name: str) -> None:
+def test_pure_packages_import_the_standard_library_only(name: str) -> None:
     for found in imports(MODULES[name]):
         top = found.split(".")[0]
         assert (
@@ -275,13 +275,13 @@ def test_pure_rooms_know_the_standard_library_only(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in MODULES if name.startswith("paragrad.schedules")]
 )
-def test_schedules_know_nothing_of_time_files_or_players(name: str) -> None:
+def test_schedules_import_no_time_files_or_executors(name: str) -> None:
     used = {found.split(".")[0] for found in imports(MODULES[name])}
     assert not used & {"time", "os", "pathlib", "random", "threading"}
     assert not any(found.startswith("paragrad.executors") for found in imports(MODULES[name]))
 
 
-def test_rank_variables_are_read_in_launched_alone() -> None:
+def test_rank_variables_are_read_in_launcher_env_only() -> None:
     variable = re.compile(
         r"[\"']((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
         r"|(OMPI|PMIX?|MPI|SLURM)_\w+)[\"']"
@@ -291,7 +291,7 @@ def test_rank_variables_are_read_in_launched_alone() -> None:
     }
 
 
-def test_all_is_what_is_exported() -> None:
+def test_all_lists_the_exported_names() -> None:
     found = {name: getattr(paragrad, name) for name in dir(paragrad) if not name.startswith("_")}
     exported = {
         name
@@ -302,7 +302,7 @@ def test_all_is_what_is_exported() -> None:
     assert paragrad.__all__ == sorted(paragrad.__all__, key=lambda name: (name[0].islower(), name))
 
 
-def test_public_names_are_found_where_type_checkers_are_told_they_are() -> None:
+def test_public_names_match_the_type_checking_imports() -> None:
     told = {
         alias.name: node.module
         for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text()))
@@ -314,7 +314,7 @@ def test_public_names_are_found_where_type_checkers_are_told_they_are() -> None:
     assert set(told) == {*paragrad.__all__, "__version__"}
 
 
-def test_importing_paragrad_and_starting_ranks_imports_no_torch() -> None:
+def test_importing_paragrad_imports_no_torch() -> None:
     code = (
         "import sys, paragrad, paragrad.launch.processes; print('torch' in "
         "sys.modules, 'train' in dir(paragrad))"
@@ -324,7 +324,7 @@ def test_importing_paragrad_and_starting_ranks_imports_no_torch() -> None:
     ).stdout.split() == ["False", "True"]
 
 
-def test_every_strategy_algorithm_and_compressor_has_rows_in_the_equality_table() -> None:
+def test_every_choice_has_rows_in_the_equality_table() -> None:
     texts = [row(2) for row in ROWS.values()] + list(SERIAL.values())
     texts += [text for text in (*IN_PARTS, *IN_WIDTH, *IN_PIECES, *BRANCHED) if "*" not in text]
     named = {strategy(text).name for text in texts} | {
@@ -340,7 +340,7 @@ def test_every_strategy_algorithm_and_compressor_has_rows_in_the_equality_table(
     }
 
 
-def test_the_covering_sample_covers() -> None:
+def test_covering_sample_covers_the_table() -> None:
     sample = covering()
     assert set(sample) <= set(CELLS)
     assert Counter(row for row, _, _ in sample) == dict.fromkeys(ROWS, 2)
@@ -348,7 +348,7 @@ def test_the_covering_sample_covers() -> None:
     assert {workers for _, _, workers in sample} == set(WORKERS)
 
 
-def test_every_technique_has_its_page() -> None:
+def test_every_strategy_and_algorithm_has_a_page() -> None:
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert {cls.name for cls in (*STRATEGIES.values(), *ALL_REDUCE_ALGORITHMS)} - pages == set()
     together = (ROOT / "docs/compression.md").read_text()

@@ -50,7 +50,7 @@ def normed() -> nn.Module:
         "server(1, sync=asp)",
     ],
 )
-def test_digits_on_the_gpu_is_digits_on_the_cpu(text: str, tmp_path: Path) -> None:
+def test_digits_training_is_equal_on_gpu_and_cpu(text: str, tmp_path: Path) -> None:
     job = DIGITS.replace(dtype=torch.float64)
     backend = (
         "auto" if text != "data(2, reduce=native)" or torch.cuda.device_count() > 1 else "gloo"
@@ -139,7 +139,7 @@ MODELS = {"normed": normed, "attending": Attending, "convolving": convolving}
         "tensor(2) * pipeline(2, micro=2)",
     ],
 )
-def test_a_cut_model_on_the_gpu_is_one_on_the_cpu(text: str, model: str, tmp_path: Path) -> None:
+def test_divided_model_is_equal_on_gpu_and_cpu(text: str, model: str, tmp_path: Path) -> None:
     """Also what dropout draws: by the element of the whole tensor, on either."""
     job = DIGITS.replace(model=MODELS[model], name=model, epochs=1, dtype=torch.float64)
     here = pg.train(job, text, runs=tmp_path, device="cuda", check=True)
@@ -167,7 +167,7 @@ def test_a_cut_model_on_the_gpu_is_one_on_the_cpu(text: str, model: str, tmp_pat
         ),
     ],
 )
-def test_images_in_pieces_and_branches_on_the_gpu(
+def test_spatial_and_branch_are_equal_on_gpu_and_cpu(
     text: str, model: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     job = DIGITS.replace(model=model, name=model.__name__, epochs=1, dtype=torch.float64)
@@ -225,7 +225,7 @@ def test_bfloat16_and_resume_on_the_gpu(tmp_path: Path) -> None:
     assert len(resumed.losses) == 23
 
 
-def test_an_own_loop_on_the_gpu() -> None:
+def test_user_loop_on_the_gpu() -> None:
     assert "RANK" not in os.environ
     model = nn.Linear(64, 10).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -259,7 +259,7 @@ def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[in
         trainer.close()
 
 
-def test_shares_follow_a_gpu_beside_a_cpu(tmp_path: Path) -> None:
+def test_shares_are_adapted_to_a_gpu_and_a_cpu(tmp_path: Path) -> None:
     """The rank on the GPU gets most of every batch from the second epoch on, and it is serial's
     training.
     """
@@ -273,7 +273,7 @@ def test_shares_follow_a_gpu_beside_a_cpu(tmp_path: Path) -> None:
             print(f"shares of a GPU and a CPU rank: {shares}")
 
 
-def test_workers_on_a_gpu_wait_for_nobody(tmp_path: Path) -> None:
+def test_asynchronous_workers_on_a_gpu(tmp_path: Path) -> None:
     """Servers are on the CPU, from where they send; batch norm's statistics go there and
     back.
     """
@@ -310,7 +310,7 @@ def settled(world: World, job: pg.Job) -> list[float]:
         trainer.close()
 
 
-def test_states_of_replicas_on_two_devices_have_a_mean() -> None:
+def test_state_on_two_devices_is_averaged() -> None:
     """They came back to the devices that they were sent from, and the sum over two failed. A
     fused Adam's step, a number, is a tensor on its parameter's device.
     """

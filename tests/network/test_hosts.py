@@ -76,7 +76,7 @@ print(connected("host0", 29500).makefile().read())
 )
 
 
-def test_two_clusters_at_once_do_not_meet(clusters: Clusters) -> None:
+def test_two_clusters_at_once_are_isolated(clusters: Clusters) -> None:
     """The same names, addresses and ports: each has a network of its own, and the machine's has
     none of them.
     """
@@ -94,7 +94,7 @@ def test_two_clusters_at_once_do_not_meet(clusters: Clusters) -> None:
         assert [host.address for host in one.hosts] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
 
-def test_a_host_is_one_to_those_who_live_there(clusters: Clusters, tmp_path: Path) -> None:
+def test_host_has_own_name_network_processes_and_shm(clusters: Clusters, tmp_path: Path) -> None:
     """Its name, its interfaces, its processes and its /dev/shm are its own; the files are the
     machine's.
     """
@@ -150,7 +150,7 @@ with socket.create_server(("", 7000), backlog=len(others)) as listener:
 )
 
 
-def test_no_packet_overtakes_another(clusters: Clusters) -> None:
+def test_packets_arrive_in_order(clusters: Clusters) -> None:
     """On a cable none does. Where a device's packets were handed on by both cores they did; TCP
     took that for loss, and exchanges scattered by half.
     """
@@ -191,7 +191,7 @@ except TimeoutError:
 )
 
 
-def test_a_host_that_is_busy_loses_no_packet(clusters: Clusters) -> None:
+def test_busy_host_loses_no_packet(clusters: Clusters) -> None:
     """Once its window had been opened by large messages, what it let through of small ones took
     more memory than its buffer had: trainings on crowded cores lost packets, those behind them
     were counted as out of order, and the cable was blamed.
@@ -207,7 +207,7 @@ def test_a_host_that_is_busy_loses_no_packet(clusters: Clusters) -> None:
         assert cluster.faults() == {"packets dropped": 0, "packets out of order": 0}
 
 
-def test_a_program_that_fails_is_told_with_its_host(clusters: Clusters) -> None:
+def test_failing_program_is_reported_with_its_host(clusters: Clusters) -> None:
     with clusters(2) as cluster:
         programs = [
             cluster.start(0, ["sh", "-c", "seq 100000"]),
@@ -305,7 +305,7 @@ except ValueError as error:
 """
 
 
-def test_without_root_it_is_refused() -> None:
+def test_cluster_without_root_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-c", UNPRIVILEGED],
         cwd=BENCHMARKS,
@@ -329,7 +329,7 @@ def test_without_root_it_is_refused() -> None:
         (2, 0.0, r"hosts\(megabits=0\): give at least 1, or None"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(
+def test_invalid_cluster_sizes_are_refused(
     count: int, megabits: float | None, message: str
 ) -> None:
     with pytest.raises(Refused, match=message):
@@ -381,7 +381,7 @@ def test_missing_commands_are_refused_with_their_packages(
         ),
     ],
 )
-def test_a_kernel_that_lacks_something_is_refused_and_what_was_made_is_gone(
+def test_missing_kernel_feature_is_refused_and_cleaned_up(
     clusters: Clusters,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

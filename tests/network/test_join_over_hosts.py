@@ -97,7 +97,7 @@ WIDE = """
 
 
 @pytest.mark.table
-def test_a_vector_that_takes_its_time_travels_once(clusters: Clusters, tmp_path: Path) -> None:
+def test_slow_vector_is_sent_once(clusters: Clusters, tmp_path: Path) -> None:
     """Each takes four seconds over this link. Both sides sent them again every second, behind
     themselves: who had joined ended, for no answer came within half a minute.
     """

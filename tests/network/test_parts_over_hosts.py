@@ -136,7 +136,7 @@ def script(tmp_path: Path) -> Path:
         for strategy in STRATEGIES
     ],
 )
-def test_losses_are_serials(
+def test_model_parallel_losses_equal_serial(
     clusters: Clusters, script: Path, monkeypatch: pytest.MonkeyPatch, way: str, strategy: str
 ) -> None:
     """In float64, with dropout and clipping over all parts; the whole model lies once on each
@@ -236,7 +236,7 @@ def left_on(cluster: Cluster) -> list[str]:
         for number, each in enumerate(deaths(20))
     ],
 )
-def test_a_rank_that_is_killed_ends_all_and_is_named(
+def test_killed_rank_ends_all_ranks_and_is_named(
     clusters: Clusters, script: Path, death: Death
 ) -> None:
     """Whoever outlives it is told by torchrun to end, or finds a connection closed; nobody

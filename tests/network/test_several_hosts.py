@@ -78,7 +78,7 @@ TRAINS = """
 
 
 @pytest.mark.table
-def test_three_hosts_train_as_one_worker_does_and_our_all_reduces_sum_right(
+def test_three_hosts_train_as_serial_and_all_reduces_are_exact(
     clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float64; and every schedule over real links, exactly, with another vector on every
@@ -123,7 +123,7 @@ LINES = re.findall(r"^GLOO_SOCKET_IFNAME=.* --nnodes 2 .*$", README, re.MULTILIN
 
 
 @pytest.mark.story
-def test_the_commands_of_the_readme_as_typed(clusters: Clusters, place: Path) -> None:
+def test_readme_commands_for_two_hosts(clusters: Clusters, place: Path) -> None:
     """Two hosts with two ranks each, to the same parameters as one worker's."""
     assert len(LINES) == 2
     alone = subprocess.run(
@@ -144,7 +144,7 @@ def test_the_commands_of_the_readme_as_typed(clusters: Clusters, place: Path) ->
 
 
 @pytest.mark.table
-def test_the_example_as_typed(clusters: Clusters, place: Path) -> None:
+def test_several_hosts_example_as_typed(clusters: Clusters, place: Path) -> None:
     """What the first lines of examples/several_hosts.sh say to type, on two hosts."""
     (place / "examples").symlink_to(ROOT / "examples")
     told = (ROOT / "examples" / "several_hosts.sh").read_text()
@@ -155,7 +155,9 @@ def test_the_example_as_typed(clusters: Clusters, place: Path) -> None:
 
 
 @pytest.mark.table
-def test_a_job_trains_over_hosts_and_the_first_has_its_run(clusters: Clusters, place: Path) -> None:
+def test_job_trains_over_hosts_and_the_first_host_has_the_run(
+    clusters: Clusters, place: Path
+) -> None:
     train = 'per-node 1 -m paragrad train mine.py --strategy "data(auto)"'
     with clusters(2, megabits=200) as cluster:
         first, other = typed(
@@ -184,7 +186,7 @@ DIES = """
 
 
 @pytest.mark.table
-def test_a_rank_that_dies_ends_the_others_on_every_host(clusters: Clusters, tmp_path: Path) -> None:
+def test_dead_rank_ends_the_ranks_of_all_hosts(clusters: Clusters, tmp_path: Path) -> None:
     """The connections to it close; nobody waits for it until its time limit of 300 s."""
     (tmp_path / "dies.py").write_text(textwrap.dedent(DIES))
     with clusters(2) as cluster:
@@ -224,7 +226,7 @@ def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) ->
 
 
 @pytest.mark.table
-def test_an_interface_that_is_not_there_is_refused_before_joining(clusters: Clusters) -> None:
+def test_missing_interface_is_refused_before_joining(clusters: Clusters) -> None:
     """Nobody else has started: this rank would wait for the others, and asks for none of
     them.
     """

@@ -98,7 +98,7 @@ def taken(here: Listener) -> tuple[bytes, Header, int]:
     [(0, PULL, ()), (0, PUSH, (b"\1\1\1", view_bytes(VECTOR)))],
     ids=["a pull", "a push"],
 )
-def test_a_question_is_sent_whole_once_however_long_its_answer_takes(question: Any) -> None:
+def test_request_is_sent_once_however_long_the_answer_takes(question: Any) -> None:
     """It was sent again every silent second, and a pull was answered again with the whole
     vector: where that takes longer than a second, the link was full of copies, and after some
     vectors the worker ended, for nothing came within its limit.
@@ -115,7 +115,7 @@ def test_a_question_is_sent_whole_once_however_long_its_answer_takes(question: A
     }
 
 
-def test_who_is_told_that_its_question_is_there_waits_for_longer_than_its_limit() -> None:
+def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
     """Under bsp(backup) only the office said so, and no server whose others still computed."""
     served = server("server(3, sync=bsp(backup=1))")
     waits = 0
@@ -133,7 +133,7 @@ def test_who_is_told_that_its_question_is_there_waits_for_longer_than_its_limit(
     assert served.shard.received_bytes == 2 * VECTOR.nbytes
 
 
-def test_every_answer_is_waited_for_as_long() -> None:
+def test_each_answer_has_the_full_time_limit() -> None:
     """The limit was that of all answers together."""
     with listening() as here:
         asker = Asker(here.address, *[(0, PULL, ())] * 8, seconds=3.0, again=0.5)
@@ -169,7 +169,7 @@ class Desk:
         return kind
 
 
-def test_what_waits_is_there_and_what_was_lost_with_a_connection_is_missed() -> None:
+def test_pending_request_survives_and_a_lost_one_is_detected() -> None:
     desk = Desk("server(3, sync=bsp(backup=1))")
     more: dict[str, Any] = {"shares": 2, "step": 0}
     assert desk.reminded(7) == MessageType.MISSED
@@ -191,7 +191,7 @@ def test_what_waits_is_there_and_what_was_lost_with_a_connection_is_missed() -> 
     assert desk.reminded(7, b"w0 again") == MessageType.MISSED  # it was answered
 
 
-def test_who_brings_what_somebody_else_brought_does_not_have_it_sent_again() -> None:
+def test_duplicate_push_does_not_cause_a_resend() -> None:
     """Of two that are at one ticket, for the first was late, each took the other's place, and
     knew of it by asking again.
     """
@@ -211,7 +211,7 @@ def test_who_brings_what_somebody_else_brought_does_not_have_it_sent_again() -> 
     assert desk.said(push(3.0, step=2, sender=4, whose=b"w3")) == [(b"w3", MessageType.DONE, LATE)]
 
 
-def test_a_pull_is_not_kept() -> None:
+def test_pull_request_is_not_stored() -> None:
     desk = Desk("server(2, sync=asp)")
     assert [kind for _, kind, _ in desk.said(frames(Header(MessageType.PULL, JOB, 1, call=3)))] == [
         MessageType.VALUES
@@ -221,7 +221,7 @@ def test_a_pull_is_not_kept() -> None:
 
 
 # ---- connections that break ------------------------------------------------------------------
-def test_what_is_lost_with_a_connection_is_asked_for_again() -> None:
+def test_request_lost_with_a_connection_is_sent_again() -> None:
     """A server that is killed, and there again at the same place."""
     with tempfile.TemporaryDirectory() as folder:  # the path of a socket is a short one
         at = Address(f"ipc://{folder}/server")
@@ -238,7 +238,7 @@ def test_what_is_lost_with_a_connection_is_asked_for_again() -> None:
     assert served.shard.refusals == {}
 
 
-def test_where_nobody_listens_any_more_nobody_is_waited_for(
+def test_no_wait_for_a_server_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who came back, or joined, at the end of a training waited for all of its limit, and said
@@ -270,7 +270,7 @@ STANDS = """
 """
 
 
-def test_who_stands_still_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_worker_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ asked a silent connection whether it is there, and ended it after ten seconds, on
     one host too: a worker of bsp that was stopped for longer lost the answer that came
     meanwhile, never asked again, and all stood still.
@@ -294,9 +294,7 @@ def test_who_stands_still_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("seconds", "silent"), [(0.0, 10_000), (300.0, 300_000), (1e9, 2**31 - 1)])
-def test_between_hosts_a_connection_may_be_silent_for_the_limit(
-    seconds: float, silent: int
-) -> None:
+def test_connection_between_hosts_may_be_idle_for_the_limit(seconds: float, silent: int) -> None:
     """Where nobody asks again what is lost with it."""
     here = Listener(8 * 60, "127.0.0.1", KeyPair.generate_pair(), seconds=seconds)
     calling = ServerClient([here.address], 8 * 60, KeyPair.generate_pair(), seconds)
@@ -311,7 +309,7 @@ def test_between_hosts_a_connection_may_be_silent_for_the_limit(
 
 
 # ---- a training ------------------------------------------------------------------------------
-def test_more_that_are_late_than_a_step_can_do_without_end_no_run(
+def test_more_late_workers_than_backups_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three were stopped, and the one that was left waited for them in its push, until

@@ -180,7 +180,7 @@ def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_batch_norm_by_what_is_computed(kind: str, strategy: str, tmp_path: Path) -> None:
+def test_every_form_of_batch_norm_equals_serial(kind: str, strategy: str, tmp_path: Path) -> None:
     """A subclass's own forward was replaced by the plain one, and its activation lost (2.5 off
     at step 0); functional calls took each share's own statistics; SyncBatchNorm refused the
     CPU; an instance norm would mix samples of two ranks.
@@ -235,7 +235,7 @@ def by_hand() -> nn.Module:
 
 
 @pytest.mark.parametrize("strategy", ["serial", "data(2)", "pipeline(2, micro=4, cut=[out])"])
-def test_one_image_whose_gradient_comes_transposed(strategy: str, tmp_path: Path) -> None:
+def test_one_image_with_a_transposed_gradient(strategy: str, tmp_path: Path) -> None:
     """torch's own backward is wrong there, by more than the gradient, in one layout of the work
     and not in another.
     """
@@ -267,7 +267,7 @@ def built_in_eval() -> nn.Module:
         nn.BatchNorm2d(4).eval(),
     ],
 )
-def test_backward_of_norms_in_either_layout(norm: nn.Module) -> None:
+def test_norm_backward_in_either_memory_layout(norm: nn.Module) -> None:
     norm = norm.double()
     shape = (1, 4, 3, 3, 3) if isinstance(norm, nn.BatchNorm3d) else (1, 4, 3, 3)
     x = torch.randn(
@@ -287,7 +287,7 @@ def test_backward_of_norms_in_either_layout(norm: nn.Module) -> None:
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_norm_that_train_keeps_in_eval() -> None:
+def test_norm_that_train_keeps_in_eval_mode() -> None:
     """A loop begins with model.train(), for which the model has a way of its own: a job's never
     heard it.
     """
@@ -302,7 +302,7 @@ def test_a_norm_that_train_keeps_in_eval() -> None:
     )
 
 
-def test_which_running_statistics_were_changed() -> None:
+def test_changed_running_statistics_are_named() -> None:
     """What a comparison may excuse after batch norm, by name: neither other buffers nor a
     frozen norm's.
     """
@@ -314,7 +314,7 @@ def test_which_running_statistics_were_changed() -> None:
     assert trainer.batch_norm.normalized_buffers == {"rest.1.running_mean", "rest.1.running_var"}
 
 
-def test_nothing_stays_replaced() -> None:
+def test_batch_norm_functions_are_restored() -> None:
     before = torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward
     found = job("norm", normed_cnn, IMAGES)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
@@ -322,7 +322,7 @@ def test_nothing_stays_replaced() -> None:
     assert before == (torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward)
 
 
-def test_a_batch_of_one_sample_is_refused_as_torch_does() -> None:
+def test_batch_of_one_sample_is_refused_as_by_torch() -> None:
     found = job("norm", normed_mlp, VECTORS, batch=1)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
     with pytest.raises(StepFailed, match="Expected more than 1 value per channel when training"):

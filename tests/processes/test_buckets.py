@@ -47,7 +47,7 @@ def spans(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("reduce", ["ring", "ring(reproducible=true)", "native"])
-def test_below_a_megabyte_all_gradients_are_one_bucket(
+def test_gradients_below_a_megabyte_share_one_bucket(
     pool: Launcher, tmp_path: Path, reduce: str, dtype: torch.dtype
 ) -> None:
     """In every step, also after DDP has built its buckets anew: weight and loss have the
@@ -60,9 +60,7 @@ def test_below_a_megabyte_all_gradients_are_one_bucket(
 
 
 @pytest.mark.parametrize("reduce", ["ring", "star(reproducible=true)"])
-def test_the_record_says_what_an_exchange_waited_for(
-    pool: Launcher, tmp_path: Path, reduce: str
-) -> None:
+def test_record_splits_the_time_of_an_exchange(pool: Launcher, tmp_path: Path, reduce: str) -> None:
     """Late others, messages, and the rest, one after the other within the whole."""
     found = spans(pool, tmp_path, f"data(3, reduce={reduce})")
     for step in {span["step"] for span in found}:
@@ -81,5 +79,5 @@ def test_the_record_says_what_an_exchange_waited_for(
     assert total[False] > 0.5 * total[True]
 
 
-def test_a_backends_own_all_reduce_cannot_tell(pool: Launcher, tmp_path: Path) -> None:
+def test_backend_all_reduce_has_no_time_split(pool: Launcher, tmp_path: Path) -> None:
     assert {span["lane"] for span in spans(pool, tmp_path, "data(2, reduce=native)")} == {"send"}

@@ -283,7 +283,7 @@ MOVES += [
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "before", "after"), MOVES)
-def test_saved_here_loaded_there(
+def test_checkpoint_of_one_strategy_resumes_under_another(
     pool: Launcher, tmp_path: Path, name: str, before: str, after: str
 ) -> None:
     """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not
@@ -308,7 +308,7 @@ def trained(pool: Launcher, folder: Path, job: Job, text: str, **settings: objec
     return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)
 
 
-def test_a_run_goes_on_where_another_was_saved(pool: Launcher, tmp_path: Path) -> None:
+def test_resumed_run_continues_losses_and_audit(pool: Launcher, tmp_path: Path) -> None:
     """Saved every 4 steps of 6; resumed from 4: the losses of steps 4 and 5, and an audit over
     both runs.
     """
@@ -373,7 +373,7 @@ def test_complex_weights_in_float64_are_saved(tmp_path: Path) -> None:
         assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-14)
 
 
-def test_the_newest_two_are_kept_and_nothing_half_written(pool: Launcher, tmp_path: Path) -> None:
+def test_newest_two_checkpoints_are_kept_and_none_partial(pool: Launcher, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path / "run", JOBS["mlp"], "data(2)", save=1)
     assert sorted(path.name for path in finished.folder.iterdir()) == [
         "checkpoint-00000005",
@@ -385,7 +385,7 @@ def test_the_newest_two_are_kept_and_nothing_half_written(pool: Launcher, tmp_pa
     ]
 
 
-def test_an_epoch_is_tested_and_counted_once(pool: Launcher, tmp_path: Path) -> None:
+def test_epoch_is_evaluated_and_counted_once(pool: Launcher, tmp_path: Path) -> None:
     """Resumed at an epoch's end, a run tested that epoch again and counted it in its own audit
     too; where the run that was saved ended before its test, the test is the resumed run's to
     make.
@@ -426,7 +426,7 @@ def test_an_epoch_is_tested_and_counted_once(pool: Launcher, tmp_path: Path) -> 
     )
 
 
-def test_one_checkpoint_is_asked_for_by_its_folder(tmp_path: Path) -> None:
+def test_checkpoint_is_selected_by_its_folder(tmp_path: Path) -> None:
     """--resume RUN/checkpoint-00000002 was refused: that folder holds no checkpoint, it
     said.
     """
@@ -471,7 +471,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], L.LRScheduler]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -> None:
+def test_every_torch_scheduler_resumes_exactly(tmp_path: Path, name: str) -> None:
     """The milestones of MultiStepLR came back as texts, and the rate never fell again."""
     job = in64(JOBS["mlp"]).replace(scheduler=SCHEDULERS[name])
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
@@ -497,7 +497,7 @@ OPTIMIZERS = (
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -> None:
+def test_every_torch_optimizer_resumes_exactly(tmp_path: Path, name: str) -> None:
     """To the bit: state in float32 (NAdam's product) stays in float32; a learning rate that is
     a tensor stays one.
     """
@@ -513,7 +513,9 @@ def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -
     assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
-def test_a_full_disk_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """safetensors raises an error of its own, which had no file, and no repair."""
 
     def full(*_: object) -> None:
@@ -529,7 +531,7 @@ def test_a_full_disk_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_holds_another_training_is_not_mixed_with_it(tmp_path: Path) -> None:
+def test_folder_of_another_training_is_not_mixed(tmp_path: Path) -> None:
     """A second training saved into the folder of a longer one: its checkpoints were deleted at
     once, as the older ones.
     """
@@ -559,7 +561,7 @@ def test_a_folder_that_holds_another_training_is_not_mixed_with_it(tmp_path: Pat
     "damage",
     ["flipped", *(pytest.param(how, marks=pytest.mark.table) for how in ("cut", "removed"))],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+def test_damaged_checkpoint_is_named_and_the_previous_used(
     pool: Launcher, tmp_path: Path, name: str, damage: str
 ) -> None:
     job = JOBS["mlp, adam, clipped, scheduled"]
@@ -761,7 +763,7 @@ EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
+def test_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
     """Its sums made anew: twelve raw errors, five taken in silence, and a FIFO that was waited
     for.
     """
@@ -775,7 +777,7 @@ def test_an_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: s
             resume_check.find_checkpoint(tmp_path, job, inspect_job(job))
 
 
-def test_steps_beyond_eight_digits(tmp_path: Path) -> None:
+def test_steps_of_more_than_eight_digits(tmp_path: Path) -> None:
     """Folders were sorted as text: step 100,000,000 was taken for an earlier one than
     99,999,999, and saving failed.
     """
@@ -791,7 +793,7 @@ def test_steps_beyond_eight_digits(tmp_path: Path) -> None:
     ]
 
 
-def test_what_earlier_versions_saved_goes_on(tmp_path: Path) -> None:
+def test_checkpoints_of_earlier_versions_resume(tmp_path: Path) -> None:
     """They knew neither model, loss nor tensors."""
     job = JOBS["mlp"]
     steps_from(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
@@ -837,7 +839,7 @@ job = pg.Job(name="points", model=lambda: nn.Linear(10, 4), loss=nn.functional.c
 
 
 @pytest.mark.story
-def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_sigterm_saves_exits_0_and_the_run_resumes(tmp_path: Path) -> None:
     """The launcher is asked to stop while its ranks train; both stop after the same step, and
     resumed it ends as if never stopped.
     """
@@ -908,7 +910,7 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
         ("./paragrad train digits", "./paragrad train digits --data there --resume runs/new"),
     ],
 )
-def test_how_to_go_on_is_said_as_it_was_typed(
+def test_resume_advice_repeats_the_typed_command(
     typed: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`go on with --resume RUN` left out --strategy, --epochs and all else, so what it said to
@@ -921,7 +923,7 @@ def test_how_to_go_on_is_said_as_it_was_typed(
     )
 
 
-def test_how_the_program_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_is_reconstructed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", {"paragrad": "/bin/paragrad", "python": sys.executable}.get)
     assert summaries.format_program_call("/bin/paragrad") == ["paragrad"]
     assert summaries.format_program_call("/opt/paragrad") == ["/opt/paragrad"]
@@ -970,7 +972,7 @@ def test_sigterm_under_torchrun(tmp_path: Path) -> None:
     )
 
 
-def test_an_own_loop_saves_and_loads(tmp_path: Path) -> None:
+def test_user_loop_saves_and_loads(tmp_path: Path) -> None:
     losses: dict[str, list[float]] = {}
     for name, batches in (("whole", range(3)), ("before", range(2)), ("after", range(2, 3))):
         torch.manual_seed(0)
@@ -999,7 +1001,7 @@ class Finer(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_state_that_is_finer_than_its_parameter_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_state_finer_than_its_parameter_is_restored(tmp_path: Path) -> None:
     """torch casts it to the parameter's type, and it was cast back after that: the digits
     between were lost.
     """
@@ -1022,7 +1024,7 @@ def test_state_that_is_finer_than_its_parameter_comes_back_as_it_was(tmp_path: P
     assert any((each != each.float().double()).any() for each in sums[0])
 
 
-def test_saving_leaves_what_others_write_in_the_folder(tmp_path: Path) -> None:
+def test_saving_keeps_unrelated_files_of_the_folder(tmp_path: Path) -> None:
     """Everything that ended in .partial was removed: a download under way, another command's
     trace.
     """
@@ -1039,7 +1041,7 @@ def test_saving_leaves_what_others_write_in_the_folder(tmp_path: Path) -> None:
     }
 
 
-def test_a_mapping_that_would_not_come_back_is_refused_when_it_is_saved() -> None:
+def test_mapping_that_cannot_be_restored_is_refused_on_save() -> None:
     assert json_values.decode_json_value(
         json.loads(json.dumps(json_values.encode_json_value({3: 0.1})))
     ) == {3: 0.1}
@@ -1047,5 +1049,5 @@ def test_a_mapping_that_would_not_come_back_is_refused_when_it_is_saved() -> Non
         json_values.encode_json_value(MappingProxyType({3: 0.1}))
 
 
-def test_signals_are_left_alone_elsewhere() -> None:
+def test_signal_handlers_are_unchanged_outside_of_training() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

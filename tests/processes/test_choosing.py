@@ -71,7 +71,7 @@ def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
     return said, len(played), proved
 
 
-def test_what_is_no_all_reduce_is_never_played(pool: Launcher) -> None:
+def test_invalid_all_reduce_is_never_executed(pool: Launcher) -> None:
     """`auto` played whatever stood in its list, while an algorithm that was named was proved at
     the door.
     """
@@ -86,7 +86,7 @@ def test_what_is_no_all_reduce_is_never_played(pool: Launcher) -> None:
         assert proved == (["hasty of 3"] if rank == 0 else [])
 
 
-def test_what_is_tried_is_proved_once_for_all_lengths(pool: Launcher) -> None:
+def test_candidates_are_proved_once_for_all_lengths(pool: Launcher) -> None:
     """Groups of two levels too, by rank 0 for all."""
     for rank, (said, played, proved) in enumerate(
         pool.run(picked, Ring(), TwoLevel(group=2), size=4)
@@ -130,7 +130,7 @@ def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
         return str(chooser.choose_algorithm(torch.zeros(1000))), dict(times)
 
 
-def test_the_backends_own_is_timed_to_the_last_and_nobody_is_dropped_after_one_turn(
+def test_backend_all_reduce_is_timed_in_every_round(
     pool: Launcher,
 ) -> None:
     """One disturbed turn of the first stage dropped what was the quickest, the backend's own

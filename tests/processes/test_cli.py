@@ -87,7 +87,7 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.table
-def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Path) -> None:
+def test_piped_compare_prints_rows_and_failed_rows(tmp_path: Path) -> None:
     """A strategy that fails while it runs does not stop the others; the exit code says that one
     did.
     """
@@ -118,7 +118,7 @@ def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Pa
 
 
 @pytest.mark.table
-def test_the_rounding_twin_is_no_baseline(tmp_path: Path) -> None:
+def test_rounding_reference_is_not_a_baseline(tmp_path: Path) -> None:
     """It is serial too, so serial with all threads was not run for its speed; but its time did
     not count as serial's, and the speed-up stayed empty.
     """
@@ -140,7 +140,7 @@ def test_the_rounding_twin_is_no_baseline(tmp_path: Path) -> None:
     assert all(row["speed_up_between"] and row["speed_up_one_thread_between"] for row in rows)
 
 
-def test_a_planted_bug_in_a_comparison_is_a_failed_row_and_an_accuracy(tmp_path: Path) -> None:
+def test_planted_bug_is_a_failed_row_of_the_comparison(tmp_path: Path) -> None:
     text = paragrad(
         "compare",
         "digits",
@@ -215,7 +215,7 @@ def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("text", "batch"),
     [("mine:larger", 48), ("mine.py:larger", 48), ("mine.py:made", 24), ("sub.mine:job", 32)],
 )
-def test_a_job_of_the_working_directory(
+def test_job_of_the_working_directory(
     text: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The installed command has its own folder in sys.path and not the working directory:
@@ -235,7 +235,7 @@ def test_a_job_of_the_working_directory(
     assert find_job(text).batch == batch
 
 
-def test_dry_run_prints_shares_and_steps_and_starts_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_the_plan_and_starts_no_rank(tmp_path: Path) -> None:
     text = paragrad(
         "train",
         "digits",
@@ -255,7 +255,7 @@ def test_dry_run_prints_shares_and_steps_and_starts_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.table
-def test_a_failing_run_shows_the_first_traceback_and_the_message_last(tmp_path: Path) -> None:
+def test_failing_run_shows_first_traceback_and_message_last(tmp_path: Path) -> None:
     done = command(
         "paragrad",
         "train",
@@ -306,7 +306,7 @@ def test_stopped_by_the_user(tmp_path: Path) -> None:
     assert (end["kind"], end["status"]) == ("end", "interrupted")
 
 
-def test_stopped_by_the_user_before_anything_runs(tmp_path: Path) -> None:
+def test_interrupt_during_import_prints_no_traceback(tmp_path: Path) -> None:
     """Ctrl-C while torch was imported, which takes seconds, printed a traceback through its
     modules.
     """
@@ -399,7 +399,7 @@ def test_draw() -> None:
     ]
 
 
-def test_draw_the_parts_of_a_model(tmp_path: Path) -> None:
+def test_draw_the_stages_of_a_model(tmp_path: Path) -> None:
     """Of a micro-batch of 8: 64 numbers go on from the first layer, and their gradients come
     back.
     """
@@ -431,7 +431,7 @@ def test_draw_the_parts_of_a_model(tmp_path: Path) -> None:
     assert "1 to 2 (650 parameters)" in texts
 
 
-def test_draw_several() -> None:
+def test_draw_several_schedules() -> None:
     """Why there are pipelines: in place nobody works beside anybody."""
     one, other = paragrad("draw", "place(2); pipeline(2, micro=2)").split("\n\n")
     assert one.splitlines()[1:] == paragrad("draw", "place(2)").splitlines()[1:]
@@ -465,7 +465,7 @@ def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
     assert file.read_text() == text
 
 
-def test_help_names_every_verb() -> None:
+def test_help_names_every_command() -> None:
     text = paragrad("--help")
     for verb in ("train", "compare", "verify", "draw", "jobs", "strategies"):
         assert verb in text

@@ -75,9 +75,7 @@ def vectors(draw: st.DrawFn) -> Tensor:
 
 # ---- how far it is from what went in --------------------
 @given(vectors(), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
-def test_top_k_sends_exactly_so_many_and_none_that_is_left_is_larger(
-    vector: Tensor, ratio: float
-) -> None:
+def test_top_k_sends_the_k_largest_entries(vector: Tensor, ratio: float) -> None:
     found = find_largest(vector, count := count_top_entries(ratio, len(vector)))
     assert (
         len(found)
@@ -100,7 +98,7 @@ def test_top_k_sends_exactly_so_many_and_none_that_is_left_is_larger(
 @pytest.mark.parametrize("elements", [EXACT_SEARCH_LIMIT, EXACT_SEARCH_LIMIT + 1, 100_003])
 @pytest.mark.parametrize("kind", ["normal", "rows", "zeros", "equal", "few large", "sorted"])
 @pytest.mark.parametrize("ratio", [0.0005, 0.01, 0.5])
-def test_the_largest_of_many_whatever_the_sample_says(
+def test_largest_entries_are_found_with_a_bad_sample(
     elements: int, kind: str, ratio: float
 ) -> None:
     """The bound is guessed from every so manieth entry: rows of zeros, or of large ones,
@@ -125,7 +123,7 @@ def test_the_largest_of_many_whatever_the_sample_says(
 
 
 @given(vectors(), st.floats(0.0, 2.0))
-def test_threshold_sends_what_is_above_with_its_values(vector: Tensor, at: float) -> None:
+def test_threshold_sends_exact_values_above_it(vector: Tensor, at: float) -> None:
     out = through(f"threshold({at!r})", vector)
     assert torch.equal(out, torch.where(vector.abs() > at, vector, 0.0))
 
@@ -142,7 +140,7 @@ def test_int8_is_within_a_step_of_its_chunk(vector: Tensor, draw: int) -> None:
         )
 
 
-def test_int8_is_right_on_average() -> None:
+def test_int8_is_unbiased() -> None:
     """Of 4,000 draws the mean is within five standard errors of what went in; rounding to the
     nearest would be off by up to half a step.
     """
@@ -155,7 +153,7 @@ def test_int8_is_right_on_average() -> None:
 
 
 @given(vectors())
-def test_one_bit_is_the_means_of_a_chunk(vector: Tensor) -> None:
+def test_one_bit_sends_the_means_of_a_chunk(vector: Tensor) -> None:
     out = through("one_bit", vector)
     for start in range(0, len(vector), CHUNK_ELEMENTS):
         chunk = vector[start : start + CHUNK_ELEMENTS]
@@ -170,7 +168,7 @@ def test_one_bit_is_the_means_of_a_chunk(vector: Tensor) -> None:
 
 
 @given(vectors())
-def test_bf16_and_fp16_are_within_half_a_unit_in_their_last_place(vector: Tensor) -> None:
+def test_half_precision_is_within_half_a_unit_in_last_place(vector: Tensor) -> None:
     assert bool(((through("bf16", vector) - vector).abs() <= vector.abs() * 2.0**-8 + 1e-38).all())
     top = float(vector.abs().max())
     assert bool(
@@ -179,7 +177,7 @@ def test_bf16_and_fp16_are_within_half_a_unit_in_their_last_place(vector: Tensor
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 8), st.integers(0, 2**31))
-def test_power_sgd_of_a_matrix_of_that_rank_loses_nothing_and_otherwise_projects(
+def test_power_sgd_is_lossless_at_full_rank_else_a_projection(
     rows: int, others: int, columns: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -196,7 +194,7 @@ def test_power_sgd_of_a_matrix_of_that_rank_loses_nothing_and_otherwise_projects
     assert abs(float(left @ (full - left))) <= 1e-6 * float(full @ full)
 
 
-def test_power_sgd_goes_on_from_the_last_step() -> None:
+def test_power_sgd_continues_from_the_last_step() -> None:
     """One step of the power method each time: of the same matrix, again and again, the largest
     singular vectors.
     """
@@ -210,7 +208,7 @@ def test_power_sgd_goes_on_from_the_last_step() -> None:
     assert torch.allclose(codec.extract(payload, agreed).view(30, 20), best, atol=1e-6)
 
 
-def test_power_sgd_begins_anew_where_it_went_on_from_nothing() -> None:
+def test_power_sgd_restarts_after_a_zero_factor() -> None:
     """After a gradient of zeros (below a head that begins as zeros) the next factor is the
     first rows of the matrix, and where those are always 0 (what an embedding pads with) nothing
     was sent any more.
@@ -229,7 +227,7 @@ def test_power_sgd_begins_anew_where_it_went_on_from_nothing() -> None:
     assert float(feedback.residual["w"].norm()) < 30**0.5 * 60 * 10
 
 
-def test_fp16_of_float64_knows_its_range() -> None:
+def test_fp16_of_float64_handles_its_range() -> None:
     """What float32 does not hold came back as inf, and what is nearly nothing had no power of
     two.
     """
@@ -249,9 +247,7 @@ def test_fp16_of_float64_knows_its_range() -> None:
         if compressor(text).compresses(shape)
     ],
 )
-def test_a_payload_has_the_bytes_that_the_compressor_says(
-    text: str, shape: tuple[int, ...]
-) -> None:
+def test_payload_size_is_what_the_compressor_says(text: str, shape: tuple[int, ...]) -> None:
     chosen = compressor(text)
     vector = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(1))
     codec = build_codec(chosen, shape)
@@ -263,7 +259,7 @@ def test_a_payload_has_the_bytes_that_the_compressor_says(
     assert sum(each.nbytes for each in payload) == wanted
 
 
-def test_small_tensors_are_sent_as_they_are() -> None:
+def test_small_tensors_are_not_compressed() -> None:
     for cls in COMPRESSORS:
         text = {"threshold": "threshold(0.1)", "top_k": "top_k(0.1)", "dgc": "dgc(0.1)"}.get(
             cls.name, cls.name
@@ -278,7 +274,7 @@ def test_small_tensors_are_sent_as_they_are() -> None:
     assert compute_matrix_shape((8, 3, 5, 5)) == (8, 75)
 
 
-def test_payloads_of_any_types_travel_in_one_message() -> None:
+def test_payloads_of_any_types_share_one_message() -> None:
     payloads = [
         (torch.arange(3, dtype=torch.int8), torch.randn(2, 1)),
         (torch.arange(5), torch.randn(5, dtype=torch.float64)),
@@ -296,7 +292,7 @@ def test_payloads_of_any_types_travel_in_one_message() -> None:
     "text", ["top_k(0.01)", "threshold(0.1)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16"]
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused(text: str, value: float) -> None:
+def test_non_finite_values_are_refused(text: str, value: float) -> None:
     vector = torch.randn(40_000)
     vector[12_345] = value
     with pytest.raises(StepFailed, match="not finite"):
@@ -310,7 +306,7 @@ def test_what_is_not_finite_is_refused(text: str, value: float) -> None:
     st.integers(1, 12),
     st.integers(0, 2**31),
 )
-def test_what_was_sent_and_what_is_kept_is_all(text: str, steps: int, seed: int) -> None:
+def test_sent_and_kept_values_sum_to_all_gradients(text: str, steps: int, seed: int) -> None:
     """In float64, over steps: nothing is lost, nothing counts twice."""
     generator = torch.Generator().manual_seed(seed)
     shape = (60, 70)
@@ -331,7 +327,7 @@ def test_what_was_sent_and_what_is_kept_is_all(text: str, steps: int, seed: int)
 
 @settings(max_examples=40)
 @given(st.integers(1, 20), st.sampled_from([0.0, 0.5, 0.9]), st.booleans(), st.integers(0, 2**31))
-def test_momentum_correction_is_the_closed_form(
+def test_momentum_correction_equals_the_closed_form(
     steps: int, momentum: float, nesterov: bool, seed: int
 ) -> None:
     """An entry that was last sent in step s has waited since: what is kept of it after step T
@@ -364,7 +360,7 @@ def test_momentum_correction_is_the_closed_form(
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_without_masking_nothing_of_the_momentum_is_lost(nesterov: bool) -> None:
+def test_without_masking_no_momentum_is_lost(nesterov: bool) -> None:
     """What was sent and what waits is all that SGD with momentum would have made of all
     gradients.
     """
@@ -388,7 +384,7 @@ def updates(after: int, momentum: float, nesterov: bool) -> float:
     return sum(powers) if nesterov else sum(powers[:-1])
 
 
-def test_another_number_of_ranks_goes_on_with_equal_parts_of_the_sum() -> None:
+def test_residuals_are_divided_over_another_number_of_ranks() -> None:
     kept = {
         "w": {
             make_residual_key("residual", rank): torch.arange(3.0) + 10 * rank for rank in range(4)
@@ -414,7 +410,7 @@ def test_another_number_of_ranks_goes_on_with_equal_parts_of_the_sum() -> None:
         ("topk(0.1)", "did you mean top_k?"),
     ],
 )
-def test_bad_input_has_its_repair(text: str, said: str) -> None:
+def test_invalid_codec_input_has_a_repair(text: str, said: str) -> None:
     with pytest.raises(Refused, match=said):
         strategy(f"data(2, compress={text})")
 
@@ -429,12 +425,12 @@ def test_bad_input_has_its_repair(text: str, said: str) -> None:
         ("data(2, dense=tensor, compress=bf16)", "leave out compress"),
     ],
 )
-def test_what_does_not_fit_is_refused(text: str, said: str) -> None:
+def test_unsuitable_compressors_are_refused(text: str, said: str) -> None:
     with pytest.raises(Refused, match=said):
         strategy(text)
 
 
-def test_only_what_loses_nothing_is_exact() -> None:
+def test_only_lossless_compressors_are_exact() -> None:
     exact = [
         text
         for text in (
@@ -451,7 +447,7 @@ def test_only_what_loses_nothing_is_exact() -> None:
     assert exact == ["top_k(1.0)", "threshold(0)"]
 
 
-def test_the_ratio_of_dgc_comes_down_in_equal_factors() -> None:
+def test_dgc_ratio_falls_by_equal_factors() -> None:
     """Lin et al. 2018, section 3.3: 75, 93.75, 98.4375, 99.6 and 99.9 % are left out."""
     found = [pg.Dgc(0.001).adapt_to_epoch(epoch).ratio for epoch in range(6)]
     assert found == pytest.approx([0.251, 0.0631, 0.0158, 0.00398, 0.001, 0.001], rel=1e-2)

@@ -132,7 +132,7 @@ LOSSLESS = (
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_without_loss_it_is_serials_training(
+def test_lossless_compression_equals_serial(
     pool: Launcher, row: str, column: str, workers: int
 ) -> None:
     text = row.format(n=workers, shares=[3, 1, 2][:workers])
@@ -148,7 +148,7 @@ def test_without_loss_it_is_serials_training(
         "data(2, compress=top_k(1.0)) * place(2)",
     ],
 )
-def test_of_a_model_in_parts_too(pool: Launcher, text: str) -> None:
+def test_lossless_compression_of_a_pipeline_equals_serial(pool: Launcher, text: str) -> None:
     task = functools.partial(however_small, measure_distances)
     assert (
         max(pool.run(task, vectors(optimizer=heavy), resolved(text), Settings(), STEPS, size=4)[0])
@@ -157,7 +157,7 @@ def test_of_a_model_in_parts_too(pool: Launcher, text: str) -> None:
 
 
 # ---- what is sent is what plain torch says --------------------
-def test_top_k_with_feedback_is_as_published(pool: Launcher) -> None:
+def test_top_k_with_feedback_equals_the_published_formula(pool: Launcher) -> None:
     """Each rank's part of the mean gradient, and what it did not send before; of these the
     largest; the optimizer steps by the sum. The short batch too: were sums fed back, and
     divided by its weight, what waits would count more than twice.
@@ -248,7 +248,7 @@ def deep_steps(
     [{}, {"nesterov": True}, {"decay": 0.01}, {"nesterov": True, "decay": 0.01}, {"clip": 0.3}],
 )
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_dgc_is_as_published(pool: Launcher, ways: dict[str, Any], ranks: int) -> None:
+def test_dgc_equals_the_published_formula(pool: Launcher, ways: dict[str, Any], ranks: int) -> None:
     """Momentum correction and factor masking, Nesterov's too; weight decay out of what waits,
     with a momentum of its own; clipping on each rank before anything is added; small tensors
     dense, by SGD's momentum, unmasked.
@@ -266,7 +266,7 @@ def test_dgc_is_as_published(pool: Launcher, ways: dict[str, Any], ranks: int) -
         assert close(one, other)
 
 
-def test_dgc_may_have_its_own_momentum_and_clipping(pool: Launcher) -> None:
+def test_dgc_has_its_own_momentum_and_clipping(pool: Launcher) -> None:
     ours = steps_on(
         pool, vectors(), "data(2, compress=dgc(0.05, momentum=0.9, warmup=0, clip=0.3))"
     )[0]
@@ -274,7 +274,7 @@ def test_dgc_may_have_its_own_momentum_and_clipping(pool: Launcher) -> None:
         assert close(one, other)
 
 
-def test_who_has_more_of_a_batch_may_have_more_of_its_norm(pool: Launcher) -> None:
+def test_clipping_norm_follows_the_share_of_the_batch(pool: Launcher) -> None:
     """All parts were clipped alike, so the larger ones more than their sum would be."""
     ours = steps_on(
         pool,
@@ -287,7 +287,7 @@ def test_who_has_more_of_a_batch_may_have_more_of_its_norm(pool: Launcher) -> No
         assert close(one, other)
 
 
-def test_a_part_of_a_pipeline_is_clipped_by_its_replicas_share(tmp_path: Path) -> None:
+def test_pipeline_stage_is_clipped_by_its_replica_share(tmp_path: Path) -> None:
     """The share of ranks without the loss was taken for 0, and their part of the model stood
     still.
     """
@@ -309,7 +309,7 @@ def momentum_kept(text: str, momentum: float) -> tuple[DgcMomentum, torch.optim.
     return kept, optimizer, weight
 
 
-def test_a_scheduler_that_sets_momentum_later_is_no_second_owner() -> None:
+def test_momentum_set_later_by_a_scheduler_is_refused() -> None:
     """In a loop of one's own nobody knows of it before: what it made was left out in
     silence.
     """
@@ -321,7 +321,7 @@ def test_a_scheduler_that_sets_momentum_later_is_no_second_owner() -> None:
         optimizer.step()
 
 
-def test_an_optimizer_that_is_loaded_later_is_looked_at_anew() -> None:
+def test_optimizer_state_loaded_later_is_read_again() -> None:
     """Momentum went on by the groups of before, and buffers that were loaded lay unused."""
     kept, optimizer, weight = momentum_kept("dgc(0.01)", 0.9)
     assert kept.get_momentum("w") == (0.9, False)
@@ -335,14 +335,14 @@ def test_an_optimizer_that_is_loaded_later_is_looked_at_anew() -> None:
         optimizer.step()
 
 
-def test_dgc_of_everything_is_sgd_without_momentum_where_tensors_are_large(pool: Launcher) -> None:
+def test_full_dgc_is_sgd_without_momentum(pool: Launcher) -> None:
     """All is sent, and masked."""
     ours = steps_on(pool, vectors(optimizer=heavy), "data(2, compress=dgc(1.0, warmup=0))")[0]
     for one, other in zip(ours, deep_steps(vectors(), 2, 1.0, 0.9), strict=True):
         assert close(one, other)
 
 
-def test_dgc_of_everything_without_masking_is_sgd(pool: Launcher) -> None:
+def test_full_dgc_without_masking_is_sgd(pool: Launcher) -> None:
     """With its momentum and decay, which are in other hands: the sum of both is what SGD's
     buffer was.
     """
@@ -373,9 +373,7 @@ def in_small_buckets(world: World, *args: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "text", ["threshold(0.02)", "threshold(1000)", "top_k(0.01)", "dgc(0.01, warmup=0)", "one_bit"]
 )
-def test_what_travels_together_makes_no_difference(
-    pool: Launcher, tmp_path: Path, text: str
-) -> None:
+def test_bucketing_does_not_change_the_result(pool: Launcher, tmp_path: Path, text: str) -> None:
     """Sparse messages of several buckets, of different lengths on each rank, and empty ones."""
     made = vectors(model=deeper, optimizer=heavy)
     strategy = f"data(3, compress={text})"
@@ -399,7 +397,7 @@ def cycled(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=99)
 
 
-def test_a_scheduler_that_cycles_momentum_has_it_taken_over_in_every_step(pool: Launcher) -> None:
+def test_cycled_momentum_is_taken_over_in_every_step(pool: Launcher) -> None:
     """It would have been SGD's as well, from the second step on: SGD keeps no buffer."""
     made = vectors(optimizer=heavy, scheduler=cycled)
     seen = steps_on(pool, made, "data(2, compress=dgc(0.05, warmup=0))", look=_momenta)[0]
@@ -418,7 +416,7 @@ LOSSY = [text.removeprefix("data(2, compress=")[:-1] for text in COMPRESSED]
 
 
 @pytest.mark.parametrize("text", LOSSY)
-def test_replicas_stay_equal_to_the_bit(pool: Launcher, text: str) -> None:
+def test_compressed_replicas_stay_bit_equal(pool: Launcher, text: str) -> None:
     ranks = steps_on(
         pool, vectors(dtype=torch.float32, optimizer=heavy), f"data(3, compress={text})"
     )
@@ -454,7 +452,7 @@ def by_serial_name(trainer: Trainer) -> State:
     "text",
     ["bf16, reduce=ring", "power_sgd(1), reduce=tree", "threshold(0.001)", "dgc(0.3, warmup=0)"],
 )
-def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Launcher, text: str) -> None:
+def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, text: str) -> None:
     """Each part of the model sums its copy beside other tensors, so a ring of three begins
     elsewhere in it, or one sends it as dense vectors: copies came to differ, and nobody looked,
     for it was no exact training.
@@ -470,7 +468,7 @@ def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Launcher, text: 
 @pytest.mark.parametrize(
     "reduce", ["ring", "tree", "butterfly", "halving", "double_tree", "direct"]
 )
-def test_what_adds_up_travels_along_any_all_reduce(pool: Launcher, text: str, reduce: str) -> None:
+def test_additive_compressors_use_any_all_reduce(pool: Launcher, text: str, reduce: str) -> None:
     made = vectors(dtype=torch.float32)
     native, ours = (
         steps_on(pool, made, f"data(3, compress={text}{more})", 3)
@@ -481,7 +479,7 @@ def test_what_adds_up_travels_along_any_all_reduce(pool: Launcher, text: str, re
 
 
 @pytest.mark.parametrize("text", LOSSY)
-def test_verify_says_how_far_it_is(tmp_path: Path, text: str) -> None:
+def test_verify_reports_the_deviation(tmp_path: Path, text: str) -> None:
     certificate = pg.verify(vectors(optimizer=heavy), f"data(2, compress={text})", runs=tmp_path)
     assert not certificate.same
     assert certificate.difference > 1e-6
@@ -522,7 +520,7 @@ def sent_by(trainer: Trainer) -> dict[str, int]:
     return {kind: each["bytes"] for kind, each in trainer.exchange.sent_bytes.items()}
 
 
-def test_bytes_on_the_wire(pool: Launcher) -> None:
+def test_bytes_sent_are_the_formula(pool: Launcher) -> None:
     """To each of two others 22 entries of 8 bytes; small tensors (220 + 880 + 4 numbers) along
     a ring.
     """
@@ -536,7 +534,7 @@ def test_bytes_on_the_wire(pool: Launcher) -> None:
     }
 
 
-def test_what_would_be_longer_than_dense_vectors_is_sent_so(pool: Launcher, tmp_path: Path) -> None:
+def test_payload_longer_than_dense_is_sent_dense(pool: Launcher, tmp_path: Path) -> None:
     """r p >= 1 (formulas: wire ratio): of the same entries, so the training is the same
     whatever carries them.
     """
@@ -549,7 +547,7 @@ def test_what_would_be_longer_than_dense_vectors_is_sent_so(pool: Launcher, tmp_
     } == {"top_k(0.3)"}
 
 
-def test_time_of_compressing_and_extracting_is_in_the_record(tmp_path: Path) -> None:
+def test_compression_time_is_in_the_record(tmp_path: Path) -> None:
     run = pg.train(vectors(), "data(2, compress=top_k(0.1))", runs=tmp_path)
     names = {line["name"] for line in run.select_lines("span")}
     assert {"compress", "exchange", "extract"} <= names
@@ -574,7 +572,7 @@ class Bad(nn.Module):
 
 
 @pytest.mark.parametrize("text", LOSSY)
-def test_a_gradient_that_is_not_finite_is_named(pool: Launcher, text: str) -> None:
+def test_non_finite_gradient_is_named(pool: Launcher, text: str) -> None:
     with pytest.raises(pg.RankFailed, match="is not finite") as caught:
         steps_on(pool, vectors(model=Bad, dtype=torch.float32), f"data(2, compress={text})")
     assert caught.value.tensor == "inner.0.weight"
@@ -617,7 +615,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_refused_at_the_door(text: str, tmp_path: Path) -> None:
+def test_invalid_compressions_are_refused_at_start(text: str, tmp_path: Path) -> None:
     changes, said = REFUSED[text]
     with pytest.raises(pg.Refused, match=said):
         pg.train(vectors(**changes), text, runs=tmp_path)
@@ -635,7 +633,7 @@ def test_refused_at_the_door(text: str, tmp_path: Path) -> None:
         "dgc(0.05, warmup=3)",
     ],
 )
-def test_resumed_under_the_same_it_is_the_same_to_the_bit(tmp_path: Path, text: str) -> None:
+def test_resumed_compressed_run_is_bit_equal(tmp_path: Path, text: str) -> None:
     """In the middle of an epoch, with decay; what waits, velocities, what decay made, and the
     last factor.
     """
@@ -649,7 +647,7 @@ def test_resumed_under_the_same_it_is_the_same_to_the_bit(tmp_path: Path, text: 
 
 
 @pytest.mark.story
-def test_at_step_300_of_mnist(data: Path, tmp_path: Path) -> None:
+def test_resume_at_step_300_of_mnist(data: Path, tmp_path: Path) -> None:
     """And under two workers, and serial, it goes on too, from the same weights."""
     made = pg.job("mnist-mlp", width=1024).replace(test=None, metric=None)
     whole = pg.train(
@@ -667,7 +665,7 @@ def test_at_step_300_of_mnist(data: Path, tmp_path: Path) -> None:
     assert all(run.losses[0] == pytest.approx(whole.losses[300], rel=1e-4) for run in runs.values())
 
 
-def test_another_number_of_ranks_goes_on_with_the_sum(tmp_path: Path) -> None:
+def test_resume_with_another_number_of_ranks_keeps_the_sum(tmp_path: Path) -> None:
     made = vectors(optimizer=heavy)
     first = pg.train(
         made.replace(epochs=2), "data(4, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3
@@ -693,7 +691,7 @@ def test_another_number_of_ranks_goes_on_with_the_sum(tmp_path: Path) -> None:
     ]
 
 
-def test_serial_goes_on_with_the_momentum_and_names_what_it_leaves_out(tmp_path: Path) -> None:
+def test_serial_resumes_momentum_and_names_what_it_drops(tmp_path: Path) -> None:
     """SGD has its momentum again, and a buffer: the sum of all velocities."""
     made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
     first = pg.train(
@@ -729,7 +727,7 @@ def test_serial_goes_on_with_the_momentum_and_names_what_it_leaves_out(tmp_path:
         ("top_k(0.05)", "one_bit", None),
     ],
 )
-def test_what_waits_of_velocities_is_no_residual(
+def test_pending_velocities_are_not_residuals(
     tmp_path: Path, first: str, second: str, left: str | None
 ) -> None:
     """What dgc had not sent went on under top_k as gradients, and had SGD's momentum once more:
@@ -754,7 +752,7 @@ def test_what_waits_of_velocities_is_no_residual(
         assert close(on.model().state_dict(), serial.model().state_dict())
 
 
-def test_what_waits_of_a_tensor_that_is_small_now_moves_the_weights(tmp_path: Path) -> None:
+def test_pending_residual_of_a_now_small_tensor_is_applied(tmp_path: Path) -> None:
     """Divided by two ranks it is sent as it is; what had not been sent of it is no gradient,
     and gets no momentum. Beside a run that sends all of it at once.
     """
@@ -792,7 +790,7 @@ class Rare(nn.Module):
         return self.trunk[2](torch.tanh(inside))  # type: ignore[no-any-return]
 
 
-def test_what_no_gradient_has_come_to_since_is_kept_too(tmp_path: Path) -> None:
+def test_state_without_recent_gradients_is_saved_too(tmp_path: Path) -> None:
     """What a codec goes on from was in no further checkpoint before it was made anew."""
     made = vectors(model=Rare)
     first = pg.train(
@@ -814,9 +812,7 @@ def test_what_no_gradient_has_come_to_since_is_kept_too(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in of_branch)
 
 
-def test_a_terminal_is_told_what_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropped_state_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = vectors(optimizer=heavy, epochs=1)
     first = pg.train(made, "data(2, compress=top_k(0.1))", runs=tmp_path, save=2)
     summaries.print_run(
@@ -862,7 +858,7 @@ def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
     )
 
 
-def test_in_a_loop_of_ones_own(pool: Launcher) -> None:
+def test_compression_in_a_user_loop(pool: Launcher) -> None:
     """Afterwards the optimizer is the user's again, with its momentum."""
     found = pool.run(own_loop, "data(2, compress=dgc(0.05, warmup=0))", size=2)
     assert equal(found[0][0], found[1][0])
@@ -930,7 +926,7 @@ def hook_steps(text: str, steps: int = 4) -> list[State]:
 
 @pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)"])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_hook_under_plain_ddp(pool: Launcher, text: str, backend: str) -> None:
+def test_compression_hook_under_plain_ddp(pool: Launcher, text: str, backend: str) -> None:
     """What is kept is by parameter: DDP builds its buckets anew after the first step."""
     ranks = pool.run(hooked, text, text.startswith("dgc"), size=3, backend=backend)
     for one, other in zip(ranks[0], hook_steps(text), strict=True):
@@ -996,7 +992,7 @@ def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize(("text", "eps"), [("bf16", 2**-8), ("fp16", 2**-11)])
-def test_halves_are_those_of_torchs_hooks(pool: Launcher, text: str, eps: float) -> None:
+def test_half_precision_equals_the_torch_hooks(pool: Launcher, text: str, eps: float) -> None:
     """Rounded before and after the sum, in both; fp16 is scaled here, so that small numbers
     keep their bits.
     """
@@ -1007,7 +1003,7 @@ def test_halves_are_those_of_torchs_hooks(pool: Launcher, text: str, eps: float)
     assert float((ours - mean).norm()) <= 1.1 * float((theirs - mean).norm())
 
 
-def test_power_sgd_feeds_back_as_torchs_does(pool: Launcher) -> None:
+def test_power_sgd_feedback_equals_the_torch_hook(pool: Launcher) -> None:
     """Of the same gradient again and again what was sent comes to its sum."""
     # torch's begins with the third
     found = pool.run(beside_torchs, "power_sgd(1)", 40, size=2, backend="gloo")[0][2:]
@@ -1049,7 +1045,7 @@ def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any])
         ("topk(0.01)", -1, {}, "did you mean top_k?"),
     ],
 )
-def test_a_hook_that_lacks_something_is_refused(
+def test_incomplete_hook_is_refused(
     pool: Launcher, text: str, momentum: float, more: dict[str, Any], said: str
 ) -> None:
     assert said in pool.run(hook_refused, text, momentum, more, size=2)[0]
@@ -1076,7 +1072,7 @@ def hook_failing(world: World) -> str:
     return "went on"
 
 
-def test_a_hook_that_fails_names_step_and_parameter(pool: Launcher) -> None:
+def test_failing_hook_names_step_and_parameter(pool: Launcher) -> None:
     said = pool.run(hook_failing, size=2)
     assert "step 2, tensor parameter" in said[1]
     assert "of shape (" in said[1]
@@ -1182,7 +1178,7 @@ def under_ddp(world: World, case: str, text: str) -> State:
 
 
 @pytest.mark.parametrize("text", ["dgc(1.0, warmup=0, masking=false)", "top_k(1.0)"])
-def test_a_hook_that_loses_nothing_is_ddps_own(pool: Launcher, text: str) -> None:
+def test_lossless_hook_equals_ddp(pool: Launcher, text: str) -> None:
     """Of complex parameters half was exchanged; decay was that of other places where a
     parameter has strides of its own; a group that was added had neither momentum nor decay;
     where momentum is 0 at first the last gradient stood for it; in a closure it was 0, and for
@@ -1267,7 +1263,7 @@ def hook_misused(world: World, case: str) -> str:
         ),
     ],
 )
-def test_what_a_hook_of_dgc_cannot_be(pool: Launcher, case: str, said: str) -> None:
+def test_invalid_uses_of_a_dgc_hook_are_refused(pool: Launcher, case: str, said: str) -> None:
     """Two hooks each put back what the other had set aside, and SGD ended without momentum; so
     did steps on gradients of elsewhere; a group that maximizes decayed to the other side.
     """
@@ -1314,7 +1310,7 @@ def hook_closed(world: World) -> tuple[State, State, bool]:
     )
 
 
-def test_a_hook_that_is_closed_gives_the_optimizer_back(pool: Launcher) -> None:
+def test_closed_hook_returns_the_optimizer(pool: Launcher) -> None:
     """Its thread, and what it keeps, stayed for as long as the process."""
     for one, other, gone in pool.run(hook_closed, size=2):
         assert equal(one, other)
@@ -1355,7 +1351,7 @@ class Loud(pg.Codec):
         self.memory = torch.tensor(1) if self.memory is None else self.memory + 1
 
 
-def test_one_of_a_users_own_is_another_one_in_each_epoch(pool: Launcher) -> None:
+def test_user_compressor_may_change_in_each_epoch(pool: Launcher) -> None:
     """Nobody asked what it is in an epoch, and what its codecs remembered was forgotten where
     it became another.
     """
@@ -1373,7 +1369,7 @@ def test_one_of_a_users_own_is_another_one_in_each_epoch(pool: Launcher) -> None
         assert close(ours[0][step], dict(model.named_parameters()))
 
 
-def test_one_of_a_users_own_under_a_hook(pool: Launcher) -> None:
+def test_user_compressor_under_a_hook(pool: Launcher) -> None:
     """DDP tells of no epochs: the step stood for one."""
     found = pool.run(beside_torchs, "louder", 4, size=2, backend="shm")[0]
     for step, (ours, _, mean) in enumerate(found):

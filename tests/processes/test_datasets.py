@@ -188,7 +188,7 @@ def left(folder: Path) -> list[str]:
 # ---- finding files ---------------------------------------------------------------------------
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
 @pytest.mark.parametrize("below", [False, True], ids=["DIR", "DIR/mnist"])
-def test_a_given_folder_holds_the_files(tmp_path: Path, packed: bool, below: bool) -> None:
+def test_given_folder_with_the_files_is_used(tmp_path: Path, packed: bool, below: bool) -> None:
     folder = tmp_path / "mnist" if below else tmp_path
     folder.mkdir(exist_ok=True)
     for name, body in SMALL.items():
@@ -199,14 +199,14 @@ def test_a_given_folder_holds_the_files(tmp_path: Path, packed: bool, below: boo
     assert len(load_mnist(tmp_path, train=False)) == 7
 
 
-def test_what_a_file_is_decides_not_its_name(small: Path) -> None:
+def test_file_type_is_detected_by_content(small: Path) -> None:
     """Browsers unpack .gz files and leave the name as it was."""
     (small / "train-images-idx3-ubyte").rename(small / "train-images-idx3-ubyte.gz")
     (small / "train-labels-idx1-ubyte").write_bytes(gzip.compress(SMALL["train-labels-idx1-ubyte"]))
     assert len(load_mnist(small, train=True)) == 20
 
 
-def test_a_folder_that_holds_some_of_the_files_is_refused(small: Path) -> None:
+def test_folder_with_some_of_the_files_is_refused(small: Path) -> None:
     """Filled up from the cache, the training set of one relative of MNIST would be tested on
     another's.
     """
@@ -219,7 +219,7 @@ def test_a_folder_that_holds_some_of_the_files_is_refused(small: Path) -> None:
         locate_files("mnist", small)
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"there is no data folder .*nowhere; give an existing one"):
         locate_files("mnist", tmp_path / "nowhere")
 
@@ -236,7 +236,7 @@ def test_checksums_are_those_of_the_originals(data: Path) -> None:
 
 
 # ---- downloading -----------------------------------------------------------------------------
-def test_downloads_once_then_the_cache(
+def test_files_are_downloaded_once_and_cached(
     server: Server, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = locate_files("small", None)
@@ -253,7 +253,7 @@ def test_downloads_once_then_the_cache(
     assert capfd.readouterr().err == ""
 
 
-def test_a_given_folder_without_the_files_starts_no_download(
+def test_given_folder_without_the_files_starts_no_download(
     server: Server, cache: Path, tmp_path: Path
 ) -> None:
     """A slip in the name of a folder was answered with a download; nor is the cache taken for
@@ -272,9 +272,7 @@ def test_a_given_folder_without_the_files_starts_no_download(
         locate_files("small", tmp_path / "other")
 
 
-def test_a_given_folder_comes_before_the_cache_and_needs_no_checksum(
-    server: Server, tmp_path: Path
-) -> None:
+def test_given_folder_precedes_the_cache_without_checksums(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"mine")
     (tmp_path / "b.txt").write_bytes(b"mine too")
     assert locate_files("small", tmp_path) == {"a": tmp_path / "a", "b.txt": tmp_path / "b.txt"}
@@ -317,7 +315,7 @@ def spoil(server: Server, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         ("slow", "not finished after -1 seconds"),
     ],
 )
-def test_nothing_half_written_stays(
+def test_no_partial_file_stays(
     server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, how: str, message: str
 ) -> None:
     spoil(server, monkeypatch, how)
@@ -329,7 +327,7 @@ def test_nothing_half_written_stays(
     assert left(cache) == (["a.gz"] if len(PUBLISHED_FILES["small"]) == 2 else [])
 
 
-def test_without_network_it_says_what_to_put_where(
+def test_missing_network_names_the_files_to_place(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as deaf:
@@ -358,7 +356,7 @@ def test_a_cache_that_cannot_be_written_is_refused(server: Server, cache: Path) 
         locate_files("small", None)
 
 
-def test_without_pooch_it_says_what_to_install(
+def test_missing_pooch_names_the_package(
     cache: Path, monkeypatch: pytest.MonkeyPatch, small: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
@@ -440,7 +438,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, body: bytes, message:
     | st.binary(max_size=40).map(lambda rest: b"\x1f\x8b\x08\0" + rest)
 )
 @example(b"\0\0\x08\x08" + b"\0\0\0\x01" * 8 + b"\7")
-def test_any_bytes_are_read_or_refused(tmp_path: Path, body: bytes) -> None:
+def test_random_bytes_are_read_or_refused(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "any").write_bytes(body)
     try:
         elements = read_idx(tmp_path / "any").numel()
@@ -449,7 +447,7 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, body: bytes) -> None:
     assert elements > 0
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         Refused, match=r"cannot be read \(Is a directory\); make it a readable file"
     ):
@@ -521,7 +519,7 @@ def test_a_batch_of_mnist(small: Path) -> None:
     assert dataset.tensors[0].dtype == torch.uint8  # kept as bytes
 
 
-def test_a_whole_batch_is_fetched_at_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_batch_is_fetched_in_one_call(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = load_mnist(small, train=True)
     asked = []
     usual = type(dataset).__getitem__
@@ -578,13 +576,13 @@ def plain(sample: torch.Tensor) -> str:
     return "".join(CHARACTERS[number] for number in sample)
 
 
-def test_the_characters_are_in_order_and_65() -> None:
+def test_characters_are_sorted_and_65() -> None:
     assert len(CHARACTERS) == 65
     assert list(CHARACTERS) == sorted(set(CHARACTERS))
     assert all(CHARACTERS[number] == character for character, number in CHARACTER_NUMBERS.items())
 
 
-def test_a_sample_is_a_speech(tmp_path: Path) -> None:
+def test_sample_is_a_speech(tmp_path: Path) -> None:
     text = "A:\nOne line.\n\nB:\nTwo\nlines.\n\n\nX\n\nYou\n" + "\n" * 600 + "C:\nThe rest.\n"
     (tmp_path / "input.txt").write_text(text, newline="")
     assert [plain(sample) for sample in load_speeches(tmp_path, True, 100).samples] == [
@@ -600,7 +598,7 @@ def test_a_sample_is_a_speech(tmp_path: Path) -> None:
     assert load_speeches(tmp_path, True, 5)[0].dtype == torch.int64
 
 
-def test_the_split_is_by_where_a_speech_begins(tmp_path: Path) -> None:
+def test_split_is_by_the_start_of_a_speech(tmp_path: Path) -> None:
     # speeches begin at 0, 10, ... 90 of 98
     text = "\n\n".join([f"{character * 8}" for character in "abcdefghij"])
     (tmp_path / "input.txt").write_text(text)
@@ -613,7 +611,7 @@ def test_the_split_is_by_where_a_speech_begins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [lambda text: text.replace(b"\n", b"\r\n"), gzip.compress], ids=["windows", "gz"]
 )
-def test_the_same_text_in_other_clothes(
+def test_line_endings_and_compression_do_not_matter(
     tmp_path: Path, small: Path, change: Callable[[bytes], bytes]
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -641,7 +639,7 @@ def test_the_same_text_in_other_clothes(
         ),
     ],
 )
-def test_a_strange_text_is_refused_by_name_and_place(
+def test_unexpected_text_is_refused_by_name_and_place(
     tmp_path: Path, body: bytes, message: str
 ) -> None:
     (tmp_path / "input.txt").write_bytes(body)
@@ -659,7 +657,7 @@ def test_padding_is_never_a_target() -> None:
     assert characters.dtype == targets.dtype == torch.int64
 
 
-def test_a_padded_batch_weighs_its_characters() -> None:
+def test_padded_batch_is_weighed_by_characters() -> None:
     """The sum over a batch is the sum over its samples alone, however long the longest is; so
     is the weight.
     """
@@ -699,7 +697,7 @@ def test_windows_of_the_text(small: Path) -> None:
         train[len(train)]
 
 
-def test_windows_that_do_not_fit(small: Path) -> None:
+def test_unsuitable_window_lengths_are_refused(small: Path) -> None:
     with pytest.raises(
         Refused,
         match="has 89 characters to test with, and a window is 100 and the next; give a shorter "
@@ -719,7 +717,7 @@ JOBS: list[Callable[[], Job]] = [
 
 
 @pytest.mark.parametrize("make", JOBS)
-def test_making_a_job_reads_no_data_and_it_can_be_shipped(
+def test_making_a_job_reads_no_data_and_it_can_be_pickled(
     make: Callable[[], Job], monkeypatch: pytest.MonkeyPatch, small: Path
 ) -> None:
     with monkeypatch.context() as patch:
@@ -742,7 +740,7 @@ def test_making_a_job_reads_no_data_and_it_can_be_shipped(
         lambda: shakespeare_gpt(1, 8, 2, 5, 0.0),
     ],
 )
-def test_a_job_passes_the_door_and_learns(make: Callable[[], Job], small: Path) -> None:
+def test_built_in_jobs_pass_validation_and_learn(make: Callable[[], Job], small: Path) -> None:
     job = make()
     facts = inspect_job(job, small)
     read = job.train(small), job.test(small)
@@ -764,7 +762,7 @@ def test_a_job_passes_the_door_and_learns(make: Callable[[], Job], small: Path) 
 
 
 @pytest.mark.parametrize("width", [1, 100, 256])
-def test_the_width_sets_the_message(width: int) -> None:
+def test_width_sets_the_message_size(width: int) -> None:
     model = mnist_mlp(width).build_model()
     assert sum(4 * parameter.numel() for parameter in model.parameters()) == 4 * (
         401_930 + 523 * width
@@ -777,7 +775,7 @@ def test_the_width_sets_the_message(width: int) -> None:
     assert model(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
 
 
-def test_message_of_the_usual_width() -> None:
+def test_message_size_of_the_default_width() -> None:
     assert "2,143,272" in (mnist_mlp.__doc__ or "")
     assert 4 * (401_930 + 523 * 256) == 2_143_272
 
@@ -787,7 +785,7 @@ def test_the_activation_is_used() -> None:
     assert [type(layer) for layer in mnist_mlp(8).model()].count(nn.ReLU) == 2
 
 
-def test_the_next_character_of_every_position() -> None:
+def test_target_is_the_next_character_of_every_position() -> None:
     job = shakespeare_lstm(hidden=8)
     assert job.model()(torch.zeros(3, 11, dtype=torch.int64)).shape == (3, 65, 11)
     assert (job.metric, job.clip_norm, job.collate) == (None, 1.0, pad_speeches)

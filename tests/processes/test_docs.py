@@ -37,7 +37,7 @@ SHOWN = [
 @pytest.mark.parametrize(
     ("page", "command", "text"), SHOWN, ids=[f"{page}: {command}" for page, command, _ in SHOWN]
 )
-def test_what_is_shown_is_what_is_printed(
+def test_shown_output_is_the_printed_output(
     page: str, command: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the pages were made on two cores
@@ -51,7 +51,7 @@ def test_every_algorithm_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", [each.name for each in ALL_REDUCE_SCHEDULES])
-def test_what_a_page_counts_is_what_the_proof_counts(name: str) -> None:
+def test_counts_in_pages_are_those_of_the_proof(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text()
     (schedule,) = re.findall(r"print\(prove_schedule\((pg\..+), \d+, 960\)\)", text)
     rows = [
@@ -65,7 +65,7 @@ def test_what_a_page_counts_is_what_the_proof_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["counts", "crossover"])
-def test_what_all_reduces_cost_is_what_is_printed(
+def test_all_reduce_costs_in_pages_are_the_printed_ones(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs" / "all_reduce.md").read_text()
@@ -83,7 +83,9 @@ def test_what_all_reduces_cost_is_what_is_printed(
         "".join(page.read_text() for page in PAGES),
     ),
 )
-def test_drawings_show_what_the_command_draws(command: str, figure: str, tmp_path: Path) -> None:
+def test_drawings_in_pages_are_those_of_the_command(
+    command: str, figure: str, tmp_path: Path
+) -> None:
     """Arrow by arrow and label by label; another matplotlib may write their lines otherwise."""
 
     def shown(file: Path) -> list[str]:
@@ -107,12 +109,12 @@ def test_drawings_show_what_the_command_draws(command: str, figure: str, tmp_pat
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
-def test_the_cpu_build_is_the_one_that_make_takes() -> None:
+def test_cpu_build_in_readme_is_the_pinned_one() -> None:
     """The advice to install torch's CPU build first was undone by make, which pins another
     version.
     """
@@ -120,7 +122,7 @@ def test_the_cpu_build_is_the_one_that_make_takes() -> None:
     assert told in (ROOT / "constraints.txt").read_text().splitlines()
 
 
-def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
+def test_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     code = re.search(r"```python\n# mine.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
     assert len(code.group(1).strip().splitlines()) <= 12
@@ -141,7 +143,7 @@ def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     assert ran("plain.py", tmp_path, sys.executable, "plain.py", str(model)) == "tensor([1, 0])\n"
 
 
-def test_the_data_of_your_data_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_of_your_data_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page had no example. This one is saved and run as typed, and learns what it is
     about.
     """
@@ -161,7 +163,7 @@ def test_the_data_of_your_data_trains(tmp_path: Path, monkeypatch: pytest.Monkey
     assert facts["audit"]["missed"] == 0
 
 
-def test_every_field_of_a_job_has_its_row() -> None:
+def test_every_field_of_a_job_has_a_table_row() -> None:
     """No page listed what a Job takes."""
     text = (
         (ROOT / "docs" / "jobs.md").read_text().split("## The fields of a Job")[1].split("\n## ")[0]
@@ -187,7 +189,7 @@ def ran(name: str, folder: Path, *words: str) -> str:
 
 
 @pytest.mark.story
-def test_the_own_loop_of_the_readme_is_the_same_training_under_torchrun(tmp_path: Path) -> None:
+def test_user_loop_of_the_readme_equals_serial_under_torchrun(tmp_path: Path) -> None:
     mine = re.search(r"```python\n# mine.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert mine is not None
     (tmp_path / "mine.py").write_text(mine.group(1))
@@ -226,7 +228,7 @@ EXAMPLES = [
 @pytest.mark.parametrize(
     ("page", "name", "code"), EXAMPLES, ids=[f"{page}: {name}" for page, name, _ in EXAMPLES]
 )
-def test_every_job_that_is_shown_is_the_same_training(
+def test_every_job_in_the_pages_equals_serial(
     page: str, name: str, code: str, tmp_path: Path
 ) -> None:
     """The page of one's own data had one that was 7.5e-2 off: a mean over padding, which
@@ -259,7 +261,7 @@ def test_every_job_that_is_shown_is_the_same_training(
 @pytest.mark.parametrize(
     ("page", "example"), [("own_loop.md", "own_loop.py"), ("hook.md", "ddp_hook.py")]
 )
-def test_the_pages_show_what_is_tested(page: str, example: str) -> None:
+def test_pages_show_the_tested_examples(page: str, example: str) -> None:
     """Code and commands are the example's, which test_examples.py runs as it says."""
     text = (ROOT / "docs" / page).read_text()
     shown = (ROOT / "examples" / example).read_text()

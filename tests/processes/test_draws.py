@@ -72,7 +72,7 @@ OWN: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_part_of_the_batch_draws_its_part(name: str) -> None:
+def test_share_of_the_batch_draws_its_part(name: str) -> None:
     draws = inspect_draws(lambda samples: OWN[name](X[:samples]))
     assert draws.layout_dependence is None
     assert draws.calls
@@ -91,7 +91,7 @@ def test_a_part_of_the_batch_draws_its_part(name: str) -> None:
     assert not torch.equal(whole, drawn(list(range(6)), seed=1))
 
 
-def test_a_draw_that_no_sample_owns_is_the_same_for_all() -> None:
+def test_draw_without_a_sample_dimension_is_equal_on_all_ranks() -> None:
     """A dropped weight (DropConnect) was another one on every rank."""
     weight = torch.ones(16, 8)
     draws = inspect_draws(
@@ -129,7 +129,9 @@ def test_a_draw_that_no_sample_owns_is_the_same_for_all() -> None:
         ),
     ],
 )
-def test_what_depends_on_the_layout_is_said(forward: Callable[[int], object], reason: str) -> None:
+def test_draws_that_depend_on_the_layout_are_reported(
+    forward: Callable[[int], object], reason: str
+) -> None:
     draws = inspect_draws(forward)
     assert reason in (draws.layout_dependence or "")
 
@@ -144,13 +146,13 @@ def test_what_depends_on_the_layout_is_said(forward: Callable[[int], object], re
         lambda n: torch.rand(()),
     ],
 )
-def test_what_does_not_depend_on_it_is_no_matter(forward: Callable[[int], object]) -> None:
+def test_draws_independent_of_the_layout_are_accepted(forward: Callable[[int], object]) -> None:
     draws = inspect_draws(forward)
     assert draws
     assert draws.layout_dependence is None
 
 
-def test_padding_moves_no_number() -> None:
+def test_padding_does_not_change_draws() -> None:
     """A share that is padded to less drew other masks than the whole batch."""
 
     def forward(samples: int, length: int = 7) -> Tensor:
@@ -165,7 +167,7 @@ def test_padding_moves_no_number() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_the_mask_is_random_with_the_right_share(p: float) -> None:
+def test_dropout_mask_has_the_right_rate(p: float) -> None:
     row = hash_rows(12345, tuple(range(200)), 1, CPU)
     element = hash_elements((5000,), CPU)
     kept = (map_to_uniform(mix_hash(row.view(-1, 1) ^ element), torch.float64) >= p).double()
@@ -225,7 +227,7 @@ def test_float32_and_float64_draw_the_same_numbers() -> None:
         assert torch.allclose(single.double(), double, rtol=1e-6)
 
 
-def test_outside_of_a_step_torch_draws_as_ever() -> None:
+def test_draws_outside_of_a_step_are_those_of_torch() -> None:
     with use_draw_source(DrawRecorder()):
         torch.rand(3)
     torch.manual_seed(1)
@@ -237,12 +239,12 @@ def test_outside_of_a_step_torch_draws_as_ever() -> None:
     assert torch.equal(one[3], torch.empty(9).bernoulli_(0.5, generator=fresh) * 2)
 
 
-def test_every_kernel_that_is_replaced_is_there() -> None:
+def test_every_replaced_kernel_exists() -> None:
     for name in RANDOM_KERNELS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU"), name
 
 
-def test_a_call_keeps_its_place_where_two_ranks_saw_the_same() -> None:
+def test_draw_calls_keep_their_order_when_ranks_are_merged() -> None:
     """Of two equal dropouts one was left when ranks' looks were put together; the third call,
     of a weight whose rows are a multiple of a rank's samples, was no longer found at its place:
     "not as in the first step", in every first step.
@@ -267,7 +269,7 @@ def test_a_call_keeps_its_place_where_two_ranks_saw_the_same() -> None:
     assert (one | of_another).calls == one.calls + of_another.calls
 
 
-def test_a_draw_that_was_not_seen_at_first_ends_the_step() -> None:
+def test_unexpected_draw_ends_the_step() -> None:
     draws = inspect_draws(lambda samples: functional.dropout(X[:samples]))
     with (
         use_draw_source(KeyedDraws(draws, 0, 0, [0, 1, 2, 3])),
@@ -282,7 +284,7 @@ def test_a_draw_that_was_not_seen_at_first_ends_the_step() -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_checkpointing_draws_the_same_mask_again(reentrant: bool, by_name: bool) -> None:
+def test_activation_checkpointing_draws_the_same_mask(reentrant: bool, by_name: bool) -> None:
     """Recomputation ran outside the keyed forward and drew another mask: a wrong gradient, in
     serial too; later still so where dropout was imported by name, and nobody said a word.
     """
@@ -322,7 +324,7 @@ def test_checkpointing_draws_the_same_mask_again(reentrant: bool, by_name: bool)
     assert all(map(torch.equal, *gradients))
 
 
-def test_a_job_with_checkpointing_is_the_job_without() -> None:
+def test_job_with_checkpointing_equals_the_job_without() -> None:
     job = JOBS["dropout, recomputed"].replace(dtype=torch.float64)
 
     def gradient(use: bool) -> torch.Tensor:

@@ -161,7 +161,9 @@ SBATCH = {
         ({**srun(1, 2), "PMI_RANK": "1", "PMI_SIZE": "2"}, LaunchInfo(1, 2, 1, 2, SRUN)),
     ],
 )
-def test_launched(environment: dict[str, str], expected: LaunchInfo) -> None:
+def test_launcher_variables_give_rank_and_size(
+    environment: dict[str, str], expected: LaunchInfo
+) -> None:
     assert detect_launch(environment) == expected
 
 
@@ -179,7 +181,7 @@ def test_launched(environment: dict[str, str], expected: LaunchInfo) -> None:
         {**srun(0, 1), "PMI_RANK": "0", "PMI_SIZE": "1"},
     ],
 )
-def test_not_launched(environment: dict[str, str]) -> None:
+def test_environment_without_a_launcher(environment: dict[str, str]) -> None:
     assert detect_launch(environment) is None
 
 
@@ -243,9 +245,7 @@ def test_not_launched(environment: dict[str, str]) -> None:
         (torchrun(0, 0), "RANK says 0 and WORLD_SIZE 0"),
     ],
 )
-def test_contradictions_are_refused_with_the_repair(
-    environment: dict[str, str], message: str
-) -> None:
+def test_contradicting_variables_are_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(Refused, match=re.escape(message)):
         detect_launch(environment)
 
@@ -267,7 +267,7 @@ def test_ranks_of_one_host_need_no_address(variables: Variables) -> None:
         where({**variables(0, 2), "MASTER_ADDR": "here"})
 
 
-def test_a_step_over_several_hosts_meets_at_its_first_at_a_port_of_its_own() -> None:
+def test_slurm_step_over_hosts_meets_at_the_first_host() -> None:
     step = {**srun(0, 2), **TWO_HOSTS, "SLURM_STEP_NODELIST": "rack[07-08,11]"}
     assert where(step) == ("rack07", 20_000 + 16 * 41)
     assert where({**step, "SLURM_STEP_ID": "1"}) == ("rack07", 20_000 + 16 * 41 + 1)
@@ -317,14 +317,14 @@ def test_first_host(nodes: str, first: str) -> None:
         ),
     ],
 )
-def test_no_place_to_meet_is_refused_with_the_repair(
+def test_missing_address_is_refused_with_the_repair(
     environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(Refused, match=re.escape(message)):
         where(environment)
 
 
-def test_the_rendezvous_file_is_the_users_alone(
+def test_rendezvous_file_is_private_to_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -459,7 +459,7 @@ def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables
 
 
 @pytest.mark.story
-def test_a_run_whose_folder_not_all_ranks_see_is_refused(place: Place, tmp_path: Path) -> None:
+def test_run_folder_not_shared_by_all_ranks_is_refused(place: Place, tmp_path: Path) -> None:
     """Hosts with disks of their own: rank 1 said "No such file or directory", and the others
     that a connection was closed.
     """
@@ -497,9 +497,7 @@ def test_a_run_whose_folder_not_all_ranks_see_is_refused(place: Place, tmp_path:
 
 
 @pytest.mark.story
-def test_ranks_of_a_launcher_leave_a_trace_of_a_run_that_fails(
-    place: Place, tmp_path: Path
-) -> None:
+def test_launched_ranks_write_a_trace_of_a_failed_run(place: Place, tmp_path: Path) -> None:
     (job := tmp_path / "breaks.py").write_text(BREAKS)
     (trace := tmp_path / "trace.json")
     processes = [
@@ -554,7 +552,7 @@ JOB = pg.Job(model=lambda: Breaks(6, 3), loss=nn.functional.cross_entropy, train
 
 
 @pytest.mark.table
-def test_nothing_is_left_of_many_meetings(place: Place) -> None:
+def test_repeated_rendezvous_leaves_no_files(place: Place) -> None:
     """The store's own clean-up counts who has finished and who still holds it, one after the
     other: of ranks that left at the same moment each took another for the last, and one meeting
     in sixty left its file.
@@ -565,7 +563,7 @@ def test_nothing_is_left_of_many_meetings(place: Place) -> None:
 
 @pytest.mark.table
 @pytest.mark.parametrize("variables", [torchrun, open_mpi, mpich, srun])
-def test_two_ranks_meet_at_the_address_they_were_given(place: Place, variables: Variables) -> None:
+def test_two_ranks_meet_at_the_given_address(place: Place, variables: Variables) -> None:
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     finished(
         *(
@@ -577,7 +575,7 @@ def test_two_ranks_meet_at_the_address_they_were_given(place: Place, variables: 
 
 
 @pytest.mark.table
-def test_a_step_over_two_hosts_meets_at_the_first(place: Place) -> None:
+def test_slurm_step_over_two_hosts_meets_at_the_first(place: Place) -> None:
     # a job whose port is free on this machine
     for job in range(1, 600):
         step = {
@@ -614,7 +612,7 @@ def by_hand(place: Place, *more: str) -> list[str]:
 
 
 @pytest.mark.table
-def test_ranks_wrapped_in_shells_meet_and_a_crashed_launch_is_swept(place: Place) -> None:
+def test_ranks_in_shells_meet_and_stale_files_are_removed(place: Place) -> None:
     """A killed rank cannot remove the meeting file. The next launch does not meet in it, and
     removes it.
     """
@@ -626,7 +624,7 @@ def test_ranks_wrapped_in_shells_meet_and_a_crashed_launch_is_swept(place: Place
 
 
 @pytest.mark.table
-def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -> None:
+def test_missing_rank_is_named_after_the_time_limit(place: Place) -> None:
     place.script.write_text(
         textwrap.dedent("""
         from paragrad.errors import RankFailed
@@ -666,7 +664,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
     assert place.left() == []
 
 
-def test_a_process_group_of_the_users_is_the_world_and_stays(place: Place, tmp_path: Path) -> None:
+def test_user_process_group_is_used_and_kept(place: Place, tmp_path: Path) -> None:
     place.script.write_text(
         textwrap.dedent("""
         import sys

@@ -60,18 +60,22 @@ def checked(pool: Launcher, text: str, job: Job, steps: int = BRIEF) -> Differen
 
 
 @pytest.mark.parametrize(("row", "column", "workers"), covering(), ids=str)
-def test_covering_sample_in_float64(pool: Launcher, row: str, column: str, workers: int) -> None:
+def test_covering_sample_equals_serial_in_float64(
+    pool: Launcher, row: str, column: str, workers: int
+) -> None:
     assert checked(pool, ROWS[row](workers), JOBS[column]).value <= BOUND
 
 
 @pytest.mark.table
 @pytest.mark.parametrize(("row", "column", "workers"), CELLS, ids=str)
-def test_the_whole_table_in_float64(pool: Launcher, row: str, column: str, workers: int) -> None:
+def test_whole_table_equals_serial_in_float64(
+    pool: Launcher, row: str, column: str, workers: int
+) -> None:
     assert checked(pool, ROWS[row](workers), JOBS[column], COMPARED_STEPS).value <= BOUND
 
 
 @pytest.mark.parametrize(("row", "column"), NOT_EXACT, ids=str)
-def test_pairs_that_do_not_apply_say_so(pool: Launcher, row: str, column: str) -> None:
+def test_inexact_pairs_differ_as_declared(pool: Launcher, row: str, column: str) -> None:
     """Not exact by its own word, and the difference is there: the check can see it."""
     text = ROWS[row](2)
     assert not strategy(text).exact
@@ -89,7 +93,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize(("row", "column"), PLAIN)
-def test_serial_is_plain_pytorch(row: str, column: str) -> None:
+def test_serial_equals_plain_pytorch(row: str, column: str) -> None:
     """Serial itself against a loop anyone would write: mean loss, backward, clip, step, per
     whole batch.
     """
@@ -189,7 +193,9 @@ def covered(place: int, cell: tuple[str, str]) -> bool:
         for place, cell in enumerate(IN_FLOAT32)
     ],
 )
-def test_float32_errs_no_more_than_serial_does(pool: Launcher, text: str, column: str) -> None:
+def test_float32_error_is_at_most_4_times_that_of_serial(
+    pool: Launcher, text: str, column: str
+) -> None:
     """One step from the same state: error against float64 at most 4 times serial's or the
     rounding twin's.
     """
@@ -250,7 +256,7 @@ WHOLE = make_job(
     "workers", [3, *(pytest.param(workers, marks=pytest.mark.table) for workers in (1, 2, 4))]
 )
 @pytest.mark.parametrize("row", ROWS)
-def test_whole_numbers_bit_for_bit(pool: Launcher, row: str, workers: int) -> None:
+def test_integer_valued_training_is_bit_equal(pool: Launcher, row: str, workers: int) -> None:
     expected = one_step(World(), WHOLE, Serial(threads=1))
     chosen = resolved(ROWS[row](workers))
     for result in pool.run(one_step, WHOLE, chosen, size=chosen.size)[:workers]:
@@ -269,7 +275,7 @@ def many_steps(world: World, job: Job, chosen: Strategy, steps: int = 40) -> dic
 
 
 @pytest.mark.story
-def test_two_workers_are_bit_identical_whatever_the_algorithm(pool: Launcher) -> None:
+def test_two_workers_are_bit_equal_for_every_algorithm(pool: Launcher) -> None:
     """A sum of two floats commutes; in float32, over several epochs."""
     job = make_job("mlp", mlp, VECTORS)
     results = [
@@ -308,9 +314,7 @@ REPRODUCIBLE = (
 
 @pytest.mark.table
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_reproducible_sums_are_bit_identical_whatever_the_algorithm(
-    pool: Launcher, backend: str
-) -> None:
+def test_reproducible_sums_are_bit_equal_for_every_algorithm(pool: Launcher, backend: str) -> None:
     """100 steps in float32 on four ranks; without `reproducible` a ring and a star differ."""
     job = make_job("mlp", mlp, VECTORS)
 
@@ -336,12 +340,12 @@ def not_finite(world: World) -> None:
     reproducible_all_reduce(Tree(), vector, world)
 
 
-def test_a_number_that_is_not_finite_ends_a_reproducible_sum_by_name(pool: Launcher) -> None:
+def test_non_finite_value_ends_a_reproducible_sum(pool: Launcher) -> None:
     with pytest.raises(RankFailed, match=r"a gradient is not finite (here|on another rank)"):
         pool.run(not_finite, size=3)
 
 
-def test_the_difference_is_what_the_document_says() -> None:
+def test_deviation_is_the_documented_formula() -> None:
     ours = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9]), "c": None}
     theirs = {"a": torch.tensor([1.0, 4.0]), "b": torch.tensor([0.0]), "c": None}
     assert list_tensor_deviations(ours, theirs) == {
@@ -359,7 +363,7 @@ def test_the_difference_is_what_the_document_says() -> None:
 
 
 @pytest.mark.parametrize("bug", FAULTS)
-def test_a_planted_bug_is_seen_and_named(pool: Launcher, bug: str) -> None:
+def test_planted_bug_is_detected_and_named(pool: Launcher, bug: str) -> None:
     """The proof refuses both at the door; here they are played, and the comparison with serial
     says what and where.
     """

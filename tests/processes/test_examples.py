@@ -59,7 +59,7 @@ LONG = {
         for name, line in COMMANDS
     ],
 )
-def test_as_typed(name: str, line: str, tmp_path: Path) -> None:
+def test_example_commands_as_typed(name: str, line: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     program, *words = shlex.split(re.sub(r"\s{2,}#.*", "", line))
     ran = subprocess.run(
@@ -80,7 +80,7 @@ def test_as_typed(name: str, line: str, tmp_path: Path) -> None:
         assert first == second  # replicas stay equal
 
 
-def test_every_file_says_what_to_type() -> None:
+def test_every_example_names_its_commands() -> None:
     assert {name for name, _ in COMMANDS} == {path.name for path in EXAMPLES.glob("*.py")}
 
 

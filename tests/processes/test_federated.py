@@ -139,7 +139,7 @@ def averaged(made: pg.Job, rounds: ClientRounds) -> State:
         ("federated(2, clients=9, fraction=0.1, rounds=4, reduce=tree)", {"batch": 3}),
     ],
 )
-def test_it_is_federated_averaging_written_out(
+def test_federated_averaging_equals_its_formula(
     tmp_path: Path, text: str, changes: dict[str, Any]
 ) -> None:
     """29 samples: clients have unequal numbers of them. With a fraction of 0.1 of 9 clients it
@@ -162,9 +162,7 @@ def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_not_linear_in_a_gradient_sees_that_of_a_clients_batch(
-    tmp_path: Path, workers: int
-) -> None:
+def test_nonlinear_hook_sees_the_gradient_of_a_client_batch(tmp_path: Path, workers: int) -> None:
     """With two workers a hook that clips saw the sum over the batch: another training than with
     one.
     """
@@ -185,7 +183,7 @@ def test_what_is_not_linear_in_a_gradient_sees_that_of_a_clients_batch(
         "dropout, recomputed",
     ],
 )
-def test_it_does_not_matter_how_many_workers_there_are(tmp_path: Path, name: str) -> None:
+def test_number_of_workers_does_not_matter(tmp_path: Path, name: str) -> None:
     made = JOBS[name].replace(dtype=torch.float64, batch=4, epochs=2)
     options = "clients=5, fraction=0.6, local_epochs=2, rounds=3"
     one, *others = (
@@ -244,9 +242,7 @@ def listening(
 
 
 @pytest.mark.parametrize("reduce", ["star", "ring", "native"])
-def test_weights_and_counts_cross_and_nothing_else(
-    pool: Launcher, tmp_path: Path, reduce: str
-) -> None:
+def test_only_weights_and_counts_are_sent(pool: Launcher, tmp_path: Path, reduce: str) -> None:
     """By the record, in the closed form of each; and by every collective that a rank makes in a
     round. A test adds up two numbers.
     """
@@ -298,7 +294,7 @@ class Poisoned(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: int) -> None:
+def test_mean_is_over_the_clients_that_returned(tmp_path: Path, workers: int) -> None:
     text = f"federated({workers}, clients=5, fraction=1.0, rounds=3)"
     rounds = rounds_of(vectors(), text)
     poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
@@ -324,7 +320,9 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     assert record.sample_count.twice == 0
 
 
-def test_who_was_lost_is_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_clients_are_in_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Workers wrote it into their records, and the run told nobody."""
     text = "federated(3, clients=5, fraction=1.0, rounds=2)"
     rounds = rounds_of(vectors(), text)
@@ -341,7 +339,7 @@ def test_who_was_lost_is_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_a_round_from_which_nobody_came_back_is_in_the_summary_once(tmp_path: Path) -> None:
+def test_round_without_clients_is_in_the_summary_once(tmp_path: Path) -> None:
     text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
     poor = rounds_of(vectors(), text).choose_clients(1)[0]
     samples = list(map(int, rounds_of(vectors(), text).clients[poor]))
@@ -361,9 +359,7 @@ class Stuck(Poisoned):
 
 
 @pytest.mark.parametrize("loaders", [0, 1])
-def test_a_sample_that_does_not_come_loses_its_client_and_not_the_run(
-    tmp_path: Path, loaders: int
-) -> None:
+def test_missing_sample_loses_the_client_and_not_the_run(tmp_path: Path, loaders: int) -> None:
     """Its worker waited for it as long as the others for the worker, 4 s: who gave up first was
     luck.
     """
@@ -400,7 +396,7 @@ class Disconnected(nn.Module):
         return self.out(x)  # type: ignore[no-any-return]
 
 
-def test_a_client_whose_own_connection_breaks_is_lost_and_hangs_up_no_other(tmp_path: Path) -> None:
+def test_broken_connection_of_a_client_loses_only_that_client(tmp_path: Path) -> None:
     """Its worker took it for the world's, and closed its connections to the other workers: they
     failed with it.
     """
@@ -429,7 +425,7 @@ class Resizing(nn.Module):
 
 
 @pytest.mark.parametrize("size", [7, 1])
-def test_nothing_is_added_of_a_client_that_is_lost(tmp_path: Path, size: int) -> None:
+def test_lost_client_adds_nothing_to_the_mean(tmp_path: Path, size: int) -> None:
     """Its weights were added, then its buffer of seven failed to be, to one of five: it was
     lost, and still in the mean. A buffer of one was added to all five.
     """
@@ -451,7 +447,7 @@ def test_nothing_is_added_of_a_client_that_is_lost(tmp_path: Path, size: int) ->
     )
 
 
-def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fails(
+def test_round_without_clients_keeps_weights_and_may_end_run(
     tmp_path: Path,
 ) -> None:
     text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
@@ -541,7 +537,7 @@ class Keeping(nn.Module):
         return out * (1 + 0.1 * self.forwards)  # type: ignore[no-any-return]
 
 
-def test_whole_numbers_become_the_nearest_mean_and_python_begins_anew(tmp_path: Path) -> None:
+def test_integers_become_the_nearest_mean_and_python_resets(tmp_path: Path) -> None:
     """What a client counted in Python went on in the next one on its worker, and it mattered
     how many workers there were.
     """
@@ -610,7 +606,7 @@ def centred(made: pg.Job, rounds: ClientRounds) -> State:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_a_loss_keeps_in_buffers_becomes_its_mean(tmp_path: Path, workers: int) -> None:
+def test_loss_buffers_are_averaged(tmp_path: Path, workers: int) -> None:
     """It was as at the very beginning for every client of every round, and nobody said so. What
     it keeps in Python still is.
     """
@@ -639,7 +635,7 @@ class Anchored(torch.optim.SGD):
         super().step()
 
 
-def test_an_optimizer_may_keep_where_a_client_begins(tmp_path: Path) -> None:
+def test_optimizer_may_keep_the_initial_weights_of_a_client(tmp_path: Path) -> None:
     """It was made before the weights were put back, and kept those of the client before."""
     made = vectors(optimizer=Anchored)
     text = "clients=5, fraction=0.6, rounds=3, local_epochs=2"
@@ -650,7 +646,7 @@ def test_an_optimizer_may_keep_where_a_client_begins(tmp_path: Path) -> None:
     assert all(close(one, other) for other in others)
 
 
-def test_batch_norms_statistics_are_means_too(tmp_path: Path) -> None:
+def test_batch_norm_statistics_are_averaged(tmp_path: Path) -> None:
     made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
     one, two = (
         trained(made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers))[0]
@@ -665,7 +661,7 @@ def images(**changes: Any) -> pg.Job:
     return pg.job("digits").replace(**{"epochs": 2, "dtype": torch.float64, **changes})
 
 
-def test_a_scheduler_goes_on_between_rounds_by_samples(tmp_path: Path) -> None:
+def test_scheduler_advances_by_samples_between_rounds(tmp_path: Path) -> None:
     """Halved after every two steps of serial: an epoch of 29 samples is 8 of them, a round of
     half of the clients 4.
     """
@@ -689,7 +685,7 @@ def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 8)
 
 
-def test_a_round_whose_rate_is_nothing_is_told(tmp_path: Path) -> None:
+def test_round_with_zero_learning_rate_is_reported(tmp_path: Path) -> None:
     """A warm-up from 0, of which serial has one step at 0, and clients a whole round."""
     run = pg.train(
         vectors(scheduler=warming, epochs=1), "federated(2, clients=4, fraction=0.5)", runs=tmp_path
@@ -701,7 +697,7 @@ def test_a_round_whose_rate_is_nothing_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(
+def test_resumed_scheduler_is_moved_to_the_round_boundary(
     tmp_path: Path,
 ) -> None:
     """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was
@@ -726,7 +722,7 @@ def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(
     assert rates == [[0.00625], [0.0015625]]
 
 
-def test_a_round_is_tested_and_ends_at_the_goal(tmp_path: Path) -> None:
+def test_round_is_evaluated_and_ends_at_the_goal(tmp_path: Path) -> None:
     text = "federated(2, clients=10, fraction=0.5, local_epochs=2)"
     _, record = trained(images(epochs=40), text, tmp_path, until="accuracy=60")
     tests = [line["test"]["value"] for line in record.select_lines("epoch")]
@@ -734,7 +730,7 @@ def test_a_round_is_tested_and_ends_at_the_goal(tmp_path: Path) -> None:
     assert len(tests) < 40
 
 
-def test_saved_between_rounds_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_resume_between_rounds_is_bit_equal(tmp_path: Path) -> None:
     made = images(scheduler=stepped)
     text = "federated({}, clients=9, fraction=0.34, rounds={})"
     whole, full = trained(made, text.format(2, 6), tmp_path)
@@ -750,7 +746,7 @@ def test_saved_between_rounds_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert close(whole, other)
 
 
-def test_rounds_shorter_than_a_step_of_serial_are_saved_too(tmp_path: Path) -> None:
+def test_rounds_shorter_than_a_serial_step_are_saved(tmp_path: Path) -> None:
     """Checkpoints are called by the steps of serial. Of rounds with as many behind them the
     first alone was saved, so the last one was lost, and of those that were left the door said
     that there were none.
@@ -776,7 +772,7 @@ def test_rounds_shorter_than_a_step_of_serial_are_saved_too(tmp_path: Path) -> N
     assert close(whole, resumed, 0.0)
 
 
-def test_the_door_counts_rounds_and_names_what_makes_more(tmp_path: Path) -> None:
+def test_validation_counts_rounds_and_names_the_option(tmp_path: Path) -> None:
     """It said to give more epochs, which do not count where rounds are given."""
     made = vectors()
     text = "federated(2, clients=4, fraction=0.5{})"
@@ -796,7 +792,7 @@ def test_the_door_counts_rounds_and_names_what_makes_more(tmp_path: Path) -> Non
         validate_run(made.replace(epochs=1), text.format(""), Settings(resume=first.folder))
 
 
-def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: Path) -> None:
+def test_checkpoints_resume_to_and_from_other_strategies(tmp_path: Path) -> None:
     """Under serial names, at the step that serial would have come to over as many samples."""
     # 23 steps an epoch
     made = images(epochs=1)
@@ -820,7 +816,7 @@ def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: 
     assert [line["picked"] for line in left] == ["without the optimizer's state", "from round 2 on"]
 
 
-def test_a_limit_is_of_steps_of_serial_for_who_goes_on_too(tmp_path: Path) -> None:
+def test_step_limit_counts_serial_steps_after_a_resume(tmp_path: Path) -> None:
     """It was compared with the batches of clients: 12 in the first round, which is as long as
     11 steps of serial.
     """
@@ -845,7 +841,7 @@ def asked_to_stop(world: World, checked: ValidatedRun, folder: Path, origin: flo
         world.stop.clear()
 
 
-def test_the_wish_to_stop_is_heard_when_workers_meet(pool: Launcher, tmp_path: Path) -> None:
+def test_stop_request_is_handled_at_a_round_boundary(pool: Launcher, tmp_path: Path) -> None:
     checked = validate_run(vectors(), "federated(2, clients=4, fraction=1.0)")
     assert checked.run_on_ranks(pool, asked_to_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000008"]
@@ -869,7 +865,7 @@ def test_the_wish_to_stop_is_heard_when_workers_meet(pool: Launcher, tmp_path: P
         ("fedavg(2)", "here it is federated(2, clients=100, fraction=0.1)"),
     ],
 )
-def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
+def test_invalid_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         resolved(text)
     assert says in str(caught.value)
@@ -883,7 +879,7 @@ class Wrapped(nn.Linear):
         self.weight = nn.Parameter(TwoTensor(self.weight.detach(), self.weight.detach().clone()))
 
 
-def test_tensors_that_hold_others_are_refused() -> None:
+def test_hidden_tensors_are_refused() -> None:
     """They were not put back before a client, which went on from the one before it on its
     worker.
     """
@@ -893,7 +889,7 @@ def test_tensors_that_hold_others_are_refused() -> None:
         validate_run(vectors(model=Wrapped), "federated(2, clients=3)")
 
 
-def test_what_a_job_cannot_be_divided_into_is_refused() -> None:
+def test_job_that_clients_cannot_divide_is_refused() -> None:
     for made, text, says in (
         (vectors(), "federated(2, clients=30)", "give at most clients=29"),
         (
@@ -924,7 +920,7 @@ def test_what_a_job_cannot_be_divided_into_is_refused() -> None:
         pass
 
 
-def test_a_record_has_every_step_of_every_client(tmp_path: Path) -> None:
+def test_record_has_every_step_of_every_client(tmp_path: Path) -> None:
     text = "federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=3)"
     _, record = trained(vectors(), text, tmp_path)
     rounds = rounds_of(vectors(), text)
@@ -947,7 +943,7 @@ def test_a_record_has_every_step_of_every_client(tmp_path: Path) -> None:
     assert record.memory["optimizer"] == 8 * 244
 
 
-def test_beside_others_it_is_judged_by_its_tests(tmp_path: Path) -> None:
+def test_comparison_judges_federated_by_its_test_score(tmp_path: Path) -> None:
     """A step of a client is none of serial's: no difference, no speed-up, and nothing is
     missing.
     """
@@ -969,7 +965,7 @@ def test_beside_others_it_is_judged_by_its_tests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", IN_ROUNDS)
-def test_verify_says_that_there_is_nothing_to_compare(tmp_path: Path, text: str) -> None:
+def test_verify_reports_nothing_to_compare(tmp_path: Path, text: str) -> None:
     found = pg.verify(vectors(), text, runs=tmp_path)
     assert not found.same
     assert found.difference is None

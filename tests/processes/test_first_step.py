@@ -62,7 +62,7 @@ SAMPLE += [
         for cell in CELLS
     ],
 )
-def test_a_planted_wrong_ends_before_the_update(
+def test_planted_fault_ends_the_run_before_the_update(
     wrong: Callable[[Net], None],
     rank: int | None,
     strategy: str,
@@ -89,7 +89,7 @@ def test_a_planted_wrong_ends_before_the_update(
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("wrong", SHOWN)
-def test_verify_names_a_planted_wrong(wrong: Callable[[Net], None], tmp_path: Path) -> None:
+def test_verify_names_a_planted_fault(wrong: Callable[[Net], None], tmp_path: Path) -> None:
     """On rank 1, which does not run the reference."""
     certificate = pg.verify(
         planted(wrong, 1 if wrong.__name__ in ONE_RANK else None),
@@ -101,7 +101,7 @@ def test_verify_names_a_planted_wrong(wrong: Callable[[Net], None], tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrong", LATER)
-def test_what_only_an_update_shows_is_for_verify(
+def test_update_faults_are_found_by_verify_only(
     wrong: Callable[[Net], None], tmp_path: Path
 ) -> None:
     """The first step's proof ends before the update: such a run is proved, goes on, and is
@@ -122,7 +122,7 @@ def test_what_only_an_update_shows_is_for_verify(
 
 @pytest.mark.parametrize("wrong", LATER)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_agree_on_how_to_update(
+def test_ranks_agree_on_the_update_method(
     wrong: Callable[[Net], None], rank: int, tmp_path: Path
 ) -> None:
     """The most careful answer is everybody's: what one rank alone gets wrong harms nothing. So
@@ -131,7 +131,7 @@ def test_ranks_agree_on_how_to_update(
     assert pg.verify(planted(wrong, rank), LATER[wrong].strategy, runs=tmp_path).same
 
 
-def test_unchecked_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_unchecked_run_continues_and_records_it(tmp_path: Path) -> None:
     wrong = next(iter(SHOWN))
     run = pg.train(
         planted(wrong), "data(2, reduce=ring)", runs=tmp_path, skip_first_step_check=True
@@ -143,7 +143,7 @@ def test_unchecked_goes_on_and_says_so(tmp_path: Path) -> None:
     assert run.header["settings"]["unchecked"] == "True"
 
 
-def test_the_record_says_what_was_checked(tmp_path: Path) -> None:
+def test_record_says_what_was_checked(tmp_path: Path) -> None:
     run = pg.train(JOBS["cnn with batch norm"], "data(2)", runs=tmp_path)
     first, *later = run.select_lines("event")
     assert first["name"] == "checked"
@@ -163,7 +163,7 @@ def late(first: int) -> TensorDataset:
     return TensorDataset(numbers(48, 10, seed=1), targets)
 
 
-def test_rare_ignored_targets_that_come_late_end_the_run(tmp_path: Path) -> None:
+def test_rare_ignored_targets_end_the_run(tmp_path: Path) -> None:
     """A function around cross_entropy with rare -100 was certified the same, and its parameters
     were 22 % off. Its weight is read off the graph now; where it cannot be, the loss is
     compared again at steps 2, 4, 8, ...: here they come in step 3.
@@ -190,7 +190,7 @@ def around(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
-def test_a_function_around_cross_entropy_weighs_what_counts(tmp_path: Path) -> None:
+def test_wrapped_cross_entropy_weighs_counted_targets(tmp_path: Path) -> None:
     certificate = pg.verify(
         job("late", mlp, late(18), loss=around, batch=6), "data(2)", runs=tmp_path
     )
@@ -199,7 +199,7 @@ def test_a_function_around_cross_entropy_weighs_what_counts(tmp_path: Path) -> N
     assert certificate.difference <= 1e-10
 
 
-def test_infinite_buffers_hide_nothing() -> None:
+def test_infinite_buffers_do_not_hide_differences() -> None:
     mask = torch.full((3, 3), -torch.inf).triu(1)
     serial = StepOutcome(
         1.0,
@@ -245,7 +245,9 @@ RIGHT = [
 @pytest.mark.table
 @pytest.mark.filterwarnings("ignore:job optimizer of the last layer")
 @pytest.mark.parametrize(("name", "row", "dtype"), RIGHT)
-def test_no_false_alarm(name: str, row: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_correct_jobs_pass_the_first_step_check(
+    name: str, row: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Of our own jobs; those of other hands are in tests/zoo/test_no_false_alarm.py."""
     for seed in SEEDS:
         assert_proved(JOBS[name], ROWS[row](2 + seed % 2), seed, dtype, tmp_path)

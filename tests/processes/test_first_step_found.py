@@ -75,7 +75,7 @@ class Keeping(nn.Module):
         ("the last input", "data(2, micro=2)", True),
     ],
 )
-def test_what_a_forward_keeps_in_python_is_compared(
+def test_python_state_of_a_forward_is_compared(
     what: str, strategy: str, right: bool, tmp_path: Path
 ) -> None:
     """It was said to be "not checked", and trained on: a running mean was 3 % off, a counter of
@@ -115,7 +115,7 @@ def towards(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return functional.cross_entropy(outputs[0], target) + 0.5 * functional.mse_loss(*outputs)
 
 
-def test_parameters_that_a_forward_changes_are_put_back(tmp_path: Path) -> None:
+def test_parameters_changed_by_a_forward_are_restored(tmp_path: Path) -> None:
     """Looks moved a teacher: after two epochs it was 4 % off, where the record said that the
     first step was one worker's.
     """
@@ -163,7 +163,9 @@ class Halved(nn.Module):
 )
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_doubt_about_large_parameters(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_repeated_check_of_large_parameters_is_clean(
+    strategy: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Gradients of 64 KB and more went into the mean while one worker's step was made again, in
     doubt: a right training was another one (losses 2.31 for 2.25), and a wrong one passed.
     """
@@ -203,7 +205,7 @@ class InPlace(Halved):
 
 
 @pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "place(2)"])
-def test_doubt_where_a_forward_changes_its_inputs(strategy: str, tmp_path: Path) -> None:
+def test_repeated_check_restores_changed_inputs(strategy: str, tmp_path: Path) -> None:
     """The step that was made again had the inputs as the first one left them, and one worker's
     beside it had not.
     """
@@ -233,7 +235,7 @@ class Clipped(nn.Module):
         return self.out(Clipping.apply(torch.tanh(self.hidden(x))))
 
 
-def test_what_is_not_linear_in_a_gradient_is_as_without_this_library(tmp_path: Path) -> None:
+def test_nonlinear_gradient_hooks_act_as_in_plain_torch(tmp_path: Path) -> None:
     """Backward ran on the sum of losses, so a gradient was clipped at a twelfth: 8 % off plain
     torch, also by serial.
     """
@@ -270,9 +272,7 @@ class Outside(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_changes_from_call_to_call_outside_of_the_model(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_state_outside_of_the_model_hides_no_error(dtype: torch.dtype, tmp_path: Path) -> None:
     """One worker's step was another one each time: what rounding explains was taken from that,
     and a loss 15 % off passed.
     """
@@ -283,7 +283,7 @@ def test_what_changes_from_call_to_call_outside_of_the_model(
         pg.train(job("outside", Outside, VECTORS, dtype=dtype), "place(2)", runs=tmp_path)
 
 
-def test_where_no_batch_is_split_nothing_is_told_to_mix_samples() -> None:
+def test_sample_mixing_is_not_reported_without_a_split() -> None:
     """place(2) gives the whole batch to every part."""
 
     def cause(strategy: str) -> str:
@@ -320,7 +320,7 @@ def cuts(world: World) -> int:
     return int(cut.call_count)
 
 
-def test_a_doubtful_step_is_made_again_with_the_same_cut() -> None:
+def test_repeated_step_uses_the_same_partition() -> None:
     """It was cut anew, by other measured times: what was wrong at one cut was found right at
     another.
     """
@@ -340,7 +340,7 @@ class Doubling(nn.Module):
         return self.out(torch.tanh(self.first(x.mul_(2.0))))
 
 
-def test_a_rehearsal_leaves_the_inputs_as_they_are(tmp_path: Path) -> None:
+def test_trial_step_leaves_inputs_unchanged(tmp_path: Path) -> None:
     """Under autocast the first step is rehearsed, and was then made on inputs that had been
     changed twice.
     """
@@ -367,7 +367,7 @@ class Gated(nn.Module):
         return self.out(x + self.gate * self.branch(x))
 
 
-def test_gradients_of_zero_are_named(tmp_path: Path) -> None:
+def test_zero_gradients_are_named(tmp_path: Path) -> None:
     """Two zeros are equal, whatever becomes of them later, and a cut model's loss is not
     compared again.
     """
@@ -399,7 +399,7 @@ def guarded(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "strategy", ["data(2)", "data(3, shares=[2, 1, 1], reduce=ring)", "data(2, micro=3)"]
 )
-def test_shares_without_a_label(
+def test_shares_without_a_label_equal_serial(
     loss: Callable[[Tensor, Tensor], Tensor], strategy: str, tmp_path: Path
 ) -> None:
     """A share without a label divides by 1, or returns 0, and counts for nothing: one worker's

@@ -440,7 +440,7 @@ def earlier(before: list[Message]) -> list[Message]:
 @pytest.mark.parametrize(
     "count", [500, pytest.param(10_000, marks=[pytest.mark.story, pytest.mark.timeout(300)])]
 )
-def test_a_flood_is_refused_by_name_and_the_training_is_the_undisturbed_one(
+def test_flood_is_refused_by_name_and_training_is_bit_equal(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit. The server grows by no more than what the sockets keep of the two connections
@@ -475,7 +475,7 @@ def test_a_flood_is_refused_by_name_and_the_training_is_the_undisturbed_one(
     assert size > 4 * most or count < 10_000
 
 
-def test_names_are_few_whatever_numbers_strangers_choose() -> None:
+def test_message_names_stay_few_under_random_numbers() -> None:
     """Each length of a header was a name of its own in the record, and in the server's
     memory.
     """
@@ -505,7 +505,7 @@ def test_names_are_few_whatever_numbers_strangers_choose() -> None:
     }
 
 
-def test_who_leaves_twice_has_left_once() -> None:
+def test_repeated_leave_message_counts_once() -> None:
     """A replayed farewell was another worker's, and the server left those that were still
     there.
     """
@@ -525,7 +525,7 @@ def listening() -> Iterator[Listener]:
     found.close()
 
 
-def test_strangers_are_nobody_and_in_nobodys_way(listening: Listener) -> None:
+def test_unknown_connections_do_not_affect_the_workers(listening: Listener) -> None:
     """Each was taken for a worker that had gone: as many strangers as workers, and a server
     thought itself alone. And as their comings and goings were not read while there was work,
     the socket stood still when there were 2000 of them.
@@ -550,7 +550,7 @@ def test_strangers_are_nobody_and_in_nobodys_way(listening: Listener) -> None:
         assert listening.refusals == {"a connection that is not encrypted, or not ZeroMQ's": 2500}
 
 
-def test_a_server_that_is_busy_is_sent_no_more_than_its_socket_keeps(listening: Listener) -> None:
+def test_busy_server_is_sent_no_more_than_socket_buffers(listening: Listener) -> None:
     """Nothing is looked at meanwhile: who sends waits, after as many messages as both sockets
     and the system's own memory keep (some megabytes, of 120 KB each).
     """

@@ -82,7 +82,7 @@ def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.story
-def test_at_rest_a_rank_holds_its_part_of_parameters_gradients_and_state(pool: Launcher) -> None:
+def test_rank_holds_its_shard_of_parameters_and_state(pool: Launcher) -> None:
     """Adam: parameters, gradients, two of state. Every live tensor of a rank is counted, those
     left behind too.
     """
@@ -97,7 +97,7 @@ def test_at_rest_a_rank_holds_its_part_of_parameters_gradients_and_state(pool: L
 
 
 @pytest.mark.story
-def test_the_first_step_is_compared_and_the_record_says_what_is_held(tmp_path: Path) -> None:
+def test_first_step_is_checked_and_memory_is_recorded(tmp_path: Path) -> None:
     run = train(
         EIGHT.replace(test=WIDE, metric=None), "data(2, state=fully_sharded)", runs=tmp_path
     )
@@ -142,7 +142,7 @@ def of(model: nn.Module, example: Tensor) -> list[str]:
     return find_fsdp_units(model, lambda without_autocast=False: model(example))
 
 
-def test_groups_are_modules_whose_parameters_nobody_uses_but_their_own_call() -> None:
+def test_fsdp_units_are_modules_with_private_parameters() -> None:
     assert of(eight_equal(), torch.zeros(2, WIDTH)) == [str(each) for each in range(LAYERS)]
     assert of(Penalised(), torch.zeros(2, 10)) == ["out"]
     # tied; a transposed output is a view
@@ -185,7 +185,7 @@ ODD["odd parameters"] = Odd
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ODD)
-def test_odd_models_are_serials_training(pool: Launcher, name: str) -> None:
+def test_unusual_models_equal_serial(pool: Launcher, name: str) -> None:
     found = pool.run(
         compare_with_serial,
         job(name, ODD[name], VECTORS, clip_norm=0.5),
@@ -198,7 +198,7 @@ def test_odd_models_are_serials_training(pool: Launcher, name: str) -> None:
 @pytest.mark.parametrize(
     "column", ["dropout, recomputed", pytest.param("frozen and unused", marks=pytest.mark.table)]
 )
-def test_over_gloo(pool: Launcher, column: str) -> None:
+def test_fully_sharded_over_gloo_equals_serial(pool: Launcher, column: str) -> None:
     found = pool.run(
         compare_with_serial,
         JOBS[column],
@@ -238,7 +238,7 @@ def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
 @pytest.mark.parametrize(
     "optimizer", [adam, lambda parameters: Averaging(parameters, lr=0.1)], ids=["adam", "averaging"]
 )
-def test_a_test_has_other_numbers_of_batches_on_every_rank(pool: Launcher, optimizer: Any) -> None:
+def test_evaluation_with_unequal_batch_counts_per_rank(pool: Launcher, optimizer: Any) -> None:
     made = job("tested", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64)
     expected = scores(World(), Serial(threads=1), made)
     for found in pool.run(scores, resolved("data(2, state=fully_sharded)"), made, size=2):
@@ -292,7 +292,7 @@ STOPPED: dict[str, tuple[Job, str]] = {
 
 
 @pytest.mark.parametrize("what", STOPPED)
-def test_what_cannot_be_sharded_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
+def test_unshardable_model_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
     made, message = STOPPED[what]
     with pytest.raises(RankFailed, match=message):
         train(made, "data(2, state=fully_sharded)", runs=tmp_path, skip_first_step_check=True)
@@ -322,7 +322,7 @@ def otherwise(world: World, chosen: Strategy, way: str) -> None:
         ),
     ],
 )
-def test_a_rank_that_goes_another_way_ends_the_step(
+def test_rank_with_another_control_flow_ends_the_step(
     pool: Launcher, way: str, wanted: str, told: str
 ) -> None:
     """Parameters are gathered from all ranks when a module is called, and half of them do not
@@ -334,7 +334,7 @@ def test_a_rank_that_goes_another_way_ends_the_step(
         pool.run(otherwise, resolved("data(2, state=fully_sharded)"), way, size=2)
 
 
-def test_the_factor_alone_is_not_enough(pool: Launcher) -> None:
+def test_fsdp_division_needs_sum_as_reduction(pool: Launcher) -> None:
     """In float32 FSDP2 plays a division by 1.0 as PREMUL_SUM, which no backend of a CPU knows,
     unless it is told to sum.
     """
@@ -342,7 +342,7 @@ def test_the_factor_alone_is_not_enough(pool: Launcher) -> None:
         pool.run(with_factor_alone, size=2)
 
 
-def test_refused_at_the_door() -> None:
+def test_invalid_fully_sharded_options_are_refused() -> None:
     with pytest.raises(
         Refused,
         match=r"gathers the parameters of a module when all of it is called.* leave out the state",
@@ -377,7 +377,7 @@ class Renormed(nn.Module):
 
 
 @pytest.mark.parametrize("state", ["fully_sharded", "shared_memory"])
-def test_a_parameter_that_a_forward_changes_later(state: str, tmp_path: Path) -> None:
+def test_parameter_written_by_a_later_forward(state: str, tmp_path: Path) -> None:
     """No row was too long in step 0, so nobody looked again: what was written was let go, or
     made by every rank at once.
     """
@@ -405,7 +405,7 @@ class Sloped(nn.Module):
         return out + slope.square().sum(1, keepdim=True)  # type: ignore[no-any-return]
 
 
-def test_a_group_is_one_without_autocast_too(tmp_path: Path) -> None:
+def test_fsdp_unit_without_autocast(tmp_path: Path) -> None:
     """Under autocast the inner backward sees copies of the weights; rehearsed without, it found
     those of a group gone.
     """

@@ -209,7 +209,7 @@ def answered(words: list[str], code: int, output: str) -> None:
 
 
 @pytest.mark.table
-def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     @cases(800)
@@ -232,7 +232,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.table) for seed in range(1, 10))]
 )
-def test_commands_as_typed(seed: int, tmp_path: Path) -> None:
+def test_random_commands_as_typed(seed: int, tmp_path: Path) -> None:
     """100 of them, 10 to a seed, each a process of its own."""
     draw = random.Random(seed)
     for _ in range(10):
@@ -332,7 +332,7 @@ FIELDS = (
 )
 
 
-def test_jobs() -> None:
+def test_random_jobs() -> None:
     base = make_job("fuzzed", mlp, VECTORS, test=VECTORS, metric=pg.accuracy)
 
     @cases(600)
@@ -351,7 +351,7 @@ def test_jobs() -> None:
     one()
 
 
-def test_settings() -> None:
+def test_random_settings() -> None:
     names = [*vars(Settings()), "loader", "Save"]
 
     @cases(300)
@@ -418,7 +418,7 @@ OTHERS = [
 ]
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_random_checkpoint_edits(tmp_path: Path) -> None:
     job = JOBS["mlp, adam, clipped, scheduled"]
     facts = inspect_job(job)
     trainer = Trainer.build_for_job(World(), job, Serial(threads=1))
@@ -469,7 +469,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 LINK = Link(alpha=1e-4, beta=1e-8, points=((1024, 1e-4), (1 << 20, 1e-2)))
 
 
-def test_machine_files(tmp_path: Path) -> None:
+def test_random_machine_files(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     Machine(
         {"gloo": LINK},

@@ -37,7 +37,7 @@ def faults(given_back: bool, **environment: str) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_what_is_freed_is_kept_and_given_back_where_asked() -> None:
+def test_freed_memory_is_kept_and_returned_on_request() -> None:
     first, later = faults(False)
     assert first > 15_000
     assert later < 100
@@ -45,5 +45,5 @@ def test_what_is_freed_is_kept_and_given_back_where_asked() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_who_tells_glibc_otherwise_is_obeyed() -> None:
+def test_glibc_environment_settings_are_respected() -> None:
     assert faults(False, MALLOC_MMAP_THRESHOLD_=str(2**20))[1] > 15_000

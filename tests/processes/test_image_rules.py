@@ -345,7 +345,9 @@ def all_compared(world: World, columns: int) -> dict[str, tuple[float, bool] | s
         ),
     ],
 )
-def test_every_function_is_that_of_whole_images(pool: Launcher, size: int, columns: int) -> None:
+def test_every_function_of_image_shards_equals_whole_images(
+    pool: Launcher, size: int, columns: int
+) -> None:
     for found in pool.run(all_compared, columns, size=size):
         wrong = {
             name: value

@@ -49,13 +49,13 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 
 @pytest.mark.parametrize(("row", "column"), sorted(covering_parts()))
-def test_covering_sample(pool: Launcher, row: str, column: str) -> None:
+def test_covering_sample_equals_serial(pool: Launcher, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column], BRIEF).value <= 1e-10
 
 
 @pytest.mark.table
 @pytest.mark.parametrize(("row", "column"), parts_cells())
-def test_it_is_the_same_training(pool: Launcher, row: str, column: str) -> None:
+def test_pipeline_training_equals_serial(pool: Launcher, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column]).value <= 1e-10
 
 
@@ -67,7 +67,7 @@ def test_it_is_the_same_training(pool: Launcher, row: str, column: str) -> None:
         if each[0] in ("place(3)", "place(2)") and each[1] != "frozen and unused"
     ],
 )
-def test_a_model_of_too_few_modules(pool: Launcher, row: str, column: str) -> None:
+def test_model_with_too_few_modules_is_refused(pool: Launcher, row: str, column: str) -> None:
     with pytest.raises(
         pg.RankFailed,
         match=f"the model calls {MODULES[column]} module.* parts are wanted; give fewer workers",
@@ -97,7 +97,7 @@ WAYS = (
         for turn, row in enumerate(WAYS)
     ],
 )
-def test_models_of_odd_ways(pool: Launcher, name: str, row: str) -> None:
+def test_unusual_models_equal_serial(pool: Launcher, name: str, row: str) -> None:
     assert found(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
 
 
@@ -124,7 +124,7 @@ class Looking(nn.Module):
 
 
 @pytest.mark.parametrize("cut", ["second", "out"])
-def test_a_tensor_that_no_part_sees_travel_is_refused_at_the_door(cut: str, tmp_path: Path) -> None:
+def test_tensor_hidden_from_its_stage_is_refused_at_start(cut: str, tmp_path: Path) -> None:
     """Where the part that has it takes it too, the other ranks ended when another batch had
     another shape.
     """
@@ -146,7 +146,7 @@ def penalised(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target) + 1e-3 * NET[0].weight.square().sum()
 
 
-def test_a_loss_that_reads_parameters_of_another_rank(tmp_path: Path) -> None:
+def test_loss_that_reads_parameters_of_another_rank(tmp_path: Path) -> None:
     """Where one rank of a host builds the model, the others' loss read one of their own: the
     penalty had no gradient, and the first step beside, on a copy, had none either.
     """
@@ -172,7 +172,7 @@ class Viewing(nn.Module):
         return self.out(torch.tanh(self.first(x)) + x @ self.table)
 
 
-def test_a_view_of_a_parameter_is_refused_at_the_door(tmp_path: Path) -> None:
+def test_view_of_a_parameter_is_refused_at_start(tmp_path: Path) -> None:
     """It stayed at the first values, from the second step on, without a word."""
     for strategy in ("place(2)", "data(2, state=fully_sharded)"):
         with pytest.raises(
@@ -189,7 +189,7 @@ class Slope(nn.SiLU):
         super().__init__(inplace=True)
 
 
-def test_recompute_reads_what_came_in_and_not_what_became_of_it(pool: Launcher) -> None:
+def test_recompute_reads_the_original_input(pool: Launcher) -> None:
     job = make_job(
         "in place",
         lambda: nn.Sequential(
@@ -203,7 +203,7 @@ def test_recompute_reads_what_came_in_and_not_what_became_of_it(pool: Launcher) 
     )
 
 
-def test_a_layer_that_is_called_twice_beside_other_replicas(pool: Launcher) -> None:
+def test_layer_called_twice_with_several_replicas(pool: Launcher) -> None:
     """Under zero_bubble its bucket was sent when the first of its gradients was there."""
     job = make_job("shared", Shared, VECTORS)
     assert (
@@ -244,7 +244,7 @@ def two_steps(world: World, job: pg.Job, chosen: Strategy) -> list[float]:
         "pipeline(2, micro=2, cut=[out])",
     ],
 )
-def test_a_buffer_that_the_first_forward_makes(pool: Launcher, row: str) -> None:
+def test_buffer_created_by_the_first_forward(pool: Launcher, row: str) -> None:
     """Places were counted with it and without it, and the second step failed. Of the whole
     nothing can be told.
     """
@@ -257,7 +257,7 @@ def test_a_buffer_that_the_first_forward_makes(pool: Launcher, row: str) -> None
         found(pool, row, job)
 
 
-def test_where_a_sequential_is_not_watched() -> None:
+def test_plain_sequential_runs_without_tracing() -> None:
     """Only where it calls nothing but the units of its parts, and nobody looks on."""
 
     def is_straight(model: nn.Module, parts: int = 2) -> bool:
@@ -326,7 +326,7 @@ class Stacked(nn.Module):
         return self.out(x)
 
 
-def test_parts_are_run_in_calls_as_large_as_can_be() -> None:
+def test_stages_run_the_largest_possible_modules() -> None:
     """Every operation between the small modules of a transformer's blocks was watched, and a
     pipeline was slower than place.
     """
@@ -345,7 +345,7 @@ def test_parts_are_run_in_calls_as_large_as_can_be() -> None:
     assert watched(Stacked(looks=True), "h.2") == [fine[:4], [*fine[4:], "out"]]
 
 
-def test_parts_are_cut_between_modules_where_that_costs_little() -> None:
+def test_stage_boundaries_prefer_module_boundaries() -> None:
     """A cut inside of a block, for a hundredth of the time, left every operation of the block
     to be watched on all ranks.
     """
@@ -367,7 +367,7 @@ def test_parts_are_cut_between_modules_where_that_costs_little() -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("strategy", ["place(2, cut=[h.2])", "pipeline(2, micro=3, cut=[h.2.act])"])
-def test_what_a_block_does_before_its_first_module(
+def test_parameter_used_before_the_first_module_of_a_block(
     pool: Launcher, strategy: str, looks: bool
 ) -> None:
     """As cut it belongs to the part before, as run to the block's own: a parameter was on one
@@ -377,7 +377,7 @@ def test_what_a_block_does_before_its_first_module(
     assert found(pool, strategy, job).value <= 1e-10
 
 
-def test_a_mean_over_more_than_samples_is_weighed_where_it_has_a_graph(pool: Launcher) -> None:
+def test_mean_over_tokens_is_weighed_with_recompute(pool: Launcher) -> None:
     """With recompute the last part's first forward has none, and every mean was taken for one
     over samples.
     """
@@ -389,7 +389,7 @@ def test_a_mean_over_more_than_samples_is_weighed_where_it_has_a_graph(pool: Lau
     assert found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true)", job).value <= 1e-10
 
 
-def test_a_plan_for_one_sample_is_no_batch_norm_inside_of_samples(pool: Launcher) -> None:
+def test_plan_for_one_sample_keeps_global_batch_norm(pool: Launcher) -> None:
     """A forward without values, for a share of one sample, took other parts' batch norms for
     such: from then on one replica's asked nobody, and another's waited for it.
     """
@@ -426,7 +426,7 @@ class Dropping(nn.Module):
         return self.out(x)
 
 
-def test_a_way_that_a_drawn_number_decides(tmp_path: Path) -> None:
+def test_branch_decided_by_a_random_number(tmp_path: Path) -> None:
     """Planned with other numbers than were drawn, it ended in a KeyError, or left a layer
     out.
     """
@@ -437,7 +437,7 @@ def test_a_way_that_a_drawn_number_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_over_gloo(tmp_path: Path) -> None:
+def test_pipeline_over_gloo_equals_serial(tmp_path: Path) -> None:
     for strategy in ("pipeline(2, micro=4)", "pipeline(2, micro=4, schedule=interleaved)"):
         run = pg.train(
             JOBS["deep, adam, dropout, clipped"], strategy, runs=tmp_path, backend="gloo"
@@ -446,7 +446,7 @@ def test_over_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])"])
-def test_a_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
+def test_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
     """The look at what crosses left a tensor without values in its place, and the first
     comparison of it ended in torch.
     """
@@ -454,7 +454,7 @@ def test_a_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
     assert found(pool, row, job).value <= 1e-10
 
 
-def test_modules_without_work_are_split_where_more_are_wanted(pool: Launcher) -> None:
+def test_modules_without_work_are_split_if_needed(pool: Launcher) -> None:
     """Two units were found, for the first one does no matrix product, and three parts were
     refused.
     """
@@ -475,7 +475,7 @@ POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
 
 
 @pytest.mark.story
-def test_batch_norm_over_one_sample_of_every_replica(pool: Launcher) -> None:
+def test_batch_norm_over_one_sample_per_replica(pool: Launcher) -> None:
     """Without values torch divides by their number less one: a ZeroDivisionError, and over all
     ranks there are two.
     """
@@ -486,7 +486,7 @@ def test_batch_norm_over_one_sample_of_every_replica(pool: Launcher) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["pipeline(2, micro=4)", "serial(micro=4)"])
-def test_batch_norm_over_one_sample_is_refused_at_the_door(strategy: str, tmp_path: Path) -> None:
+def test_batch_norm_over_one_sample_is_refused_at_start(strategy: str, tmp_path: Path) -> None:
     """It was told of after two steps, and of a pipeline as a ZeroDivisionError."""
     with pytest.raises(
         pg.Refused,
@@ -517,7 +517,7 @@ def halving(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.story
-def test_an_optimizer_with_a_hook(pool: Launcher, tmp_path: Path) -> None:
+def test_optimizer_with_a_hook(pool: Launcher, tmp_path: Path) -> None:
     """It was refused as one that wants all parameters together, and nobody saw that it is for
     its hook.
     """
@@ -596,14 +596,14 @@ class Forces(nn.Module):
         ),
     ],
 )
-def test_a_way_that_depends_on_hidden_values_is_refused_at_the_door(
+def test_control_flow_on_hidden_values_is_refused_at_start(
     model: type[nn.Module], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(pg.Refused, match=told):
         pg.train(make_job("deciding", model, VECTORS), "place(2)", runs=tmp_path)
 
 
-def test_a_cut_that_was_asked_for(tmp_path: Path) -> None:
+def test_requested_stage_boundary_is_used(tmp_path: Path) -> None:
     run = pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[4, 1])", runs=tmp_path)
     assert [
         (line["what"], line["picked"])
@@ -646,7 +646,7 @@ class Blocks(nn.Module):
         ("[h.2.1]", "trunk.h.0.0 to trunk.h.2.0 | trunk.h.2.1 to out"),
     ],
 )
-def test_a_cut_by_names(cut: str, picked: str, tmp_path: Path) -> None:
+def test_stage_boundaries_by_module_names(cut: str, picked: str, tmp_path: Path) -> None:
     run = pg.train(make_job("blocks", Blocks, VECTORS), f"place(2, cut={cut})", runs=tmp_path)
     assert [line["picked"] for line in run.select_lines("choice") if line["what"] == "cut"] == [
         picked
@@ -676,7 +676,9 @@ def test_a_cut_by_names(cut: str, picked: str, tmp_path: Path) -> None:
         (pg.Place(2, cut=["0"]), "cut names 0, which may be trunk.h.0.*give the whole name"),
     ],
 )
-def test_names_that_cut_nothing(strategy: str | pg.Place, told: str, tmp_path: Path) -> None:
+def test_unsuitable_boundary_names_are_refused(
+    strategy: str | pg.Place, told: str, tmp_path: Path
+) -> None:
     with pytest.raises(pg.Refused, match=told):
         pg.train(make_job("blocks", Blocks, VECTORS), strategy, runs=tmp_path)
 
@@ -707,7 +709,7 @@ class Asking(nn.Module):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("cut", ["[second]", "[third]", "[out]"])
-def test_ways_that_depend_on_the_inputs(pool: Launcher, cut: str) -> None:
+def test_control_flow_that_depends_on_inputs(pool: Launcher, cut: str) -> None:
     """A shape that was asked for across a cut ended in a KeyError, and a plan was made anew for
     every micro-batch of a model that looks at its inputs, as masks of transformers do.
     """
@@ -715,7 +717,7 @@ def test_ways_that_depend_on_the_inputs(pool: Launcher, cut: str) -> None:
     assert found(pool, f"pipeline(2, micro=4, cut={cut})", job).value <= 1e-10
 
 
-def test_plans_are_kept_by_what_is_read() -> None:
+def test_plans_are_cached_by_the_values_read() -> None:
     model = Asking()
     flow = StageForward(model, [[("first", 0), ("second", 0)], [("third", 0), ("out", 0)]])
     small = torch.zeros(3, 10)
@@ -762,7 +764,7 @@ class Noisy(nn.Module):
         "pipeline(3, micro=2, recompute=true)",
     ],
 )
-def test_draws_of_the_inputs_alone(pool: Launcher, strategy: str) -> None:
+def test_draws_that_depend_on_inputs_only(pool: Launcher, strategy: str) -> None:
     """They were counted as those of the part in which they come, and the ranks after it made
     them too: a failure.
     """
@@ -788,7 +790,7 @@ class NowAndThen(nn.Module):
         return self.third(nn.functional.dropout(hidden, 0.4))
 
 
-def test_a_part_that_does_not_always_draw(tmp_path: Path) -> None:
+def test_stage_with_conditional_draws(tmp_path: Path) -> None:
     """Draws of the part after it were taken for earlier ones of the model, a few per cent off
     in silence.
     """
@@ -824,7 +826,7 @@ class InTwoCheckpoints(nn.Module):
         return self.second(self.first(x))
 
 
-def test_a_gradient_that_comes_in_two_goes(tmp_path: Path) -> None:
+def test_gradient_summed_from_two_messages(tmp_path: Path) -> None:
     """It was sent with the first of them, and the run said that the strategy was not one
     worker's.
     """
@@ -856,7 +858,7 @@ class OwnMode(nn.Module):
 @pytest.mark.parametrize(
     "strategy", ["place(2)", pytest.param("pipeline(2, micro=3)", marks=pytest.mark.table)]
 )
-def test_a_test_leaves_the_model_itself_in_training(strategy: str, tmp_path: Path) -> None:
+def test_evaluation_leaves_the_model_in_training_mode(strategy: str, tmp_path: Path) -> None:
     """After the first test the outermost module stayed in eval mode: no dropout any more, in
     silence where it draws none.
     """
@@ -889,7 +891,7 @@ def decaying(parameters: object) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_what_has_no_gradient_in_serial_has_none_in_parts(pool: Launcher, always: bool) -> None:
+def test_missing_gradient_in_serial_is_missing_in_a_pipeline(pool: Launcher, always: bool) -> None:
     """It came as zeros from the part after it, and the optimizer made them smaller."""
     job = make_job("detached", lambda: Detached(always), VECTORS, optimizer=decaying)
     assert found(pool, "place(2, cut=[second])", job).value <= 1e-10
@@ -912,7 +914,7 @@ class Mapped(nn.Module):
         return self.out(self.second(torch.tanh(self.first(x))))
 
 
-def test_halves_of_a_backward_and_torch_func(pool: Launcher) -> None:
+def test_split_backward_and_torch_func(pool: Launcher) -> None:
     """torch takes no autograd function like ours under vmap, and said so in its own words in
     step 0.
     """
@@ -929,7 +931,7 @@ def spectral() -> nn.Module:
     )
 
 
-def test_a_weight_that_a_hook_makes_anew(pool: Launcher) -> None:
+def test_weight_rebuilt_by_a_hook(pool: Launcher) -> None:
     """torch's own view of a weight, which each forward replaces, was refused."""
     assert found(pool, "place(2)", make_job("spectral", spectral, VECTORS)).value <= 1e-10
 
@@ -953,7 +955,7 @@ def fails_on_rank_1(_: nn.Module, inputs: tuple[Tensor]) -> None:
         raise RuntimeError("no such luck")
 
 
-def test_a_part_that_fails_tells_its_own_story(tmp_path: Path) -> None:
+def test_failing_stage_reports_its_own_error(tmp_path: Path) -> None:
     """It was taken for a failure of the exchange, and who waited for it was told of first."""
     with pytest.raises(pg.RankFailed, match=r"rank 1, step 0: .*no such luck"):
         pg.train(
@@ -964,7 +966,7 @@ def test_a_part_that_fails_tells_its_own_story(tmp_path: Path) -> None:
         )
 
 
-def test_two_halves_of_a_backward_give_the_same_bits(tmp_path: Path) -> None:
+def test_split_backward_gives_the_same_bits(tmp_path: Path) -> None:
     """Gradients of zero_bubble are those of one_f_one_b, and the record says which parameters'
     could wait: not a norm's.
     """
@@ -1020,7 +1022,7 @@ def in_buckets(world: World) -> tuple[list[bool], list[float]]:
         exchange.close()
 
 
-def test_gradients_are_where_they_travel(pool: Launcher) -> None:
+def test_gradients_live_in_the_exchange_buckets(pool: Launcher) -> None:
     """They lay beside their buckets, all of which were there until the next step: twice what
     the record said.
     """

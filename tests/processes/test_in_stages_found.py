@@ -171,7 +171,9 @@ class Residual(nn.Module):
         for number, row in enumerate(rows)
     ],
 )
-def test_it_is_the_same_training(pool: Launcher, model: type[nn.Module], row: str) -> None:
+def test_unusual_models_equal_serial_in_stages(
+    pool: Launcher, model: type[nn.Module], row: str
+) -> None:
     """Before: ValueError of zip from three parts on; messages of other lengths than awaited; no
     view of what came; zeros where something had been written; tensors that stood for others
     grew by what each forward did to them.
@@ -179,7 +181,7 @@ def test_it_is_the_same_training(pool: Launcher, model: type[nn.Module], row: st
     assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
 
 
-def test_what_needs_no_gradient_takes_none(pool: Launcher) -> None:
+def test_frozen_layers_receive_no_gradient(pool: Launcher) -> None:
     """A frozen trunk: the part after it went back through all of its frozen layers."""
 
     def frozen() -> nn.Module:
@@ -243,7 +245,7 @@ class Padded(nn.Module):
 @pytest.mark.parametrize(
     "strategy", ["place(2, cut=[second])", pytest.param("place(3)", marks=pytest.mark.table)]
 )
-def test_what_another_parts_module_keeps_of_a_shape(strategy: str, tmp_path: Path) -> None:
+def test_shape_kept_by_a_module_of_another_stage(strategy: str, tmp_path: Path) -> None:
     """After the first test, every training step divided by the length of the test's samples, in
     silence.
     """
@@ -294,7 +296,7 @@ def counted_in_turn() -> nn.Module:
 
 
 @pytest.mark.parametrize("model", [Counted, pytest.param(counted_in_turn, marks=pytest.mark.table)])
-def test_a_forward_without_values_leaves_nothing_in_python(
+def test_trace_without_values_leaves_no_python_state(
     model: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     """One more call was counted for every shape that came; and a mask without values was kept
@@ -306,7 +308,7 @@ def test_a_forward_without_values_leaves_nothing_in_python(
     assert run.losses == pytest.approx(reference.losses, rel=1e-10)
 
 
-def test_a_list_that_modules_share_is_shared_after_a_look() -> None:
+def test_list_shared_by_modules_stays_shared() -> None:
     """What looked at a model put an empty list of its own into each of its modules."""
     model = Noting()
     with preserve_all_state(LossModule(model, torch.nn.functional.mse_loss)):
@@ -362,7 +364,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(3)"])
-def test_a_module_that_the_first_batch_does_not_call(pool: Launcher, row: str) -> None:
+def test_module_that_the_first_batch_does_not_call(pool: Launcher, row: str) -> None:
     """It was taken for one of the part in which it is defined, and the loss was blamed for
     reading it there.
     """
@@ -384,7 +386,7 @@ class Hooked(nn.Module):
         return self.out(self.block(torch.tanh(self.first(x))))
 
 
-def test_a_backward_hook_of_a_block(pool: Launcher, tmp_path: Path) -> None:
+def test_backward_hook_of_a_divided_block(pool: Launcher, tmp_path: Path) -> None:
     """Where a cut went through the block, torch called it on no rank, and said nothing."""
     job = make_job("hooked", Hooked, VECTORS)
     assert found(pool, "place(2)", job).value <= 1e-10
@@ -402,7 +404,7 @@ def wholly_hooked() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_a_backward_hook_of_the_whole_model(tmp_path: Path) -> None:
+def test_backward_hook_of_the_whole_model(tmp_path: Path) -> None:
     with pytest.raises(pg.Refused, match="a backward hook is registered on the whole model"):
         pg.train(make_job("wholly hooked", wholly_hooked, VECTORS), "place(2)", runs=tmp_path)
 
@@ -414,7 +416,7 @@ def guarded(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target).pow(2).mean(1) * there).sum() / there.sum().clamp(min=1)
 
 
-def test_a_batch_without_a_label(tmp_path: Path) -> None:
+def test_batch_without_a_label(tmp_path: Path) -> None:
     """No sample is split under place(2), and the training ended all the same where the loss was
     exactly 0.
     """
@@ -472,12 +474,12 @@ def clamp(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [Handed, Clamped])
-def test_what_stands_for_another_parts_output(pool: Launcher, model: type[nn.Module]) -> None:
+def test_stand_in_for_the_output_of_another_stage(pool: Launcher, model: type[nn.Module]) -> None:
     for row in ("place(2, cut=[second])", "place(2, cut=[out])"):
         assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
 
 
-def test_what_is_read_only_is_left_alone() -> None:
+def test_read_only_array_is_left_unchanged() -> None:
     """An array for reading alone was written to after every look, and ended the training."""
     model = nn.Linear(10, 4)
     model.known = numpy.frombuffer(b"read", dtype=numpy.uint8)
@@ -501,7 +503,7 @@ class Measured(nn.Linear):
         return super().forward(x) * self.meter.calls
 
 
-def test_what_a_forward_changes_is_seen_in_objects() -> None:
+def test_forward_changes_are_seen_in_objects() -> None:
     """Objects that a module keeps were not looked into; a dict of modules was taken for a plain
     one, and always another.
     """
@@ -517,7 +519,7 @@ def test_what_a_forward_changes_is_seen_in_objects() -> None:
     assert model.meter.calls == loss.calls == 0
 
 
-def test_a_part_is_the_model_itself_for_those_who_look() -> None:
+def test_stage_is_the_model_object_for_its_hooks() -> None:
     """Whoever put back what a forward changed on modules left the outermost one as it was."""
     model = Counted()
     part = StageModule(StageForward(model, [[("first", 0), ("second", 0)], [("out", 0)]]), 0, {})
@@ -541,7 +543,7 @@ def short_batch() -> nn.Module:
     )
 
 
-def test_what_fills_a_schedule_up_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_padding_micro_batches_leave_no_trace(tmp_path: Path) -> None:
     """A last batch of 3 micro-batches is filled up to 4: its batch norms counted one more, and
     their averages were others.
     """
@@ -590,7 +592,7 @@ def scripted() -> nn.Module:
         (scripted, "data(2, state=fully_sharded)", "1 is a script of torch.jit"),
     ],
 )
-def test_what_cannot_be_cut_is_told(
+def test_indivisible_model_is_reported(
     model: Callable[[], nn.Module], strategy: str, told: str
 ) -> None:
     """Empty parentheses; "cannot delete methods or parameters of a script module"; and "the
@@ -623,7 +625,7 @@ def through_an_object() -> nn.Module:
     return nn.Sequential(Told(context), Told2(context), nn.Linear(10, 4))
 
 
-def test_what_goes_from_part_to_part_in_an_object_is_refused() -> None:
+def test_object_passed_between_stages_is_refused() -> None:
     """To put objects back after a forward without values took away that by which it is seen."""
     with pytest.raises(
         pg.Refused, match="in an object that is no tuple, list or dict, or in an attribute"
@@ -649,7 +651,7 @@ class Frozen(dict[str, int]):
         raise TypeError("it is frozen")
 
 
-def test_what_cannot_be_looked_into_is_left_alone() -> None:
+def test_opaque_object_is_left_unchanged() -> None:
     model = Odd()
     with preserve_all_state(LossModule(model, nn.functional.mse_loss)):
         model(torch.randn(5, 10))
@@ -662,7 +664,7 @@ def spectral() -> nn.Module:
     )
 
 
-def test_a_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
+def test_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
     """The model was said to mix samples."""
     with pytest.raises(
         pg.RankFailed,

@@ -47,7 +47,7 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_an_encoder_that_goes_another_way_in_a_test_is_refused(tmp_path: Path) -> None:
+def test_encoder_with_another_path_in_eval_is_refused(tmp_path: Path) -> None:
     """In eval mode torch gives zeros in padded places, and computed values while its layers are
     watched: the score of a test was another one, in silence.
     """
@@ -87,7 +87,7 @@ class TwoWays(nn.Module):
         return self.out(hidden * 2 if watched and not self.training else hidden)
 
 
-def test_another_output_in_a_test_is_refused() -> None:
+def test_other_output_in_eval_mode_is_refused() -> None:
     with pytest.raises(
         pg.Refused, match="in eval mode the model gives another output in parts than whole"
     ):
@@ -106,7 +106,7 @@ def frozen_head() -> nn.Module:
     return model
 
 
-def test_a_loss_is_weighed_in_a_test_where_the_last_part_trains_nothing(tmp_path: Path) -> None:
+def test_evaluation_weighs_the_loss_of_a_frozen_last_stage(tmp_path: Path) -> None:
     """By samples, without a word: its graph began in the last part, where nothing wanted a
     gradient.
     """
@@ -161,7 +161,7 @@ class Pyramid(nn.Module):
 
 
 @pytest.mark.parametrize("row", ["place(2, cut=[ups.0])", "pipeline(2, micro=3, cut=[ups.1])"])
-def test_a_list_that_a_module_gives_is_taken_apart(pool: Launcher, row: str) -> None:
+def test_list_returned_by_a_module_is_copied(pool: Launcher, row: str) -> None:
     """It was the plan's own, and empty in the second forward: ValueError of zip."""
     assert found(pool, row, make_job("pyramid", Pyramid, VECTORS)).value <= 1e-10
 
@@ -185,7 +185,7 @@ class Cropped(nn.Module):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("row", ["place(2, cut=[middle])", "pipeline(2, micro=4, cut=[out])"])
-def test_a_size_that_is_a_tensor_is_looked_at(pool: Launcher, row: str) -> None:
+def test_size_that_is_a_tensor_is_read(pool: Launcher, row: str) -> None:
     """Python's functions are not asked: the plan of another length was taken, and a module
     blamed for its shapes.
     """
@@ -207,7 +207,7 @@ class Dropped(nn.Module):
         return self.out(torch.tanh(self.middle(functional.embedding(tokens, weight).mean(1))))
 
 
-def test_a_draw_of_a_weight_of_two_parts_is_made_once(pool: Launcher) -> None:
+def test_draw_for_a_weight_of_two_stages_is_made_once(pool: Launcher) -> None:
     """The later part made it again, and the model was said to draw another number of times than
     when it was cut.
     """
@@ -235,7 +235,7 @@ class Averaging(nn.Module):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])", "place(3)"])
-def test_what_is_written_of_a_buffer_that_two_parts_have(pool: Launcher, row: str) -> None:
+def test_buffer_of_two_stages_is_written(pool: Launcher, row: str) -> None:
     assert found(pool, row, make_job("averaging", Averaging, VECTORS)).value <= 1e-10
 
 
@@ -268,7 +268,7 @@ class Replaced(nn.Module):
         return self.out(torch.tanh(self.second(hidden)))
 
 
-def test_an_id_of_a_buffer_that_is_gone_is_nobodys() -> None:
+def test_id_of_a_freed_buffer_is_not_reused() -> None:
     """Freed within a forward, its id was another tensor's: operations on inputs alone took
     numbers of those that cross.
     """
@@ -281,7 +281,7 @@ def test_an_id_of_a_buffer_that_is_gone_is_nobodys() -> None:
 
 
 @pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(2, cut=[out])"])
-def test_a_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
+def test_replaced_buffer_of_a_stage(pool: Launcher, row: str) -> None:
     assert found(pool, row, make_job("replaced", Replaced, VECTORS)).value <= 1e-10
 
 
@@ -326,9 +326,7 @@ class Following(nn.Module):
         ),
     ],
 )
-def test_a_weight_that_a_forward_writes_to_unseen_ends_the_run(
-    tmp_path: Path, late: bool, told: str
-) -> None:
+def test_hidden_write_to_a_weight_ends_the_run(tmp_path: Path, late: bool, told: str) -> None:
     """The part that runs it had a copy that did not move; the model that was saved was a third
     one.
     """
@@ -359,7 +357,7 @@ class Counting(nn.Module):
         return out
 
 
-def test_a_count_at_the_end_of_a_forward_is_refused(tmp_path: Path) -> None:
+def test_counter_after_a_forward_is_refused(tmp_path: Path) -> None:
     """It stood still on all ranks but the last, and the first is the one that reads it."""
     job = make_job("counting", lambda: Counting(first=False), VECTORS, batch=4)
     with pytest.raises(
@@ -370,7 +368,7 @@ def test_a_count_at_the_end_of_a_forward_is_refused(tmp_path: Path) -> None:
         pg.train(job, "place(2)", runs=tmp_path)
 
 
-def test_a_count_at_the_beginning_is_the_same_training(pool: Launcher) -> None:
+def test_counter_before_a_forward_equals_serial(pool: Launcher) -> None:
     assert (
         found(
             pool, "place(2)", make_job("counting", lambda: Counting(first=True), VECTORS, batch=4)
@@ -391,9 +389,7 @@ class Deep(Counting):
 @pytest.mark.parametrize(
     "row", ["pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=2, recompute=true)"]
 )
-def test_a_count_is_refused_where_forwards_are_made_more_than_once(
-    tmp_path: Path, row: str
-) -> None:
+def test_counter_is_refused_if_forwards_are_repeated(tmp_path: Path, row: str) -> None:
     """Every part of a rank counted, and what is made again read other numbers than before."""
     with pytest.raises(
         pg.RankFailed,
@@ -439,7 +435,7 @@ def restarting(world: World, strategy: str) -> tuple[list[float], list[int]]:
     return losses, [*calls, model.calls]
 
 
-def test_a_count_that_is_set_back(pool: Launcher) -> None:
+def test_counter_that_is_reset(pool: Launcher) -> None:
     """The object that was given never ran: its count was 0, and setting it to 0 was no
     change.
     """
@@ -467,7 +463,7 @@ class Normed(nn.Module):
         return self.out(hidden)
 
 
-def test_what_is_written_and_not_read_is_told_apart_from_a_buffer(tmp_path: Path) -> None:
+def test_unread_attribute_is_distinguished_from_a_buffer(tmp_path: Path) -> None:
     """The forward that showed it was made with the buffers of the one before: the attribute was
     blamed.
     """

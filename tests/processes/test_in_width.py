@@ -56,21 +56,19 @@ def steps(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.sample(14)
 @pytest.mark.parametrize(("row", "column"), WIDE)
-def test_it_is_the_same_training(pool: Launcher, row: str, column: str, steps: int) -> None:
+def test_tensor_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
     assert found(pool, row, JOBS[column], steps).value <= 1e-10
 
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize(("row", "column"), OF_PIECES)
-def test_images_in_pieces_are_the_same_training(
-    pool: Launcher, row: str, column: str, steps: int
-) -> None:
+def test_spatial_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
     assert found(pool, row, {**JOBS, **OF_IMAGES}[column], steps).value <= 1e-10
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(("row", "column"), OF_BRANCHES)
-def test_branches_are_the_same_training(pool: Launcher, row: str, column: str, steps: int) -> None:
+def test_branch_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
     assert found(pool, row, WITH_BRANCHES[column], steps).value <= 1e-10
 
 
@@ -101,7 +99,7 @@ def centred() -> nn.Module:
         "pipeline(2, micro=1, recompute=true) * tensor(2)",
     ],
 )
-def test_a_buffer_that_a_forward_makes_anew(pool: Launcher, row: str) -> None:
+def test_buffer_recreated_by_a_forward(pool: Launcher, row: str) -> None:
     """It is whole on every rank: pieces that stand for what was there at first would be found
     in every step.
     """
@@ -118,7 +116,7 @@ class Towers(nn.Module):
         return self.out(torch.cat([tower(x) for tower in self.towers], 1))
 
 
-def test_a_buffer_of_a_branch_that_a_forward_makes_anew(pool: Launcher) -> None:
+def test_branch_buffer_recreated_by_a_forward(pool: Launcher) -> None:
     with pytest.raises(
         pg.RankFailed,
         match=r"makes the buffer towers\..* anew, which is in a branch; change it in place",
@@ -161,7 +159,7 @@ class CountingTowers(Towers):
     ],
     ids=["tensor", "branch"],
 )
-def test_a_buffer_that_a_forward_changes_in_place(
+def test_buffer_changed_in_place_by_a_forward(
     pool: Launcher, row: str, model: Callable[[], nn.Module]
 ) -> None:
     assert found(pool, row, job("counting", model, VECTORS), BRIEF).value <= 1e-10
@@ -292,7 +290,7 @@ def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     ],
     ids=["vectors", "parts", "numpy", "images", "branches"],
 )
-def test_draws_of_a_test_are_those_of_serials(
+def test_draws_in_an_evaluation_equal_serial(
     pool: Launcher,
     tmp_path: Path,
     model: Callable[[], nn.Module],
@@ -368,7 +366,7 @@ def from_numpy(x: Tensor) -> Tensor:
         ),
     ],
 )
-def test_draws_that_begin_late_are_told(
+def test_late_draws_outside_of_keyed_generators_are_reported(
     pool: Launcher, tmp_path: Path, row: str, draw: Callable[[Tensor], Tensor], told: str
 ) -> None:
     """A branch of which others do not know that it draws is another draw ahead of them from
@@ -383,7 +381,7 @@ def test_draws_that_begin_late_are_told(
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "tensor(3)"])
-def test_draws_that_begin_late_are_serials(pool: Launcher, row: str) -> None:
+def test_late_draws_equal_serial(pool: Launcher, row: str) -> None:
     assert (
         found(pool, row, job("late", functools.partial(Late, multinomial), VECTORS), BRIEF).value
         <= 1e-10
@@ -411,7 +409,7 @@ class Sloping(nn.Module):
         ("branch(2)", "the model, without gradients, raised RuntimeError: element 0"),
     ],
 )
-def test_a_model_that_cannot_be_tested_is_refused_at_the_door(text: str, told: str) -> None:
+def test_model_that_cannot_be_evaluated_is_refused_at_start(text: str, told: str) -> None:
     """It was trained for an epoch, and then a rank died in the test."""
     with pytest.raises(pg.Refused, match=told):
         validate_run(
@@ -430,7 +428,7 @@ def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return functional.cross_entropy(output[0], target) + 0.1 * slope.square().mean()
 
 
-def test_a_loss_that_takes_gradients_is_refused_at_the_door() -> None:
+def test_loss_that_takes_gradients_is_refused_at_start() -> None:
     """Its training ended in the first test."""
     with pytest.raises(
         pg.Refused,
@@ -443,7 +441,7 @@ def test_a_loss_that_takes_gradients_is_refused_at_the_door() -> None:
         )
 
 
-def test_images_of_one_row_are_refused_at_the_door() -> None:
+def test_images_of_one_row_are_refused_at_start() -> None:
     """The repair was spatial(1)."""
     lines = TensorDataset(numbers(30, 2, 1, 8, seed=3), IMAGES.tensors[1])
     model = functools.partial(
@@ -455,7 +453,7 @@ def test_images_of_one_row_are_refused_at_the_door() -> None:
         validate_run(job("lines", model, lines), "spatial(2)", Settings())
 
 
-def test_branches_under_autocast_are_refused_at_the_door() -> None:
+def test_branches_under_autocast_are_refused_at_start() -> None:
     with pytest.raises(
         pg.Refused,
         match="under autocast the ranks without a branch do not know the types of its values",
@@ -480,7 +478,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [2, 3])
-def test_a_halo_at_the_end_of_a_checkpoint(pool: Launcher, rows: int) -> None:
+def test_halo_exchange_at_the_end_of_a_checkpoint(pool: Launcher, rows: int) -> None:
     """One rank stopped before it had answered its neighbour, who waited. Over gloo, where
     nobody else is there to be heard.
     """
@@ -499,7 +497,7 @@ class Viewed(Plain):
         return self.out(torch.cat([before, first + second], 1))  # type: ignore[no-any-return]
 
 
-def test_a_value_that_was_shown_and_is_changed_by_a_view(pool: Launcher) -> None:
+def test_gathered_value_changed_through_a_view(pool: Launcher) -> None:
     assert found(pool, "branch(2)", job("viewed", Viewed, VECTORS), BRIEF).value <= 1e-10
 
 
@@ -517,7 +515,7 @@ class Meshed(nn.Module):
         return self.out(hidden) + 0 * first.sum()  # type: ignore[no-any-return]
 
 
-def test_a_function_that_asks_twice(pool: Launcher) -> None:
+def test_function_that_dispatches_twice(pool: Launcher) -> None:
     assert found(pool, "tensor(2)", job("meshed", Meshed, VECTORS, batch=29), BRIEF).value <= 1e-10
 
 
@@ -535,7 +533,7 @@ class NormedTwice(Plain):
 
 
 @pytest.mark.parametrize("row", ["branch(2)", "data(2) * branch(2)"])
-def test_statistics_that_branches_share(pool: Launcher, row: str) -> None:
+def test_statistics_shared_by_branches(pool: Launcher, row: str) -> None:
     """Whose branch it was in changed them alone."""
     assert found(pool, row, job("normed twice", NormedTwice, VECTORS), BRIEF).value <= 1e-10
 
@@ -565,7 +563,7 @@ class Kept(Plain):
         "data(2, state=fully_sharded)",
     ],
 )
-def test_parameters_that_a_model_keeps_elsewhere_are_refused_at_the_door(row: str) -> None:
+def test_parameters_outside_of_modules_are_refused_at_start(row: str) -> None:
     """On a rank they were others from the first update on, and the training was another one,
     without a word.
     """
@@ -576,7 +574,7 @@ def test_parameters_that_a_model_keeps_elsewhere_are_refused_at_the_door(row: st
         validate_run(job("kept", Kept, VECTORS), row, Settings())
 
 
-def test_a_proxy_of_what_has_gone_keeps_no_parameter() -> None:
+def test_dead_weak_proxy_keeps_no_parameter() -> None:
     """Whoever asks it what it is gets a ReferenceError, and so did the door."""
     gone = weakref.proxy(nn.Linear(1, 1))
     model = nn.Sequential(nn.Linear(2, 2))
@@ -585,7 +583,7 @@ def test_a_proxy_of_what_has_gone_keeps_no_parameter() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
-def test_what_torch_does_not_copy_is_refused_at_the_door() -> None:
+def test_module_that_torch_cannot_copy_is_refused_at_start() -> None:
     """It was told by a rank, without a repair."""
     made = job(
         "old norm",
@@ -609,7 +607,9 @@ class ByState(nn.Sequential):
         )  # type: ignore[no-any-return]
 
 
-def test_what_goes_by_another_way_is_told_with_the_cause(pool: Launcher, tmp_path: Path) -> None:
+def test_unsupported_control_flow_is_reported_with_its_cause(
+    pool: Launcher, tmp_path: Path
+) -> None:
     """A model under tensor was to be cut elsewhere, which tensor knows nothing of."""
     made = job(
         "by state",
@@ -660,7 +660,9 @@ class Averaged(Plain):
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "tensor(3, pairs=false)", "branch(2)"])
-def test_a_functional_call(pool: Launcher, tmp_path: Path, row: str) -> None:
+def test_functional_call_uses_the_given_parameters(
+    pool: Launcher, tmp_path: Path, row: str
+) -> None:
     """Modules found their own pieces first, not what torch.func had put in the place of their
     parameters.
     """
@@ -701,7 +703,7 @@ class Bordered(nn.Module):
     ("row", "model", "data", "told"),
     [("tensor(2)", Masking, VECTORS, "zero_"), ("spatial(2)", Bordered, IMAGES, "fill_")],
 )
-def test_a_view_that_was_gathered_is_not_changed(
+def test_gathered_view_is_not_changed_in_place(
     pool: Launcher,
     tmp_path: Path,
     row: str,
@@ -732,7 +734,7 @@ class Hooked(nn.Module):
         return self.out(hidden).mean((2, 3)) * border.mean((1, 2))[:, None]
 
 
-def test_a_hook_on_a_view_that_was_gathered(pool: Launcher) -> None:
+def test_hook_on_a_gathered_view(pool: Launcher) -> None:
     """It was put on another tensor, which nobody used."""
     assert found(pool, "spatial(2)", job("hooked", Hooked, IMAGES), BRIEF).value <= 1e-10
 
@@ -748,7 +750,7 @@ class OfAnySize(Dataset[tuple[Tensor, int]]):
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", "spatial(2)"])
-def test_samples_that_are_never_in_one_batch(pool: Launcher, row: str) -> None:
+def test_samples_that_cannot_share_a_batch(pool: Launcher, row: str) -> None:
     """The door put two of them together, which the job does not."""
     made = job(
         "of any size",
@@ -787,7 +789,7 @@ job = pg.Job(name="looked-up", model=LookedUp, loss=nn.functional.cross_entropy,
 
 
 @pytest.mark.table
-def test_gradients_that_threads_add_up_in_any_order(tmp_path: Path) -> None:
+def test_gradients_summed_by_threads_in_any_order(tmp_path: Path) -> None:
     """Backward of x[index] does, so that copies of a table differed from rank to rank, and a
     forward that writes to it was blamed. Torch adds in one order where it is told to.
     """
@@ -831,7 +833,7 @@ class PreActivation(nn.Module):
     ],
     ids=["batch", "data", "plain", "instance"],
 )
-def test_a_branch_that_begins_with_a_norm(
+def test_branch_that_begins_with_a_norm(
     pool: Launcher, row: str, norm: Callable[[int], nn.Module]
 ) -> None:
     """It was taken for one of the trunk, as what it is given is on all ranks, and wrote its
@@ -860,7 +862,7 @@ class Shared(nn.Module):
         return self.blocks[0](x) + self.blocks[1](x.tanh())  # type: ignore[no-any-return]
 
 
-def test_statistics_of_a_branch_beside_a_weight_of_the_trunk_are_refused() -> None:
+def test_branch_statistics_with_a_trunk_weight_are_refused() -> None:
     """They were written to copies."""
     with pytest.raises(
         pg.Refused,
@@ -878,9 +880,7 @@ def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     "of", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
 )
-def test_a_branch_with_a_spectral_norm(
-    pool: Launcher, of: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_branch_with_a_spectral_norm(pool: Launcher, of: Callable[[nn.Module], nn.Module]) -> None:
     """Torch's writes its vectors by out=, and assigns what comes back: that was another
     tensor.
     """
@@ -916,7 +916,7 @@ def of_heads(output: Heads, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("row", ["branch(2)", "tensor(2)"])
-def test_heads_in_a_dataclass(pool: Launcher, row: str) -> None:
+def test_output_heads_in_a_dataclass(pool: Launcher, row: str) -> None:
     """The model was said to have no branches."""
     assert found(pool, row, job("heads", TwoHeads, VECTORS, loss=of_heads), BRIEF).value <= 1e-10
 
@@ -972,7 +972,7 @@ OF_WHOLE = {
 @pytest.mark.parametrize(
     "row", ["spatial(2)", "data(2) * spatial(2)", "branch(2)", "data(2) * branch(2)"]
 )
-def test_an_optimizer_that_wants_whole_tensors_has_them(pool: Launcher, row: str) -> None:
+def test_whole_tensor_optimizer_gets_whole_tensors(pool: Launcher, row: str) -> None:
     """Where every rank has every parameter, whole, and where each is one rank's, it was
     refused: they were cut, it said.
     """
@@ -1012,9 +1012,7 @@ def test_an_optimizer_that_wants_whole_tensors_has_them(pool: Launcher, row: str
         ),
     ],
 )
-def test_an_optimizer_that_wants_what_no_rank_has_is_refused(
-    row: str, optimizer: str, told: str
-) -> None:
+def test_optimizer_of_tensors_no_rank_holds_is_refused(row: str, optimizer: str, told: str) -> None:
     model = functools.partial(PreActivation, nn.BatchNorm2d)
     with pytest.raises(pg.Refused, match=told):
         validate_run(

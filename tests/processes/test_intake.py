@@ -59,7 +59,7 @@ class Waves(nn.Module):
 @pytest.mark.parametrize(
     "strategy", [*CUT, "data(2, reduce=native)", "data(2, reduce=ring(reproducible=true))"]
 )
-def test_a_first_parameter_that_is_complex(strategy: str, tmp_path: Path) -> None:
+def test_complex_first_parameter(strategy: str, tmp_path: Path) -> None:
     """Inputs were cast to the type of the first parameter, and the numbers that travel with the
     gradients (weight, loss) too: "grad can be implicitly created only for real scalar outputs
     but got torch.complex64". And shared memory asked for a fused update, which takes no complex
@@ -144,9 +144,7 @@ def own_loop(world: World, model: Any, strategy: str) -> tuple[dict[str, Tensor]
         (lambda: nn.Linear(10, 4).bfloat16(), torch.bfloat16),
     ],
 )
-def test_types_of_inputs_in_a_loop_of_ones_own(
-    model: Any, dtype: torch.dtype, pool: Launcher
-) -> None:
+def test_input_types_in_a_user_loop(model: Any, dtype: torch.dtype, pool: Launcher) -> None:
     """A first parameter in bfloat16 turned all inputs into bfloat16, its float32 part's too.
     Now they take the type that all real parameters share; where they share none, inputs stay
     what they were.
@@ -214,7 +212,7 @@ def near(output: Tensor, target: Tensor) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("metric", [None, near])
-def test_autograd_inside_the_forward(metric: Any, tmp_path: Path) -> None:
+def test_autograd_inside_of_the_forward(metric: Any, tmp_path: Path) -> None:
     """Door and evaluation ran under no_grad: "element 0 of tensors does not require grad and
     does not have a grad_fn".
     """
@@ -276,7 +274,7 @@ def residual(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (slope + output).pow(2).mean()
 
 
-def test_a_loss_that_differentiates_by_its_batch(tmp_path: Path) -> None:
+def test_loss_that_differentiates_by_its_batch(tmp_path: Path) -> None:
     """The door gave model and loss copies of their own of one entry, and micro-batches cut it
     twice: "One of the differentiated Tensors appears to not have been used in the graph".
     """
@@ -312,7 +310,7 @@ def of_both(outputs: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
     return losses[0] + 0.4 * losses[1], len(target)
 
 
-def test_other_outputs_in_training(tmp_path: Path) -> None:
+def test_different_outputs_in_training(tmp_path: Path) -> None:
     """The door asked the loss on what the model returns in eval mode: "too many indices for
     tensor of dimension 2".
     """
@@ -340,7 +338,7 @@ class Centred(nn.Module):
         return self.out(x if self.training else x - x.mean(0))
 
 
-def test_the_loss_of_the_test_set_must_add_up(tmp_path: Path) -> None:
+def test_loss_of_the_test_set_must_be_additive(tmp_path: Path) -> None:
     """Without a metric the test is the loss in eval mode, summed over ranks."""
     centred = job("centred", Centred, VECTORS, test=VECTORS)
     with pytest.raises(
@@ -374,7 +372,7 @@ class OfSides(nn.Module):
         return self.left(sides.left) + self.right(sides.right)
 
 
-def test_a_named_tuple_is_one_argument(tmp_path: Path) -> None:
+def test_named_tuple_is_one_argument(tmp_path: Path) -> None:
     """Its fields were spread over the model's arguments: "takes 2 positional arguments but 3
     were given".
     """
@@ -468,7 +466,7 @@ def time_first(samples: list[Any]) -> object:
 @pytest.mark.parametrize(
     "length", [*(pytest.param(each, marks=pytest.mark.table) for each in (12, 6)), 3, 2]
 )
-def test_time_first(length: int, tmp_path: Path) -> None:
+def test_time_first_input(length: int, tmp_path: Path) -> None:
     """Time first trains whole. In micro-batches it is refused at the door (a rank said it at
     step 0), also where a length is a number of samples by chance: then the cut went through
     time, without a word.
@@ -488,7 +486,7 @@ class Stream(IterableDataset):
         return (VECTORS[index] for index in range(29))
 
 
-def test_a_stream_gets_the_way_out(tmp_path: Path) -> None:
+def test_iterable_dataset_is_refused_with_a_repair(tmp_path: Path) -> None:
     """An IterableDataset was called like a function: "'Stream' object is not callable"."""
     plain = job("stream", lambda: nn.Linear(10, 4), VECTORS)
     for changed in (
@@ -533,7 +531,7 @@ def test_lazy_modules(tmp_path: Path) -> None:
     assert run.header["job"]["parameters"] == 10 * 6 + 6 + 12 + 6 * 4 + 4
 
 
-def test_lazy_modules_in_a_loop_of_ones_own() -> None:
+def test_lazy_modules_in_a_user_loop() -> None:
     model = lazy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -562,7 +560,7 @@ def penalised(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return functional.cross_entropy(outputs[0], target) + 0.01 * outputs[1]
 
 
-def test_a_weight_penalty_that_the_model_returns(tmp_path: Path) -> None:
+def test_weight_penalty_returned_by_the_model(tmp_path: Path) -> None:
     same(tmp_path, job("penalised", Penalised, VECTORS, loss=penalised), *CUT)
 
 
@@ -580,7 +578,7 @@ def of_held(output: Tensor, target: Tensor) -> Tensor:
     )
 
 
-def test_a_loss_that_holds_the_model_trains_and_cannot_be_verified(tmp_path: Path) -> None:
+def test_loss_that_refers_to_the_model_trains_unverified(tmp_path: Path) -> None:
     """verify builds two models in one process, of which such a loss reads the last: it said
     "NO" of the same training.
     """
@@ -597,7 +595,7 @@ def test_a_loss_that_holds_the_model_trains_and_cannot_be_verified(tmp_path: Pat
         pg.verify(checked, "data(2)", runs=tmp_path)
 
 
-def test_a_model_that_is_built_once(tmp_path: Path) -> None:
+def test_model_that_is_built_once(tmp_path: Path) -> None:
     """model=lambda: net gave trainer and reference one module, which both updated: verify said
     "NO".
     """
@@ -623,7 +621,7 @@ class HoldsANet(nn.Module):
         )
 
 
-def test_a_loss_with_parameters_of_its_own(tmp_path: Path) -> None:
+def test_loss_with_parameters(tmp_path: Path) -> None:
     """A loss that is a module is copied, with what it holds: the penalty was that of a copy
     which nobody trained.
     """

@@ -36,7 +36,7 @@ def written(folder: Path, text: str, name: str = "filed.py") -> str:
     return str(path)
 
 
-def test_registrations(tmp_path: Path) -> None:
+def test_registrations_of_a_job_file_reach_the_ranks(tmp_path: Path) -> None:
     """Ranks got a job file's functions by value and never ran the file: an operator that it
     registers with torch, and an entry that it makes in the table of another module, were
     missing there.
@@ -69,7 +69,7 @@ built_by_lambda = pg.Job(model=lambda: __import__("table_of_models").MODELS["dou
     assert len(pg.train(job, "data(2, reduce=ring)", runs=tmp_path).losses) == 3
 
 
-def test_what_cannot_be_sent_is_named_and_a_function_around_it_is_the_way_out(
+def test_unpicklable_object_is_named_with_a_repair(
     tmp_path: Path,
 ) -> None:
     """A scripted loss, or one that holds a lock: "PickleError: ScriptFunction cannot be
@@ -103,7 +103,7 @@ around = pg.Job(**{**settings, "loss": lambda output, target: own(output, target
     assert len(pg.train(find_job(f"{path}:around"), "data(2)", runs=tmp_path).losses) == 3
 
 
-def test_classes_are_those_that_were_registered(tmp_path: Path) -> None:
+def test_registered_classes_are_equal_in_ranks(tmp_path: Path) -> None:
     """transformers' Auto classes look up the class of a configuration, which by value was
     another one in each rank.
     """
@@ -129,7 +129,7 @@ def job():
     assert len(pg.train(job, "data(2)", runs=tmp_path).losses) == 3
 
 
-def test_default_type(tmp_path: Path) -> None:
+def test_default_dtype_reaches_the_ranks(tmp_path: Path) -> None:
     """torch.set_default_dtype at the top level held in the launcher alone; it goes with every
     task now.
     """
@@ -155,7 +155,7 @@ job = pg.Job(model=lambda: Net(5, 3), dtype=torch.float64, **settings)
         torch.set_default_dtype(before)
 
 
-def test_globals_are_one(tmp_path: Path) -> None:
+def test_functions_of_a_job_file_share_their_globals(tmp_path: Path) -> None:
     """A function by its name and a lambda of the same file share its globals; what the file
     draws at its top level is the same on all ranks; and a number that a function changed after
     the file was run goes with it.
@@ -195,7 +195,7 @@ def job():
     assert torch.allclose(*weights, rtol=1e-4, atol=1e-6)
 
 
-def test_an_edit_in_between_mixes_nothing(tmp_path: Path) -> None:
+def test_edited_job_file_is_not_mixed_with_the_old(tmp_path: Path) -> None:
     place = written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)\n")
     first = find_job(place)
     second = find_job(
@@ -209,7 +209,9 @@ def test_an_edit_in_between_mixes_nothing(tmp_path: Path) -> None:
     assert shapes == [(3, 5), (7, 5)]
 
 
-def test_modules_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_attribute_job_imports_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """module:attribute with lambdas alone: nothing made a rank import the module."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "table_of_layers.py").write_text("LAYERS = {}\n")
@@ -234,7 +236,7 @@ pg.train(job, "data(2)")
 
 
 @pytest.mark.table
-def test_a_training_at_the_top_level_is_refused_by_the_command_and_runs_as_a_script(
+def test_training_at_top_level_is_refused_by_the_command(
     tmp_path: Path,
 ) -> None:
     """`paragrad train script.py` trained at once, by the script's own call, and then again."""
@@ -258,7 +260,7 @@ def test_a_training_at_the_top_level_is_refused_by_the_command_and_runs_as_a_scr
 
 
 @pytest.mark.story
-def test_a_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None:
+def test_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None:
     text = UNGUARDED.replace("pg.train(", 'if __name__ == "__main__":\n    pg.train(')
     words = ["-m", "paragrad", "train", written(tmp_path, text), "--strategy", "data(2)"]
     done = subprocess.run(
@@ -273,7 +275,7 @@ def test_a_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None
     assert (done.stdout + done.stderr).count("at the top") == 1
 
 
-def test_a_short_name_within_another_one_names_nothing(
+def test_short_module_name_does_not_match_a_longer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a job `level:job` whatever had "level" in it, such as two_level, was sent with that

@@ -224,7 +224,7 @@ def whole(run: pg.Run) -> bool:
         ),
     ],
 )
-def test_who_joins_does_its_part_and_ends_with_the_training(
+def test_joined_worker_trains_until_the_end(
     text: str, place: Ground, opened: Callable[..., Any]
 ) -> None:
     here = opened(joining=((), ()), wanted=2)
@@ -248,9 +248,7 @@ def test_who_joins_does_its_part_and_ends_with_the_training(
 
 
 @pytest.mark.story
-def test_who_is_started_by_a_launcher_joins_as_any(
-    place: Ground, opened: Callable[..., Any]
-) -> None:
+def test_worker_started_by_a_launcher_can_join(place: Ground, opened: Callable[..., Any]) -> None:
     """By srun with two tasks it was let in, and then refused: the training wanted three ranks,
     and the launcher started two.
     """
@@ -278,7 +276,7 @@ def test_who_is_started_by_a_launcher_joins_as_any(
 
 
 @pytest.mark.story
-def test_who_leaves_says_so(place: Ground, opened: Callable[..., Any]) -> None:
+def test_leaving_worker_returns_its_samples(place: Ground, opened: Callable[..., Any]) -> None:
     """Ctrl-C: what it was at is somebody else's at once."""
     here = opened(seen=lambda run, number: run.joiners[0].send_signal(signal.SIGINT))
     run = place.train("server(2, sync=ssp(1))")
@@ -289,7 +287,9 @@ def test_who_leaves_says_so(place: Ground, opened: Callable[..., Any]) -> None:
 
 
 @pytest.mark.story
-def test_one_that_is_killed_is_missed_by_nobody(place: Ground, opened: Callable[..., Any]) -> None:
+def test_killed_joined_worker_does_not_stop_the_training(
+    place: Ground, opened: Callable[..., Any]
+) -> None:
     here = opened(seen=lambda run, number: run.joiners[0].kill_members())
     run = place.train("server(2, servers=2, sync=ssp(1))")
     assert ended(here.joiners[0])[0] == -signal.SIGKILL
@@ -298,9 +298,7 @@ def test_one_that_is_killed_is_missed_by_nobody(place: Ground, opened: Callable[
 
 
 @pytest.mark.story
-def test_one_that_is_stopped_is_late_and_comes_back(
-    place: Ground, opened: Callable[..., Any]
-) -> None:
+def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., Any]) -> None:
     def run(self: Any) -> str:
         self.office.limit = 0.5
         self.was_late = False
@@ -329,7 +327,7 @@ def test_one_that_is_stopped_is_late_and_comes_back(
     assert "late" in events(run)
 
 
-def test_a_server_that_is_killed_is_found_again(place: Ground, opened: Callable[..., Any]) -> None:
+def test_killed_server_is_found_again(place: Ground, opened: Callable[..., Any]) -> None:
     """At its port, by its key, and it knows who was let in. Under ssp nobody goes on without
     the one that joined.
     """
@@ -346,9 +344,7 @@ def test_a_server_that_is_killed_is_found_again(place: Ground, opened: Callable[
     assert len(Record(run.folder).select_lines("step", 4)) > 3
 
 
-def test_who_waits_for_long_is_told_that_somebody_is_there(
-    place: Ground, opened: Callable[..., Any]
-) -> None:
+def test_waiting_worker_is_kept_alive(place: Ground, opened: Callable[..., Any]) -> None:
     """It gives up after a second and a half without an answer, and is held for three
     questions.
     """
@@ -394,7 +390,7 @@ LAUNCHES = """
 
 
 @pytest.mark.story
-def test_where_the_launching_process_is_killed_who_joined_ends_with_a_sentence(
+def test_joined_worker_ends_if_the_launching_process_dies(
     tmp_path: Path,
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -422,7 +418,7 @@ def test_where_the_launching_process_is_killed_who_joined_ends_with_a_sentence(
 
 # ---- who is let in ---------------------------------------------------------------------------
 @pytest.mark.story
-def test_a_stranger_gets_no_answer_and_changes_nothing(
+def test_unknown_sender_gets_no_answer_and_changes_nothing(
     place: Ground, opened: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Noise over raw TCP, ZeroMQ without a key, an unknown key, another server's key: of the
@@ -485,7 +481,7 @@ def test_a_stranger_gets_no_answer_and_changes_nothing(
     assert events(run) == []
 
 
-def test_another_job_is_refused_by_name_on_both_sides(
+def test_different_job_is_refused_by_name_on_both_sides(
     place: Ground, opened: Callable[..., Any]
 ) -> None:
     """And the training goes on with who trains the same. One key may be added while it runs."""
@@ -534,7 +530,7 @@ KNOWN = {"seed": 0, "model": "Linear(1, 1)", "loss before training": 0.5}
         (b"{}", "another seed"),
     ],
 )
-def test_what_a_job_is_known_by_is_checked(text: bytes, why: str) -> None:
+def test_job_fingerprint_is_checked(text: bytes, why: str) -> None:
     """What is recorded has no word of who sent it."""
     with pytest.raises(InvalidMessage, match=why.replace("(", r"\(").replace(")", r"\)")):
         refuse_other_job(KNOWN, text)
@@ -594,7 +590,7 @@ class Hall(Desk):
         return "".join(self.refusals[before:])
 
 
-def test_a_number_is_its_keys_alone_and_a_ticket_whose_it_was_given() -> None:
+def test_number_and_ticket_belong_to_one_key() -> None:
     hall = Hall()
     key = b"k" * 40
     hall.give(3)
@@ -617,7 +613,7 @@ def test_a_number_is_its_keys_alone_and_a_ticket_whose_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("kind", [MessageType.NEXT, MessageType.LEAVE])
-def test_what_nobody_says_anything_of_is_somebody_elses(kind: MessageType) -> None:
+def test_ticket_of_a_departed_worker_is_reassigned(kind: MessageType) -> None:
     """Who left as it was given a ticket took it away: it was open for ever, and the training
     did not end.
     """
@@ -631,7 +627,7 @@ def test_what_nobody_says_anything_of_is_somebody_elses(kind: MessageType) -> No
     assert hall.office.open_tickets == {taken: 7 if 7 in hall.given else 0}
 
 
-def test_who_joined_keeps_nothing() -> None:
+def test_joined_worker_stores_nothing() -> None:
     """It has not the run's folder; and tests it does as any."""
     hall = Hall()
     hall.office.add_tickets([Ticket(KEEP, keep="model"), Ticket(TEST)])
@@ -642,7 +638,7 @@ def test_who_joined_keeps_nothing() -> None:
     assert hall.given[7] == Ticket(TEST)
 
 
-def test_what_one_that_joined_cannot_do_is_somebody_elses_though_it_alone_has_trained() -> None:
+def test_model_is_saved_by_an_original_worker() -> None:
     """All of the training's own had been replaced: those who had trained went first, and it was
     given nothing to keep.
     """
@@ -654,7 +650,7 @@ def test_what_one_that_joined_cannot_do_is_somebody_elses_though_it_alone_has_tr
     assert hall.asks(0) == Ticket(KEEP, keep="model")
 
 
-def test_a_part_of_another_epochs_test_is_no_part_of_this_one() -> None:
+def test_evaluation_of_an_earlier_epoch_is_ignored() -> None:
     """Who was late with it was believed: the parts of all tests had the same names."""
     hall = Hall()
     hall.office.add_tickets([Ticket(TEST, epoch=0)])
@@ -669,7 +665,7 @@ def test_a_part_of_another_epochs_test_is_no_part_of_this_one() -> None:
     assert hall.given[1] == Ticket(TEST, epoch=1)
 
 
-def test_who_comes_when_it_is_over_is_told_so() -> None:
+def test_joining_after_the_end_is_refused() -> None:
     """It was let in, and waited for servers that were gone."""
     hall = Hall()
     assert hall.says(b"k" * 40, kind=MessageType.REMIND) == ""
@@ -681,7 +677,7 @@ def test_who_comes_when_it_is_over_is_told_so() -> None:
     assert hall.given[7] == Ticket(END)  # who is back late
 
 
-def test_who_asks_again_while_it_waits_is_told_to() -> None:
+def test_repeated_join_request_waits() -> None:
     hall = Hall()
     kinds: list[MessageType] = []
     hall.send_answer = lambda whose, header, text=b"": kinds.append(header.kind)
@@ -691,9 +687,7 @@ def test_who_asks_again_while_it_waits_is_told_to() -> None:
     assert len(hall.office.workers) == 1
 
 
-def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(
-    place: Ground, tmp_path: Path
-) -> None:
+def test_step_record_has_a_ticket_or_a_worker_number(place: Ground, tmp_path: Path) -> None:
     """Who asks twice to join has one number, and servers that are not there yet are waited for;
     a step has one line.
     """
@@ -767,7 +761,7 @@ def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(
 
 
 # ---- files and places ------------------------------------------------------------------------
-def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
+def test_private_keys_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     key = tmp_path / f"me{SECRET_SUFFIX}"
     public = make_key_files(key)
     assert key.stat().st_mode & 0o777 == 0o600
@@ -793,7 +787,7 @@ def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
         make_key_files(tmp_path / "me")
 
 
-def test_who_may_join_is_a_folder_of_public_keys(tmp_path: Path) -> None:
+def test_allowed_keys_are_a_folder_of_public_keys(tmp_path: Path) -> None:
     folder = tmp_path / "allow"
     job = pg.job("digits")
     for prepare, repair in (
@@ -831,7 +825,7 @@ def test_who_may_join_is_a_folder_of_public_keys(tmp_path: Path) -> None:
         ("tcp://[fd00::1]:4", HostPort("fd00::1", 4)),
     ],
 )
-def test_places_are_read_as_they_are_printed(text: str, place: HostPort) -> None:
+def test_addresses_parse_as_they_are_printed(text: str, place: HostPort) -> None:
     assert parse_host_port("--listen", text) == place
     assert parse_host_port("--listen", str(place)) == place
 
@@ -839,12 +833,12 @@ def test_places_are_read_as_they_are_printed(text: str, place: HostPort) -> None
 @pytest.mark.parametrize(
     "text", ["", ":40", "a:b", "http://a:40", "a:99999", "a/b", "[::1", "a:40?x", "u@a:40"]
 )
-def test_other_places_are_refused(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(Refused, match="write HOST or HOST:PORT"):
         parse_host_port("--listen", text)
 
 
-def test_a_port_that_is_in_use_is_refused() -> None:
+def test_used_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(
@@ -856,7 +850,7 @@ def test_a_port_that_is_in_use_is_refused() -> None:
     refuse_host_port(HostPort("127.0.0.1", port), 1)
 
 
-def test_a_server_is_where_it_was_with_the_key_that_it_had(tmp_path: Path) -> None:
+def test_restarted_server_has_its_address_and_key(tmp_path: Path) -> None:
     """Also while the old one's connections are still closing. Only who is allowed is let in, by
     the folder as it is.
     """
@@ -889,7 +883,7 @@ def test_a_server_is_where_it_was_with_the_key_that_it_had(tmp_path: Path) -> No
     assert (tmp_path / "kept").stat().st_mode & 0o077 == 0
 
 
-def test_a_flood_of_connections_lets_others_talk() -> None:
+def test_connection_flood_does_not_block_others() -> None:
     """ZeroMQ tells who comes and goes, and stood still while nobody had heard the last thousand
     of it.
     """
@@ -910,7 +904,7 @@ def test_a_flood_of_connections_lets_others_talk() -> None:
         listening.close()
 
 
-def test_noise_is_not_taken_for_workers_that_left() -> None:
+def test_random_bytes_do_not_count_as_leaving_workers() -> None:
     """A port scan between hosts made the count of connections negative, and the server end: no
     worker is there any more.
     """

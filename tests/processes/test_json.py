@@ -93,7 +93,7 @@ def compared(verb: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_page_has_every_key_that_a_verb_prints(verb: str, tmp_path: Path) -> None:
+def test_page_has_every_key_that_a_command_prints(verb: str, tmp_path: Path) -> None:
     """One verb said `seconds per step`, another seconds_per_step; one had `record`, the others
     folder; none was documented.
     """
@@ -102,7 +102,7 @@ def test_the_page_has_every_key_that_a_verb_prints(verb: str, tmp_path: Path) ->
     compared(verb, CliRunner().invoke(cli.app, [*words, *runs, "--json"]).stdout)
 
 
-def test_the_page_has_every_key_of_a_machine_file(
+def test_page_has_every_key_of_a_machine_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = Machine(
@@ -119,7 +119,7 @@ def test_the_page_has_every_key_of_a_machine_file(
     compared("measure", capsys.readouterr().out)
 
 
-def test_a_key_that_is_missing_or_new_is_found() -> None:
+def test_missing_or_new_key_is_found() -> None:
     """The comparison itself: of an answer with one key less, and with one more."""
     whole = [{"kind": "reduce", "name": "ring", "what": "x"}]
     compared("strategies", json.dumps(whole))
@@ -130,7 +130,7 @@ def test_a_key_that_is_missing_or_new_is_found() -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "compare", "verify"])
-def test_the_command_and_python_begin_with_the_same_settings(verb: str) -> None:
+def test_command_and_python_have_equal_defaults(verb: str) -> None:
     """`paragrad train` compared 20 steps with serial unless told not to, and `paragrad.train`
     did not unless told to.
     """

@@ -48,7 +48,7 @@ def rates(make: Callable[[torch.optim.Optimizer], Any], steps: int, lr: float = 
     return found
 
 
-def test_a_warm_up_leads_in_even_parts_from_the_own_rate_to_the_scaled_one() -> None:
+def test_warm_up_rises_linearly_to_the_scaled_rate() -> None:
     found = rates(lambda optimizer: Scaled(optimizer, 8.0, 4), 7)
     assert found == pytest.approx([0.1 * each for each in (1, 2.75, 4.5, 6.25, 8, 8, 8)])
     assert rates(lambda optimizer: Scaled(optimizer, 0.5), 3) == pytest.approx([0.05] * 3)
@@ -71,7 +71,7 @@ OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 # torch's own, of one of its schedulers
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("own", OWN)
-def test_the_own_schedule_is_at_the_same_place_of_an_epoch(own: str) -> None:
+def test_scaled_schedule_keeps_its_place_in_an_epoch(own: str) -> None:
     """Of 12 steps an epoch it has made as many at its end, by a batch four times as large (3
     steps), and by a smaller one.
     """
@@ -90,7 +90,7 @@ def test_the_own_schedule_is_at_the_same_place_of_an_epoch(own: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("own", OWN)
-def test_a_schedule_goes_on_from_its_state(own: str) -> None:
+def test_schedule_resumes_from_its_state(own: str) -> None:
     def made() -> tuple[torch.optim.Optimizer, Scaled]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         return optimizer, Scaled(optimizer, 4.0, 5, OWN[own](optimizer), 12, 4)
@@ -110,7 +110,7 @@ def test_a_schedule_goes_on_from_its_state(own: str) -> None:
     assert again.get_last_lr() == scheduler.get_last_lr()
 
 
-def test_a_job_remembers_for_which_batch_it_was_written() -> None:
+def test_job_stores_its_original_batch_size() -> None:
     made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
     assert made.replace(batch=24).replace(batch=48).own_batch == 12
     assert made.replace(epochs=3).own_batch is None
@@ -127,7 +127,7 @@ def test_a_job_remembers_for_which_batch_it_was_written() -> None:
     assert validate_run(checked.job, "serial").inspection.rate_scaling is None  # and once is enough
 
 
-def test_what_is_no_scheduler_is_still_said_to_be_none() -> None:
+def test_invalid_scheduler_is_refused() -> None:
     made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
     for wrong, message in (
         (schedulers.ReduceLROnPlateau, "wants a metric"),
@@ -140,7 +140,7 @@ def test_what_is_no_scheduler_is_still_said_to_be_none() -> None:
 
 
 @pytest.mark.parametrize("text", ["serial", "data(2)", "server(2, servers=2)"])
-def test_a_training_of_a_larger_batch(text: str, tmp_path: Path) -> None:
+def test_large_batch_training_equals_plain_torch(text: str, tmp_path: Path) -> None:
     """Beside plain torch, which is told the rates."""
     made = job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)), VECTORS
@@ -168,7 +168,7 @@ def test_a_training_of_a_larger_batch(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["data(2)", "data(2, state=replicated)"])
-def test_it_goes_on_from_a_checkpoint(text: str, tmp_path: Path) -> None:
+def test_large_batch_run_resumes_from_a_checkpoint(text: str, tmp_path: Path) -> None:
     made = job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)), VECTORS
     ).replace(
@@ -261,7 +261,7 @@ def given(parameters: list[nn.Parameter], step: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 @pytest.mark.parametrize("changing", [False, True])
-def test_lars_is_its_formula(changing: bool, decay: float) -> None:
+def test_lars_equals_its_formula(changing: bool, decay: float) -> None:
     parameters, weights = begun()
     optimizer = Lars(parameters, lr=0.5, momentum=0.9, weight_decay=decay, trust=0.02)
     kept = [[0.0] * len(each) for each in weights]
@@ -279,7 +279,7 @@ def test_lars_is_its_formula(changing: bool, decay: float) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_lamb_is_its_formula(decay: float) -> None:
+def test_lamb_equals_its_formula(decay: float) -> None:
     parameters, weights = begun()
     optimizer = Lamb(parameters, lr=0.05, betas=(0.9, 0.99), weight_decay=decay)
     means, squares = ([[0.0] * len(each) for each in weights] for _ in range(2))
@@ -294,7 +294,7 @@ def test_lamb_is_its_formula(decay: float) -> None:
         )
 
 
-def test_a_group_that_is_not_adapted_is_sgds_and_adams() -> None:
+def test_excluded_groups_are_updated_by_sgd_and_adam() -> None:
     for ours, theirs in (
         (Lars, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)),
         (Lamb, functools.partial(torch.optim.AdamW, lr=0.1, eps=1e-6, weight_decay=0.01)),
@@ -319,7 +319,7 @@ def test_a_group_that_is_not_adapted_is_sgds_and_adams() -> None:
         (lambda held: Lamb(held, eps=-1), "eps must be"),
     ],
 )
-def test_what_an_optimizer_refuses(make: Callable[[Any], Any], message: str) -> None:
+def test_invalid_optimizer_arguments_are_refused(make: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make([nn.Parameter(torch.zeros(1))])
 
@@ -338,7 +338,7 @@ def weights_of(trainer: Trainer) -> State:
     "text", ["data(2, state=replicated)", "data(2)", "data(3, state=shared_memory)"]
 )
 @pytest.mark.parametrize("name", LAYERED)
-def test_their_norms_are_of_whole_tensors(pool: Launcher, name: str, text: str) -> None:
+def test_layerwise_norms_are_of_whole_tensors(pool: Launcher, name: str, text: str) -> None:
     """In shared memory each tensor is updated by one rank."""
     made = job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 4)), VECTORS
@@ -354,7 +354,7 @@ def test_their_norms_are_of_whole_tensors(pool: Launcher, name: str, text: str) 
                 )
 
 
-def test_servers_that_cut_tensors_refuse_them() -> None:
+def test_servers_that_divide_tensors_refuse_them() -> None:
     made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(optimizer=LAYERED["lars"])
     with pytest.raises(pg.Refused, match="Lars does not update element by element"):
         validate_run(made, "server(2, servers=2)")
@@ -402,7 +402,7 @@ def half_square(output: Tensor, target: Tensor) -> Tensor:
         pytest.param("data(3, micro=2)", marks=pytest.mark.table),
     ],
 )
-def test_the_scale_of_a_problem_of_which_it_is_known(text: str, tmp_path: Path) -> None:
+def test_noise_scale_of_a_known_problem(text: str, tmp_path: Path) -> None:
     """1,000 steps at fixed parameters; the bound is that of the issue the estimate was made
     for.
     """
@@ -425,7 +425,7 @@ def test_the_scale_of_a_problem_of_which_it_is_known(text: str, tmp_path: Path) 
         "serial(micro=3)",
     ],
 )
-def test_norms_are_those_of_plain_torch(text: str, tmp_path: Path) -> None:
+def test_noise_scale_norms_equal_plain_torch(text: str, tmp_path: Path) -> None:
     """Of the first micro-batch of every rank, before it is exchanged, and of the mean, also of
     a short last batch.
     """
@@ -457,7 +457,7 @@ def test_norms_are_those_of_plain_torch(text: str, tmp_path: Path) -> None:
             )
 
 
-def test_unequal_shares_count_by_the_harmonic_mean() -> None:
+def test_unequal_shares_use_the_harmonic_mean() -> None:
     """Worked by hand: b = 2 / (1/1 + 1/3) = 1.5, B = 4, (9 + 3) / 2 = 6 and 3.5."""
     lines = [
         {"noise": [9.0, 1.0, 3.5], "loss": [0.0, 1.0]},
@@ -471,7 +471,7 @@ def test_unequal_shares_count_by_the_harmonic_mean() -> None:
     assert estimate_step_noise([{"noise": None, "loss": [0.0, 4.0]}]) is None
 
 
-def test_of_tokens_it_is_judged_beside_tokens(
+def test_noise_scale_of_tokens_is_compared_with_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was printed beside the batch, in sequences: a batch 64 times as large as the useful
@@ -512,7 +512,7 @@ def test_lamb_refuses_complex_numbers() -> None:
         Lamb([parameter]).step()
 
 
-def test_it_is_on_the_page_and_printed(tmp_path: Path) -> None:
+def test_noise_scale_is_printed_and_on_the_page(tmp_path: Path) -> None:
     made, _ = regression(samples=256)
     with pytest.warns(
         UserWarning, match="the noise scale is not measured under serial: no rank there"
@@ -527,6 +527,6 @@ def test_it_is_on_the_page_and_printed(tmp_path: Path) -> None:
     assert pg.train(made, "data(2)", runs=tmp_path, limit=2).to_json()["noise"] is None
 
 
-def test_settings_of_the_training_are_all_there_is() -> None:
+def test_negative_noise_scale_is_refused() -> None:
     with pytest.raises(pg.Refused, match="noise_scale must be a whole number"):
         Settings(noise_scale=-1).check_settings()

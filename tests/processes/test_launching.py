@@ -42,7 +42,7 @@ def who(world: World, name: str) -> tuple[int, int, str, int]:
     return world.rank, world.size, name, torch.get_num_threads()
 
 
-def test_results_come_in_rank_order_and_the_cores_are_divided(pool: Launcher) -> None:
+def test_results_are_in_rank_order_and_cores_are_divided(pool: Launcher) -> None:
     for size in (1, 2, 3, 4):
         assert pool.run(who, "x", size=size) == [
             (rank, size, "x", max(1, count_cores() // size)) for rank in range(size)
@@ -91,7 +91,7 @@ def differ_on_one(world: World, differs: bool) -> None:
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_that_a_training_differs_is_told_beside_the_message(two: Launcher, differs: bool) -> None:
+def test_replica_difference_is_reported_with_the_error(two: Launcher, differs: bool) -> None:
     """Also where others tell of it in other words."""
     with pytest.raises(RankFailed) as caught:
         two.run(differ_on_one, differs)
@@ -107,9 +107,7 @@ def die(world: World, how: signal.Signals) -> None:
 
 @pytest.mark.story
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
-def test_a_killed_rank_is_named_and_not_the_peer_that_complains(
-    two: Launcher, how: signal.Signals
-) -> None:
+def test_killed_rank_is_named_and_not_its_peer(two: Launcher, how: signal.Signals) -> None:
     with pytest.raises(RankFailed) as caught:
         two.run(die, how)
     assert caught.value.rank == 1
@@ -122,7 +120,7 @@ def hang(world: World) -> None:
 
 
 @pytest.mark.story
-def test_a_hang_is_ended_by_the_deadline_and_names_the_rank(two: Launcher) -> None:
+def test_hang_is_ended_by_the_deadline_and_named(two: Launcher) -> None:
     # the deadline shall not count the start of processes
     two.run(who, "awake")
     pids = [process.pid for process in two.processes]
@@ -156,8 +154,8 @@ SCRIPT = textwrap.dedent("""
     def told(rank, value):
         started.append(rank)
         if len(started) == 2:
-            print(processes.get_fork_server().popen.pid, *(process.pid for process in ranks.processes),
-                    flush=True)
+            server = processes.get_fork_server()
+            print(server.popen.pid, *(process.pid for process in ranks.processes), flush=True)
 
     with Launcher(2) as ranks:
         ranks.run(wait, on_report=told)
@@ -171,7 +169,7 @@ SCRIPT = textwrap.dedent("""
         *(pytest.param(each, marks=pytest.mark.table) for each in (signal.SIGTERM, signal.SIGINT)),
     ],
 )
-def test_no_rank_and_no_server_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
+def test_no_process_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
     """The signal goes to the launcher's process group, as Ctrl-C at a terminal does."""
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
@@ -213,7 +211,7 @@ def proved(world: World) -> bool:
     return True
 
 
-def test_the_world_proves_its_collectives(pool: Launcher) -> None:
+def test_world_verifies_its_collectives(pool: Launcher) -> None:
     assert all(pool.run(proved, size=3))
 
 
@@ -226,13 +224,13 @@ def broken_sum(world: World) -> None:
     Broken(world.rank, world.size, world.backend, world.timeout, world.group).check_collectives()
 
 
-def test_a_backend_that_averages_instead_of_summing_is_found(two: Launcher) -> None:
+def test_averaging_backend_is_detected(two: Launcher) -> None:
     with pytest.raises(RankFailed, match=r"gives a wrong all_reduce\(SUM\)"):
         two.run(broken_sum)
 
 
 @pytest.mark.table
-def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Launcher) -> None:
+def test_reused_rank_keeps_no_threads_or_sockets(pool: Launcher) -> None:
     """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state,
     which held DDP, so the process groups of a finished run lived on, and the whole equality
     table slowed down as it went.
@@ -275,7 +273,7 @@ class Interrupted:
 PLAIN_POLL = select.poll
 
 
-def test_another_process_of_a_server_that_has_ended_is_refused() -> None:
+def test_process_of_an_ended_server_is_refused() -> None:
     """As after a kill of the server, which others had replaced: it was a file that was not
     found.
     """
@@ -287,7 +285,7 @@ def test_another_process_of_a_server_that_has_ended_is_refused() -> None:
             ranks.start_extra_process()
 
 
-def test_a_signal_amid_the_look_for_another() -> None:
+def test_two_signals_during_server_start() -> None:
     """On a crowded machine two came at once while torch was imported: the server ended, and
     nothing could be trained.
     """

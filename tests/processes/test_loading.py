@@ -76,7 +76,7 @@ def drawn(
     ]
 
 
-def test_a_sample_draws_by_seed_epoch_and_index_alone() -> None:
+def test_sample_draws_by_seed_epoch_and_index() -> None:
     first = torch.cat(drawn())
     assert torch.equal(first, torch.cat(drawn(batches=((3,), (1, 2)))))
     assert torch.equal(first[1:], torch.cat(drawn(batches=((1,), (2,)))))
@@ -85,7 +85,7 @@ def test_a_sample_draws_by_seed_epoch_and_index_alone() -> None:
 
 
 @pytest.mark.parametrize(("loaders", "most"), [(0, 1), (1, 3)])
-def test_batches_are_made_as_they_are_loaded(loaders: int, most: int) -> None:
+def test_batch_order_is_computed_lazily(loaders: int, most: int) -> None:
     """All of an epoch were made before the first: about a hundred bytes a sample, in every
     rank.
     """
@@ -117,7 +117,7 @@ def test_loaders_give_the_same_numbers_in_the_same_order(loaders: int) -> None:
 
 
 @pytest.mark.parametrize("loaders", [0, 2])
-def test_the_generators_of_the_process_stay_as_they_are(loaders: int) -> None:
+def test_global_generators_stay_unchanged(loaders: int) -> None:
     before = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()
     drawn(loaders=loaders)
     assert torch.equal(before[0], torch.get_rng_state())
@@ -125,7 +125,7 @@ def test_the_generators_of_the_process_stay_as_they_are(loaders: int) -> None:
     assert before[2] == random.getstate()
 
 
-def test_a_training_with_loaders_is_the_same_training(pool: Launcher, tmp_path: Path) -> None:
+def test_training_with_loaders_equals_serial(pool: Launcher, tmp_path: Path) -> None:
     """Transforms drawn in two processes of each rank, under data(2), give serial's losses and
     parameters.
     """
@@ -162,7 +162,7 @@ def test_a_training_with_loaders_is_the_same_training(pool: Launcher, tmp_path: 
             )
 
 
-def test_a_loader_that_fails_names_rank_and_error(pool: Launcher, tmp_path: Path) -> None:
+def test_failing_loader_names_rank_and_error(pool: Launcher, tmp_path: Path) -> None:
     class Broken(Augmented):
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             if index == 39:
@@ -174,7 +174,7 @@ def test_a_loader_that_fails_names_rank_and_error(pool: Launcher, tmp_path: Path
         train_on_ranks(pool, validate_run(job, "data(2)", Settings(loaders=1)), tmp_path)
 
 
-def test_whole_batches_are_asked_for_at_once_where_a_dataset_gives_them() -> None:
+def test_whole_batches_use_the_batch_method_of_a_dataset() -> None:
     assert torch.equal(Samples(VECTORS)[0, [3, 5]][0], VECTORS.tensors[0][[3, 5]])
     assert torch.equal(Samples(Subset(VECTORS, [3, 5]))[0, [1, 0]][0], VECTORS.tensors[0][[5, 3]])
 
@@ -217,7 +217,7 @@ def test_nested_batches() -> None:
     assert map_leaves(lambda leaf: leaf, batch)["texts"] is batch["texts"]
 
 
-def test_how_a_model_is_called() -> None:
+def test_model_call_by_batch_type() -> None:
     def model(x: int, y: int = 0) -> tuple[int, int]:
         return x, y
 
@@ -230,7 +230,7 @@ def test_how_a_model_is_called() -> None:
         separate_target(torch.ones(3))
 
 
-def test_a_drawing_collate_is_used_on_data_with_whole_batches() -> None:
+def test_random_collate_with_a_batched_dataset() -> None:
     def mixing(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
         return torch.stack([x for x, _ in samples]) + torch.rand(1)
 
@@ -253,7 +253,7 @@ def test_complex_buffers_keep_their_imaginary_part() -> None:
         assert float(model.turns.imag[1]) == pytest.approx(0.8414710)
 
 
-def test_a_loader_in_the_place_of_its_dataset_is_refused() -> None:
+def test_data_loader_as_dataset_is_refused() -> None:
     """'DataLoader' object is not callable, said the Job; not subscriptable, said one's own
     loop. Neither named the repair.
     """
@@ -288,7 +288,7 @@ def test_a_loader_in_the_place_of_its_dataset_is_refused() -> None:
     ],
     ids=str,
 )
-def test_a_metric_is_tried_at_the_door(found: object, told: str) -> None:
+def test_metric_is_called_at_start(found: object, told: str) -> None:
     """It was called first after a whole epoch, and what it gave was taken apart on every
     rank.
     """
@@ -304,7 +304,7 @@ def test_a_metric_is_tried_at_the_door(found: object, told: str) -> None:
     )
 
 
-def test_a_test_set_is_tried_at_the_door() -> None:
+def test_test_set_is_read_at_start() -> None:
     other = TensorDataset(torch.randn(5, 3), torch.zeros(5).long())
     with pytest.raises(
         pg.Refused, match="job mlp: one batch of test through the model raised RuntimeError"
@@ -336,7 +336,7 @@ def as_drawn(drawn: list[Any]) -> Any:
     return drawn[0] if len(drawn) == 1 else torch.utils.data.default_collate(drawn)
 
 
-def test_what_loaders_hand_over() -> None:
+def test_loader_batches_use_anonymous_shared_memory() -> None:
     """Through memory without a name: torch's entries in /dev/shm stay where a loader is killed
     in between (1 of 300 kills).
     """

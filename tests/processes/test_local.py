@@ -102,7 +102,7 @@ def close(one: State, other: State, within: float = 1e-10) -> bool:
         "local(2, every=1, outer=elastic(pull=0.5)) * place(2)",
     ],
 )
-def test_averaged_after_every_step_plain_sgd_is_serials(pool: Launcher, text: str) -> None:
+def test_averaging_after_every_sgd_step_is_serial(pool: Launcher, text: str) -> None:
     """Weighted by samples: of the last batch of 5 four workers have 2, 1, 1 and 1. Elastic with
     a pull of 1/2 on two replicas has its centre in their mean, but replicas do not meet in
     it.
@@ -120,7 +120,7 @@ def test_averaged_after_every_step_plain_sgd_is_serials(pool: Launcher, text: st
 
 
 @pytest.mark.parametrize("text", LOOSER)
-def test_with_momentum_it_is_another_training_and_says_how_far(
+def test_momentum_differs_and_the_deviation_is_reported(
     pool: Launcher, tmp_path: Path, text: str
 ) -> None:
     chosen = resolved(text)
@@ -131,7 +131,7 @@ def test_with_momentum_it_is_another_training_and_says_how_far(
     assert not pg.verify(vectors(optimizer=heavy), text, runs=tmp_path).same
 
 
-def test_replicas_are_apart_between_meetings_and_one_after_them(pool: Launcher) -> None:
+def test_replicas_differ_between_averagings_and_agree_after(pool: Launcher) -> None:
     ranks = steps_on(pool, vectors(), "local(3, every=3)")
     for step in range(1, STEPS + 1):
         stands = [rank[step][0] for rank in ranks]
@@ -165,9 +165,7 @@ LARGE = "0.weight"  # of that: 2,200 numbers; the others are sent as they are
     ],
 )
 @pytest.mark.parametrize("compressor", ["int8", "bf16", "fp16"])
-def test_how_far_weights_moved_may_be_compressed(
-    pool: Launcher, text: str, compressor: str
-) -> None:
+def test_weight_changes_may_be_compressed(pool: Launcher, text: str, compressor: str) -> None:
     """Up to where they first meet it is the same training, and there the mean is off by what
     the compressor rounds of moves, which for bfloat16 is a 256th of them; replicas are equal to
     the bit where the outer says so.
@@ -200,7 +198,7 @@ def test_how_far_weights_moved_may_be_compressed(
         )
 
 
-def test_a_compressed_meeting_sends_less_and_a_test_is_of_the_mean_itself(tmp_path: Path) -> None:
+def test_compressed_averaging_sends_less_and_evaluates_the_mean(tmp_path: Path) -> None:
     made = vectors(model=wide, test=VECTORS)
     whole, less = (
         pg.train(made, text, runs=tmp_path, limit=3)
@@ -229,12 +227,12 @@ def test_a_compressed_meeting_sends_less_and_a_test_is_of_the_mean_itself(tmp_pa
 @pytest.mark.parametrize(
     "compressor", ["top_k(0.1)", "one_bit", "power_sgd(1)", "dgc(0.1)", "threshold(1)"]
 )
-def test_what_feeds_back_is_for_gradients(compressor: str) -> None:
+def test_error_feedback_is_for_gradients(compressor: str) -> None:
     with pytest.raises(pg.Refused, match="compress by int8, bf16 or fp16"):
         pg.strategy(f"local(2, compress={compressor})")
 
 
-def test_synchronous_steps_first_are_those_of_data(pool: Launcher) -> None:
+def test_synchronous_first_steps_equal_data(pool: Launcher) -> None:
     """Post-local SGD: with momentum, whose state all replicas then share."""
     local, data = (
         steps_on(pool, vectors(optimizer=heavy), text)
@@ -264,7 +262,7 @@ def beside_plain(world: World, made: pg.Job) -> bool:
         trainer.close()
 
 
-def test_what_is_not_linear_in_a_gradient_sees_that_of_the_own_share(pool: Launcher) -> None:
+def test_nonlinear_hook_sees_the_gradient_of_its_share(pool: Launcher) -> None:
     """A hook that clips saw the sum over a replica's share, by whose mean the replica steps."""
     assert pool.run(beside_plain, vectors(model=Clamped), size=2) == [True, True]
 
@@ -302,7 +300,7 @@ def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> St
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
-def test_it_is_torchs_own_post_local_sgd(pool: Launcher) -> None:
+def test_local_sgd_equals_torch_post_local_sgd(pool: Launcher) -> None:
     """Whose averages count all replicas alike: batches are even here. It averages after the
     first step from `warmup_steps` on, ours after `every` steps alone.
     """
@@ -317,7 +315,7 @@ def test_it_is_torchs_own_post_local_sgd(pool: Launcher) -> None:
         assert not close(theirs[0], theirs[1])
 
 
-def test_the_outer_step_is_torchs_sgd_with_nesterovs_momentum(pool: Launcher) -> None:
+def test_outer_step_equals_torch_nesterov_sgd(pool: Launcher) -> None:
     """DiLoCo: the gradient of an outer step is how far the mean came from the centre."""
     ranks = steps_on(pool, vectors(), "local(2, every=2, outer=nesterov(lr=0.5, momentum=0.8))", 6)
     begun = ranks[0][0][1]
@@ -370,7 +368,7 @@ def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
     return stood, copied(kept), copied(trainer.model.state_dict())
 
 
-def test_the_outer_step_is_of_a_whole_round(pool: Launcher) -> None:
+def test_outer_step_covers_a_whole_round(pool: Launcher) -> None:
     """After one step of a round the run stood for a whole outer step, with all its momentum:
     far beyond the mean. A run that is asked to stop, or tested, is so in the middle of a
     round.
@@ -388,7 +386,7 @@ def test_the_outer_step_is_of_a_whole_round(pool: Launcher) -> None:
         assert any(each.any() for each in momentum.values())
 
 
-def test_elastic_replicas_and_centre_are_pulled_as_published(pool: Launcher) -> None:
+def test_elastic_averaging_equals_the_published_formula(pool: Launcher) -> None:
     ranks = steps_on(
         pool,
         vectors(train=torch.utils.data.Subset(VECTORS, range(24))),
@@ -414,7 +412,7 @@ def test_elastic_replicas_and_centre_are_pulled_as_published(pool: Launcher) -> 
 
 
 # ---- what else a model has -------------------------------------------------------------------
-def test_running_statistics_are_averaged_and_constants_left_alone(pool: Launcher) -> None:
+def test_running_statistics_are_averaged_and_constants_kept(pool: Launcher) -> None:
     """A mean over three replicas is off in the last bit, which nobody wants in a table of
     constants.
     """
@@ -433,7 +431,7 @@ def constant_cnn() -> nn.Module:
     return model
 
 
-def test_a_replica_without_a_sample_sits_a_step_out(pool: Launcher) -> None:
+def test_replica_without_samples_skips_the_step(pool: Launcher) -> None:
     """The last batch has one sample, for the first of three workers; a momentum that goes on
     alone would move the others.
     """
@@ -451,7 +449,7 @@ def test_a_replica_without_a_sample_sits_a_step_out(pool: Launcher) -> None:
     assert close(ranks[1][3][0], mean)  # type: ignore[arg-type]
 
 
-def test_no_replica_updates_where_no_target_counts(pool: Launcher) -> None:
+def test_no_replica_updates_without_counted_targets(pool: Launcher) -> None:
     """A batch whose targets are all ignored ends data(n); here no replica has anything to step
     by, and all go on.
     """
@@ -464,7 +462,7 @@ def test_no_replica_updates_where_no_target_counts(pool: Launcher) -> None:
     assert all(close(rank[step][1], rank[0][1], 0.0) for rank in ranks for step in range(5))
 
 
-def test_a_run_with_a_batch_of_which_nothing_counts_has_its_losses(tmp_path: Path) -> None:
+def test_batch_without_counted_targets_has_losses_recorded(tmp_path: Path) -> None:
     """Reading them divided by its weight, which is 0."""
     data = torch.utils.data.TensorDataset(
         TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
@@ -488,7 +486,7 @@ def test_a_run_with_a_batch_of_which_nothing_counts_has_its_losses(tmp_path: Pat
         "local(2, every=2, outer=nesterov) * place(2, cut=[3, 1])",
     ],
 )
-def test_a_model_that_is_cut_is_averaged_part_by_part(pool: Launcher, text: str) -> None:
+def test_divided_model_is_averaged_by_stage(pool: Launcher, text: str) -> None:
     """As the same replicas on one rank each. The last of four modules has no parameters, and a
     part of its own: there its rank left the others alone when they made their copies equal.
     """
@@ -522,7 +520,7 @@ class Momentous(nn.Module):
         return self.student(x) + self.teacher(x) + self.seen.sum()  # type: ignore[no-any-return]
 
 
-def test_what_follows_the_weights_and_what_is_made_anew_become_their_means_too(
+def test_derived_and_recreated_buffers_are_averaged(
     pool: Launcher,
 ) -> None:
     """They stayed each rank's own, and what was saved was the first one's."""
@@ -549,7 +547,7 @@ class Following(nn.Module):
         return self.out(x)  # type: ignore[no-any-return]
 
 
-def test_a_buffer_of_another_shape_on_each_rank_is_named(pool: Launcher) -> None:
+def test_buffer_with_different_shapes_is_named(pool: Launcher) -> None:
     """The transport said that messages did not match."""
     with (
         Launcher(2) as two,
@@ -569,7 +567,7 @@ class Replacing(torch.optim.SGD):
             parameter.data = parameter.data - 0.1 * parameter.grad
 
 
-def test_an_optimizer_may_put_other_tensors_into_the_parameters(pool: Launcher) -> None:
+def test_optimizer_may_replace_parameter_storage(pool: Launcher) -> None:
     """What was averaged was the memory that they had had."""
     made = vectors(optimizer=functools.partial(Replacing, lr=0.1))
     assert (
@@ -600,7 +598,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).abs().square().mean()
 
 
-def test_elastic_replicas_agree_where_they_stand_though_nothing_counted(pool: Launcher) -> None:
+def test_elastic_replicas_share_a_center_without_counted_data(pool: Launcher) -> None:
     """Each took its own weights for the mean, and had a centre of its own from then on."""
     targets = TEXT.tensors[1][:24].clone()
     # of the first batch none counts
@@ -616,7 +614,7 @@ def test_elastic_replicas_agree_where_they_stand_though_nothing_counted(pool: La
         assert close(ranks[0][step][0], ranks[1][step][0], 0.0)
 
 
-def test_three_meetings_of_elastic_as_published(pool: Launcher) -> None:
+def test_three_elastic_averagings_equal_the_formula(pool: Launcher) -> None:
     """c += a sum (x_i - c), though replicas have 4, 4 and 4, and then 2, 2 and 1 samples to
     step by.
     """
@@ -670,7 +668,7 @@ def odd() -> nn.Module:
 
 
 @pytest.mark.parametrize("reduce", ["native", "ring"])
-def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Launcher, reduce: str) -> None:
+def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, reduce: str) -> None:
     """They lie at other places of buckets on each rank, and sums of three in another order
     differed in the last bit.
     """
@@ -697,7 +695,7 @@ def scheduled_free(world: World, every: int) -> State:
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_an_optimizer_with_modes_is_tested_as_one_model(pool: Launcher, every: int) -> None:
+def test_optimizer_with_modes_is_evaluated_as_one_model(pool: Launcher, every: int) -> None:
     """Of equal weights each rank's own state made another model, and a test added up what was
     of two.
     """
@@ -712,7 +710,7 @@ def images(**changes: Any) -> pg.Job:
     return job("images", mlp, VECTORS).replace(**{**tested, **changes})
 
 
-def test_weights_travel_when_replicas_meet_and_what_a_test_sends_is_told_apart(
+def test_averaging_and_evaluation_bytes_are_recorded_apart(
     tmp_path: Path,
 ) -> None:
     run = pg.train(images(), "local(4, every=4)", runs=tmp_path)
@@ -729,7 +727,7 @@ def test_weights_travel_when_replicas_meet_and_what_a_test_sends_is_told_apart(
     assert run.sent_per_step["weights"]["bytes"] == round(whole / 4)
 
 
-def test_a_test_does_not_feed_back(tmp_path: Path) -> None:
+def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
     """Tested after every epoch or not at all, it is the same training to the bit."""
     tested, not_tested = (
         pg.train(images(**changes), "local(3, every=5, outer=nesterov)", runs=tmp_path)
@@ -739,7 +737,7 @@ def test_a_test_does_not_feed_back(tmp_path: Path) -> None:
     assert close(tested.model().state_dict(), not_tested.model().state_dict(), 0.0)
 
 
-def test_the_saved_model_is_the_mean_at_the_end(tmp_path: Path, pool: Launcher) -> None:
+def test_saved_model_is_the_final_mean(tmp_path: Path, pool: Launcher) -> None:
     """ParallelSGD: replicas never meet before, so each is serial's training on its own
     shares.
     """
@@ -760,7 +758,7 @@ def test_the_saved_model_is_the_mean_at_the_end(tmp_path: Path, pool: Launcher) 
     assert close(run.model().state_dict(), mean)  # type: ignore[arg-type]
 
 
-def test_optimizers_states_become_their_mean() -> None:
+def test_optimizer_states_are_averaged() -> None:
     """By what each has seen; what counts steps stays a number."""
     told = [
         (1.0, {"a": {"m": torch.tensor([1.0, 0.0]), "z": torch.tensor([2j]), "step": 3}}),
@@ -780,7 +778,7 @@ def test_optimizers_states_become_their_mean() -> None:
     assert average_state([(0.0, each) for _, each in told])["a"]["m"].tolist() == [3.0, 2.0]
 
 
-def test_a_planted_division_shows(tmp_path: Path) -> None:
+def test_planted_weight_division_is_detected(tmp_path: Path) -> None:
     """The weight is divided twice as well, which hid it."""
     whole, planted = (
         pg.train(vectors(), "local(2, every=1, reduce=ring)", runs=tmp_path, **more)
@@ -790,7 +788,7 @@ def test_a_planted_division_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outer", ["mean", "nesterov", "elastic"])
-def test_what_is_saved_goes_on_under_other_strategies(tmp_path: Path, outer: str) -> None:
+def test_checkpoints_resume_under_other_strategies(tmp_path: Path, outer: str) -> None:
     """Under serial names, with the mean of the optimizers' states; what the strategy alone
     keeps is named and left out.
     """
@@ -823,7 +821,7 @@ def test_what_is_saved_goes_on_under_other_strategies(tmp_path: Path, outer: str
         assert all(line["picked"] == "without outer momentum" for line in left)
 
 
-def test_a_damaged_or_lost_file_of_the_strategy_is_found(tmp_path: Path) -> None:
+def test_damaged_or_missing_strategy_file_is_found(tmp_path: Path) -> None:
     made = images(epochs=2)
     first = pg.train(made, "local(2, every=2, outer=nesterov)", runs=tmp_path, save=3)
     (first.folder / "checkpoint-00000006" / "strategy.safetensors").unlink()
@@ -834,7 +832,7 @@ def test_a_damaged_or_lost_file_of_the_strategy_is_found(tmp_path: Path) -> None
     assert len(run.losses) == 3
 
 
-def test_the_outer_momentum_is_kept(tmp_path: Path) -> None:
+def test_outer_momentum_is_saved(tmp_path: Path) -> None:
     """Saved when replicas have met, the outer step goes on as if nothing had been; plain SGD
     has no state that differs.
     """
@@ -867,7 +865,7 @@ def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, 
 @pytest.mark.parametrize(
     "text", ["local(2, every=3)", "local(2, every=3) * place(2)", "local(2, every=3) * tensor(2)"]
 )
-def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Launcher, text: str) -> None:
+def test_final_model_is_the_mean(pool: Launcher, text: str) -> None:
     """That somebody was asked to stop was heard when they met, and told in the step after it:
     one into the next round.
     """
@@ -892,7 +890,7 @@ def early_end(world: World) -> None:
                     return
 
 
-def test_ranks_that_end_at_other_steps_say_so(pool: Launcher) -> None:
+def test_ranks_that_end_at_different_steps_are_reported(pool: Launcher) -> None:
     """The end of one met the meeting of another, and both went on with the mean of two
     different steps.
     """
@@ -916,7 +914,7 @@ def frozen_late(world: World, freeze: bool) -> None:
 
 
 @pytest.mark.parametrize("freeze", [True, False])
-def test_what_is_frozen_or_unfrozen_late_is_named(freeze: bool) -> None:
+def test_late_freezing_and_unfreezing_is_reported(freeze: bool) -> None:
     """Frozen, it moved the mean of every weight into the place of the one before; unfrozen, it
     was never averaged.
     """
@@ -940,9 +938,7 @@ def states_at_the_end(world: World, text: str) -> dict[str, State]:
 @pytest.mark.parametrize(
     "text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"]
 )
-def test_at_its_end_every_rank_has_the_mean_of_the_optimizers_states(
-    pool: Launcher, text: str
-) -> None:
+def test_final_optimizer_state_is_averaged_on_every_rank(pool: Launcher, text: str) -> None:
     """Replicas other than the first were left with none, where the model is cut."""
     found = pool.run(states_at_the_end, text, size=resolved(text).size)
     assert set(found[0]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -959,9 +955,7 @@ def stopped_at_an_epochs_end(world: World, checked: Any, folder: Path, origin: f
         world.stop.clear()
 
 
-def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(
-    pool: Launcher, tmp_path: Path
-) -> None:
+def test_stop_request_is_handled_after_an_epoch(pool: Launcher, tmp_path: Path) -> None:
     """Without a test, under every=end, all epochs were trained first."""
     checked = validate_run(vectors(), "local(2, every=end)")
     assert (
@@ -974,7 +968,7 @@ def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(
 @pytest.mark.parametrize(
     "text", ["local(2, every=2, outer=nesterov)", "local(2, every=2) * place(2)"]
 )
-def test_a_stop_that_is_heard_in_a_meeting_is_acted_on_there(
+def test_stop_request_during_averaging_is_handled_there(
     pool: Launcher, tmp_path: Path, text: str
 ) -> None:
     """It was saved one step into the next round, at which no replica is where the others
@@ -1007,7 +1001,7 @@ def test_a_stop_that_is_heard_in_a_meeting_is_acted_on_there(
         ("diloco(4)", "local(2, every=500, outer=nesterov)"),
     ],
 )
-def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
+def test_invalid_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         resolved(text)
     assert says in str(caught.value)
@@ -1032,7 +1026,7 @@ def test_more_workers_than_samples_are_refused() -> None:
         ),
     ],
 )
-def test_an_outer_that_would_never_step_is_refused(text: str, says: str) -> None:
+def test_outer_optimizer_that_never_steps_is_refused(text: str, says: str) -> None:
     """It stepped once, at the end: elastic saved a tenth of the initial weights, nesterov a
     third too much of the whole run.
     """
@@ -1060,7 +1054,7 @@ def test_an_outer_that_would_never_step_is_refused(text: str, says: str) -> None
         ("local(2, every=2, after=12, outer=nesterov)", "all of them synchronous"),
     ],
 )
-def test_replicas_that_never_meet_or_never_part_are_told_at_the_door(text: str, says: str) -> None:
+def test_never_or_always_averaging_is_reported_at_start(text: str, says: str) -> None:
     with pytest.warns(UserWarning, match=rf"job vectors makes 12 step\(s\), .*{says}"):
         validate_run(vectors(), text)
     validate_run(vectors(epochs=5), text)
@@ -1075,7 +1069,7 @@ def test_replicas_that_never_meet_or_never_part_are_told_at_the_door(text: str, 
         "local(2, every=end, after=11)",
     ],
 )
-def test_nothing_is_told_of_others(text: str) -> None:
+def test_suitable_intervals_are_not_reported(text: str) -> None:
     validate_run(vectors(), text)
     validate_run(vectors(epochs=0), text)
 
@@ -1126,7 +1120,7 @@ def kept_by(kind: Any, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_that_keeps_copies_of_the_weights_is_found(dtype: torch.dtype) -> None:
+def test_optimizer_with_weight_copies_is_detected(dtype: torch.dtype) -> None:
     assert kept_by(Masters, dtype)
     assert kept_by(SlowWeights, dtype)
     assert not kept_by(Decaying, dtype)
@@ -1150,13 +1144,13 @@ def test_an_optimizer_that_keeps_copies_of_the_weights_is_found(dtype: torch.dty
         "Adafactor",
     ],
 )
-def test_torchs_optimizers_keep_none(name: str) -> None:
+def test_torch_optimizers_keep_no_weight_copies(name: str) -> None:
     assert not kept_by(getattr(torch.optim, name))
 
 
 @pytest.mark.parametrize("kind", [Masters, SlowWeights])
 @pytest.mark.parametrize("text", ["local(2)", "local(2, every=2, outer=elastic) * place(2)"])
-def test_an_optimizer_that_would_undo_the_averaging_is_refused(kind: Any, text: str) -> None:
+def test_optimizer_that_undoes_averaging_is_refused(kind: Any, text: str) -> None:
     """What is averaged is written into the parameters, and its next step wrote its own copies
     over that.
     """
@@ -1186,7 +1180,7 @@ class Moded(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("outer", ["nesterov", "elastic"])
-def test_an_optimizer_with_modes_beside_a_centre_is_refused_at_the_door(outer: str) -> None:
+def test_optimizer_with_modes_and_a_center_is_refused_at_start(outer: str) -> None:
     """All ranks failed in step 0."""
     says = (
         rf"Moded has weights for training and others for tests, and {outer} a centre, which "
@@ -1223,7 +1217,7 @@ def slow_one(world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_replica_that_is_slow_over_many_steps_is_no_riddle(backend: str) -> None:
+def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
     """A second a step beside two is a wait of 500 s after 500 steps: a collective's timeout,
     and no word of the repair.
     """
@@ -1239,7 +1233,7 @@ def test_a_replica_that_is_slow_over_many_steps_is_no_riddle(backend: str) -> No
 @pytest.mark.parametrize(
     ("text", "after"), [("local(1)", math.inf), ("data(1)", stragglers.SLOW_STEP_SECONDS)]
 )
-def test_nobody_is_missed_who_need_not_have_come(text: str, after: float) -> None:
+def test_straggler_warning_follows_the_averaging_interval(text: str, after: float) -> None:
     """It was said of a slow replica that it was still loading, or gone."""
     trainer = Trainer.build_for_job(World(), vectors(), resolved(text))
     assert trainer.straggler_watch.slow_after == after
@@ -1258,7 +1252,7 @@ def test_nobody_is_missed_who_need_not_have_come(text: str, after: float) -> Non
         ("local(2, every=2, after=2) * pipeline(2, micro=2)", False, ["off"]),
     ],
 )
-def test_the_record_says_that_gradients_overlap_where_so(
+def test_record_says_if_gradients_overlap(
     tmp_path: Path, text: str, overlap: bool, told: list[str]
 ) -> None:
     """`local` said so, where nothing is sent in a step."""

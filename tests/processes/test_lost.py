@@ -66,7 +66,7 @@ def killed_before_its_line(world: World, checked: ValidatedRun, folder: Path) ->
         train_rank(world, checked, folder, time.monotonic())
 
 
-def test_a_checkpoint_is_of_a_step_that_all_records_hold(tmp_path: Path) -> None:
+def test_checkpoint_step_is_in_all_records(tmp_path: Path) -> None:
     """Rank 0 had saved a step whose line rank 1 had not written: the resumed run's audit said
     that samples were missed.
     """
@@ -88,7 +88,7 @@ class Raises(nn.Linear):
 @pytest.mark.parametrize(
     ("writer", "name"), [(checkpoint, "save_tensors"), (synchronous, "save_weights")]
 )
-def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, name: str) -> None:
+def test_full_disk_leaves_no_partial_file(tmp_path: Path, writer: Any, name: str) -> None:
     """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be
     recorded.
     """
@@ -104,7 +104,7 @@ def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, nam
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_record_on_a_full_disk_is_named() -> None:
+def test_record_on_a_full_disk_is_named() -> None:
     """Which file could not be written was not said; the launcher took it for what it prints."""
     with (
         Recorder(Path("/dev/full")) as record,
@@ -113,7 +113,7 @@ def test_a_record_on_a_full_disk_is_named() -> None:
         record.write_line("step", epoch=0)
 
 
-def test_a_failure_is_told_where_its_end_cannot_be_recorded(pool: Launcher, tmp_path: Path) -> None:
+def test_failure_is_printed_if_it_cannot_be_recorded(pool: Launcher, tmp_path: Path) -> None:
     """On a full disk the record's own error stood in the place of the rank's."""
 
     def full(record: Recorder, *_: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_failure_is_told_where_its_end_cannot_be_recorded(pool: Launcher, tmp_
         training.train_on_ranks(pool, validate_run(job, "data(2)", Settings()), tmp_path)
 
 
-def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+def test_partial_save_of_a_killed_run_is_removed(tmp_path: Path) -> None:
     """It stayed for ever where the restarted training saved no checkpoint of the same step."""
     (tmp_path / "checkpoint-00000003.partial").mkdir()
     train_rank(World(), validate_run(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
@@ -215,7 +215,7 @@ def started_after_another(world: World) -> list[str]:
     return [second.get(f"{rank}").decode() for rank in range(world.size)]
 
 
-def test_a_start_has_keys_of_its_own(pool: Launcher) -> None:
+def test_restarted_ranks_use_new_store_keys(pool: Launcher) -> None:
     for found in pool.run(started_after_another, size=3):
         assert found == ["new 0", "new 1", "new 2"]
 
@@ -251,7 +251,7 @@ def waits(world: World) -> str:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_who_is_waited_for_is_said(pool: Launcher, backend: str) -> None:
+def test_missing_rank_is_named_while_waiting(pool: Launcher, backend: str) -> None:
     """A loop that left early on one rank: the others were silent until their bound of 300 s."""
     first, second, _ = pool.run(waits, size=3, backend=backend)
     # by the first of the two that has noticed the other
@@ -274,7 +274,7 @@ class Hangs(nn.Linear):
 
 @pytest.mark.table
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
+def test_rank_timeout_is_a_setting(tmp_path: Path, backend: str) -> None:
     job = make_job("hangs", lambda: Hangs(10, 4), VECTORS, epochs=9)
     with pytest.raises(
         RankFailed, match=r"^rank 0, step \d+: rank 0 waits for slot 1 from rank 1"
@@ -305,7 +305,7 @@ class Stopped(nn.Linear):
         ("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing:"),
     ],
 )
-def test_a_rank_that_was_stopped_is_named(tmp_path: Path, strategy: str, message: str) -> None:
+def test_stopped_rank_is_named(tmp_path: Path, strategy: str, message: str) -> None:
     """The others gave up "waiting in updating parameters": for whom, nobody said, though three
     wait for it by way of each other. Along a ring it was said, within "Unable to cast ... to
     Tensor".
@@ -323,7 +323,7 @@ def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "rank", "others"), [("shm", 1, "0, 2"), ("shm", 0, "1, 2"), ("gloo", 2, "0, 1")]
 )
-def test_who_does_not_come_at_all_is_named(
+def test_absent_rank_is_named(
     pool: Launcher, tmp_path: Path, backend: str, rank: int, others: str
 ) -> None:
     """ "Wait timeout" was all that was said."""
@@ -344,7 +344,7 @@ def refused_by_the_store(world: World, store: Path) -> None:
         pass
 
 
-def test_what_fails_at_once_is_nobodys_lateness(pool: Launcher, tmp_path: Path) -> None:
+def test_immediate_failure_blames_no_other_rank(pool: Launcher, tmp_path: Path) -> None:
     """The ranks that had not come yet were blamed for it, within 60 s."""
     with pytest.raises(RankFailed, match="no such interface") as caught:
         pool.run(refused_by_the_store, tmp_path / "store", size=1)
@@ -370,7 +370,7 @@ def loads(world: World, loaders: int) -> str:
 
 
 @pytest.mark.parametrize("loaders", [0, 1])
-def test_a_dataset_that_hangs_is_named(pool: Launcher, loaders: int) -> None:
+def test_hanging_dataset_is_named(pool: Launcher, loaders: int) -> None:
     """It hung the run for ever; now its item is named, with the line where it stands."""
     (told,) = pool.run(loads, loaders, size=1)
     assert told.startswith("sample 5 of the dataset was not there within 0.5 s; it stands at ")
@@ -404,7 +404,7 @@ def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
 
 
 # ---- what is left behind ---------------------------------------------------------------------
-def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> None:
+def test_folders_of_killed_runs_are_removed_at_the_next_start(tmp_path: Path) -> None:
     """Known by a lock, not by process ids, which mean other processes in another container."""
     with mock.patch("paragrad.launch.launcher_folder.choose_short_folder", return_value=tmp_path):
         # where launched ranks meet: it has no lock
@@ -438,9 +438,7 @@ with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.pa
 
 @pytest.mark.table
 @pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.table), "rank"])
-def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(
-    who: str, tmp_path: Path
-) -> None:
+def test_loader_folders_of_killed_runs_are_removed(who: str, tmp_path: Path) -> None:
     """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears. Of a
     rank that was killed alone the loaders lived on for up to five seconds, and held their
     folder's lock for longer than torchrun's next start took to its end.
@@ -465,7 +463,7 @@ def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(
             assert len(left) == len(more)
 
 
-def test_what_is_half_written_goes_with_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_removes_partial_checkpoints(tmp_path: Path) -> None:
     """Ranks are killed then, one of them amid a checkpoint, which stayed: --resume saves in a
     folder of its own.
     """
@@ -483,7 +481,7 @@ def test_what_is_half_written_goes_with_ctrl_c(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_an_impatient_ctrl_c(tmp_path: Path) -> None:
+def test_repeated_ctrl_c_prints_no_traceback(tmp_path: Path) -> None:
     """The third one came as the server was waited for, and was a traceback."""
     (tmp_path / "talks.py").write_text(TALKS)
     os.mkfifo(tmp_path / "begun")
@@ -556,7 +554,7 @@ os.execv(sys.executable, [sys.executable, "-m", "paragrad", *sys.argv[2:]])
 
 
 @pytest.mark.table
-def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Path) -> None:
+def test_closed_terminal_ends_a_training_like_sigterm(tmp_path: Path) -> None:
     """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
     (tmp_path / "talks.py").write_text(TALKS)
     (tmp_path / "temporary").mkdir()
@@ -631,7 +629,7 @@ def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
 @pytest.mark.sample(2)
 @pytest.mark.story
 @pytest.mark.parametrize("status", ["stopped", "interrupted"])
-def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) -> None:
+def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str) -> None:
     """SIGTERM and Ctrl-C lost them; now the table has them and names the others, and --resume
     finishes it.
     """
@@ -661,7 +659,7 @@ def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) 
         pg.compare(JOB, ROWS, runs=tmp_path, resume=tmp_path)
 
 
-def test_a_comparison_on_a_full_disk(tmp_path: Path) -> None:
+def test_comparison_on_a_full_disk(tmp_path: Path) -> None:
     run = comparing.train_on_ranks
 
     def full(ranks: Launcher, row: ValidatedRun, folder: Path, **more: Any) -> pg.Run:

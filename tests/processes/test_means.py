@@ -107,7 +107,7 @@ class Growing(Computing):
 
 @pytest.mark.parametrize("model", [Filling, Growing])
 @pytest.mark.parametrize("text", ["local(2, every=1)", "local(3, every=2, outer=nesterov)"])
-def test_a_cache_that_state_dict_does_not_hold_is_each_replicas_own(
+def test_cache_outside_of_state_dict_is_per_replica(
     pool: Launcher, model: type[Computing], text: str
 ) -> None:
     """What one replica had filled and another had not became half of it, while a number in
@@ -191,7 +191,7 @@ def kept_and_centred(**changes: Any) -> pg.Job:
 @pytest.mark.parametrize(
     "text", ["local(3, every=2)", "local(2, every=2, outer=elastic)", "local(2, every=2, after=2)"]
 )
-def test_replicas_that_met_are_equal_in_all_that_has_a_mean(pool: Launcher, text: str) -> None:
+def test_averaged_replicas_agree_in_all_averaged_state(pool: Launcher, text: str) -> None:
     """Whole numbers, flags, and what a loss keeps stayed each one's own: a test added up what n
     different models said.
     """
@@ -217,7 +217,7 @@ def in_a_test(trainer: Trainer) -> State:
         return everything(trainer)
 
 
-def test_a_test_sees_one_model_and_one_loss(pool: Launcher) -> None:
+def test_evaluation_sees_one_model_and_one_loss(pool: Launcher) -> None:
     """In the middle of a round; afterwards each has its own again."""
     tested = ranks_of(pool, kept_and_centred(), "local(3, every=3)", 2, in_a_test)
     assert all(equal(rank[1], tested[0][1]) for rank in tested)
@@ -246,13 +246,13 @@ def own_loop(world: World) -> State:
     return copied([*model.state_dict().items(), *loss.named_buffers("the loss")])
 
 
-def test_at_the_end_of_a_loop_of_ones_own_all_ranks_have_one_model(pool: Launcher) -> None:
+def test_all_ranks_have_one_model_after_a_user_loop(pool: Launcher) -> None:
     one, other = pool.run(own_loop, size=2)
     assert equal(one, other)
     assert one["count"] > 0
 
 
-def test_whole_numbers_become_the_nearest_ones() -> None:
+def test_integers_become_the_nearest_mean() -> None:
     assert round_to_type(torch.tensor([2.4, 2.6, -1.7]), torch.int64).tolist() == [2, 3, -2]
     assert round_to_type(torch.tensor([0.4, 0.5]), torch.bool).tolist() == [False, True]
     assert round_to_type(torch.tensor([0.4]), torch.float64).dtype == torch.float64
@@ -265,7 +265,7 @@ def normed_and_kept() -> nn.Module:
 @pytest.mark.parametrize(
     "text", ["local(2, every=2)", "federated(2, clients=4, fraction=1.0, rounds=2)"]
 )
-def test_what_is_averaged_and_what_is_not_is_said_once(tmp_path: Path, text: str) -> None:
+def test_averaged_state_is_reported_once(tmp_path: Path, text: str) -> None:
     """A queue, the vectors of a spectral norm become means, which need not be good for
     anything: a user should read it.
     """
@@ -294,7 +294,7 @@ def test_what_is_averaged_and_what_is_not_is_said_once(tmp_path: Path, text: str
 @pytest.mark.parametrize(
     "text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"]
 )
-def test_of_batch_norms_and_nothing_else_nothing_is_said(tmp_path: Path, text: str) -> None:
+def test_batch_norm_statistics_are_not_reported(tmp_path: Path, text: str) -> None:
     """Where the model is cut buffers stand in attributes, too."""
     run = pg.train(job("normed", normed_cnn, IMAGES, epochs=2), text, runs=tmp_path)
     for rank in range(resolved(text).size):
@@ -307,7 +307,7 @@ def test_of_batch_norms_and_nothing_else_nothing_is_said(tmp_path: Path, text: s
 
 
 # ---- optimizers' states ----------------------------------------------------------------------
-def test_codes_are_one_replicas_and_so_is_what_lies_beside_them() -> None:
+def test_quantized_state_and_its_scales_stay_per_replica() -> None:
     """8-bit Adam kept the codes of one replica beside the mean of the scales of all."""
     told = [
         (
@@ -389,7 +389,7 @@ def states_sent(world: World) -> tuple[int, int]:
     return sum(each.untyped_storage().nbytes() for each in sent), sum(each.nbytes for each in sent)
 
 
-def test_states_go_to_another_rank_through_the_host_and_without_what_they_are_views_of(
+def test_state_is_sent_through_the_host_without_its_storage(
     pool: Launcher,
 ) -> None:
     """As they were, they came back on the GPUs that they were sent from, and the sum of two
@@ -399,7 +399,7 @@ def test_states_go_to_another_rank_through_the_host_and_without_what_they_are_vi
         assert stored == told
 
 
-def test_a_state_goes_to_where_the_one_is_that_it_replaces() -> None:
+def test_received_state_keeps_its_device() -> None:
     """A fused Adam's step is a tensor without dimensions on the GPU, and stayed on the host."""
     parameter = nn.Parameter(torch.empty(2, device="meta"))
     here: dict[str, Any] = {"step": torch.tensor(3.0), "m": torch.ones(2), "seen": 4}
@@ -449,7 +449,7 @@ def counted_at_the_end(world: World, text: str) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize("text", ["local(2, every=2)", "local(2, every=2) * place(2)", "data(2)"])
-def test_what_an_optimizer_keeps_beside_its_parameters_is_left_alone(text: str) -> None:
+def test_optimizer_attributes_outside_of_state_are_kept(text: str) -> None:
     """It was taken for a parameter's, after the last step of a loop: a KeyError; where the
     model was cut it was forgotten.
     """
@@ -460,7 +460,7 @@ def test_what_an_optimizer_keeps_beside_its_parameters_is_left_alone(text: str) 
 
 
 @pytest.mark.parametrize("text", ["serial", "local(2, every=2)"])
-def test_what_a_checkpoint_has_no_place_for_is_named(tmp_path: Path, text: str) -> None:
+def test_state_that_cannot_be_saved_is_named(tmp_path: Path, text: str) -> None:
     """It said KeyError: 'k'."""
     made = vectors(optimizer=functools.partial(Counting, lr=0.1))
     with pytest.raises(
@@ -470,7 +470,7 @@ def test_what_a_checkpoint_has_no_place_for_is_named(tmp_path: Path, text: str) 
         pg.train(made, text, runs=tmp_path, save=2)
 
 
-def test_settings_that_differ_between_optimizers_are_told(tmp_path: Path) -> None:
+def test_different_optimizer_settings_are_reported(tmp_path: Path) -> None:
     """Of what a checkpoint has one, the first worker's is as good as another's, and no more."""
     run = pg.train(
         vectors(optimizer=functools.partial(Adapting, lr=0.1)),
@@ -493,7 +493,7 @@ def test_settings_that_differ_between_optimizers_are_told(tmp_path: Path) -> Non
 
 
 # ---- what saving sends -----------------------------------------------------------------------
-def test_what_saving_sends_is_told_apart(tmp_path: Path) -> None:
+def test_bytes_of_saving_are_recorded_apart(tmp_path: Path) -> None:
     """It counted as for a test, and of a checkpoint in the middle of an epoch no line had it;
     states, which are as long as the weights, nobody counted.
     """
@@ -525,7 +525,7 @@ def rated(world: World, by_test: bool) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def test_rates_that_follow_each_ranks_own_loss_are_named() -> None:
+def test_learning_rates_by_local_loss_are_reported() -> None:
     """Right under data(n); under local replicas went on with other rates for good, without a
     word.
     """

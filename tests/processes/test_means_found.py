@@ -82,9 +82,7 @@ class Swapped(nn.Linear):
 
 @pytest.mark.parametrize("text", [LOCAL, FEDERATED])
 @pytest.mark.parametrize(("model", "name"), [(Tied, "other.weight"), (Made, "late")])
-def test_a_parameter_that_a_forward_replaces_is_found_at_the_door(
-    model: Any, name: str, text: str
-) -> None:
+def test_replaced_parameter_is_found_at_start(model: Any, name: str, text: str) -> None:
     """A KeyError in the first meeting; and one that was made was trained under federated, on
     some workers.
     """
@@ -95,7 +93,7 @@ def test_a_parameter_that_a_forward_replaces_is_found_at_the_door(
 
 
 @pytest.mark.parametrize("text", [LOCAL, "federated(2, clients=5, fraction=0.7)"])
-def test_and_where_it_comes_later_in_the_step(text: str, tmp_path: Path) -> None:
+def test_late_replacement_of_a_parameter_is_found(text: str, tmp_path: Path) -> None:
     """It was neither put back nor told: another training with each number of workers."""
     with pytest.raises(
         pg.RankFailed, match="tensor weight: a forward put another parameter in its place"
@@ -180,7 +178,7 @@ def once(parameters: Any) -> torch.optim.Optimizer:
     ],
     ids=["a list", "a global", "a dataset", "a collate", "hooks", "the same optimizer"],
 )
-def test_what_nobody_puts_back_before_a_client_is_refused(made: pg.Job, says: str) -> None:
+def test_unrestorable_client_state_is_refused(made: pg.Job, says: str) -> None:
     """It went from one client to the next one on its worker, in silence: with each number of
     workers another training.
     """
@@ -188,7 +186,7 @@ def test_what_nobody_puts_back_before_a_client_is_refused(made: pg.Job, says: st
         validate_run(made, FEDERATED)
 
 
-def test_hooks_of_the_models_own_are_no_matter(tmp_path: Path) -> None:
+def test_hooks_of_the_model_are_accepted(tmp_path: Path) -> None:
     def halved() -> nn.Module:
         model = linear()
         for each in model.parameters():
@@ -220,7 +218,7 @@ class Empty(nn.Linear):
 
 
 @pytest.mark.parametrize("text", [LOCAL, FEDERATED, "data(2)"])
-def test_a_parameter_without_elements(text: str, tmp_path: Path) -> None:
+def test_parameter_without_elements(text: str, tmp_path: Path) -> None:
     run = pg.train(of(Empty), text, runs=tmp_path)
     assert run.finished
     assert run.model().state_dict()["none"].shape == (0,)
@@ -239,7 +237,7 @@ class Graph(nn.Linear):
 
 
 @pytest.mark.parametrize("text", ["serial", FEDERATED])
-def test_a_sparse_tensor(text: str, tmp_path: Path) -> None:
+def test_sparse_tensor(text: str, tmp_path: Path) -> None:
     """Nothing said what it was: the door compared it by an operation that there is for dense
     ones alone.
     """
@@ -250,7 +248,7 @@ def test_a_sparse_tensor(text: str, tmp_path: Path) -> None:
     assert pg.train(of(lambda: Graph(False)), text, runs=tmp_path).finished
 
 
-def test_a_model_that_is_not_as_it_was_built_is_told(tmp_path: Path) -> None:
+def test_nondeterministic_model_construction_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         pg.Refused, match=r"model.safetensors does not fit the model as job found builds it"
     ):
@@ -258,7 +256,7 @@ def test_a_model_that_is_not_as_it_was_built_is_told(tmp_path: Path) -> None:
 
 
 # ---- rounds ----------------------------------------------------------------------------------
-def test_so_many_rounds_are_counted_and_not_drawn() -> None:
+def test_number_of_rounds_is_computed_without_drawing() -> None:
     """The door was silent for minutes."""
     found = ClientRounds(assign_samples(100, 20, 7), SampleOrder(100, 4, 7), 2, 3, 1, 1, 10**9)
     assert not found.has_varying_steps
@@ -275,7 +273,7 @@ def test_so_many_rounds_are_counted_and_not_drawn() -> None:
         validate_run(of(linear), "federated(2, clients=6, fraction=0.7, rounds=30000)")
 
 
-def test_a_fraction_that_keeps_workers_idle_is_told(tmp_path: Path) -> None:
+def test_fraction_that_leaves_workers_idle_is_reported(tmp_path: Path) -> None:
     says = (
         "1 of 6 clients takes part in a round, which keeps at most 1 of 2 workers busy, and "
         "nothing is averaged; give fewer"

@@ -50,7 +50,7 @@ def small_link(world: World) -> tuple[Link, float]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_link_is_measured_and_all_ranks_know_it(pool: Launcher, backend: str) -> None:
+def test_measured_link_is_known_to_all_ranks(pool: Launcher, backend: str) -> None:
     answers = pool.run(small_link, size=3, backend=backend)
     link, error = answers[0]
     assert answers == [(link, error)] * 3
@@ -95,7 +95,7 @@ def that_moment(size: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("slow", [every_other, that_moment])
-def test_what_a_link_can_do_is_found_beside_other_work(
+def test_link_speed_is_measured_despite_other_work(
     pool: Launcher, slow: Callable[[int, int], bool]
 ) -> None:
     """The clock was as good as one quiet moment: 4 MB measured beside a few commands, and 16 MB
@@ -140,7 +140,7 @@ def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     [pytest.param(None, marks=pytest.mark.table), ASSUMED_MACHINE],
     ids=["measured", "given"],
 )
-def test_all_ranks_pick_alike_and_once_for_a_size(pool: Launcher, machine: Machine | None) -> None:
+def test_all_ranks_choose_alike_once_per_size(pool: Launcher, machine: Machine | None) -> None:
     given = (
         Machine({"gloo": ASSUMED_MACHINE.select_link()}, ASSUMED_MACHINE.gamma, 2, "given")
         if machine
@@ -213,7 +213,7 @@ GIVEN = Machine(
         ([1, 3, 3, 3], None, 1e-6, None, "measured just before"),
     ],
 )
-def test_hosts_and_their_links(
+def test_choice_over_hosts_and_their_links(
     pool: Launcher,
     hosts: list[int],
     machine: Machine | None,
@@ -234,7 +234,7 @@ def test_hosts_and_their_links(
     assert told == known
 
 
-def test_what_the_clock_foretells() -> None:
+def test_clock_predicts_the_choice_by_message_size() -> None:
     """Few rounds where messages are short, few bytes where they are long."""
     network = Cluster(Link(20e-6, 1 / 2e9), 1 / 8e9)
     short, long = (
@@ -250,7 +250,7 @@ def test_what_the_clock_foretells() -> None:
     assert TwoLevel(across=Halving(1), group=2) in list_candidates(64, 2)
 
 
-def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
+def test_record_has_the_choice_and_its_reason(tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
     Machine(
         {"gloo": ASSUMED_MACHINE.select_link()}, ASSUMED_MACHINE.gamma, count_cores(), "by hand"
@@ -278,7 +278,7 @@ def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:
+def test_measured_machine_file_is_read_by_simulate(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     answer = invoke(["measure", "--backend", "gloo", "--output", str(path)])
     assert answer.exit_code == 0, answer.output

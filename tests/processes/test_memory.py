@@ -87,7 +87,7 @@ QUICK = (
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.table) for row in ROWS]
 )
-def test_the_peak_is_foretold(pool: Launcher, row: str) -> None:
+def test_peak_memory_is_predicted(pool: Launcher, row: str) -> None:
     """Within 5 % of what is counted on every rank, saved tensors and messages."""
     checked = validate_run(BLOCKS, row)
     found = forecast_activations(checked.job, checked.resolved, checked.inspection)
@@ -130,7 +130,7 @@ def looked(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
         trainer.close()
 
 
-def test_a_test_with_a_graph_runs_no_more_samples_at_once_than_a_step(pool: Launcher) -> None:
+def test_evaluation_with_a_graph_uses_the_step_batch(pool: Launcher) -> None:
     """256, whatever the batch: with a loss whose weight is read off its graph, that of 256
     samples was alive at once.
     """
@@ -143,7 +143,7 @@ def test_a_test_with_a_graph_runs_no_more_samples_at_once_than_a_step(pool: Laun
     ]
 
 
-def test_what_a_test_holds_is_foretold() -> None:
+def test_evaluation_memory_is_predicted() -> None:
     """Of a job that is judged by its loss alone, the graph by which that is weighed."""
     judged = validate_run(BLOCKS.replace(metric=None, loss=squared), "serial(micro=3)")
     found = forecast_activations(judged.job, judged.resolved, judged.inspection)
@@ -158,7 +158,7 @@ def test_what_a_test_holds_is_foretold() -> None:
     )
 
 
-def test_what_is_counted_is_what_the_allocator_gave() -> None:
+def test_counted_bytes_equal_the_allocator() -> None:
     """Of a forward of which nothing else is left."""
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4))
@@ -183,7 +183,7 @@ def test_what_is_counted_is_what_the_allocator_gave() -> None:
     "strategy",
     ["place(4, cut=[2, 2, 2, 2])", "pipeline(4, micro=4, cut=[2, 2, 2, 2])", "tensor(4)"],
 )
-def test_a_part_of_four_holds_a_quarter_at_rest(pool: Launcher, strategy: str) -> None:
+def test_one_of_four_stages_holds_a_quarter_at_rest(pool: Launcher, strategy: str) -> None:
     """Eight equal layers: at most 0.30 of serial's parameters and optimizer state on the
     fullest rank.
     """
@@ -214,7 +214,7 @@ class Words(nn.Module):
         return self.scores(self.words(tokens).tanh()).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def test_no_rank_has_the_scores_of_all_words(pool: Launcher) -> None:
+def test_no_rank_holds_the_scores_of_all_words(pool: Launcher) -> None:
     """What is kept for backward: of four ranks a quarter of one worker's, the words' scores and
     no more.
     """
@@ -235,7 +235,7 @@ def test_no_rank_has_the_scores_of_all_words(pool: Launcher) -> None:
         pytest.param("data(2, shares=[2, 1])", marks=pytest.mark.table),
     ],
 )
-def test_the_largest_batch_that_fits(pool: Launcher, strategy: str, tmp_path: Path) -> None:
+def test_largest_batch_that_fits_is_found(pool: Launcher, strategy: str, tmp_path: Path) -> None:
     """It fits, and a larger one does not."""
     chosen = pg.strategy(strategy)
     budget = max(
@@ -251,7 +251,7 @@ def test_the_largest_batch_that_fits(pool: Launcher, strategy: str, tmp_path: Pa
     assert "in a step of it the fullest rank held" in told["because"]
 
 
-def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
+def test_impossible_memory_limit_is_reported(tmp_path: Path) -> None:
     job = BLOCKS.replace(batch="fit")
     with pytest.raises(
         pg.Refused, match=r"memory 20 KB does not hold a step of 1 sample.*fullest rank holds about"
@@ -279,7 +279,7 @@ def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_reason_that_is_given_for_a_batch() -> None:
+def test_reason_for_the_found_batch_is_given() -> None:
     """That larger ones did not fit was written over, but for the largest batch of all."""
     found = fit_batch.BatchSearch(
         None, BLOCKS, pg.strategy("serial"), None, mock.Mock(samples=96), 2, 1 << 20
@@ -295,7 +295,7 @@ def test_the_reason_that_is_given_for_a_batch() -> None:
     )
 
 
-def test_a_batch_of_all_samples(tmp_path: Path) -> None:
+def test_batch_of_all_samples(tmp_path: Path) -> None:
     run = pg.train(BLOCKS.replace(batch="fit"), "serial", memory="1GB", runs=tmp_path)
     assert run.header["job"]["batch"] == 96
     assert next(line["because"] for line in run.choices if line["what"] == "batch").startswith(
@@ -303,7 +303,7 @@ def test_a_batch_of_all_samples(tmp_path: Path) -> None:
     )
 
 
-def test_a_batch_is_found_for_batch_norm(tmp_path: Path) -> None:
+def test_batch_search_avoids_batches_of_one_for_batch_norm(tmp_path: Path) -> None:
     """Refused, for the small batches that it tries leave a last one of one sample; what it
     finds must leave none.
     """
@@ -323,7 +323,7 @@ def test_a_batch_is_found_for_batch_norm(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_with_a_batch_that_was_found_goes_on_with_it(tmp_path: Path) -> None:
+def test_run_with_a_found_batch_resumes_with_it(tmp_path: Path) -> None:
     job = BLOCKS.replace(batch="fit", epochs=2)
     before = pg.train(job, "serial", memory="300KB", runs=tmp_path, save=1, limit=2)
     after = pg.train(job, "serial", memory="300KB", runs=tmp_path, resume=before.folder, limit=3)
@@ -333,7 +333,7 @@ def test_a_run_with_a_batch_that_was_found_goes_on_with_it(tmp_path: Path) -> No
     )
 
 
-def test_draw_memory_names_the_ranks_of_the_larger_replica() -> None:
+def test_memory_drawing_names_the_ranks_of_the_larger_replica() -> None:
     result = CliRunner().invoke(
         app,
         ["draw", "--memory", "--job", "digits", "data(2, shares=[1, 3]) * pipeline(2, micro=2)"],
@@ -353,7 +353,7 @@ def test_draw_memory(tmp_path: Path) -> None:
     assert (tmp_path / "memory.svg").read_text().startswith("<svg")
 
 
-def test_the_record_of_a_cut_model_says_what_was_kept(tmp_path: Path) -> None:
+def test_record_of_a_divided_model_has_the_activations(tmp_path: Path) -> None:
     """It left activations out."""
     run = pg.train(BLOCKS, "pipeline(2, micro=2, cut=[12, 13])", runs=tmp_path)
     record = Record(run.folder)
@@ -362,7 +362,7 @@ def test_the_record_of_a_cut_model_says_what_was_kept(tmp_path: Path) -> None:
     assert record.fullest["activations"] in held
 
 
-def test_a_batch_that_was_fitted_is_trained_as_it_was() -> None:
+def test_found_batch_is_trained_as_it_was_measured() -> None:
     """data(auto) was fitted, and then replaced by one worker with all threads, who holds twice
     as much.
     """

@@ -156,7 +156,7 @@ def clone(tmp_path: Path) -> Path:
         if COMMANDS[page]
     ],
 )
-def test_as_typed(page: Path, clone: Path) -> None:
+def test_page_commands_as_typed(page: Path, clone: Path) -> None:
     """Every command of a page ends with exit code 0, in the order of the page, the files that
     it shows saved beside it.
     """
@@ -199,7 +199,7 @@ def test_as_typed(page: Path, clone: Path) -> None:
         pytest.skip(f"some commands were not typed: {'; '.join(sorted(missed))}")
 
 
-def test_what_is_not_typed_is_still_told() -> None:
+def test_every_exception_matches_a_command() -> None:
     """A line of the tables above that fits no command any more hides nothing, and goes."""
     commands = [line for lines in COMMANDS.values() for line in lines]
     assert [
@@ -208,7 +208,7 @@ def test_what_is_not_typed_is_still_told() -> None:
     assert [words for words in WANTS if not any(re.search(words, line) for line in commands)] == []
 
 
-def test_commands_stand_where_they_are_seen() -> None:
+def test_commands_are_in_named_unindented_blocks() -> None:
     """An indented or unnamed block of commands would be typed by nobody but newcomers."""
     for page in PAGES:
         text = page.read_text()

@@ -39,7 +39,9 @@ def cramped(model: nn.Module, samples: int) -> nn.Module:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["data(2)", "data(2, reduce=ring)", "data(2, micro=2)"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_fewer_samples_are_proved(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_first_step_is_checked_with_fewer_samples(
+    strategy: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     run = pg.train(
         job("cramped", lambda: cramped(mlp(), 4), VECTORS, dtype=dtype), strategy, runs=tmp_path
     )
@@ -53,14 +55,14 @@ def test_fewer_samples_are_proved(strategy: str, dtype: torch.dtype, tmp_path: P
     )
 
 
-def test_fewer_samples_find_a_wrong(tmp_path: Path) -> None:
+def test_check_with_fewer_samples_finds_a_fault(tmp_path: Path) -> None:
     (wrong,) = (each for each in WRONGS if each.__name__ == "mean_of_means")
     made = planted(wrong)
     with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update"):
         pg.train(made.replace(model=lambda: cramped(made.model(), 3)), "data(2)", runs=tmp_path)
 
 
-def test_not_one_sample_a_share_is_said(tmp_path: Path) -> None:
+def test_unchecked_first_step_is_recorded(tmp_path: Path) -> None:
     def full(model: nn.Module) -> nn.Module:
         if dist.is_initialized():
             mock.patch.object(reference_step, "read_available_memory", return_value=0).start()

@@ -106,12 +106,12 @@ def check_everything(model: Everything, wanted: Everything) -> None:
     assert model(torch.zeros(2, 10)).shape == (2, 10)
 
 
-def test_all_of_a_model_comes_over(pool: Launcher) -> None:
+def test_whole_model_is_received(pool: Launcher) -> None:
     for picked, _ in pool.run(comes_over, make_job("everything", Everything, VECTORS), size=3):
         assert picked == "built once on each host"
 
 
-def test_what_cannot_be_pickled_every_rank_builds(pool: Launcher) -> None:
+def test_unpicklable_model_is_built_on_every_rank(pool: Launcher) -> None:
     for picked, because in pool.run(comes_over, make_job("normed", Normed, VECTORS), size=3):
         assert picked == "built by every rank"
         assert "parametrized modules is only supported through state_dict()" in because
@@ -130,7 +130,7 @@ def cannot_open(world: World) -> tuple[str, str, list[bool]]:
     return begun.choice, begun.reason, loads
 
 
-def test_where_memory_cannot_be_opened_every_rank_has_its_own(pool: Launcher) -> None:
+def test_every_rank_has_a_copy_without_shared_memory(pool: Launcher) -> None:
     first, *others = pool.run(cannot_open, size=3)
     assert first[2] == [True]
     for picked, because, loads in others:
@@ -143,7 +143,7 @@ def raises() -> nn.Module:
     raise ValueError("no such model")
 
 
-def test_a_model_that_cannot_be_built_tells_its_own_story(pool: Launcher) -> None:
+def test_failing_model_construction_is_reported(pool: Launcher) -> None:
     with pytest.raises(pg.RankFailed, match="no such model"):
         pool.run(comes_over, make_job("raises", raises, VECTORS), size=3)
 
@@ -164,7 +164,7 @@ def kept_apart(world: World) -> bool:
     )
 
 
-def test_a_part_has_values_of_its_own() -> None:
+def test_shard_has_its_own_storage() -> None:
     assert kept_apart(World())
 
 
@@ -221,7 +221,7 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("unchecked", [True, pytest.param(False, marks=pytest.mark.story)])
-def test_the_whole_model_is_on_a_host_once(pool: Launcher, unchecked: bool) -> None:
+def test_whole_model_is_on_a_host_once(pool: Launcher, unchecked: bool) -> None:
     """Every rank had all of it until the cut: four ranks, four models, and more for the
     comparison with one worker's step.
     """

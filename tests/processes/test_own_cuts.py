@@ -70,7 +70,7 @@ TABLE = (
 @pytest.mark.parametrize(
     "chosen", [*EVERY, *(pytest.param(each, marks=pytest.mark.table) for each in TABLE)], ids=str
 )
-def test_it_is_the_same_training(chosen: pg.Strategy, tmp_path: Path) -> None:
+def test_user_model_parallel_equals_serial(chosen: pg.Strategy, tmp_path: Path) -> None:
     """Dropout in every part, clipping by the norm over parts, an optimizer with state; tests
     and the record see each sample once.
     """
@@ -87,7 +87,7 @@ def test_it_is_the_same_training(chosen: pg.Strategy, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "chosen", [pytest.param(Stages(2), marks=pytest.mark.table), pg.Data(2) * Stages(2)], ids=str
 )
-def test_buffers_and_batch_norm_of_parts(chosen: pg.Strategy, tmp_path: Path) -> None:
+def test_buffers_and_batch_norm_of_stages(chosen: pg.Strategy, tmp_path: Path) -> None:
     normed = make_job("normed", normed_cnn, IMAGES, test=IMAGES)
     assert pg.verify(normed, chosen, runs=tmp_path).same
     run, serial = (pg.train(normed, strategy, runs=tmp_path) for strategy in (chosen, "serial"))
@@ -106,7 +106,7 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     "chosen", [Stages(3), pytest.param(pg.Data(2) * Stages(2), marks=pytest.mark.table)], ids=str
 )
-def test_a_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: Path) -> None:
+def test_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: Path) -> None:
     both = make_job("tied", tied, VECTORS, clip_norm=0.1, optimizer=adamw)
     assert pg.verify(both, chosen, runs=tmp_path).same
     run = pg.train(both, chosen, runs=tmp_path, save=2)
@@ -128,7 +128,7 @@ def test_a_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: 
         ),
     ],
 )
-def test_what_one_saved_another_goes_on_with(ways: tuple[Any, ...], tmp_path: Path) -> None:
+def test_checkpoint_resumes_under_another_partition(ways: tuple[Any, ...], tmp_path: Path) -> None:
     """Checkpoints are serial's: values, and Adam's state by elements, from parts and into
     parts.
     """
@@ -144,7 +144,7 @@ def test_what_one_saved_another_goes_on_with(ways: tuple[Any, ...], tmp_path: Pa
             )
 
 
-def test_a_rank_holds_its_part_alone(tmp_path: Path) -> None:
+def test_rank_holds_its_shard_only(tmp_path: Path) -> None:
     """In the record, and in memory: of the whole model, which the first step was compared with,
     nothing stays.
     """
@@ -174,7 +174,7 @@ def freed(world: World, chosen: pg.Strategy) -> list[bool]:
         trainer.close()
 
 
-def test_the_whole_model_is_gone_once_the_first_step_was_compared(pool: Launcher) -> None:
+def test_whole_model_is_freed_after_the_first_step_check(pool: Launcher) -> None:
     assert pool.run(freed, Stages(2), size=2) == [[True] * 6] * 2
 
 
@@ -192,7 +192,7 @@ class Failing(Central):
         return made
 
 
-def test_a_failed_worker_does_not_wait_for_its_server(tmp_path: Path) -> None:
+def test_failed_worker_does_not_wait_for_its_server(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(pg.RankFailed, match="rank 0, step 0: ValueError: broken"):
         pg.train(job, Failing(2), runs=tmp_path)
@@ -216,7 +216,7 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
 
 
 @pytest.mark.parametrize("chosen", [Stages(2), Columns(2), pg.Data(2) * Stages(2)], ids=str)
-def test_the_wish_to_stop_of_any_part_reaches_all(pool: Launcher, chosen: pg.Strategy) -> None:
+def test_stop_request_of_any_stage_reaches_all(pool: Launcher, chosen: pg.Strategy) -> None:
     assert pool.run(asked_to_stop, chosen, size=chosen.size) == [[False, True]] * chosen.size
 
 
@@ -236,7 +236,7 @@ def _without_sum(self: ColumnLinear, x: torch.Tensor) -> torch.Tensor:
     return Gathered.apply(nn.functional.linear(x, self.weight, self.bias), self.rows, self.axis)
 
 
-def test_a_wrong_cut_ends_in_its_first_step(tmp_path: Path) -> None:
+def test_wrong_partition_ends_in_its_first_step(tmp_path: Path) -> None:
     with pytest.raises(
         pg.RankFailed, match="before the first update the gradient is off"
     ) as caught:
@@ -445,9 +445,7 @@ class Nothing(Columns):
         (Nothing(2), r"the share of nothing is a Sequential; return a paragrad\.Share"),
     ],
 )
-def test_a_cut_that_is_none_says_what_is_missing(
-    chosen: pg.Strategy, says: str, tmp_path: Path
-) -> None:
+def test_incomplete_partition_is_refused(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match=says):
         pg.train(job, chosen, runs=tmp_path)
 
@@ -456,7 +454,7 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.01)
 
 
-def test_an_optimizer_that_wants_whole_tensors_gets_them_or_says_so(tmp_path: Path) -> None:
+def test_whole_tensor_optimizer_is_supported_or_refused(tmp_path: Path) -> None:
     """The first step is compared before its update, so a wrong update would go unseen."""
     whole = job.replace(optimizer=adafactor)
     with pytest.raises(
@@ -474,7 +472,7 @@ class Dropping(Stages):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_wrong_number_of_a_draw_ends_with_a_verdict(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_wrong_number_of_draws_ends_with_a_verdict(dtype: torch.dtype, tmp_path: Path) -> None:
     """One worker was asked again with the part's draws, and that failed in its place; and ranks
     without the loss took it for float32, so that some doubted what others did not.
     """
@@ -496,7 +494,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 4))
 
 
-def test_copies_that_would_drift_apart_end_in_the_first_step(tmp_path: Path) -> None:
+def test_diverging_copies_end_in_the_first_step(tmp_path: Path) -> None:
     """Of copies only the one that counts was compared."""
     both = make_job("layer norm", normed, VECTORS)
     assert pg.verify(both, Columns(2), runs=tmp_path).same
@@ -556,7 +554,7 @@ def tabled() -> nn.Module:
     )
 
 
-def test_a_part_without_a_gradient_is_updated_as_the_whole_is(tmp_path: Path) -> None:
+def test_stage_without_a_gradient_is_updated_as_in_serial(tmp_path: Path) -> None:
     """Weight decay moves it in serial, for the tensor has a gradient; on the rank of that part
     it had none.
     """
@@ -589,7 +587,7 @@ class Uncast(Stages):
         return made
 
 
-def test_passes_that_leave_autocast_out_say_so(tmp_path: Path) -> None:
+def test_passes_without_autocast_are_reported(tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match=r"the passes of uncast\(2\) leave autocast out"):
         pg.train(job.replace(dtype=torch.bfloat16), Uncast(2), runs=tmp_path)
 
@@ -616,7 +614,7 @@ def drawing() -> nn.Module:
         (drawing, "the model draws from random, and in parts its calls are others"),
     ],
 )
-def test_what_a_part_would_do_otherwise_is_refused(model: Any, says: str, tmp_path: Path) -> None:
+def test_module_that_depends_on_its_shard_is_refused(model: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match=says):
         pg.train(make_job("otherwise", model, VECTORS), Stages(2), runs=tmp_path)
 
@@ -637,7 +635,7 @@ def counting() -> nn.Module:
     return nn.Sequential(Counting(), nn.Linear(10, 4), nn.Linear(4, 4))
 
 
-def test_what_a_forward_keeps_in_python_is_not_carried_and_says_so(tmp_path: Path) -> None:
+def test_unsynchronized_python_state_is_reported(tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match="a cut model does not carry that from part to part"):
         pg.train(make_job("counting", counting, VECTORS), Stages(2), runs=tmp_path)
 
@@ -683,7 +681,7 @@ class Unsaid(pg.Strategy):
         ("data(2) * branch(2)", "the model has no branches"),
     ],
 )
-def test_products_that_cannot_be_are_refused(text: str, says: str) -> None:
+def test_impossible_products_are_refused(text: str, says: str) -> None:
     with pytest.raises(pg.Refused, match=says):
         pg.train(job, pg.strategy(text))
 
@@ -694,7 +692,7 @@ def test_products_that_cannot_be_are_refused(text: str, says: str) -> None:
         ("central(1)", r"central\(1\): its servers have no loop of your own; make it a Job"),
     ],
 )
-def test_in_a_loop_of_ones_own_they_are_refused(text: str, says: str) -> None:
+def test_user_partitions_in_a_user_loop_are_refused(text: str, says: str) -> None:
     model = deep()
     with (
         pytest.raises(pg.Refused, match=says),
@@ -703,7 +701,7 @@ def test_in_a_loop_of_ones_own_they_are_refused(text: str, says: str) -> None:
         pass
 
 
-def test_planted_bugs_are_found_in_a_product_too(tmp_path: Path) -> None:
+def test_planted_bugs_are_found_in_a_product(tmp_path: Path) -> None:
     for bug in ("mean_twice", "skip_chunk"):
         with pytest.raises(pg.RankFailed, match="off"):
             pg.train(
@@ -715,7 +713,7 @@ def test_planted_bugs_are_found_in_a_product_too(tmp_path: Path) -> None:
             )
 
 
-def test_the_record_tells_workers_from_servers(tmp_path: Path) -> None:
+def test_record_distinguishes_workers_and_servers(tmp_path: Path) -> None:
     run = pg.train(job, Central(2), runs=tmp_path)
     assert (run.header["workers"], run.header["servers"]) == (2, 1)
     assert not Record(run.folder).select_lines("step", 2)
@@ -725,7 +723,7 @@ def test_the_record_tells_workers_from_servers(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_without_a_step_left_lets_its_server_go(tmp_path: Path) -> None:
+def test_run_without_remaining_steps_dismisses_its_server(tmp_path: Path) -> None:
     """It waited for a first step."""
     first = pg.train(job, Central(2), runs=tmp_path, save=6)
     with pytest.warns(
@@ -735,7 +733,7 @@ def test_a_run_without_a_step_left_lets_its_server_go(tmp_path: Path) -> None:
 
 
 # ---- layouts ---------------------------------------------------------------------------------
-def test_boxes_and_ranges_put_the_serial_tensor_together() -> None:
+def test_boxes_and_ranges_reconstruct_the_serial_tensor() -> None:
     """A fused qkv: of each third of the rows one half a rank; a flat range; one that another
     rank holds.
     """
@@ -762,7 +760,7 @@ def test_boxes_and_ranges_put_the_serial_tensor_together() -> None:
     assert found["none"] is None
 
 
-def test_a_cut_of_a_cut_is_one_of_the_whole_or_refused() -> None:
+def test_nested_partition_is_composed_or_refused() -> None:
     rows = ShardSpec("layer.weight", (8, 2), ((slice(0, 4),),))
     stage = ShardSpec("3.layer.weight", (8, 2), is_primary=False)
     assert rows.compose_with(stage) == ShardSpec(
@@ -772,7 +770,7 @@ def test_a_cut_of_a_cut_is_one_of_the_whole_or_refused() -> None:
         rows.compose_with(rows)
 
 
-def test_an_uncut_model_is_a_layout_too() -> None:
+def test_undivided_model_is_a_layout() -> None:
     tensors = {"a": torch.ones(2), "b": None}
     assert Layout().gather_serial_tensors(tensors) == tensors
     assert Layout().share_numbers([1.0, 2.0]) == [[1.0, 2.0]]

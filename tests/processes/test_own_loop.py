@@ -55,7 +55,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.table  # the README's loop runs under torchrun in test_docs.py
-def test_the_example_under_torchrun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_user_loop_example_under_torchrun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     text = ran(
         sys.executable,
@@ -72,7 +72,7 @@ def test_the_example_under_torchrun(alone: dict[str, torch.Tensor], tmp_path: Pa
 
 
 @pytest.mark.table
-def test_the_example_under_mpirun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_user_loop_example_under_mpirun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian package openmpi-bin; make system)")
     path = tmp_path / "model.safetensors"
@@ -90,7 +90,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None
         assert float((tensor - theirs[name]).abs().max()) <= 1e-10 * float(tensor.abs().max())
 
 
-def test_a_world_of_one_is_plain_pytorch() -> None:
+def test_world_of_one_is_plain_pytorch() -> None:
     """The user's own objects, three epochs: equal to the loop they would have written, over the
     same order.
     """
@@ -116,7 +116,7 @@ def test_a_world_of_one_is_plain_pytorch() -> None:
         assert torch.allclose(tensor, models[1][0][name], rtol=1e-12, atol=0)
 
 
-def test_a_wrapper_that_looks_ahead_is_named() -> None:
+def test_prefetching_wrapper_is_reported() -> None:
     """trainer.step is told what share of the batch it has by what `batches` gave last: a
     wrapper that fetched one batch ahead would have mixed shares up without a word. Skipping a
     batch, or changing it, is no harm.
@@ -163,7 +163,7 @@ def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list
 @pytest.mark.parametrize(
     "strategy", ["data(3, reduce=ring, shares=[3, 1, 2])", "spatial(3)", "data(3, dense=tensor)"]
 )
-def test_all_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Launcher, strategy: str) -> None:
+def test_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Launcher, strategy: str) -> None:
     """A process group that is there already is taken as it is: three ranks of the pool, against
     a world of one.
     """
@@ -273,7 +273,7 @@ def recurrent_loop(world: World, strategy: str) -> list[float]:
     "strategy",
     ["place(2)", "tensor(2)", pytest.param("pipeline(2, micro=2)", marks=pytest.mark.story)],
 )
-def test_a_frozen_lstm_in_a_loop_of_ones_own(pool: Launcher, strategy: str) -> None:
+def test_frozen_lstm_in_a_user_loop(pool: Launcher, strategy: str) -> None:
     expected = recurrent_loop(World(), "serial")
     for losses in pool.run(recurrent_loop, strategy, size=2):
         assert losses == pytest.approx(expected, rel=1e-9)
@@ -301,9 +301,7 @@ def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ("pipeline(2, micro=2) * tensor(2)", 4),
     ],
 )
-def test_a_model_that_is_cut_is_whole_again_after_the_loop(
-    pool: Launcher, strategy: str, size: int
-) -> None:
+def test_divided_model_is_whole_after_the_loop(pool: Launcher, strategy: str, size: int) -> None:
     expected = cut_loop(World(), "serial")
     assert not expected[3]
     for state, losses, score, hollow in pool.run(cut_loop, strategy, size=size):
@@ -424,9 +422,7 @@ def changing_loop(world: World, change: str) -> str:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_done_to_a_model_while_it_is_cut_is_not_ignored(
-    pool: Launcher, change: str
-) -> None:
+def test_changes_to_a_divided_model_reach_its_shards(pool: Launcher, change: str) -> None:
     """Freezing, eval() and new groups were for the user's own object alone, and its parts went
     on as they were.
     """
@@ -485,9 +481,7 @@ def annealing_loop(world: World, strategy: str) -> list[float]:
         ),
     ],
 )
-def test_what_is_set_on_a_module_while_it_is_cut_is_set_on_its_part(
-    pool: Launcher, strategy: str
-) -> None:
+def test_module_attributes_set_while_divided_reach_shards(pool: Launcher, strategy: str) -> None:
     """A dropout that a loop makes weaker, a temperature, a width that crosses a cut, for steps
     or for a test: the parts kept those of the first step, in silence.
     """
@@ -533,12 +527,14 @@ def a_trainer(**changes: object):  # type: ignore[no-untyped-def]
     ],
     ids=str,
 )
-def test_refused_before_the_first_step(changes: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_refused_before_the_first_step(
+    changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(pg.Refused, match=message), a_trainer(**changes):
         pytest.fail("it was let in")
 
 
-def test_a_step_takes_a_batch_once() -> None:
+def test_step_takes_a_batch_once() -> None:
     with a_trainer() as trainer:
         for inputs, target in trainer.batches(VECTORS, batch=29, epoch=0):
             trainer.step(inputs, target)
@@ -546,7 +542,7 @@ def test_a_step_takes_a_batch_once() -> None:
                 trainer.step(inputs, target)
 
 
-def test_a_loss_that_does_not_add_up_is_named_before_the_first_step() -> None:
+def test_non_additive_loss_is_named_before_the_first_step() -> None:
     with a_trainer(loss=nn.CrossEntropyLoss(reduction="sum")) as trainer:
         batch = next(trainer.batches(VECTORS, batch=29, epoch=0))
         with pytest.raises(
@@ -571,7 +567,7 @@ def unfreezing(world: World) -> str:
     return "it trained on"
 
 
-def test_unfreezing_is_named_and_not_left_to_drift(pool: Launcher) -> None:
+def test_unfreezing_is_reported(pool: Launcher) -> None:
     """DDP exchanges what could be trained when it was made: what is unfrozen later would differ
     by rank, silently.
     """
@@ -581,7 +577,7 @@ def test_unfreezing_is_named_and_not_left_to_drift(pool: Launcher) -> None:
         )
 
 
-def test_modules_that_were_in_eval_mode_stay_there() -> None:
+def test_modules_in_eval_mode_stay_in_it() -> None:
     model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4))
     model[1].eval()
     with a_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as trainer:
@@ -607,7 +603,7 @@ def hooked(world: World, algorithm: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "algorithm", ["ring", "ring_async(segments=2)", "tree", "butterfly", "native"]
 )
-def test_our_all_reduces_under_plain_ddp(pool: Launcher, algorithm: str) -> None:
+def test_all_reduce_hooks_under_plain_ddp(pool: Launcher, algorithm: str) -> None:
     """The mean over ranks of their own means, as DDP has it."""
     torch.manual_seed(0)
     model = nn.Linear(10, 4).double()
@@ -624,7 +620,7 @@ def limit_of_the_group(world: World) -> float:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_group_of_the_users_keeps_its_time_limit(pool: Launcher, backend: str) -> None:
+def test_user_process_group_keeps_its_time_limit(pool: Launcher, backend: str) -> None:
     """A hook gave up after 300 s, whatever limit init_process_group was given."""
     assert pool.run(limit_of_the_group, size=2, backend=backend, timeout=7.0) == [7.0, 7.0]
 
@@ -637,7 +633,7 @@ def hook_with(world: World, text: str) -> str:
     return "taken"
 
 
-def test_a_hook_takes_an_all_reduce_and_nothing_else(pool: Launcher) -> None:
+def test_hook_accepts_all_reduces_only(pool: Launcher) -> None:
     assert "did you mean ring" in pool.run(hook_with, "rang", size=2)[0]
     assert "takes the name of an all-reduce" in pool.run(hook_with, "ring, micro=2", size=2)[0]
 

@@ -46,7 +46,7 @@ def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 # ---- a technique -----------------------------------------------------------------------------
-def test_an_own_technique_trains_and_is_in_the_record(tmp_path: Path) -> None:
+def test_user_strategy_trains_and_is_recorded(tmp_path: Path) -> None:
     run = pg.train(job, Vote(2), runs=tmp_path)
     assert run.header["strategy"] == run.header["resolved"] == "vote(2)"
     assert run.losses[-1] < run.losses[0]
@@ -55,7 +55,7 @@ def test_an_own_technique_trains_and_is_in_the_record(tmp_path: Path) -> None:
     assert run.resolved == Vote(2)
 
 
-def test_it_is_saved_and_resumed(tmp_path: Path) -> None:
+def test_user_strategy_is_saved_and_resumed(tmp_path: Path) -> None:
     """Resumed by as many ranks it ends where the whole run does; by `data` it goes on, as any
     checkpoint.
     """
@@ -69,13 +69,13 @@ def test_it_is_saved_and_resumed(tmp_path: Path) -> None:
     )
 
 
-def test_verify_says_that_it_is_not_the_same(tmp_path: Path) -> None:
+def test_verify_reports_an_inexact_strategy(tmp_path: Path) -> None:
     certificate = pg.verify(job, Vote(2), runs=tmp_path)
     assert not certificate.same
     assert certificate.first == ("gradient of 0.weight", 0)
 
 
-def test_it_is_refused_in_a_product_that_it_does_not_allow() -> None:
+def test_unsupported_product_is_refused() -> None:
     with pytest.raises(
         pg.Refused, match=r"vote holds replicas: at most one such part in a product, leftmost"
     ):
@@ -94,7 +94,7 @@ class Lying(Vote):
         return pg.Guarantees()
 
 
-def test_one_that_promises_to_be_exact_and_is_not_ends_in_its_first_step(tmp_path: Path) -> None:
+def test_false_claim_of_exactness_ends_in_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(
         pg.RankFailed, match=r"before the first update the gradient is off.*the exchange of lying"
     ) as caught:
@@ -103,7 +103,7 @@ def test_one_that_promises_to_be_exact_and_is_not_ends_in_its_first_step(tmp_pat
     assert not pg.verify(job, Lying(2), runs=tmp_path).same
 
 
-def test_the_page_shows_what_is_tested() -> None:
+def test_page_shows_the_tested_files() -> None:
     page = (ROOT / "docs" / "own_all_reduce.md").read_text()
     shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     files = (OWN, Path(__file__).with_name("vote.py"), Path(__file__).with_name("cuts.py"))
@@ -185,7 +185,7 @@ class ForwardsFirst(pg.Passes):
         return LossSums(loss, weight)
 
 
-def test_passes_of_its_own_are_the_same_training(tmp_path: Path) -> None:
+def test_user_passes_equal_serial(tmp_path: Path) -> None:
     assert pg.verify(job, Reordered(4), runs=tmp_path).same
     assert "first step" not in {
         line["what"] for line in pg.train(job, Reordered(4), runs=tmp_path).select_lines("choice")
@@ -212,7 +212,7 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("chosen", [Twofold(4), Reordered(4), Twofold(2)])
-def test_the_wish_to_stop_reaches_all_whatever_the_passes(
+def test_stop_request_reaches_all_ranks_under_user_passes(
     pool: Launcher, chosen: pg.Strategy
 ) -> None:
     """It was set in one worker's passes, so others lost it. And one worker's step counted a
@@ -222,7 +222,7 @@ def test_the_wish_to_stop_reaches_all_whatever_the_passes(
 
 
 @pytest.mark.table
-def test_a_strategy_of_two_axes_is_the_same_training(tmp_path: Path) -> None:
+def test_strategy_of_two_axes_equals_serial(tmp_path: Path) -> None:
     """Shares are those of replicas, not of ranks: every sample counts once, batch norm and
     tests see each once, and the record has it of one rank alone.
     """
@@ -326,9 +326,7 @@ class Nobody(pg.Strategy):
         (Uneven(2), "divides a batch into 1 shares, and its axes have 2 replicas"),
     ],
 )
-def test_a_strategy_that_leaves_an_answer_out_or_contradicts_itself_is_refused(
-    chosen: pg.Strategy, says: str
-) -> None:
+def test_incomplete_or_contradictory_strategy_is_refused(chosen: pg.Strategy, says: str) -> None:
     with pytest.raises(pg.Refused, match=says):
         pg.train(job, chosen)
 
@@ -340,7 +338,7 @@ class Empty(Vote):
         return None
 
 
-def test_an_exchange_that_is_none_says_so(tmp_path: Path) -> None:
+def test_invalid_exchange_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         pg.RankFailed, match=r"the exchange of empty is a NoneType; return a paragrad\.Exchange"
     ):
@@ -402,14 +400,12 @@ class Fickle(pg.AllReduce):
         ),
     ],
 )
-def test_parts_of_the_wrong_kind_say_what_they_should_be(
-    chosen: pg.Strategy, says: str, tmp_path: Path
-) -> None:
+def test_wrong_return_types_are_named(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match=says):
         pg.train(job, chosen, runs=tmp_path)
 
 
-def test_what_raises_when_it_is_asked_is_refused_with_its_name() -> None:
+def test_failing_strategy_method_is_refused_by_name() -> None:
     with pytest.raises(
         pg.Refused, match=r"Raising, asked about itself, raised KeyError: 'rows'; mend it"
     ):
@@ -433,7 +429,7 @@ def fickle(world: World) -> None:
         trainer.close()
 
 
-def test_ranks_with_other_programs_say_so(pool: Launcher) -> None:
+def test_different_programs_on_ranks_are_reported(pool: Launcher) -> None:
     """They aborted over gloo, or waited for ever."""
     with pytest.raises(
         pg.RankFailed,
@@ -443,7 +439,7 @@ def test_ranks_with_other_programs_say_so(pool: Launcher) -> None:
 
 
 @pytest.mark.table
-def test_a_file_that_is_run_and_imported_has_one_class(tmp_path: Path) -> None:
+def test_file_run_and_imported_defines_one_class(tmp_path: Path) -> None:
     """A job file that something imports under its own name was refused as two of one name."""
     (tmp_path / "rumour.py").write_text(
         OWN.read_text()
@@ -456,7 +452,7 @@ def test_a_file_that_is_run_and_imported_has_one_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_a_run_whose_class_is_not_known_says_what_to_import(tmp_path: Path) -> None:
+def test_unknown_strategy_class_names_its_import(tmp_path: Path) -> None:
     folder = pg.train(job, Vote(2), runs=tmp_path).folder
     code = (
         f"from pathlib import Path; import paragrad as pg; pg.Run(pg.job('digits'), "
@@ -469,13 +465,13 @@ def test_a_run_whose_class_is_not_known_says_what_to_import(tmp_path: Path) -> N
     )
 
 
-def test_strategies_lists_those_of_a_file() -> None:
+def test_strategies_command_lists_those_of_a_file() -> None:
     answer = CliRunner().invoke(app, ["strategies", "--job", str(OWN)])
     assert answer.exit_code == 0, answer.output
     assert re.search(r"reduce\s+gossip\s+\S", answer.stdout)
 
 
-def test_what_no_rank_can_import_is_sent_or_refused(tmp_path: Path) -> None:
+def test_unimportable_class_is_sent_or_refused(tmp_path: Path) -> None:
     """A class of a module that is no file goes to the ranks by value; one that cannot is
     refused before they start.
     """
@@ -508,14 +504,14 @@ class Scaled(Reordered):
         return right
 
 
-def test_a_scale_that_is_not_so_ends_in_the_first_step(tmp_path: Path) -> None:
+def test_wrong_gradient_scale_ends_in_the_first_step(tmp_path: Path) -> None:
     """In float32 the difference was taken to float64, where the scale was not looked at."""
     with pytest.raises(pg.RankFailed, match="the gradient is off") as caught:
         pg.train(job, Scaled(4), runs=tmp_path)
     assert caught.value.step == 0
 
 
-def test_words_of_the_notation_are_no_names_and_fields_are_options() -> None:
+def test_notation_words_are_reserved_and_fields_are_options() -> None:
     for name, base in (
         ("Auto", pg.AllReduce),
         ("true", pg.AllReduce),
@@ -535,7 +531,7 @@ def test_words_of_the_notation_are_no_names_and_fields_are_options() -> None:
         )
 
 
-def test_ours_have_their_names_first() -> None:
+def test_built_in_names_take_precedence() -> None:
     """In a fresh process an own one was defined before ours, which then could not be
     imported.
     """
@@ -547,7 +543,7 @@ def test_ours_have_their_names_first() -> None:
         ), done.stderr
 
 
-def test_an_all_reduce_without_a_program_is_refused() -> None:
+def test_all_reduce_without_a_program_is_refused() -> None:
     bare = type("Bare", (pg.AllReduce,), {"__module__": __name__})
     with pytest.raises(
         pg.Refused, match=r"Bare has no program; give it a method program\(rank, size\)"
@@ -555,7 +551,7 @@ def test_an_all_reduce_without_a_program_is_refused() -> None:
         pg.train(job, pg.Data(2, reduce=bare()))
 
 
-def test_two_of_one_name_are_refused() -> None:
+def test_two_strategies_of_one_name_are_refused() -> None:
     with pytest.raises(
         pg.Refused,
         match=r"would be called ring, as paragrad\.schedules\.ring\.Ring is; give it another name",
@@ -569,7 +565,7 @@ def test_two_of_one_name_are_refused() -> None:
 
 # ---- an all-reduce ---------------------------------------------------------------------------
 @pytest.mark.table
-def test_the_example_runs_as_its_page_says(tmp_path: Path) -> None:
+def test_user_all_reduce_example_as_its_page_says(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(OWN)],
         cwd=tmp_path,
@@ -591,7 +587,7 @@ def test_the_example_runs_as_its_page_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_the_command_finds_it_in_the_job_file(tmp_path: Path) -> None:
+def test_command_finds_the_all_reduce_of_a_job_file(tmp_path: Path) -> None:
     done = command("train", str(OWN), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()

@@ -30,7 +30,7 @@ def vectors(**changes: Any) -> pg.Job:
 
 
 # ---- slowed on purpose -----------------------------------------------------------------------
-def test_slow_is_read() -> None:
+def test_slow_ranks_option_is_parsed() -> None:
     assert read_slow_ranks("1=3x", None) == SlowRanks(((1, 3.0),))
     assert read_slow_ranks("1=3, 2=1.5x,random:0.2=3x", 0.05) == SlowRanks(
         ((1, 3.0), (2, 1.5)), (0.2, 3.0), 0.05
@@ -56,13 +56,13 @@ def test_slow_is_read() -> None:
         ("2=3x", None, "there are 2 worker(s); give one from 0 to 1"),
     ],
 )
-def test_what_cannot_be_is_refused(slow: Any, pace: Any, says: str) -> None:
+def test_invalid_slow_ranks_and_paces_are_refused(slow: Any, pace: Any, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         pg.train(vectors(), "data(2)", slow=slow, pace=pace)
     assert says in str(caught.value)
 
 
-def test_a_random_share_of_steps_is_slow_the_same_in_every_process() -> None:
+def test_random_slow_steps_are_equal_in_every_process() -> None:
     slowed = read_slow_ranks("random:0.2=3x,0=2x", None)
     factors = [
         [slowed.compute_slowdown(5, rank, step) for step in range(1000)] for rank in range(2)
@@ -94,7 +94,7 @@ def waits(
     return pace, waited
 
 
-def test_a_slow_rank_waits_for_what_it_would_take_and_no_longer(
+def test_slow_rank_waits_for_the_simulated_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert waits(monkeypatch, SlowRanks(), [0.5, 0.25])[1] == [0.0, 0.0]
@@ -110,7 +110,7 @@ def test_a_slow_rank_waits_for_what_it_would_take_and_no_longer(
 @pytest.mark.parametrize(
     "text", ["data(2)", "data(2, reduce=ring)", "local(2, every=2)", "pipeline(2)", "serial"]
 )
-def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
+def test_slowed_training_equals_serial(tmp_path: Path, text: str) -> None:
     slow, quick = (
         pg.train(vectors(epochs=1), text, runs=tmp_path, **more)
         for more in ({"slow": "0=2x,random:0.5=3x", "pace": 0.01}, {})
@@ -134,7 +134,7 @@ def followed(
     )
 
 
-def test_shares_are_in_proportion_to_what_ranks_take() -> None:
+def test_shares_are_proportional_to_speed() -> None:
     assert apportion_samples(64, followed([(160, 1.0), (160, 3.0)], (1, 1))) == [48, 16]
     assert apportion_samples(
         64, followed([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))
@@ -150,7 +150,7 @@ def test_shares_are_in_proportion_to_what_ranks_take() -> None:
     assert apportion_samples(4000, followed([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3997, 3]
 
 
-def test_shares_stay_where_others_are_hardly_worth_it_or_nothing_is_known() -> None:
+def test_shares_stay_without_a_clear_gain() -> None:
     assert followed([(160, 1.0), (160, 1.01)], (1, 1)) == (1, 1)
     assert followed([(160, 1.0), (0, 0.0)], (3, 1)) == (3, 1)
 
@@ -171,7 +171,7 @@ def test_shares_change_once_an_epoch() -> None:
     assert pace.samples == 0
 
 
-def test_shares_that_cannot_change_are_told_at_the_door() -> None:
+def test_fixed_shares_are_reported_at_start() -> None:
     """One epoch was trained with equal shares, and nothing was said."""
     with pytest.warns(
         UserWarning,
@@ -186,9 +186,7 @@ def test_shares_that_cannot_change_are_told_at_the_door() -> None:
 @pytest.mark.parametrize(
     "text", ["data(2, shares=auto)", "data(2, shares=auto, reduce=ring)", "data(3, shares=auto)"]
 )
-def test_a_slow_rank_gets_fewer_samples_and_the_training_is_serials(
-    tmp_path: Path, text: str
-) -> None:
+def test_slow_rank_gets_fewer_samples_and_equals_serial(tmp_path: Path, text: str) -> None:
     run = pg.train(vectors(), text, runs=tmp_path, slow="1=5x", pace=0.05)
     serial = pg.train(vectors(), "serial", runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-10)
@@ -201,7 +199,7 @@ def test_a_slow_rank_gets_fewer_samples_and_the_training_is_serials(
     assert [line["what"] for line in record.select_lines("choice", 0)].count("shares") >= 1
 
 
-def test_shares_change_between_epochs_alone(tmp_path: Path) -> None:
+def test_shares_change_only_between_epochs(tmp_path: Path) -> None:
     run = pg.train(vectors(epochs=2), "data(2, shares=auto)", runs=tmp_path, slow="0=5x", pace=0.05)
     counts = [
         stop - start
@@ -211,7 +209,7 @@ def test_shares_change_between_epochs_alone(tmp_path: Path) -> None:
     assert counts[3] == counts[4] < 6
 
 
-def test_batch_norm_does_not_hide_who_is_slow(tmp_path: Path) -> None:
+def test_batch_norm_does_not_hide_the_slow_rank(tmp_path: Path) -> None:
     """A forward waits for the other ranks' statistics, so all took equally long, and shares
     stayed as they were.
     """
@@ -225,13 +223,13 @@ def test_batch_norm_does_not_hide_who_is_slow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["data(2, shares=auto) * pipeline(2)", "data(2, shares=auto, state=fully_sharded)"]
 )
-def test_they_are_not_measured_where_forwards_wait_for_others(text: str) -> None:
+def test_pace_is_not_measured_if_forwards_wait_for_each_other(text: str) -> None:
     with pytest.raises(pg.Refused, match=r"say the shares, such as shares=\[3, 1\]"):
         strategy(text)
 
 
 @pytest.mark.parametrize("more", ["micro=2", "batch_norm=share"])
-def test_they_are_refused_where_batch_norm_might_meet_one_sample(more: str) -> None:
+def test_adaptive_shares_are_refused_if_batch_norm_may_see_one(more: str) -> None:
     made = job("normed", normed_cnn, IMAGES)
     with pytest.raises(pg.Refused, match=f"leave out {more.partition('=')[0]}"):
         pg.train(made, f"data(2, shares=auto, {more})")
@@ -244,7 +242,7 @@ def test_verify_takes_uneven_shares(tmp_path: Path) -> None:
     assert pg.verify(vectors(), "data(3, shares=auto)", runs=tmp_path).same
 
 
-def test_two_ways_through_data_keep_the_shares_that_they_began_with(tmp_path: Path) -> None:
+def test_two_data_iterators_keep_their_first_shares(tmp_path: Path) -> None:
     """Another `batches` changed what was left of the one under way."""
     trainer = Trainer.build_for_job(World(), vectors(), strategy("data(1)"))
     first = trainer.batches(VECTORS, 12, 0)

@@ -150,7 +150,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @in_browser
-def test_opens_without_an_error_or_a_request_and_shows_every_chart(compared: Path) -> None:
+def test_page_opens_without_errors_and_shows_every_chart(compared: Path) -> None:
     with browser() as driver:
         opened(driver, compared / "page.html")
         drawn = driver.execute_script(
@@ -174,7 +174,7 @@ def test_opens_without_an_error_or_a_request_and_shows_every_chart(compared: Pat
 
 
 @in_browser
-def test_numbers_are_the_records(compared: Path) -> None:
+def test_page_numbers_equal_the_record(compared: Path) -> None:
     """Every cell, computed here once more from the lines that the ranks wrote."""
     with browser() as driver:
         opened(driver, compared / "page.html")
@@ -260,7 +260,7 @@ def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int,
 
 
 @in_browser
-def test_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
+def test_page_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
     with browser(*PHONE) as driver:
         opened(driver, compared / "page.html")
         width, inner = driver.execute_script(
@@ -283,7 +283,7 @@ def test_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
     assert struct.unpack(">II", (tmp_path / "page.png").read_bytes()[16:24]) == (1100, 700)
 
 
-def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
+def test_page_needs_no_network_and_names_its_command(compared: Path) -> None:
     text = (compared / "page.html").read_text(encoding="utf-8")
     assert not re.search(
         r"""(src|href)\s*=(?!\s*["']?\#)|url\((?!\#)|@import|<script|<link""", text
@@ -316,7 +316,7 @@ def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
 
 
 @in_browser
-def test_the_page_at_night_and_on_paper(compared: Path) -> None:
+def test_page_in_dark_mode_and_on_paper(compared: Path) -> None:
     """By night nothing keeps a light colour, charts neither; paper stays white, and no chart,
     row or entry is cut in two.
     """
@@ -373,7 +373,7 @@ def rgb(colour: str) -> str:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_colours_are_told_from_their_paper(theme: int) -> None:
+def test_colours_have_enough_contrast(theme: int) -> None:
     """Text by 4.5 to 1 and lines by 2 to 1, as WCAG counts contrast (lines have markers and a
     legend, too).
     """
@@ -396,7 +396,7 @@ def test_colours_are_told_from_their_paper(theme: int) -> None:
 
 @pytest.mark.table
 @in_browser
-def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
+def test_failed_row_and_hostile_names_are_escaped(tmp_path: Path) -> None:
     """A job's name and an error's message are the user's; neither may run in the reader's
     browser.
     """
@@ -526,7 +526,7 @@ def page_of(table: Table) -> str:
     return comparison_page.write_page(table).read_text(encoding="utf-8")
 
 
-def test_what_is_missing_is_a_sentence_and_no_chart(tmp_path: Path) -> None:
+def test_missing_chart_is_replaced_by_a_sentence(tmp_path: Path) -> None:
     text = page_of(written(tmp_path, ["serial"], test=False))
     assert re.findall(r'<figure id="([^"]*)"', text) == ["chart-loss-1", "chart-loss-2"]
     for sentence in (
@@ -540,13 +540,13 @@ def test_what_is_missing_is_a_sentence_and_no_chart(tmp_path: Path) -> None:
     assert "memory of a rank" not in text  # as in records of earlier versions
 
 
-def test_without_a_step_there_is_no_chart_at_all(tmp_path: Path) -> None:
+def test_run_without_steps_has_no_chart(tmp_path: Path) -> None:
     text = page_of(written(tmp_path, ["serial", "data(2)"], steps=0))
     assert "<figure" not in text
     assert "no finished step" in text
 
 
-def test_no_distance_is_said_and_a_little_is_drawn_above_zero(tmp_path: Path) -> None:
+def test_zero_deviation_is_text_and_small_ones_are_drawn(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert "equal serial&#39;s after each of 4 steps" in page_of(
@@ -573,14 +573,14 @@ def ticks(text: str, figure: str, axis: str = "matplotlib.axis_2") -> list[str]:
     )
 
 
-def test_percentages_and_their_goal_are_in_per_cent(compared: Path) -> None:
+def test_percentages_and_goal_share_a_unit(compared: Path) -> None:
     found = ticks((compared / "page.html").read_text(encoding="utf-8"), "chart-test-1")
     assert len(found) > 2
     assert all(re.fullmatch(r"[0-9.]+ %", each) for each in found)
 
 
 @pytest.mark.parametrize(("slower", "logarithmic"), [(99.0, False), (100.0, True)])
-def test_seconds_are_logarithmic_where_rows_differ_a_hundredfold(
+def test_time_axis_is_logarithmic_if_rows_differ_a_hundredfold(
     tmp_path: Path, slower: float, logarithmic: bool
 ) -> None:
     """A row that took a hundred times as long pressed all others into a stroke at the left
@@ -614,7 +614,7 @@ def test_seconds_are_logarithmic_where_rows_differ_a_hundredfold(
         (None, "killed, for its record has no end"),
     ],
 )
-def test_why_a_line_ends_is_beside_the_chart(tmp_path: Path, end: Line | None, why: str) -> None:
+def test_reason_for_the_end_of_a_line_is_shown(tmp_path: Path, end: Line | None, why: str) -> None:
     """A line ended at step 100 of 5,000, and nothing said whether it was stopped, had reached
     its goal or was killed.
     """
@@ -641,7 +641,7 @@ def test_why_a_line_ends_is_beside_the_chart(tmp_path: Path, end: Line | None, w
     assert "ends at step 2" not in text.split('<section id="sent"')[1]
 
 
-def test_lines_that_end_alike_are_one_sentence(tmp_path: Path) -> None:
+def test_equal_reasons_share_one_sentence(tmp_path: Path) -> None:
     written(tmp_path, ["serial", "data(2)", "data(3)"])
     for run in tmp_path.glob("*/run.jsonl"):
         run.write_text(
@@ -654,7 +654,7 @@ def test_lines_that_end_alike_are_one_sentence(tmp_path: Path) -> None:
     ]
 
 
-def test_losses_that_diverge_are_drawn(tmp_path: Path) -> None:
+def test_diverging_losses_are_drawn(tmp_path: Path) -> None:
     """Infinite, not a number, and everything between: no warning, no refusal to write the
     page.
     """
@@ -672,7 +672,7 @@ def test_losses_that_diverge_are_drawn(tmp_path: Path) -> None:
     assert '<figure id="chart-loss-2"' in text
 
 
-def test_kinds_of_bytes_and_what_was_computed(tmp_path: Path) -> None:
+def test_kinds_of_bytes_and_computed_work(tmp_path: Path) -> None:
     text = page_of(
         written(
             tmp_path,
@@ -696,7 +696,7 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.table
-def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) -> None:
+def test_long_comparison_page_is_small_and_reproducible(tmp_path: Path) -> None:
     """Ten strategies of 10,000 steps."""
     table = written(
         tmp_path,
@@ -710,7 +710,7 @@ def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) ->
     assert not (tmp_path / "page.html.partial").exists()
 
 
-def test_points_are_the_records(tmp_path: Path) -> None:
+def test_chart_points_equal_the_record(tmp_path: Path) -> None:
     """(samples, steps, value) at the end of every step and of every epoch."""
     record = written(tmp_path, ["serial"]).records["00-0"]
     assert sections.list_step_losses(record) == [
@@ -722,7 +722,7 @@ def test_points_are_the_records(tmp_path: Path) -> None:
     assert sections.list_test_values(record) == [(16.0, 2.0, 10.0), (32.0, 4.0, 30.0)]
 
 
-def test_bytes_in_the_units_that_people_use() -> None:
+def test_bytes_are_in_readable_units() -> None:
     assert comparison_table.format_memory_kinds(
         {
             "a": 0,
@@ -737,7 +737,7 @@ def test_bytes_in_the_units_that_people_use() -> None:
     ) == ("b 1 bytes, c 999 bytes, d 19.3 KB, e 999 KB, f 1 MB, g 286 MB, h 10,000.0 GB")
 
 
-def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:
+def test_curve_is_averaged_over_neighbours_and_seeds() -> None:
     seen = charts.choose_style(0)
     seeds = [[(float(step), float(10 * seed + step)) for step in range(8)] for seed in range(2)]
     # a seed that went further: its mates have nothing to average with
@@ -757,7 +757,7 @@ def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:
     assert charts.build_curve(seen, "serial", [[(1.0, float("nan"))]]) is None
 
 
-def test_ten_strategies_look_different() -> None:
+def test_ten_strategies_are_distinguishable() -> None:
     assert len({charts.choose_style(place).colour for place in range(10)}) == 10
     assert len({charts.choose_style(place).marker for place in range(10)}) == 10
     assert len({charts.choose_style(place) for place in range(20)}) == 20
@@ -777,7 +777,7 @@ def at_terminal(compared: Table, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_the_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
+def test_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
     """Its nine columns were squeezed to a few characters each, and a number stood on three
     lines.
     """
@@ -802,7 +802,7 @@ def test_the_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None
     assert all(column in wide[2] for column in list_columns(compared))
 
 
-def test_a_long_strategy_and_a_failure_leave_the_table_readable(tmp_path: Path) -> None:
+def test_long_names_and_failures_leave_the_table_readable(tmp_path: Path) -> None:
     """The message of a failure stood in the column of the test, and took the room of all
     others.
     """
@@ -823,7 +823,7 @@ def test_a_long_strategy_and_a_failure_leave_the_table_readable(tmp_path: Path) 
     assert max(len(line) for line in lines[: lines.index(row)]) <= 80
 
 
-def test_a_table_prints_in_columns(tmp_path: Path) -> None:
+def test_table_prints_in_columns(tmp_path: Path) -> None:
     """print(table) said Table(folder=...)."""
     lines = str(written(tmp_path, SIX)).splitlines()
     assert lines[0].split("  ")[0] == "strategy"
@@ -833,7 +833,7 @@ def test_a_table_prints_in_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("everybody", "busy"), [(4.1, False), (4.8, True), (None, False)])
-def test_a_busy_machine_is_told(tmp_path: Path, everybody: float | None, busy: bool) -> None:
+def test_busy_machine_is_reported(tmp_path: Path, everybody: float | None, busy: bool) -> None:
     """Other work on the machine doubled a column of times, and nothing showed it. (There is one
     core: a tenth is too much.)
     """
@@ -865,7 +865,7 @@ def test_a_busy_machine_is_told(tmp_path: Path, everybody: float | None, busy: b
     ] == [[], ["500.00!", "1.00x!", "1.00x!"] if busy else []]
 
 
-def test_a_speed_up_that_noise_made_is_not_told(tmp_path: Path) -> None:
+def test_noisy_speed_up_is_not_reported(tmp_path: Path) -> None:
     """Steps of serial were disturbed in bursts, and the table said that two workers were 47
     times faster.
     """

@@ -58,7 +58,9 @@ def stepped_by(scheduler: Callable[[Optimizer], Any]) -> pg.Job:
         (partial(lr_scheduler.PolynomialLR, total_iters=50), 50),
     ],
 )
-def test_a_rate_that_is_gone_is_told(scheduler: Callable[[Optimizer], Any], step: int) -> None:
+def test_vanishing_learning_rate_is_reported(
+    scheduler: Callable[[Optimizer], Any], step: int
+) -> None:
     """StepLR(30) of a script that steps it once an epoch: nothing was learned from step 200 on,
     and nothing was said.
     """
@@ -71,7 +73,7 @@ def test_a_rate_that_is_gone_is_told(scheduler: Callable[[Optimizer], Any], step
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_others_are_not(name: str) -> None:
+def test_sound_schedulers_are_not_reported(name: str) -> None:
     """A look that stepped any scheduler moved the counter in a user's function, and the
     training was another; a cosine that is 0 where the look ended was called gone.
     """

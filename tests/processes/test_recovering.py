@@ -115,7 +115,7 @@ SAMPLE = [("dropout, AdamW, clipping, a scheduler", "a server of two")]
         for who, killed in KILLED.items()
     ],
 )
-def test_who_is_killed_leaves_no_trace_in_the_training(
+def test_killed_process_does_not_change_the_training(
     made: pg.Job,
     text: str,
     number: int,
@@ -190,7 +190,9 @@ def deadly(output: Tensor, target: Tensor) -> tuple[float, float]:
     return float(functional.cross_entropy(output, target, reduction="sum")), len(target)
 
 
-def test_what_forwards_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_changed_by_forwards_survive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A count that is no float, and weights that follow others, began anew. What stays as it is
     does not travel.
     """
@@ -224,7 +226,7 @@ def test_what_forwards_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.Mo
         "in the test of a goal",
     ],
 )
-def test_who_dies_after_a_last_step_leaves_no_trace(
+def test_death_after_the_last_step_changes_nothing(
     optimizer: Any,
     changes: dict[str, Any],
     at: int,
@@ -273,7 +275,7 @@ def test_who_dies_after_a_last_step_leaves_no_trace(
 
 
 @pytest.mark.table
-def test_servers_that_die_again_and_again_end_no_run_that_goes_on(
+def test_repeated_server_deaths_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=110)
@@ -293,7 +295,7 @@ def test_servers_that_die_again_and_again_end_no_run_that_goes_on(
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
-def test_servers_that_die_as_they_are_started_again_end_no_run(
+def test_server_death_during_restart_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the second death nobody was to hear: it ended the run, in a traceback."""
@@ -338,7 +340,7 @@ def counting(parameters: Any) -> torch.optim.Optimizer:
     return Counting(parameters, lr=0.1)
 
 
-def test_what_an_optimizer_keeps_beside_its_parameters_goes_on_too(
+def test_optimizer_attributes_survive_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that was started again began to count anew: it was another training, and nobody
@@ -359,7 +361,7 @@ def test_what_an_optimizer_keeps_beside_its_parameters_goes_on_too(
 
 
 @pytest.mark.parametrize("text", ["serial", "data(2)", "server(2)", "server(2, sync=asp)"])
-def test_a_checkpoint_without_what_an_optimizer_keeps_is_refused(text: str, tmp_path: Path) -> None:
+def test_checkpoint_without_optimizer_attributes_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(
         pg.RankFailed, match="Counting keeps count, count beside the states of its parameters"
     ):
@@ -368,9 +370,7 @@ def test_a_checkpoint_without_what_an_optimizer_keeps_is_refused(text: str, tmp_
         )
 
 
-def test_a_worker_that_stands_still_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_worker_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(
         failure_recovery,
@@ -409,7 +409,7 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("worlds")
-def test_what_a_worker_raises_ends_the_run(tmp_path: Path) -> None:
+def test_worker_exception_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
         pg.train(MADE["batch norm"].replace(loss=raising), "server(4)", runs=tmp_path)
 
@@ -420,7 +420,7 @@ def late(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
-def test_what_sounds_like_a_wait_is_somebodys_own(worlds: list[int], tmp_path: Path) -> None:
+def test_user_timeout_error_is_not_retried(worlds: list[int], tmp_path: Path) -> None:
     """It was tried fifteen times."""
     with pytest.raises(pg.RankFailed, match="price lookup timed out"):
         pg.train(MADE["batch norm"].replace(loss=late), "server(2)", runs=tmp_path)
@@ -433,7 +433,7 @@ def leaving(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
-def test_who_dies_every_time_ends_the_run(
+def test_repeated_death_at_one_step_ends_the_run(
     worlds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failure_recovery, "MAX_RESTARTS", 1)
@@ -442,7 +442,7 @@ def test_who_dies_every_time_ends_the_run(
     assert worlds == [0, 1]
 
 
-def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_interrupted_run_resumes(tmp_path: Path) -> None:
     def stop(told: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -471,7 +471,7 @@ def stands(told: Told) -> tuple[MessageType, int]:
 
 
 @pytest.mark.parametrize("finish", [0.0, 1.0])
-def test_a_step_of_which_all_is_there_is_made_or_forgotten(finish: float) -> None:
+def test_complete_step_is_made_or_dropped_by_all_servers(finish: float) -> None:
     told = Told()
     served = kept(told)
     for share in range(2):
@@ -488,7 +488,7 @@ def test_a_step_of_which_all_is_there_is_made_or_forgotten(finish: float) -> Non
     assert served.shard.is_complete
 
 
-def test_what_those_who_are_gone_sent_is_nothing_any_more() -> None:
+def test_messages_of_dead_workers_are_ignored() -> None:
     told = Told()
     served = kept(told)
     served.handle_message(push(share=0))
@@ -500,7 +500,7 @@ def test_what_those_who_are_gone_sent_is_nothing_any_more() -> None:
 
 
 # ---- the record ------------------------------------------------------------------------------
-def test_a_record_goes_back(tmp_path: Path) -> None:
+def test_record_is_rolled_back(tmp_path: Path) -> None:
     lines = [
         {"kind": "choice"},
         *({"kind": "step", "step": step} for step in range(3)),
@@ -525,7 +525,7 @@ def test_a_record_goes_back(tmp_path: Path) -> None:
     assert [each.name for each in list_checkpoint_folders(tmp_path)] == ["checkpoint-00000002"]
 
 
-def test_servers_go_back_to_what_all_have(tmp_path: Path) -> None:
+def test_servers_return_to_the_common_step(tmp_path: Path) -> None:
     for number, steps in enumerate(((100, 200), (0, 100))):
         for step in steps:
             (tmp_path / f"server-{number}-{step:08}.snapshot").touch()
@@ -533,7 +533,7 @@ def test_servers_go_back_to_what_all_have(tmp_path: Path) -> None:
     assert find_common_step(tmp_path, 3) is None
 
 
-def test_what_forwards_change_counts_with_its_step() -> None:
+def test_forward_changes_belong_to_their_step() -> None:
     told = Told()
     served = kept(told)
     served.handle_message(
@@ -551,7 +551,7 @@ def test_what_forwards_change_counts_with_its_step() -> None:
     assert said(server("server(2)"), frames(Header(MessageType.HALT, JOB))) == "HALT is no question"
 
 
-def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on(
+def test_failed_snapshot_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(kept: Any, path: Path) -> None:

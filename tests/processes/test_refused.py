@@ -23,7 +23,7 @@ TABLE = re.findall(
 # said before a job that reads it refuses
 @pytest.mark.filterwarnings("ignore:there is no data folder")
 @pytest.mark.parametrize(("command", "message"), TABLE, ids=[command for command, _ in TABLE])
-def test_refused(
+def test_command_is_refused_with_its_message(
     command: str,
     message: str,
     request: pytest.FixtureRequest,
@@ -53,5 +53,5 @@ def test_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_there_are_many() -> None:
+def test_refused_page_has_many_rows() -> None:
     assert len(TABLE) > 50

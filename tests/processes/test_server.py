@@ -206,7 +206,7 @@ def _header() -> Header:
 
 
 @pytest.mark.parametrize("why", BAD)
-def test_what_is_not_as_it_should_be_is_refused_by_name_and_changes_nothing(why: str) -> None:
+def test_invalid_message_is_refused_and_changes_nothing(why: str) -> None:
     served = server("server(2)")
     undisturbed = server("server(2)")
     step(served)
@@ -218,7 +218,7 @@ def test_what_is_not_as_it_should_be_is_refused_by_name_and_changes_nothing(why:
     assert sum(served.shard.refusals.values()) == 1
 
 
-def test_the_mean_of_all_shares_is_one_update() -> None:
+def test_mean_of_all_shares_is_one_update() -> None:
     served = server("server(2)")
     step(served)
     assert torch.equal(
@@ -226,7 +226,7 @@ def test_the_mean_of_all_shares_is_one_update() -> None:
     )
 
 
-def test_what_comes_twice_is_refused_and_what_is_of_no_complete_step_updates_nothing() -> None:
+def test_duplicates_and_incomplete_steps_update_nothing() -> None:
     served = server("server(2)")
     assert said(served, push()) == ""
     assert said(served, push(9.0)) == "a gradient that came before"
@@ -241,7 +241,7 @@ def test_what_comes_twice_is_refused_and_what_is_of_no_complete_step_updates_not
     assert float(served.shard.values[0].sum()) == 60.0
 
 
-def test_numbers_are_finite_though_their_sum_is_not() -> None:
+def test_finite_values_with_an_infinite_sum() -> None:
     served = server("server(2)")
     assert said(served, push(1e308)) == ""
     vector = torch.tensor([float("inf"), -float("inf")] * 30, dtype=torch.float64)
@@ -250,7 +250,7 @@ def test_numbers_are_finite_though_their_sum_is_not() -> None:
     assert said(served, message) == "a gradient that is not finite"
 
 
-def test_a_vector_that_lies_at_an_odd_address() -> None:
+def test_vector_at_an_unaligned_address() -> None:
     """ZeroMQ keeps short messages where they fit; torch's sums of complex numbers there ended
     the server by SIGSEGV.
     """
@@ -270,7 +270,7 @@ def lying(served: RequestHandler, place: bytes, **more: Any) -> str:
     return said(served, message)
 
 
-def test_a_vector_is_read_where_it_lies() -> None:
+def test_shared_vector_is_read_in_place() -> None:
     served = server("server(2)")
     shelf = SharedBuffer([(torch.float32, 3), (torch.float64, 60)])
     shelf.vectors[1].fill_(2.0)
@@ -285,7 +285,7 @@ def test_a_vector_is_read_where_it_lies() -> None:
     assert lying(server("server(2)"), place).startswith("it lies where it cannot be read: ")
 
 
-def test_what_lies_nowhere_or_elsewhere_is_refused() -> None:
+def test_invalid_shared_memory_references_are_refused() -> None:
     """Whatever the words of who sent it lead to, nothing of another file, or beyond an end, is
     read. By a size of -1 the server ended.
     """
@@ -330,7 +330,7 @@ def test_what_lies_nowhere_or_elsewhere_is_refused() -> None:
     shelf.close()
 
 
-def test_where_memory_cannot_be_shared_vectors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_are_sent_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, what, other, why in (
         (shelf_of, "lacking", lambda: "here is no /proc", "here is no /proc"),
         (
@@ -364,7 +364,7 @@ HERE = "servers and workers are on one host"
         ),
     ],
 )
-def test_vectors_of_one_host_lie_in_its_memory(
+def test_vectors_of_one_host_use_shared_memory(
     text: str, gradients: tuple[str, str], parameters: tuple[str, str], tmp_path: Path
 ) -> None:
     lines = Record(pg.train(vectors(epochs=1), text, runs=tmp_path).folder).select_lines("choice")
@@ -380,9 +380,7 @@ def unopened() -> nn.Module:
     return mlp()
 
 
-def test_what_cannot_be_read_where_it_lies_travels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_shared_vector_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a system opens no process's memory to another, though they share a folder: a push
     was refused, which ended the training.
     """
@@ -398,7 +396,7 @@ def test_what_cannot_be_read_where_it_lies_travels(
     assert ("parameters", "travel", "it lies where it cannot be read: not permitted") in told
 
 
-def test_parameters_that_travel_go_to_all_at_a_time_to_another_one_first() -> None:
+def test_parameter_replies_rotate_over_the_workers() -> None:
     """Every server sent them to the first worker first, whose link was full while those of the
     others rested.
     """
@@ -432,7 +430,7 @@ def test_parameters_that_travel_go_to_all_at_a_time_to_another_one_first() -> No
     assert asks(1, 0) == [b"w1"]
 
 
-def test_where_every_worker_has_its_share_of_every_batch_servers_keep_the_bound() -> None:
+def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
     """Under torchrun nobody did: ssp was asp."""
     served = server("server(3, sync=ssp(1))")
     told = Told()
@@ -474,7 +472,7 @@ def test_where_every_worker_has_its_share_of_every_batch_servers_keep_the_bound(
     assert told.answers[-1][1].kind == MessageType.VALUES
 
 
-def test_asynchronous_updates_are_made_at_once_and_once() -> None:
+def test_asynchronous_updates_are_applied_at_once() -> None:
     served = server("server(2, sync=asp)")
     # who brings it again is told that it is done
     for ticket in (3, 0, 3):
@@ -484,7 +482,7 @@ def test_asynchronous_updates_are_made_at_once_and_once() -> None:
     assert served.shard.samples == 12
 
 
-def test_the_rate_is_divided_by_the_staleness() -> None:
+def test_learning_rate_is_divided_by_the_staleness() -> None:
     served = server("server(2, sync=asp, rate=by_staleness)")
     for ticket, version in ((0, 0), (1, 0), (2, 0)):  # late by 0, 1, 2 updates
         said(served, push(1.0, step=ticket, version=version))
@@ -492,7 +490,7 @@ def test_the_rate_is_divided_by_the_staleness() -> None:
     assert served.shard.staleness == {0: 1, 1: 1, 2: 1}
 
 
-def test_of_more_workers_than_the_strategy_has_a_round_moves_as_far() -> None:
+def test_additional_workers_do_not_enlarge_the_updates() -> None:
     """Runs that others joined ended at 86 % where undisturbed ones had 97: staleness adds to
     momentum.
     """
@@ -522,7 +520,7 @@ def test_backup_workers_are_not_waited_for() -> None:
 
 
 # ---- sockets ---------------------------------------------------------------------------------
-def test_between_hosts_only_who_is_known_is_let_in() -> None:
+def test_only_known_keys_connect_between_hosts() -> None:
     mine = KeyPair.generate_pair()
     others = KeyPair.generate_pair()
     listening = Listener(1000, "127.0.0.1", KeyPair.generate_pair())
@@ -543,7 +541,7 @@ def test_between_hosts_only_who_is_known_is_let_in() -> None:
 
 @pytest.mark.parametrize("length", [8, PIECE_BYTES, PIECE_BYTES + 8, 3 * PIECE_BYTES])
 @pytest.mark.parametrize("host", ["127.0.0.1", None], ids=["encrypted", "on one host"])
-def test_a_vector_comes_as_it_was_sent(host: str | None, length: int) -> None:
+def test_vector_is_received_as_sent(host: str | None, length: int) -> None:
     """Encrypted, a long one travels in pieces: whole, its bytes were decrypted when the last of
     them had come, and the link rested meanwhile.
     """
@@ -586,7 +584,7 @@ def _answered(listening: Listener, keys: KeyPair, at: Any = None) -> str:
         calling.close()
 
 
-def test_who_is_not_answered_says_so() -> None:
+def test_unanswered_request_is_reported() -> None:
     listening = Listener(1000, None, KeyPair.generate_pair())
     calling = ServerClient([listening.address], 1000, KeyPair.generate_pair(), 0.2)
     try:
@@ -597,7 +595,7 @@ def test_who_is_not_answered_says_so() -> None:
         listening.close()
 
 
-def test_who_was_stopped_waits_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_worker_restarts_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than the limit: its first look at the clock said that nobody had answered,
     before it looked for an answer.
     """
@@ -659,7 +657,7 @@ class Desk:
         self.office.add_tickets(Ticket(TRAIN, number) for number in range(count))
 
 
-def test_nobody_is_further_ahead_than_the_bound() -> None:
+def test_no_worker_exceeds_the_staleness_bound() -> None:
     desk = Desk(bound=2)
     desk.give(20)
     assert desk.asks(0) is not None
@@ -669,7 +667,7 @@ def test_nobody_is_further_ahead_than_the_bound() -> None:
     assert 0 in desk.given
 
 
-def test_a_ticket_says_how_many_workers_are_there() -> None:
+def test_ticket_has_the_number_of_workers() -> None:
     """And is the same ticket whoever is."""
     desk = Desk()
     desk.give(3)
@@ -682,7 +680,7 @@ def test_a_ticket_says_how_many_workers_are_there() -> None:
     assert sorted(ticket.number for ticket in desk.heard) == [0, 1]
 
 
-def test_how_many_there_are_comes_to_the_update(
+def test_number_of_workers_reaches_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def many(ticket: Ticket, **changes: Any) -> Ticket:
@@ -698,7 +696,7 @@ def test_how_many_there_are_comes_to_the_update(
     assert 0 < max(float((value - one[name]).abs().max()) for name, value in more.items()) < 1e-5
 
 
-def test_what_a_lost_worker_was_at_is_somebody_elses_once() -> None:
+def test_samples_of_a_lost_worker_are_reassigned_once() -> None:
     desk = Desk()
     desk.give(3)
     lost = desk.asks(0)
@@ -715,7 +713,7 @@ def test_what_a_lost_worker_was_at_is_somebody_elses_once() -> None:
     assert desk.office.is_idle
 
 
-def test_who_is_silent_is_late() -> None:
+def test_silent_worker_is_late() -> None:
     desk = Desk(limit=-1.0)
     desk.give(1)
     desk.asks(0)
@@ -723,7 +721,7 @@ def test_who_is_silent_is_late() -> None:
     assert desk.asks(1) is not None
 
 
-def test_a_step_with_backup_is_of_as_many_as_are_left() -> None:
+def test_step_with_backups_adapts_to_the_workers_left() -> None:
     desk = Desk(wanted=2)
     desk.office.updates_made = 0
     desk.give(3)
@@ -738,7 +736,7 @@ def test_a_step_with_backup_is_of_as_many_as_are_left() -> None:
     assert (again.wanted, again.after) == (1, 1)
 
 
-def test_who_asks_twice_gets_the_same_ticket() -> None:
+def test_repeated_request_gets_the_same_ticket() -> None:
     """A question that crossed its answer took a second ticket, which nobody was at: the run
     never ended.
     """
@@ -754,7 +752,7 @@ def test_who_asks_twice_gets_the_same_ticket() -> None:
     assert len(desk.office.open_tickets) == 1
 
 
-def test_a_server_that_is_behind_is_believed() -> None:
+def test_restarted_server_with_fewer_updates_is_accepted() -> None:
     """It was started again at 200 updates, and a report of 250, from before, came after
     that.
     """
@@ -770,7 +768,7 @@ def test_a_server_that_is_behind_is_believed() -> None:
     assert desk.given[0].after == 200
 
 
-def test_what_is_no_question_is_refused() -> None:
+def test_invalid_request_is_refused() -> None:
     desk = Desk()
     told = Told()
     for message in (
@@ -822,7 +820,7 @@ def applied(run: pg.Run) -> list[int]:
     ids=lambda made: made.name,
 )
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.table)])
-def test_one_worker_that_waits_for_nobody_is_serial(
+def test_single_asynchronous_worker_equals_serial(
     made: pg.Job, servers: int, tmp_path: Path
 ) -> None:
     """Dropout, clipping, a scheduler, batch norm with its buffers: nothing is stale, and all is
@@ -900,7 +898,7 @@ def test_pushes_may_be_compressed(
         )
 
 
-def test_a_push_that_is_no_parcel_is_refused() -> None:
+def test_malformed_compressed_push_is_refused() -> None:
     chosen: Any = pg.strategy("server(2, compress=bf16)")
     slot = VectorSlot(torch.float64, (ParameterRange(0, 0, 60),))
     parcel = build_push_codec(chosen, slot)
@@ -948,7 +946,7 @@ def test_every_sample_is_applied_once_on_every_server(text: str, tmp_path: Path)
 
 @pytest.mark.parametrize("text", ["server(2)", "server(2, servers=2, sync=asp)"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_of_other_types_and_with_batch_norm(text: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_other_types_and_batch_norm(text: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """In bfloat16 the first step is rehearsed: its sum was refused as one that came before.
     With batch norm a server has two vectors, of which the first alone was said to be
     applied.
@@ -993,7 +991,7 @@ class Seeing(nn.Module):
 @pytest.mark.parametrize(
     "text", ["server(2, servers=2, sync=asp)", "server(2, sync=bsp(backup=1))"]
 )
-def test_what_forwards_change_is_that_of_all_workers(text: str, tmp_path: Path) -> None:
+def test_forward_changes_of_all_workers_are_merged(text: str, tmp_path: Path) -> None:
     """Counts in 32 bits, flags, and weights that are not trained were each worker's own: one
     that came later began with those of the beginning, and a checkpoint had whosever it was.
     """
@@ -1011,7 +1009,7 @@ def test_what_forwards_change_is_that_of_all_workers(text: str, tmp_path: Path) 
     assert found["follows"].tolist() == pytest.approx(3 * [4 * 29 / 12 if "asp" in text else 24.0])
 
 
-def test_changes_of_a_count_in_8_bits_have_a_mean_though_their_sum_has_no_room() -> None:
+def test_changes_of_8_bit_counters_are_averaged() -> None:
     """Of 100 and 100 it was -28."""
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     count = torch.ones(1, dtype=torch.int8)
@@ -1045,7 +1043,7 @@ def drawing(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
-def test_workers_do_not_draw_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_draw_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is the first rank of a world of its own: all of them, and who came for one that
     died, drew the same numbers.
     """
@@ -1058,14 +1056,14 @@ def test_workers_do_not_draw_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(set(found)) == len(found) == 2
 
 
-def test_servers_go_on_with_what_others_saved(tmp_path: Path) -> None:
+def test_servers_resume_checkpoints_of_other_strategies(tmp_path: Path) -> None:
     half = pg.train(vectors(epochs=2), "serial", runs=tmp_path, save=100)
     whole = pg.train(vectors(dtype=torch.float64), "serial", runs=tmp_path)
     run = pg.train(vectors(), "server(1, sync=asp)", runs=tmp_path, resume=half.folder)
     assert run.losses == pytest.approx(whole.losses[-3:], rel=1e-4)
 
 
-def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_interrupted_asynchronous_run_resumes(tmp_path: Path) -> None:
     def stop(told: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -1078,7 +1076,7 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert len(on.losses) == 3
 
 
-def test_what_one_may_ask_of_a_training_is_done_where_samples_are_handed_out_too(
+def test_run_options_work_with_the_work_queue(
     tmp_path: Path,
 ) -> None:
     """Checkpoints, of which two are kept, were made after epochs alone, event files of nothing,
@@ -1100,7 +1098,7 @@ def test_what_one_may_ask_of_a_training_is_done_where_samples_are_handed_out_too
     assert on.finished
 
 
-def test_an_epoch_that_was_stopped_over_its_last_batch_is_tested_once(
+def test_epoch_stopped_at_its_last_batch_is_evaluated_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Going on, the next epoch was begun: of the one before there was no test, and nobody asked
@@ -1181,7 +1179,7 @@ class Disturbed(queue_coordinator.QueueCoordinator):
         "the second server is killed",
     ],
 )
-def test_the_others_go_on(
+def test_other_workers_continue_after_a_failure(
     number: int,
     happens: signal.Signals,
     more: dict[str, Any],
@@ -1207,7 +1205,7 @@ def test_the_others_go_on(
     assert sum(map(bool, lost)) == (event == "again")
 
 
-def test_the_limit_of_waiting_is_that_of_sockets_too(
+def test_timeout_setting_applies_to_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A world of one rank had 300 s, whatever --timeout said: a server that hung was waited for
@@ -1231,7 +1229,7 @@ def test_the_limit_of_waiting_is_that_of_sockets_too(
 @pytest.mark.parametrize(
     "wrote", [None, 4, 6], ids=["nobody wrote", "the dead one wrote", "a late one wrote"]
 )
-def test_a_share_that_was_applied_is_recorded_though_its_worker_wrote_no_line(
+def test_applied_share_without_a_worker_record_is_audited(
     became: int, wrote: int | None, tmp_path: Path
 ) -> None:
     """It was missed in the audit, though every server had it: of a worker that was late and
@@ -1281,7 +1279,9 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
-def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_worker_exception_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = vectors(loss=raising)
     begin = queue_coordinator.QueueCoordinator.start_process
 
@@ -1299,7 +1299,7 @@ def ending(optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("text", ["server(2)", "data(2)"])
-def test_a_server_that_fails_names_the_step(text: str, tmp_path: Path) -> None:
+def test_failing_server_names_the_step(text: str, tmp_path: Path) -> None:
     """A scheduler that ends before its training: every server said step 0, as its rank makes
     none.
     """
@@ -1308,7 +1308,7 @@ def test_a_server_that_fails_names_the_step(text: str, tmp_path: Path) -> None:
     assert failed.value.step == 4
 
 
-def test_a_server_that_is_gone_when_all_is_saved_ends_no_run(
+def test_server_exit_after_saving_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training that was finished ended in a traceback, as an interrupted one."""
@@ -1326,7 +1326,7 @@ def test_a_server_that_is_gone_when_all_is_saved_ends_no_run(
     assert run.model()
 
 
-def test_what_this_process_cannot_do_is_a_failure_in_the_record_too(
+def test_failing_listener_is_recorded_as_a_failed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def listening(*_: Any) -> None:
@@ -1339,7 +1339,7 @@ def test_what_this_process_cannot_do_is_a_failure_in_the_record_too(
     assert [line["status"] for line in record.run_lines if line["kind"] == "end"] == ["failed"]
 
 
-def test_tests_are_handed_out_to_who_has_trained() -> None:
+def test_evaluation_is_assigned_to_trained_workers() -> None:
     desk = Desk()
     desk.give(1)
     desk.asks(0)

@@ -347,7 +347,7 @@ def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_
             assert torch.equal(values, again.model().state_dict()[name])
 
 
-def test_slices_share_the_work() -> None:
+def test_slices_divide_the_work() -> None:
     for ranks in (1, 2, 3, 7):
         lengths = [1000, 3, 0, 64 * 50, 77]
         pieces, because = assign_slices(
@@ -452,7 +452,7 @@ def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
         assert group.get("foreach") is None
 
 
-def test_the_record_says_who_updates_what(tmp_path: Path) -> None:
+def test_record_names_the_update_slices(tmp_path: Path) -> None:
     run = train(
         job("clipped", mlp, VECTORS, optimizer=OPTIMIZERS["clipped together"], epochs=1),
         "data(2)",
@@ -481,7 +481,7 @@ def test_auto_tries_one_worker_too(tmp_path: Path) -> None:
     assert all(f"{each} " in choice["because"] for each in candidates)
 
 
-def test_on_several_hosts_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "4"),
@@ -500,7 +500,7 @@ def test_on_several_hosts_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> 
         validate_run(each, "data(4, state=shared_memory)")
 
 
-def test_refused_in_a_loop_of_ones_own() -> None:
+def test_shared_memory_in_a_user_loop_is_refused() -> None:
     model = mlp()
     with (
         pytest.raises(Refused, match="in a loop of your own"),
@@ -514,12 +514,12 @@ def test_refused_in_a_loop_of_ones_own() -> None:
         pass
 
 
-def test_refused_with_an_exchange() -> None:
+def test_shared_memory_with_an_exchange_is_refused() -> None:
     with pytest.raises(Refused, match="does not fit state=shared_memory"):
         strategy("data(2, reduce=ring, state=shared_memory)")
 
 
-def test_what_has_a_fused_kernel_has_an_update_over_lists() -> None:
+def test_fused_optimizers_have_a_list_update() -> None:
     assert set(FUSED_OPTIMIZERS) <= set(FOREACH_OPTIMIZERS)
 
 
@@ -540,7 +540,7 @@ ELEMENT = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_how_an_optimizer_updates_is_tried(name: str) -> None:
+def test_update_method_is_probed(name: str) -> None:
     """It was read off a list of types, which knew no subclass, no other library's optimizer,
     and no hook.
     """
@@ -561,7 +561,7 @@ def test_how_an_optimizer_updates_is_tried(name: str) -> None:
     assert find_update_granularity(optimizer) == wanted
 
 
-def test_what_runs_beside_the_step_is_not_tried() -> None:
+def test_step_hooks_are_not_probed() -> None:
     """It may hold the real parameters, which a trial would change."""
 
     def stopped(*_: object) -> None:
@@ -578,7 +578,7 @@ def test_what_runs_beside_the_step_is_not_tried() -> None:
     assert find_update_granularity(second) == "element"
 
 
-def test_an_optimizer_that_keeps_parameters_elsewhere_is_not_cut() -> None:
+def test_optimizer_with_parameter_copies_is_not_sliced() -> None:
     """A wrapper (lookahead, SAM) updates what it keeps, not what a trial gives it."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
@@ -586,7 +586,7 @@ def test_an_optimizer_that_keeps_parameters_elsewhere_is_not_cut() -> None:
 
 
 @pytest.mark.story
-def test_an_optimizer_that_draws_trains_as_in_serial(tmp_path: Path) -> None:
+def test_random_optimizer_trains_as_in_serial(tmp_path: Path) -> None:
     """Noise in its step, and a scheduler that draws: every rank drew from a generator of its
     own, so that replicas under an all-reduce came apart, and parameters in shared memory were
     0.58 from serial's, in silence. Resumed, it draws on.
@@ -611,7 +611,7 @@ def test_an_optimizer_that_draws_trains_as_in_serial(tmp_path: Path) -> None:
                 torch.testing.assert_close(values, wanted[name], rtol=1e-10, atol=1e-13)
 
 
-def test_what_draws_nothing_is_not_watched_again() -> None:
+def test_deterministic_optimizer_is_not_watched_again() -> None:
     alike = ReplicatedDraws(3, CPU)
     drawn = []
     before = fingerprint_generators()
@@ -662,7 +662,7 @@ class Late(nn.Module):
         return self.first(x) + (large * self.second(x) if large.any() else 0)
 
 
-def test_a_parameter_that_is_first_used_in_a_later_step(tmp_path: Path) -> None:
+def test_parameter_first_used_in_a_later_step(tmp_path: Path) -> None:
     """A mixture of experts, one of which had no sample in step 0, ended in step 1: torch's
     fused SGD takes no momentum that some parameters have and others not yet.
     """
@@ -678,7 +678,7 @@ def test_a_parameter_that_is_first_used_in_a_later_step(tmp_path: Path) -> None:
         assert certificate.difference <= 1e-10
 
 
-def test_resumed_state_is_tried_too() -> None:
+def test_resumed_state_is_probed() -> None:
     parameters = [nn.Parameter(torch.randn(300, 7)), nn.Parameter(torch.randn(5))]
     for name, wanted in (
         ("Adafactor", "tensor"),

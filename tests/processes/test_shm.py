@@ -281,7 +281,7 @@ def test_collectives(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
 
 
-def test_who_cannot_make_memory_tells_the_others_why() -> None:
+def test_failed_shared_memory_is_reported_to_all_ranks() -> None:
     with pytest.raises(
         RuntimeError, match="rank 0 could not make shared memory: no 9 MiB on this host"
     ):

@@ -166,7 +166,7 @@ PROGRAMS = (
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("function", PROGRAMS, ids=lambda each: each.__name__)
-def test_programs(pool: Launcher, function: object, size: int) -> None:
+def test_message_programs(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
 
 
@@ -217,7 +217,7 @@ def storm(world: World, seed: int) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_storm(pool: Launcher, size: int) -> None:
+def test_many_random_messages(pool: Launcher, size: int) -> None:
     for seed in range(5):
         pool.run(storm, seed, size=size, backend="shm")
 
@@ -292,7 +292,7 @@ def unusual(world: World) -> None:
     "function", [ends_of_the_ring, many_at_once, unusual], ids=lambda each: each.__name__
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_ring(pool: Launcher, function: object, size: int) -> None:
+def test_ring_buffer_limits(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
 
 
@@ -316,7 +316,7 @@ def killed_amid_a_message(rank: int, store: str) -> None:
 
 
 @pytest.mark.story
-def test_a_death_amid_a_message_ends_the_wait(tmp_path: Path) -> None:
+def test_death_during_a_message_ends_the_wait(tmp_path: Path) -> None:
     """A receive that had begun was in no list of what fails with the group: its wait went round
     for ever.
     """
@@ -365,7 +365,7 @@ class Patient(OperationQueue):
             work.finish()
 
 
-def test_who_waits_takes_the_lane_over() -> None:
+def test_waiting_thread_takes_over_the_channel() -> None:
     """The daemon, at a receive that was posted ahead, kept the lane; who waited looked once a
     millisecond if it was done.
     """
@@ -411,7 +411,7 @@ def disagreeing(world: World) -> list[str]:
     return told
 
 
-def test_ranks_that_disagree_are_all_told(pool: Launcher) -> None:
+def test_disagreement_is_reported_to_all_ranks(pool: Launcher) -> None:
     for rank, told in enumerate(pool.run(disagreeing, size=3, backend="shm")):
         for message, words in zip(
             told,
@@ -440,7 +440,7 @@ def mismatched_message(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_message_of_another_length_ends_both(pool: Launcher) -> None:
+def test_message_of_another_length_ends_both_ranks(pool: Launcher) -> None:
     for message in pool.run(mismatched_message, size=2, backend="shm"):
         assert "rank 0 sends float32, 8000000 bytes" in message
         assert "receive from rank 0 of float32 [3], 12 bytes" in message
@@ -469,7 +469,7 @@ def given_up(world: World, by_daemon: bool) -> str:
 
 
 @pytest.mark.parametrize("by_daemon", [False, True])
-def test_who_gives_up_tells_the_others(pool: Launcher, by_daemon: bool) -> None:
+def test_timeout_on_one_rank_ends_the_others(pool: Launcher, by_daemon: bool) -> None:
     """Beside the daemon it waited for as long as that, 20 s and not 0.3."""
     for message in pool.run(given_up, by_daemon, size=3, backend="shm"):
         assert "rank 0 gave up waiting" in message
@@ -502,7 +502,7 @@ def asked_for_early(world: World, asked: bool) -> str:
     return str(given.tolist())
 
 
-def test_a_receive_that_is_asked_for_early(pool: Launcher) -> None:
+def test_receive_posted_early_has_no_time_limit(pool: Launcher) -> None:
     """Nobody waited for it, and after the group's limit the daemon gave the group up: a
     pipeline asks for three at a time, and computes meanwhile. What somebody waits for in a
     future ends at the limit.
@@ -528,7 +528,7 @@ def one_of_two_is_awaited(world: World) -> str:
     return str(caught.value)
 
 
-def test_what_is_awaited_is_named_and_not_what_was_posted_before(pool: Launcher) -> None:
+def test_awaited_message_is_named_and_not_an_earlier_one(pool: Launcher) -> None:
     told, *_ = pool.run(one_of_two_is_awaited, size=3, backend="shm")
     assert "in receive from rank 2 of float32 [5]" in told
 
@@ -549,7 +549,7 @@ def in_two_groups(world: World) -> str:
     return str(caught.value)
 
 
-def test_who_waits_in_another_group_is_not_blamed(pool: Launcher) -> None:
+def test_rank_waiting_in_another_group_is_not_blamed(pool: Launcher) -> None:
     """Stopped amid a barrier, a rank had let some of the others go, which waited for it in the
     next exchange, over a region of their own: the one that was left told of them all.
     """
@@ -584,7 +584,7 @@ def waiting_for_the_dead(rank: int, store: str) -> None:
 
 
 @pytest.mark.story
-def test_a_death_ends_every_wait(tmp_path: Path) -> None:
+def test_death_of_a_rank_ends_every_wait(tmp_path: Path) -> None:
     """All waits are bounded by 300 s; the test is not that patient."""
     call = (
         "import sys, paragrad.backends, test_shm_messages as t; "
@@ -624,7 +624,7 @@ def missing_from_a_barrier(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_barrier_names_who_did_not_come(pool: Launcher) -> None:
+def test_barrier_names_the_missing_rank(pool: Launcher) -> None:
     for message in pool.run(missing_from_a_barrier, size=4, backend="shm")[::2]:
         assert "rank 1, rank 3 have not come" in message
 
@@ -643,7 +643,7 @@ class Held(OperationQueue):
         work.finish()
 
 
-def test_a_closed_lane_leaves_no_thread() -> None:
+def test_closed_channel_leaves_no_thread() -> None:
     """About one run in ten of a short loop under torchrun ended with SIGABRT: "terminate called
     without an active exception".
 
@@ -684,7 +684,7 @@ def left(world: World) -> str:
     return str(error)
 
 
-def test_who_leaves_does_not_leave_others_waiting(pool: Launcher) -> None:
+def test_leaving_rank_ends_the_waits_of_others(pool: Launcher) -> None:
     """What nobody waited for has a second; then the daemon is ended, and the others are
     told.
     """

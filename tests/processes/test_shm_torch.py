@@ -179,5 +179,5 @@ def pipelined(world: World) -> None:
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
-def test_equals_serial(pool: Launcher, function: object, size: int) -> None:
+def test_torch_parallel_libraries_equal_serial(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")

@@ -155,7 +155,7 @@ def nested(world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sub_world_is_cut_again(eight: Launcher, backend: str) -> None:
+def test_sub_world_of_a_sub_world(eight: Launcher, backend: str) -> None:
     eight.run(nested, backend=backend)
 
 
@@ -180,7 +180,7 @@ def owners(world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_first_of_a_sub_world_is_its_own(pool: Launcher, backend: str) -> None:
+def test_root_rank_is_of_the_sub_world(pool: Launcher, backend: str) -> None:
     """`agreed` broadcast from the launched rank 0, whose number among ranks 3 and 0 is 1; where
     it was not among them, torch raised. A rank in no set goes on without a world, and one alone
     has an ordinary one.
@@ -214,7 +214,7 @@ def stages(world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_who_makes_groups_the_others_need_not_know(pool: Launcher, backend: str) -> None:
+def test_groups_are_created_without_the_other_ranks(pool: Launcher, backend: str) -> None:
     """torch names a group by how many a rank was asked for: a stage with batch norm, whose
     ranks have a twin that no other stage has, would wait for ever in the next group that it
     shares with them. And groups of one name would meet in the store.
@@ -226,7 +226,7 @@ def at_odds(world: World) -> None:
     world.split_ranks([[0, 1]] if world.rank != 2 else [[0, 1], [2, 3]])
 
 
-def test_ranks_that_ask_for_different_sets_are_told(pool: Launcher) -> None:
+def test_different_rank_sets_are_reported(pool: Launcher) -> None:
     with pytest.raises(
         RankFailed,
         match=r"rank 0 asks for worlds among \[\[0, 1\]\], rank 2 among \[\[0, 1\], \[2, 3\]\]",
@@ -250,7 +250,7 @@ LEAVES = """
 
 
 @pytest.mark.table
-def test_who_leaves_a_world_leaves_all_cut_from_it(tmp_path: Path) -> None:
+def test_leaving_a_world_leaves_its_sub_worlds(tmp_path: Path) -> None:
     """A world was let go of as it was left, and copies of it with axes were not: gloo's
     threads, still held as the interpreter ended, aborted it, two times in ten.
     """

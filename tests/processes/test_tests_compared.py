@@ -67,7 +67,9 @@ def normed() -> nn.Module:
 
 
 @pytest.mark.parametrize("row", ["spatial(2)", "tensor(2)", "pipeline(2, micro=4)", "data(2)"])
-def test_where_a_model_is_cut(pool: Launcher, tmp_path: Path, row: str) -> None:
+def test_evaluation_of_a_divided_model_is_compared(
+    pool: Launcher, tmp_path: Path, row: str
+) -> None:
     """Where it is not, each rank tests a whole model, as serial does."""
     for test in (IMAGES, None):
         found = trained(
@@ -103,7 +105,9 @@ def slope(output: Tensor, target: Tensor) -> Tensor:
         pytest.param("data(2) * tensor(2)", False, marks=pytest.mark.table),
     ],
 )
-def test_another_test_is_told(pool: Launcher, tmp_path: Path, row: str, constant: bool) -> None:
+def test_different_evaluation_is_reported(
+    pool: Launcher, tmp_path: Path, row: str, constant: bool
+) -> None:
     """Steps were compared with one worker's, tests never: theirs said another number, without a
     word. One that cannot run in float64 has nothing there to be compared with, and is judged by
     twins.
@@ -139,7 +143,7 @@ class Clamping(nn.Sequential):
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
-def test_it_leaves_parameters_as_they_were(pool: Launcher, tmp_path: Path, row: str) -> None:
+def test_comparison_leaves_parameters_unchanged(pool: Launcher, tmp_path: Path, row: str) -> None:
     made = job(
         "clamping", lambda: Clamping(*small()), VECTORS, test=VECTORS, dtype=torch.float64, epochs=1
     )
@@ -166,7 +170,7 @@ def entropy(output: Tensor, target: Tensor) -> tuple[float, int]:
     return float(functional.cross_entropy(output, target, reduction="sum")), len(target)
 
 
-def test_rounding_of_a_test_is_not_that_of_a_step(pool: Launcher, tmp_path: Path) -> None:
+def test_rounding_bound_of_an_evaluation(pool: Launcher, tmp_path: Path) -> None:
     """By a metric: a loss in less than float64 the door holds to add up as if it were none, and
     some processors round a part of a batch otherwise than the whole.
     """
@@ -182,7 +186,7 @@ def test_rounding_of_a_test_is_not_that_of_a_step(pool: Launcher, tmp_path: Path
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
-def test_it_leaves_nothing_in_the_loss(pool: Launcher, tmp_path: Path, row: str) -> None:
+def test_comparison_leaves_no_state_in_the_loss(pool: Launcher, tmp_path: Path, row: str) -> None:
     """What a loss kept had seen a test that serial does not make."""
     made = job("moving", small, VECTORS, test=VECTORS, loss=Moving(), dtype=torch.float64)
     serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
@@ -208,7 +212,7 @@ def doubtful(world: World, module: Any) -> None:
     refuse_copies(world, module)
 
 
-def test_under_autocast_both_go_without_it(tmp_path: Path) -> None:
+def test_evaluation_is_compared_without_autocast(tmp_path: Path) -> None:
     """Passes of parts cast by themselves: a test in bfloat16 was compared with one in float32,
     and made in float64 again.
     """
@@ -230,7 +234,7 @@ def noisy(output: Tensor, target: Tensor) -> Tensor:
     ("row", "model", "loss"),
     [("tensor(2)", small, noisy), ("place(2)", lambda: small(Noise()), functional.cross_entropy)],
 )
-def test_what_draws_is_not_compared(
+def test_random_evaluation_is_not_compared(
     pool: Launcher, tmp_path: Path, row: str, model: Callable[[], nn.Module], loss: Any
 ) -> None:
     """In a test a part's draws are numbered as in training, where dropout draws too; and a loss
@@ -256,7 +260,7 @@ class Other(nn.Sequential):
         return {"logits": out} if self.training else out
 
 
-def test_a_loss_that_takes_no_output_of_eval_mode(pool: Launcher, tmp_path: Path) -> None:
+def test_loss_that_rejects_eval_mode_output(pool: Launcher, tmp_path: Path) -> None:
     made = job(
         "other",
         lambda: Other(*small()),
@@ -287,7 +291,7 @@ def dropping(world: World, row: str) -> list[float]:
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
-def test_a_batch_that_the_loop_made_smaller(pool: Launcher, row: str) -> None:
+def test_batch_shortened_by_the_user_loop(pool: Launcher, row: str) -> None:
     expected = dropping(World(), "serial")
     for losses in pool.run(dropping, row, size=2):
         assert losses == pytest.approx(expected, rel=1e-9)

@@ -58,9 +58,7 @@ def apart(spans: list[tuple[float, float]]) -> bool:
 
 # ---- the record ------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", PIPELINES)
-def test_a_step_in_detail_is_what_its_schedule_says(
-    pool: Launcher, tmp_path: Path, text: str
-) -> None:
+def test_detailed_step_follows_its_schedule(pool: Launcher, tmp_path: Path, text: str) -> None:
     """Every action once on every rank, in the program's order; nothing else of that rank at the
     same time; and no message is there before it was posted.
     """
@@ -101,7 +99,7 @@ def test_a_step_in_detail_is_what_its_schedule_says(
                     assert posted[int(source), f"{rank}:{slot}"] <= span.start + span.seconds + 1e-6
 
 
-def test_only_some_steps_are_told_in_detail(pool: Launcher, tmp_path: Path) -> None:
+def test_only_some_steps_are_recorded_in_detail(pool: Launcher, tmp_path: Path) -> None:
     """A message would cost the record a span in every step. With a trace all are."""
     for folder, settings, steps in (
         (tmp_path / "run", {}, set(DETAILED_STEPS)),
@@ -117,7 +115,7 @@ def test_only_some_steps_are_told_in_detail(pool: Launcher, tmp_path: Path) -> N
             } == steps
 
 
-def test_tests_between_epochs_are_no_part_of_a_step(pool: Launcher, tmp_path: Path) -> None:
+def test_evaluation_between_epochs_is_not_in_a_step(pool: Launcher, tmp_path: Path) -> None:
     """The forwards of a test were written to the step after it, and what fully_sharded gathers
     for one.
     """
@@ -146,9 +144,7 @@ def test_tests_between_epochs_are_no_part_of_a_step(pool: Launcher, tmp_path: Pa
         ] == []
 
 
-def test_steps_of_short_batches_are_not_shown_nor_learnt_from(
-    pool: Launcher, tmp_path: Path
-) -> None:
+def test_short_batches_are_not_shown_or_fitted(pool: Launcher, tmp_path: Path) -> None:
     """Of 29 samples in batches of 15 every other step is shorter, and has as many
     micro-batches.
     """
@@ -166,7 +162,7 @@ def test_steps_of_short_batches_are_not_shown_nor_learnt_from(
         ("data(2, reduce=ring) * pipeline(2, micro=2)", {"buckets", "told"}),
     ],
 )
-def test_of_every_strategy_a_step_is_told(
+def test_every_strategy_has_a_step_timeline(
     pool: Launcher, tmp_path: Path, text: str, waits: set[str]
 ) -> None:
     record = trained(pool, tmp_path, text)
@@ -193,7 +189,7 @@ def test_of_every_strategy_a_step_is_told(
         pytest.param("data(2, reduce=ring) * pipeline(2, micro=2)", marks=pytest.mark.table),
     ],
 )
-def test_the_trace_is_what_perfetto_reads(pool: Launcher, tmp_path: Path, text: str) -> None:
+def test_trace_is_valid_for_perfetto(pool: Launcher, tmp_path: Path, text: str) -> None:
     """A name for every process and thread; slices of a thread one after the other, or one
     within another; every arrow leaves from within a slice, and comes to one.
     """
@@ -236,7 +232,7 @@ def test_the_trace_is_what_perfetto_reads(pool: Launcher, tmp_path: Path, text: 
     assert sorted(path.parent.glob("trace*")) == [path]
 
 
-def test_a_run_that_fails_leaves_its_trace_until_then(pool: Launcher, tmp_path: Path) -> None:
+def test_failed_run_keeps_its_trace(pool: Launcher, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with pytest.raises(pg.RankFailed):
         trained(
@@ -251,7 +247,7 @@ def test_a_run_that_fails_leaves_its_trace_until_then(pool: Launcher, tmp_path: 
 
 
 @pytest.mark.parametrize("path", ["nowhere/trace.json", "", "."])
-def test_a_trace_that_cannot_be_written_is_refused(
+def test_unwritable_trace_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -267,7 +263,7 @@ def test_a_trace_that_cannot_be_written_is_refused(
 @pytest.mark.parametrize(
     "text", [*PIPELINES, "pipeline(2, micro=4, schedule=interleaved, cut=[1, 1, 1, 1])"]
 )
-def test_the_clock_foretells_the_steps_after_those_it_learnt_from(
+def test_clock_predicts_steps_after_the_fitted_ones(
     pool: Launcher, tmp_path: Path, text: str
 ) -> None:
     """The whole step, along the schedule, every task once; of the tasks' times by kind the
@@ -307,11 +303,11 @@ def deep() -> Any:
     return nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4))
 
 
-def test_of_a_step_without_a_schedule_nothing_is_foretold(pool: Launcher, tmp_path: Path) -> None:
+def test_step_without_a_schedule_has_no_prediction(pool: Launcher, tmp_path: Path) -> None:
     assert predict_step(trained(pool, tmp_path, "data(2, reduce=ring)")) is None
 
 
-def test_the_middle_of_some_steps() -> None:
+def test_median_of_some_steps() -> None:
     steps = {
         number: Timeline(seconds, (seconds,), 0) for number, seconds in enumerate((3.0, 1.0, 2.0))
     }
@@ -321,7 +317,7 @@ def test_the_middle_of_some_steps() -> None:
 
 # ---- the page --------------------------------------------------------------------------------
 @pytest.mark.table
-def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: Path) -> None:
+def test_page_has_rank_rows_and_the_prediction(tmp_path: Path) -> None:
     """In words too; every box in a colour of the page, which has two of each."""
     table = pg.compare(JOB, "data(2, reduce=ring); pipeline(2, micro=2)", runs=tmp_path)
     text = unescape((table.folder / "page.html").read_text(encoding="utf-8"))
@@ -337,7 +333,7 @@ def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: 
     assert not re.findall(r"#[0-9a-f]{6}", pipeline)
 
 
-def test_without_enough_steps_there_is_no_picture_of_one(tmp_path: Path) -> None:
+def test_too_few_steps_have_no_step_chart(tmp_path: Path) -> None:
     table = pg.compare(JOB.replace(epochs=1), "pipeline(2, micro=2)", runs=tmp_path)
     section = (
         (table.folder / "page.html").read_text(encoding="utf-8").split('<section id="step"')[1]

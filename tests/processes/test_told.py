@@ -65,7 +65,7 @@ def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
     return str(caught.value)
 
 
-def test_more_ranks_than_there_is_memory_for() -> None:
+def test_more_ranks_than_memory_allows() -> None:
     """data(1000) forked a thousand ranks and took all memory: exit 137, no word."""
     told = refused_with(10 * memory_check.PROCESS_BYTES, "data(20)")
     assert "data(20) wants at least " in told
@@ -91,7 +91,7 @@ class Keeps(nn.Module):
         return wide.exp().unflatten(1, (1 << 16, 4)).mean(1) * always
 
 
-def test_a_batch_that_does_not_fit() -> None:
+def test_batch_that_does_not_fit() -> None:
     """What is the same for any number of samples is not counted for each."""
     job = make_job("keeps", Keeps, VECTORS, batch=29)
     told = refused_with(memory_check.PROCESS_BYTES + (20 << 20), "serial", job)
@@ -106,7 +106,7 @@ def test_a_batch_that_does_not_fit() -> None:
         validate_run(job, "data(1, micro=2)")
 
 
-def test_a_pipeline_keeps_less_than_its_ranks_do_together() -> None:
+def test_pipeline_memory_is_counted_by_stage() -> None:
     """Each rank of a pipeline was counted with the whole model's activations, and recompute not
     at all.
     """
@@ -141,14 +141,14 @@ class Wide(nn.Module):
         return x.repeat(1, 1 << 12).tanh().unflatten(1, (1 << 12, 10)).mean(1)
 
 
-def test_a_model_that_does_not_fit() -> None:
+def test_model_that_does_not_fit() -> None:
     assert refused_with(100, "serial").endswith(
         "the model does not fit; train a smaller one, or on a host with more memory"
     )
 
 
 # ---- what the optimizer holds ----------------------------------------------------------------
-def test_parameters_that_the_optimizer_leaves_out_are_named() -> None:
+def test_parameters_missing_in_the_optimizer_are_named() -> None:
     job = make_job(
         "some",
         mlp,
@@ -174,7 +174,7 @@ def test_parameters_that_the_optimizer_leaves_out_are_named() -> None:
 
 # ---- messages --------------------------------------------------------------------------------
 @pytest.mark.story
-def test_an_error_of_a_dataset_is_named_with_its_line(tmp_path: Path) -> None:
+def test_dataset_error_is_named_with_its_line(tmp_path: Path) -> None:
     """It came below 25 lines of internals, and without the sample."""
     ran = command(
         "train",
@@ -194,25 +194,25 @@ def test_an_error_of_a_dataset_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_an_error_of_a_job_file_keeps_its_line() -> None:
+def test_job_file_error_keeps_its_line() -> None:
     ran = command("train", str(JOB_FILES / "raises.py"))
     assert ran.returncode == 2
     assert "raised RuntimeError: no such luck (" in ran.stderr
     assert "raises.py:" in ran.stderr.rpartition("no such luck")[2]
 
 
-def test_unknown_settings_of_train() -> None:
+def test_unknown_settings_of_train_are_named() -> None:
     with pytest.raises(pg.Refused, match=r"no setting 'loader'; did you mean loaders\?"):
         pg.train(JOBS["mlp"], "serial", loader=1)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 101, "two\nlines"])
-def test_names_of_which_no_folder_can_be_made(name: str) -> None:
+def test_invalid_folder_names_are_refused(name: str) -> None:
     with pytest.raises(pg.Refused, match="of which folders can be named"):
         inspect_job(JOBS["mlp"].replace(name=name))
 
 
-def test_job_arguments_that_are_no_json(tmp_path: Path) -> None:
+def test_job_arguments_that_are_not_json(tmp_path: Path) -> None:
     run = pg.train(
         JOBS["mlp"].replace(arguments=(("path", tmp_path),), epochs=1), "serial", runs=tmp_path
     )
@@ -220,7 +220,7 @@ def test_job_arguments_that_are_no_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.table
-def test_an_ascii_terminal(tmp_path: Path) -> None:
+def test_ascii_terminal(tmp_path: Path) -> None:
     """The ± of a table with seeds was an error after all training was done."""
     ran = command(
         "compare",
@@ -242,7 +242,7 @@ def test_an_ascii_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.story
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
+def test_full_disk_as_standard_output(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         ran = command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
     assert ran.returncode == 1
@@ -255,7 +255,7 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.story
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_standard_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
+def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
     """A traceback of flush, and exit code 1, after a training that was done."""
     words = shlex.join(
         [sys.executable, "-m", "paragrad", *SHORT, "--strategy", "data(2)", "--runs", str(tmp_path)]
@@ -271,7 +271,7 @@ def test_standard_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
     assert Record(next(tmp_path.iterdir())).finished
 
 
-def test_a_read_that_fails_is_told(
+def test_failing_read_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An input or output error that had no file's name was taken for a terminal that was
@@ -304,7 +304,7 @@ def in_spaces(
 
 
 @pytest.mark.table
-def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
+def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
     """It said that no space was left on some device. Ranks do without /dev/shm, and batches go
     by no way through it: semaphores alone are there.
     """
@@ -344,7 +344,7 @@ def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
 
 
 @pytest.mark.table
-def test_a_loopback_that_is_down(tmp_path: Path) -> None:
+def test_disabled_loopback(tmp_path: Path) -> None:
     """What gloo said ended in "Unable to find address for: lo", of a file of its own; over
     shared memory nobody needs one.
     """
@@ -365,9 +365,7 @@ def test_a_loopback_that_is_down(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "limit", "where"), [("serial", 1, "run.jsonl"), ("data(2)", 200, "shared memory")]
 )
-def test_a_limit_on_the_length_of_files(
-    tmp_path: Path, strategy: str, limit: int, where: str
-) -> None:
+def test_file_size_limit(tmp_path: Path, strategy: str, limit: int, where: str) -> None:
     """`ulimit -f` was answered with the advice to start fewer ranks."""
     words = [
         sys.executable,
@@ -395,7 +393,7 @@ def test_a_limit_on_the_length_of_files(
 
 
 @pytest.mark.story
-def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+def test_deleted_working_directory(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     ran = subprocess.run(
@@ -412,7 +410,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     )
 
 
-def test_a_dataset_that_holds_a_lock(tmp_path: Path) -> None:
+def test_dataset_that_holds_a_lock(tmp_path: Path) -> None:
     import threading
 
     class Locked(type(VECTORS)):  # type: ignore[misc]
@@ -425,7 +423,7 @@ def test_a_dataset_that_holds_a_lock(tmp_path: Path) -> None:
         pg.train(job, "data(2)", runs=tmp_path)
 
 
-def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path) -> None:
+def test_too_many_ranks_are_refused_before_the_proof(tmp_path: Path) -> None:
     with (
         Launcher(1),
         mock.patch.object(memory_check, "read_available_memory", return_value=1 << 20),
@@ -440,13 +438,13 @@ def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path)
 
 # ---- conveniences ----------------------------------------------------------------------------
 @pytest.mark.story
-def test_the_version() -> None:
+def test_version_option() -> None:
     ran = command("--version")
     assert (ran.returncode, ran.stdout.strip()) == (0, f"paragrad {pg.__version__}")
     assert "Usage" in command("-h").stdout
 
 
-def test_a_saved_model_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+def test_saved_model_has_default_file_permissions(tmp_path: Path) -> None:
     """Its owner alone could read it, whatever the umask."""
     run = pg.train(JOBS["mlp"].replace(epochs=1), "serial", runs=tmp_path, save=3)
     (tmp_path / "new").touch()
@@ -455,7 +453,7 @@ def test_a_saved_model_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
     assert (run.folder / "checkpoint-00000003" / "optimizer.safetensors").stat().st_mode == mode
 
 
-def test_a_notebook_shows_a_table(tmp_path: Path) -> None:
+def test_notebook_shows_a_table(tmp_path: Path) -> None:
     table = pg.compare(JOBS["mlp"].replace(epochs=1), "serial; data(2)", runs=tmp_path)
     shown = table._repr_html_()
     assert shown.count("<tr>") == 3
@@ -464,7 +462,7 @@ def test_a_notebook_shows_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_read_only_home_directory(tmp_path: Path) -> None:
     """matplotlib warned of its cache, three lines before the table."""
     script = (
         "import paragrad.report.charts as charts\nwith charts.drawing('x', 100, 100): "
@@ -496,7 +494,7 @@ row: pg.Strategy = Data(3, reduce=Ring(), shares=[2, 1, 1])
 
 
 @pytest.mark.table
-def test_a_users_file_is_typed(tmp_path: Path) -> None:
+def test_user_file_is_typed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TYPED)
     ran = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")],
@@ -517,7 +515,7 @@ def missing_library(*_: object) -> nn.Module:
         ) from error
 
 
-def test_the_error_that_others_are_raised_from_is_told() -> None:
+def test_cause_of_a_chained_error_is_reported() -> None:
     """A model of transformers said to look up at a traceback, which there was not."""
     with pytest.raises(
         pg.Refused,
@@ -527,7 +525,7 @@ def test_the_error_that_others_are_raised_from_is_told() -> None:
         validate_run(MANY.replace(model=missing_library), "serial")
 
 
-def test_a_wait_that_was_too_long_is_told_with_what_it_was_for() -> None:
+def test_timeout_is_reported_with_its_purpose() -> None:
     """Of a rank 0 that was killed in the step of one worker, the others advised a longer
     timeout.
     """
@@ -541,7 +539,7 @@ def test_a_wait_that_was_too_long_is_told_with_what_it_was_for() -> None:
         waits("Connection closed by peer")
 
 
-def test_a_failure_of_a_step_names_step_and_tensor() -> None:
+def test_failing_step_names_step_and_tensor() -> None:
     """In a loop of one's own "it has a hook" said nothing of what has one."""
     assert (
         str(pg.StepFailed("it has a hook", step=3, tensor="0.weight"))
@@ -551,7 +549,7 @@ def test_a_failure_of_a_step_names_step_and_tensor() -> None:
     assert str(StepFailed("no")) == "no"
 
 
-def test_a_look_for_what_is_not_finite_leaves_modes() -> None:
+def test_search_for_non_finite_values_keeps_modes() -> None:
     """A batch norm that was frozen by eval() was in training afterwards."""
     model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4).eval(), nn.Dropout())
     nn.init.constant_(model[0].weight, 1e38)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def trained(pool: Launcher, folder: Path, job: pg.Job, text: str, **settings: ob
 
 
 @pytest.mark.story
-def test_digits_is_the_same_whoever_trains_it(pool: Launcher, tmp_path: Path) -> None:
+def test_digits_is_equal_under_every_strategy(pool: Launcher, tmp_path: Path) -> None:
     """All samples, none twice, none missed; the four algorithms bit-identical at two workers;
     serial's accuracy.
     """
@@ -86,7 +86,7 @@ def test_digits_is_the_same_whoever_trains_it(pool: Launcher, tmp_path: Path) ->
     assert len(set(two)) == 1
 
 
-def test_the_model_comes_back_under_its_serial_names(pool: Launcher, tmp_path: Path) -> None:
+def test_model_is_returned_with_serial_names(pool: Launcher, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path, DIGITS, "data(2)")
     names = set(load_file(tmp_path / "model.safetensors"))
     assert names == set(DIGITS.model().state_dict())
@@ -98,7 +98,7 @@ def test_the_model_comes_back_under_its_serial_names(pool: Launcher, tmp_path: P
     assert finished.test > 85
 
 
-def test_every_kind_of_line_has_its_fields(pool: Launcher, tmp_path: Path) -> None:
+def test_every_kind_of_record_line_has_its_fields(pool: Launcher, tmp_path: Path) -> None:
     trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
     fields = {
         "run": {
@@ -147,9 +147,7 @@ def test_every_kind_of_line_has_its_fields(pool: Launcher, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)"])
-def test_a_step_costs_a_quarter_of_a_kilobyte_on_every_rank(
-    pool: Launcher, tmp_path: Path, text: str
-) -> None:
+def test_step_record_is_below_256_bytes_per_rank(pool: Launcher, tmp_path: Path, text: str) -> None:
     """The record grew by 2.3 KB a step: every span was a line of its own, which named what it
     was of.
     """
@@ -199,7 +197,7 @@ class Listened(TensorDataset):
     not Path("/proc/self/net/tcp").exists(), reason="/proc is not there to say who listens"
 )
 @pytest.mark.parametrize(("backend", "ports"), [("shm", 0), ("gloo", 1)])
-def test_over_shared_memory_no_rank_opens_a_port(
+def test_no_rank_opens_a_port_over_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ports: int
 ) -> None:
     """Schedules went over gloo, which listened on the loopback, while record and page said
@@ -230,9 +228,7 @@ def test_over_shared_memory_no_rank_opens_a_port(
     }
 
 
-def test_overlap_can_be_switched_off_and_the_record_shows_it(
-    pool: Launcher, tmp_path: Path
-) -> None:
+def test_overlap_can_be_disabled_and_is_recorded(pool: Launcher, tmp_path: Path) -> None:
     """The first layer's backward comes last. With overlap it sees the first bucket leave;
     without, none leaves before it.
     """
@@ -320,9 +316,7 @@ class Breaks(nn.Module):
         return self.last(self.middle(self.first(x) * scale))
 
 
-def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(
-    pool: Launcher, tmp_path: Path
-) -> None:
+def test_non_finite_loss_names_rank_step_and_tensor(pool: Launcher, tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed) as caught:
         trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
     error = caught.value
@@ -340,7 +334,7 @@ def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(
     }
 
 
-def test_the_spans_of_a_step_that_fails_are_in_the_record(pool: Launcher, tmp_path: Path) -> None:
+def test_spans_of_a_failed_step_are_recorded(pool: Launcher, tmp_path: Path) -> None:
     """They were written together with the step's line, which such a step does not get: what it
     did until then was lost.
     """
@@ -361,7 +355,7 @@ def test_the_spans_of_a_step_that_fails_are_in_the_record(pool: Launcher, tmp_pa
     ]
 
 
-def test_a_sample_that_is_not_finite_is_named_as_inputs(pool: Launcher, tmp_path: Path) -> None:
+def test_non_finite_sample_is_reported_as_input(pool: Launcher, tmp_path: Path) -> None:
     inputs = VECTORS.tensors[0].clone()
     inputs[7, 3] = float("nan")
     job = JOBS["mlp"].replace(train=TensorDataset(inputs, VECTORS.tensors[1]))
@@ -384,16 +378,14 @@ class Forgets(nn.Module):
         return self.out(x) + (self.side(x) if self.calls < 2 else 0)
 
 
-def test_a_parameter_that_stops_being_used_is_named_and_nobody_hangs(
-    pool: Launcher, tmp_path: Path
-) -> None:
+def test_parameter_that_becomes_unused_is_named(pool: Launcher, tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed) as caught:
         trained(pool, tmp_path, make_job("forgets", Forgets, VECTORS), "data(2, reduce=butterfly)")
     assert caught.value.step == 1
     assert caught.value.tensor == "side.weight, side.bias"
 
 
-def test_a_batch_in_which_nothing_counts_is_refused_while_it_runs(
+def test_batch_without_counted_targets_is_refused_in_training(
     pool: Launcher, tmp_path: Path
 ) -> None:
     nothing = TensorDataset(VECTORS.tensors[0], torch.full((29,), -100))
@@ -401,7 +393,7 @@ def test_a_batch_in_which_nothing_counts_is_refused_while_it_runs(
         trained(pool, tmp_path, JOBS["mlp"].replace(train=nothing), "data(2)")
 
 
-def test_targets_to_ignore_weigh_nothing_wherever_they_fall(pool: Launcher, tmp_path: Path) -> None:
+def test_ignored_targets_have_no_weight_on_any_rank(pool: Launcher, tmp_path: Path) -> None:
     """Half of the targets of the first share are ignored: a mean of means would be another
     training.
     """
@@ -418,7 +410,7 @@ def test_targets_to_ignore_weigh_nothing_wherever_they_fall(pool: Launcher, tmp_
     assert losses["serial"] == pytest.approx(losses["data(4, reduce=ring)"], rel=1e-12)
 
 
-def test_random_draws_that_depend_on_the_layout_are_refused(pool: Launcher, tmp_path: Path) -> None:
+def test_draws_that_depend_on_the_layout_are_refused(pool: Launcher, tmp_path: Path) -> None:
     """They were recorded, and trained all the same."""
 
     class Noisy(nn.Module):
@@ -450,12 +442,12 @@ def test_train_from_python_checks_and_compares(tmp_path: Path) -> None:
     assert json.loads((finished.folder / "run.jsonl").read_text().splitlines()[0])["kind"] == "run"
 
 
-def test_data_under_torchrun_is_refused_without_it() -> None:
+def test_data_without_torchrun_is_refused() -> None:
     with pytest.raises(pg.Refused, match="at least 13"):
         pg.train(JOBS["mlp"], "data(13)")
 
 
-def test_the_learning_rate_of_a_step_is_the_one_it_used(pool: Launcher, tmp_path: Path) -> None:
+def test_recorded_learning_rate_is_the_used_one(pool: Launcher, tmp_path: Path) -> None:
     """It was read after the scheduler had stepped: the record was one step ahead of the
     training.
     """
@@ -465,7 +457,7 @@ def test_the_learning_rate_of_a_step_is_the_one_it_used(pool: Launcher, tmp_path
     )
 
 
-def test_what_every_micro_batch_sends_is_counted(pool: Launcher, tmp_path: Path) -> None:
+def test_messages_of_every_micro_batch_are_counted(pool: Launcher, tmp_path: Path) -> None:
     """The count was emptied at the last micro-batch: what batch norm gathered in the earlier
     ones was lost.
     """
@@ -511,7 +503,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Launcher, name: s
 
 
 @pytest.mark.skipif(LSTM_IN_BFLOAT16, reason="this processor computes an LSTM in bfloat16")
-def test_a_layer_that_the_processor_lacks_in_bfloat16_is_refused_at_the_door(
+def test_layer_without_bfloat16_is_refused_at_start(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(
@@ -521,7 +513,7 @@ def test_a_layer_that_the_processor_lacks_in_bfloat16_is_refused_at_the_door(
         pg.train(JOBS["lstm, tied"].replace(dtype=torch.bfloat16), "data(2)", runs=tmp_path)
 
 
-def test_a_whole_training_in_bfloat16(pool: Launcher, tmp_path: Path) -> None:
+def test_complete_training_in_bfloat16(pool: Launcher, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path, DIGITS.replace(dtype=torch.bfloat16), "data(2)")
     assert finished.header["job"]["dtype"] == "bfloat16"
     assert finished.test > 85  # type: ignore[operator]
@@ -534,7 +526,7 @@ def one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.state().items()}
 
 
-def test_until_stops_every_rank_after_the_epoch_that_reaches_it(
+def test_until_stops_every_rank_after_the_epoch_that_meets_it(
     pool: Launcher, tmp_path: Path
 ) -> None:
     job = pg.job("digits")
@@ -564,7 +556,7 @@ def test_until_stops_every_rank_after_the_epoch_that_reaches_it(
     assert losses[-1] <= 0.5 < min(losses[:-1])
 
 
-def test_a_run_prints_as_what_it_was(pool: Launcher, tmp_path: Path) -> None:
+def test_run_prints_its_summary(pool: Launcher, tmp_path: Path) -> None:
     """print(run) said <paragrad.trainer.Run object at 0x...>."""
     finished = trained(pool, tmp_path / "run", DIGITS.replace(epochs=1), "data(2)")
     assert str(finished) == repr(finished)
@@ -584,7 +576,7 @@ def test_a_run_prints_as_what_it_was(pool: Launcher, tmp_path: Path) -> None:
     )
 
 
-def test_event_files_say_what_the_record_says(pool: Launcher, tmp_path: Path) -> None:
+def test_event_files_equal_the_record(pool: Launcher, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     finished = trained(pool, tmp_path, DIGITS, "data(2)", tensorboard=True)
@@ -597,7 +589,7 @@ def test_event_files_say_what_the_record_says(pool: Launcher, tmp_path: Path) ->
     assert [each.value for each in events.Scalars("lr")] == pytest.approx([0.1] * 46)
 
 
-def test_the_model_is_plain_pytorch_without_paragrad(pool: Launcher, tmp_path: Path) -> None:
+def test_saved_model_loads_without_paragrad(pool: Launcher, tmp_path: Path) -> None:
     """As the README shows it: a plain module of the same shape, and safetensors."""
     finished = trained(pool, tmp_path, DIGITS, "data(2)")
     code = (

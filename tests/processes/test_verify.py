@@ -65,7 +65,7 @@ def verified(*words: str, code: int = 0) -> str:
     return result.stdout
 
 
-def test_the_certificate_of_the_same_training(tmp_path: Path) -> None:
+def test_certificate_of_an_equal_training(tmp_path: Path) -> None:
     text = verified("digits", "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path))
     assert "same training as serial: yes (bound 1e-10, float64)" in text
     path = Path(text.split("certificate: ")[1].strip())
@@ -99,7 +99,7 @@ def test_the_certificate_of_the_same_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bug", FAULTS)
-def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
+def test_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
     words = (
         "digits",
         "--strategy",
@@ -123,7 +123,7 @@ def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_a_run_that_failed_is_neither_the_same_nor_another_training(tmp_path: Path) -> None:
+def test_failed_run_has_no_verdict(tmp_path: Path) -> None:
     """A job that raised on one rank was certified as another training: "same training as
     serial: NO".
     """
@@ -148,7 +148,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 
 @pytest.mark.story
-def test_a_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
+def test_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
     """torch's sentence of a step too many said nothing of why there were more."""
     with pytest.raises(
         pg.RankFailed,
@@ -163,7 +163,7 @@ def test_a_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_what_a_failure_is_does_not_hang_on_its_words(
+def test_failure_kind_does_not_depend_on_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A difference of replicas was told from a run that failed by a part of its message: this
@@ -185,7 +185,7 @@ def test_what_a_failure_is_does_not_hang_on_its_words(
     assert not (tmp_path / "runs").exists()
 
 
-def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:
+def test_progress_of_a_stepwise_comparison(tmp_path: Path) -> None:
     """verify was silent for all of its steps."""
     told: list[dict[str, float]] = []
     pg.verify(pg.job("digits"), "serial", runs=tmp_path, progress=told.append)
@@ -202,7 +202,7 @@ def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.table
-def test_the_certificate_says_with_what_it_compared(tmp_path: Path) -> None:
+def test_certificate_names_its_reference(tmp_path: Path) -> None:
     """Micro-batches or not, it is serial's training; but batch norm sees micro-batches: there
     data(2, micro=2) is serial(micro=2).
     """
@@ -226,7 +226,7 @@ def test_the_certificate_says_with_what_it_compared(tmp_path: Path) -> None:
     assert len(digests) == 5
 
 
-def test_what_is_not_exact_is_not_the_same(tmp_path: Path) -> None:
+def test_inexact_strategy_is_not_equal(tmp_path: Path) -> None:
     certificate = pg.verify(JOBS["cnn with batch norm"], "data(2, batch_norm=share)", runs=tmp_path)
     assert not certificate.same
     assert certificate.first is not None

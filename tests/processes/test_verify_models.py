@@ -48,7 +48,7 @@ def ignoring(data: TensorDataset, *ignored: int) -> TensorDataset:
 
 
 @pytest.mark.parametrize("strategy", ["serial(micro=3)", "data(2, micro=2)"])
-def test_a_mean_of_means_under_micro_batches(strategy: str, tmp_path: Path) -> None:
+def test_mean_of_means_with_micro_batches_is_found(strategy: str, tmp_path: Path) -> None:
     """The reference ran the same micro-batches, so it shared the fault of their weights:
     serial(micro=3) was its own reference, and was certified.
     """
@@ -60,7 +60,7 @@ def test_a_mean_of_means_under_micro_batches(strategy: str, tmp_path: Path) -> N
     assert verified(job("shown", mlp, ignoring(PLAIN, 13, 14)), strategy, tmp_path).same
 
 
-def test_batch_norm_sees_the_same_micro_batches_whose_weights_are_checked(tmp_path: Path) -> None:
+def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
     """Where batch norm forces the same micro-batches upon the reference, it shared the fault of
     their weights.
     """
@@ -82,7 +82,7 @@ def test_batch_norm_sees_the_same_micro_batches_whose_weights_are_checked(tmp_pa
     assert verified(job("shown", normed_cnn, IMAGES), "data(2, micro=2)", tmp_path).same
 
 
-def test_ignored_targets_in_one_batch_of_forty(tmp_path: Path) -> None:
+def test_ignored_targets_in_one_batch_of_forty_are_found(tmp_path: Path) -> None:
     """Rare -100 in a function around cross-entropy: none among the first 19 batches, so it was
     certified.
     """
@@ -112,9 +112,7 @@ class Counting(nn.Module):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mask", [None, -math.inf, -1e30], ids=str)
-def test_a_buffer_that_counts_a_share_beside_a_causal_mask(
-    mask: float | None, tmp_path: Path
-) -> None:
+def test_share_counter_with_a_causal_mask_is_found(mask: float | None, tmp_path: Path) -> None:
     """The largest number of a kind was the floor of every scale: beside a mask of -inf or -1e30
     everything was equal.
     """
@@ -125,7 +123,7 @@ def test_a_buffer_that_counts_a_share_beside_a_causal_mask(
     assert verified(counting, "serial", tmp_path).same
 
 
-def test_a_buffer_that_counts_a_share_beside_batch_norm_with_adam(tmp_path: Path) -> None:
+def test_share_counter_with_batch_norm_and_adam_is_found(tmp_path: Path) -> None:
     """All buffers were left out there, for the sake of the running mean."""
     data = TensorDataset(numbers(24, 2, 8, 8, seed=3), whole(4, 24, seed=4))
     found = verified(
@@ -177,7 +175,7 @@ CHAOTIC = job("chaotic", resnet, PICTURES, batch=8, optimizer=momentum)
 
 
 @pytest.mark.table
-def test_a_chaotic_model_is_told_from_a_wrong_one(tmp_path: Path) -> None:
+def test_chaotic_model_is_distinguished_from_a_wrong_one(tmp_path: Path) -> None:
     """Batch norm over a last batch of two samples magnifies rounding to whole differences: 22
     in ResNet-18, where plain torch beside itself with its samples reversed has 2.6. It was
     called another training.
@@ -205,7 +203,7 @@ def test_a_chaotic_model_is_told_from_a_wrong_one(tmp_path: Path) -> None:
         ("data(2, batch_norm=share)", None),
     ],
 )
-def test_the_first_steps_of_a_chaotic_model_name_what_is_wrong(
+def test_first_steps_of_a_chaotic_model_name_the_error(
     strategy: str, planted: str | None, tmp_path: Path
 ) -> None:
     """Rounding is small there still; what comes before chaos cannot hide behind it."""
@@ -234,7 +232,7 @@ class Mixing(nn.Module):
         return self.model(x + 0.5 * x.roll(1, 0) if self.training and len(x) == 12 else x)
 
 
-def test_what_depends_on_the_order_of_samples_is_no_chaos(tmp_path: Path) -> None:
+def test_dependence_on_sample_order_is_not_chaos(tmp_path: Path) -> None:
     """A twin with its samples reversed differs from serial as a wrong strategy does, in such a
     model: it would excuse it.
     """
@@ -271,7 +269,7 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "changes", [{"model": Cell}, {"model": mlp, "loss": weighted}], ids=("model", "loss")
 )
-def test_constants_in_float32_are_compared_in_float32(
+def test_float32_constants_are_compared_in_float32(
     changes: dict, strategy: str, tmp_path: Path
 ) -> None:
     """It ended with a traceback: "expected m1 and m2 to have the same dtype"."""
@@ -283,7 +281,7 @@ def test_constants_in_float32_are_compared_in_float32(
     assert found.to_json()["dtype"] == "float32"
 
 
-def test_a_wrong_weight_is_seen_in_float32(tmp_path: Path) -> None:
+def test_wrong_weight_is_found_in_float32(tmp_path: Path) -> None:
     found = verified(
         job("constants", Cell, ignoring(PLAIN, 13, 14), loss=untraced), "data(2)", tmp_path
     )
@@ -291,7 +289,7 @@ def test_a_wrong_weight_is_seen_in_float32(tmp_path: Path) -> None:
     assert not found.same
 
 
-def test_the_batches_that_tell_most_come_early_and_none_twice() -> None:
+def test_informative_batches_come_first_and_once() -> None:
     """40 batches of 4: one with the longest line, one with the shortest ones, one with ignored
     targets only.
     """
@@ -330,7 +328,7 @@ def test_the_batches_that_tell_most_come_early_and_none_twice() -> None:
     assert len(select_compared_batches(Samples(lines, 3, padded), order, 1, Division((1, 1)))) == 1
 
 
-def test_what_is_not_finite_must_be_the_same_and_measures_nothing() -> None:
+def test_non_finite_values_must_match_and_set_no_scale() -> None:
     mask = torch.tensor([0.5, -math.inf, math.nan])
     assert list_tensor_deviations({"mask": mask.clone()}, {"mask": mask}) == {"mask": 0.0}
     assert list_tensor_deviations({"mask": mask + 0.25}, {"mask": mask}) == {"mask": 0.5}
@@ -377,7 +375,7 @@ class Coarser(nn.Module):
         )
 
 
-def test_what_computes_in_float32_inside_is_compared_in_float32(tmp_path: Path) -> None:
+def test_float32_computation_is_compared_in_float32(tmp_path: Path) -> None:
     """Mamba was "not the same" by 1.2e-7: sums over a batch in float32, in a model in float64,
     which a last place of that does not show.
     """

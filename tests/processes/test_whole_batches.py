@@ -99,7 +99,7 @@ SORTED = job("sorted", Recurrent, Lines(), collate=longest_first)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("made", [*DRAWING.values(), PADDED], ids=lambda made: made.name)
-def test_the_same_training(made: Job, strategy: str, tmp_path: Path) -> None:
+def test_whole_batch_collate_equals_serial(made: Job, strategy: str, tmp_path: Path) -> None:
     """What collate drew followed a share's first sample; a mean over padding was 7.5e-2 off."""
     certificate = pg.verify(made, strategy, runs=tmp_path)
     assert certificate.same
@@ -107,7 +107,7 @@ def test_the_same_training(made: Job, strategy: str, tmp_path: Path) -> None:
     assert certificate.difference <= 1e-10
 
 
-def test_why_is_recorded(tmp_path: Path) -> None:
+def test_reason_for_whole_batches_is_recorded(tmp_path: Path) -> None:
     assert inspect_job(DRAWING["mixup"]).whole_batch_reason == "it draws at random"
     assert inspect_job(PADDED).whole_batch_reason == "what it makes of a share counts otherwise"
     assert (
@@ -123,7 +123,7 @@ def test_why_is_recorded(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_indivisible_batch_is_refused() -> None:
     """Time first: the batch's first dimension is not the samples, so no rank could take its
     part of a whole batch.
     """
@@ -142,7 +142,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["data(2, micro=3)", "serial(micro=3)"])
-def test_an_order_of_its_own(strategy: str, tmp_path: Path) -> None:
+def test_collate_with_a_sample_order(strategy: str, tmp_path: Path) -> None:
     """With micro=3 the last batch of 5 leaves a part empty, for which one sample stands in.
     Sorted among the others it was taken for another one, in silence: gradients were 2.2 times
     their size off.
@@ -186,7 +186,7 @@ COLLATES: dict[str, tuple[Callable[[list[Any]], Any], list[Any], str | None]] = 
 
 
 @pytest.mark.parametrize("name", COLLATES)
-def test_which_collates_have_an_order_of_their_own(name: str) -> None:
+def test_collates_that_sort_are_detected(name: str) -> None:
     """Asked with the same few samples forwards and backwards; one that cannot be seen through
     is left as it is.
     """
@@ -200,7 +200,7 @@ def without_twos(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack(x), torch.stack(target)
 
 
-def test_a_collate_that_fails_on_a_share(tmp_path: Path) -> None:
+def test_collate_that_fails_on_a_share(tmp_path: Path) -> None:
     """It drops samples, and of one share all: "not enough values to unpack (expected 2, got 0)"
     was all that was said.
     """
@@ -221,7 +221,7 @@ def test_a_collate_that_fails_on_a_share(tmp_path: Path) -> None:
         dropping.make_samples(vectors)[0, [1]]
 
 
-def test_asked_for() -> None:
+def test_whole_batches_on_request() -> None:
     made = PADDED.replace(collate=pg.WholeBatch(padded))
     assert inspect_job(made).whole_batch_reason is None
     samples = made.make_samples(Lines())

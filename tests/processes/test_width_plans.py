@@ -28,7 +28,7 @@ def travels(plan: ShardingPlan) -> list[str]:
     return [f"{note.module}: {note.kind}" for note in plan.transfers]
 
 
-def test_columns_and_rows_of_pairs_of_layers() -> None:
+def test_linear_pairs_are_split_by_columns_and_rows() -> None:
     """One sum forward and one backward for each pair: Megatron's."""
     model = nn.Sequential(
         nn.Linear(6, 8),
@@ -55,7 +55,7 @@ def test_columns_and_rows_of_pairs_of_layers() -> None:
     assert travels(plan) == ["2: summed", "4: copied", "6: summed"]
 
 
-def test_without_pairs_every_layer_is_divided_by_its_outputs() -> None:
+def test_every_layer_is_split_by_outputs_without_pairs() -> None:
     """What comes into one is gathered: one split for all layers (Gholami et al. 2018)."""
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
     plan = plan_sharding(model, drawn(2, 6, seed=1), 2, pairs=False)
@@ -75,7 +75,7 @@ def test_without_pairs_every_layer_is_divided_by_its_outputs() -> None:
     assert (told(plan)["2.weight"], travels(plan)) == ("whole(1, 8)", ["2: gathered"])
 
 
-def test_channels_with_their_norm_and_their_statistics() -> None:
+def test_channels_are_split_with_their_norm_statistics() -> None:
     plan = plan_sharding(normed_cnn(), drawn(2, 2, 8, 8, seed=1), 2)
     assert {name for name in plan.sharded_tensors if name.startswith("1.")} == {
         "1.weight",
@@ -128,7 +128,7 @@ class Grouped(nn.Module):
         )
 
 
-def test_queries_go_with_their_keys() -> None:
+def test_queries_are_on_the_rank_of_their_keys() -> None:
     """Eight heads of queries over three ranks would be 3, 3 and 2, and their four of keys are
     2, 1 and 1.
     """
@@ -138,13 +138,13 @@ def test_queries_go_with_their_keys() -> None:
     assert not [each for each in travels(plan) if "gathered" in each or "sliced" in each]
 
 
-def test_keys_of_fewer_heads_than_ranks_are_on_all() -> None:
+def test_fewer_key_heads_than_ranks_are_replicated() -> None:
     plan = plan_sharding(Grouped(4, 2), drawn(2, 5, 8, seed=1), 3)
     assert told(plan)["query.weight"] == "outputs 8 + 4 + 4"
     assert told(plan)["key.weight"].startswith("whole")
 
 
-def test_a_tied_weight_is_divided_once() -> None:
+def test_tied_weight_is_split_once() -> None:
     plan = plan_sharding(TiedLstm(), whole(11, 2, 7, seed=1), 2)
     assert told(plan)["embedding.weight"] == "vocabulary 6 + 5"
     assert told(plan)["out.bias"] == "elements 6 + 5"
@@ -153,7 +153,7 @@ def test_a_tied_weight_is_divided_once() -> None:
     )
 
 
-def test_weights_that_are_made_of_parameters() -> None:
+def test_weight_normalization_sums_norms_over_ranks() -> None:
     """The norm of a row whose elements are on several ranks is summed."""
     normed = nn.utils.parametrizations.weight_norm
     plan = plan_sharding(
@@ -181,7 +181,7 @@ class Experts(nn.Module):
         return out
 
 
-def test_experts_in_a_stack_are_divided_inside() -> None:
+def test_stacked_experts_are_split_inside() -> None:
     plan = plan_sharding(Experts(), drawn(2, 6, seed=1), 2)
     assert told(plan) == {"up": "outputs 4 + 4 of each of 2 blocks", "down": "inputs 4 + 4"}
     assert {each.split(": ")[1] for each in travels(plan)} == {"summed"}
@@ -197,14 +197,14 @@ class Recomputed(nn.Module):
         return checkpoint(lambda each: self.second(self.first(each).tanh()), x, use_reentrant=True)
 
 
-def test_what_is_computed_again_is_seen() -> None:
+def test_recomputed_layers_are_traced() -> None:
     assert (
         len(plan_sharding(Recomputed(), drawn(2, 6, seed=1).requires_grad_(), 2).sharded_tensors)
         == 3
     )
 
 
-def test_of_two_ways_around_a_layer_the_one_by_which_less_travels() -> None:
+def test_plan_with_fewer_bytes_is_chosen_around_a_layer() -> None:
     """The stem's outputs are divided; around the blocks they go on plain, gathered once."""
 
     class Residual(nn.Module):
@@ -227,7 +227,7 @@ def test_of_two_ways_around_a_layer_the_one_by_which_less_travels() -> None:
     assert travels(plan).count("blocks.1.0: gathered") == 0
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_model_is_unchanged_by_planning() -> None:
     model = normed_cnn()
     before = {name: each.clone() for name, each in model.state_dict().items()}
     plan_sharding(model, drawn(2, 2, 8, 8, seed=1), 2)
@@ -263,6 +263,6 @@ def test_the_model_is_as_it_was() -> None:
     ],
     ids=["nothing to split", "too many ranks", "compiled"],
 )
-def test_what_cannot_be_split_is_said(made: Callable[[], Any], ranks: int, says: str) -> None:
+def test_unsplittable_layer_is_reported(made: Callable[[], Any], ranks: int, says: str) -> None:
     with pytest.raises(StepFailed, match=says):
         tensor.check_model(Strategy(ranks), made(), drawn(2, 4, seed=1), False)

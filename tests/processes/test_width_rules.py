@@ -449,7 +449,9 @@ def all_compared(world: World, blocks: int) -> dict[str, float | str]:
         pytest.param(3, 2, marks=pytest.mark.table),
     ],
 )
-def test_every_function_is_that_of_whole_tensors(pool: Launcher, size: int, blocks: int) -> None:
+def test_every_function_of_shards_equals_whole_tensors(
+    pool: Launcher, size: int, blocks: int
+) -> None:
     for found in pool.run(all_compared, blocks, size=size):
         assert {
             name: value
@@ -564,11 +566,11 @@ def _by_numbers(world: World, pair: Any, arguments: Any, towards: Tensor, plain:
 
 
 @pytest.mark.parametrize(("size", "uneven"), [(2, False), (3, True)])
-def test_gradients_of_the_pairs(pool: Launcher, size: int, uneven: bool) -> None:
+def test_gradients_of_split_pairs(pool: Launcher, size: int, uneven: bool) -> None:
     assert pool.run(checked, uneven, size=size) == [[True] * 4] * size
 
 
-def test_a_hook_on_a_divided_value_is_refused() -> None:
+def test_hook_on_a_sharded_value_is_refused() -> None:
     x = ShardedTensor(torch.zeros(2, 3), {0: Sharding(partition_evenly(4, 2), AxisGroup(World()))})
     with pytest.raises(Exception, match="puts a hook on a value that is divided"):
         x.register_hook(print)
@@ -597,7 +599,7 @@ def copies(world: World) -> list[float]:
     return [float((x.grad - whole.sum(0)).abs().max()), line.sent_bytes]  # type: ignore[operator]
 
 
-def test_what_several_layers_are_made_of_is_summed_once(pool: Launcher) -> None:
+def test_value_used_by_several_layers_is_summed_once(pool: Launcher) -> None:
     for difference, sent in pool.run(copies, size=2):
         assert difference < 1e-12
         # two all-reduces of x's gradient over two ranks, each of its bytes

@@ -100,7 +100,7 @@ def test_sums_of_two_levels_are_exact(pool: Launcher, schedule: Collective) -> N
     test_sums_are_exact_at_every_length(pool, schedule, 4)
 
 
-def test_the_bytes_sent_are_what_the_proof_counts(pool: Launcher) -> None:
+def test_sent_bytes_equal_the_proof(pool: Launcher) -> None:
     for schedule in SCHEDULES:
         answers = pool.run(summed, schedule, size=3)
         place = list(itertools.product(LENGTHS, DTYPES)).index((100_003, torch.float32))
@@ -131,7 +131,7 @@ def long_messages(world: World, schedule: Collective) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [3, 4, 6])
 @pytest.mark.parametrize("schedule", [DoubleTree(2), Halving(1), Tree(), Star()], ids=str)
-def test_long_messages_go_one_after_the_other(
+def test_long_messages_in_sequence_do_not_hang(
     pool: Launcher, schedule: Collective, size: int
 ) -> None:
     """Over a link a long send waits for those before it, and a receive is asked for when its
@@ -142,7 +142,7 @@ def test_long_messages_go_one_after_the_other(
         assert torch.equal(sums, expected)  # type: ignore[arg-type]
 
 
-def test_a_slot_is_not_written_while_it_is_sent(pool: Launcher) -> None:
+def test_slot_is_not_written_while_it_is_sent(pool: Launcher) -> None:
     expected = sum(
         vector(rank + turn, 50_000, torch.float64) for rank in range(4) for turn in range(30)
     )
@@ -157,7 +157,7 @@ def again_and_again(world: World) -> bool:
     return True
 
 
-def test_a_rendezvous_send_is_waited_for_once(pool: Launcher) -> None:
+def test_rendezvous_send_is_waited_for_once(pool: Launcher) -> None:
     """A blocking ring hung now and then: the wire waited for a send with wait=True, kept its
     Work, and waited once more when the slot was written again; gloo waits for ever on a send
     that was waited for before.
@@ -236,7 +236,7 @@ def around(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_receives_posted_early_leave_the_order_of_the_program(pool: Launcher, backend: str) -> None:
+def test_early_receives_keep_the_program_order(pool: Launcher, backend: str) -> None:
     """Where a walk in one process ends, the wire ends, with the same numbers; also where two
     parts are longer than scratch.
     """
@@ -274,9 +274,7 @@ def order_of_posting(world: World, length: int) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [300_000, 300_001])
-def test_a_receive_is_posted_before_the_send_before_it_whatever_the_length(
-    pool: Launcher, length: int
-) -> None:
+def test_receive_is_posted_before_the_preceding_send(pool: Launcher, length: int) -> None:
     """gloo tells of a receive behind what is being sent. Scratch was as long as what is added,
     and an all_gather's receive may be an element longer: it was posted after the send, and the
     directions of a pair took turns, at two thirds of the speed.
@@ -304,7 +302,7 @@ def forwards(world: World, micros: int) -> list[torch.Tensor]:
     return list(buffers.values())
 
 
-def test_a_pipeline_is_played_over_named_buffers_by_a_compute_that_is_given(pool: Launcher) -> None:
+def test_pipeline_runs_over_named_buffers(pool: Launcher) -> None:
     first, second, third = pool.run(forwards, 6, size=3)
     for micro in range(6):
         x = torch.arange(5.0) + micro
@@ -317,7 +315,7 @@ def computing(world: World) -> None:
     ProgramRun([Compute("mean", 0)], {0: torch.zeros(4)}, world).play_program()
 
 
-def test_nothing_is_computed_that_nobody_can(pool: Launcher) -> None:
+def test_unknown_compute_action_is_refused(pool: Launcher) -> None:
     """An exchange only adds: the wire once knew how to take a mean, for a planted bug, and
     would have done so for anybody's.
     """
@@ -335,7 +333,7 @@ def timed(world: World) -> tuple[Traffic, float]:
     return run_all_reduce(Ring(), mine, world), time.monotonic() - start
 
 
-def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Launcher) -> None:
+def test_exchange_time_is_split_into_three_parts(pool: Launcher) -> None:
     answers = pool.run(timed, size=2)
     for traffic, seconds in answers:
         parts = traffic.waiting, traffic.transfer, traffic.processing
@@ -351,7 +349,7 @@ def lonely(world: World) -> None:
     ProgramRun([Recv(1 - world.rank, 0)], {0: torch.zeros(4)}, world).play_program()
 
 
-def test_a_hang_ends_with_the_schedule_around_it(pool: Launcher) -> None:
+def test_hang_ends_with_the_drawn_schedule(pool: Launcher) -> None:
     """Both wait for the other: the timeout ends it, and shows where in the program every rank
     stood.
     """
@@ -376,7 +374,7 @@ def absent(world: World) -> None:
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.table), "shm"])
 @pytest.mark.story
-def test_who_is_missing_is_shown_as_silent_beside_the_others(pool: Launcher, backend: str) -> None:
+def test_missing_rank_is_shown_as_silent(pool: Launcher, backend: str) -> None:
     """Rank 3 waits for rank 2, 0 for 3, 1 for 0: whoever is late first, all say where they
     stand.
     """
@@ -403,7 +401,7 @@ def one_behind(world: World) -> None:
         ProgramRun([Recv(0, 0), Recv(0, 0)], {0: torch.zeros(4)}, world).play_program()
 
 
-def test_ranks_in_different_exchanges_are_told_apart(pool: Launcher) -> None:
+def test_ranks_in_different_exchanges_are_distinguished(pool: Launcher) -> None:
     with pytest.raises(RankFailed) as caught:
         pool.run(one_behind, size=2, timeout=1.0)
     lines = caught.value.message.splitlines()[1:]
@@ -433,7 +431,7 @@ DIES = """
 
 
 @pytest.mark.table
-def test_a_dead_rank_is_shown_as_silent_under_plain_ddp(tmp_path: Path) -> None:
+def test_dead_rank_is_shown_as_silent_under_plain_ddp(tmp_path: Path) -> None:
     """A process group of the user's, over a file. Nobody waits for the dead rank until the
     limit, of 300 s.
     """

@@ -36,7 +36,7 @@ def refused(**changes: object) -> str:
     return str(caught.value)
 
 
-def test_a_divisor_that_is_clamped_is_no_bare_sum() -> None:
+def test_clamped_divisor_is_not_a_plain_sum() -> None:
     """With few samples that count in the batch asked, the parts' values sum up to the whole's:
     it was called a bare sum, and the repair, the number of samples as the weight, is another
     training.
@@ -57,7 +57,7 @@ def test_a_divisor_that_is_clamped_is_no_bare_sum() -> None:
         (lambda count: 8, "which divide by 8 and 8 + 8"),
     ],
 )
-def test_a_constant_in_the_divisor_is_seen_in_the_numbers(
+def test_constant_in_the_divisor_is_shown_in_numbers(
     divisor: Callable[[Tensor], Tensor], numbers: str
 ) -> None:
     """ "1.24176 over a batch, 1.24176 from its parts, which divide by 3 and 1 + 2": who is to
@@ -70,7 +70,7 @@ def test_a_constant_in_the_divisor_is_seen_in_the_numbers(
     assert over != from_parts.split(" ")[0]
 
 
-def test_a_function_of_a_mean_is_told_as_such() -> None:
+def test_function_of_a_mean_is_reported() -> None:
     def focal(output: Tensor, target: Tensor) -> Tensor:
         mean = functional.cross_entropy(output, target)
         return (1 - torch.exp(-mean)) ** 2 * mean
@@ -85,7 +85,7 @@ def test_a_function_of_a_mean_is_told_as_such() -> None:
         lambda output, target: functional.cross_entropy(output, target, reduction="none").sum(),
     ],
 )
-def test_a_bare_sum_is_one(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_plain_sum_is_reported(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert "a bare sum over the batch; return the mean" in refused(loss=loss)
 
 
@@ -114,9 +114,7 @@ class Drawn:
 @pytest.mark.parametrize(
     ("changes", "name"), [({"model": Noisy}, "own"), ({"loss": Drawn()}, "loss.own")]
 )
-def test_a_generator_of_its_own_is_no_mixing_of_samples(
-    changes: dict[str, object], name: str
-) -> None:
+def test_private_generator_is_not_sample_mixing(changes: dict[str, object], name: str) -> None:
     """It was told as "the model mixes samples"."""
     message = refused(**changes)
     assert (
@@ -126,7 +124,7 @@ def test_a_generator_of_its_own_is_no_mixing_of_samples(
     assert "mixes" not in message
 
 
-def test_a_state_that_nobody_sees_is_no_mixing_of_samples() -> None:
+def test_hidden_state_is_not_sample_mixing() -> None:
     calls = []
 
     def counting(output: Tensor, target: Tensor) -> Tensor:
@@ -150,7 +148,7 @@ class Augmented(Dataset):
         return x + torch.from_numpy(self.own.normal(size=10)).float(), target
 
 
-def test_data_with_a_generator_of_its_own() -> None:
+def test_dataset_with_a_private_generator() -> None:
     message = refused(data=Augmented())
     assert (
         "train gives other values each time it is asked for the same samples: dataset or collate "
@@ -158,14 +156,14 @@ def test_data_with_a_generator_of_its_own() -> None:
     )
 
 
-def test_hooks_of_a_first_forward_are_not_registered_twice() -> None:
+def test_hooks_of_a_first_forward_are_registered_once() -> None:
     """Every look at the model took back its note that they were, and left them there: the loss
     was another number each time, and in the training what the hooks gather came twice.
     """
     validate_run(job("gathering", Gathering, VECTORS), "data(2)")
 
 
-def test_of_a_loss_that_is_zero_nothing_is_said() -> None:
+def test_zero_loss_gives_no_warning() -> None:
     """torch warned, under paragrad's name, that a tensor which requires gradients became a
     number.
     """

@@ -23,11 +23,11 @@ THREE = (Axis("data", 2), Axis("tensor", 2), Axis("pipeline", 2))
         ([], [[0], [1], [2], [3], [4], [5], [6], [7]]),
     ],
 )
-def test_lines_of_a_cube(names: list[str], expected: list[list[int]]) -> None:
+def test_rank_lines_of_a_cube(names: list[str], expected: list[list[int]]) -> None:
     assert group_ranks_by_axes(THREE, names) == expected
 
 
-def test_lines_of_unequal_sizes() -> None:
+def test_rank_lines_of_unequal_sizes() -> None:
     axes = build_grid([("data", 3), ("tensor", 2)], 6)
     assert group_ranks_by_axes(axes, ["data"]) == [[0, 2, 4], [1, 3, 5]]
     assert group_ranks_by_axes(axes, ["tensor"]) == [[0, 1], [2, 3], [4, 5]]
@@ -52,14 +52,14 @@ def test_lines_of_unequal_sizes() -> None:
         ([("data", -2), ("tensor", -2)], 4, "an axis of -2 ranks; give every axis at least 1"),
     ],
 )
-def test_a_grid_that_is_not_the_world_is_refused(
+def test_mesh_that_is_not_the_world_is_refused(
     pairs: list[tuple[str, int]], ranks: int, words: str
 ) -> None:
     with pytest.raises(Refused, match=words):
         build_grid(pairs, ranks)
 
 
-def test_an_axis_that_is_not_there_is_named() -> None:
+def test_missing_axis_is_named() -> None:
     with pytest.raises(
         ValueError,
         match=r"no axis spatial; the world's are data\(2\) \* tensor\(2\) \* pipeline\(2\)",
@@ -69,7 +69,7 @@ def test_an_axis_that_is_not_there_is_named() -> None:
         group_ranks_by_axes((), ["data"])
 
 
-def test_sets_stand_apart_and_name_ranks_that_are_there() -> None:
+def test_rank_sets_are_disjoint_and_valid() -> None:
     check_disjoint([[3, 0], [1]], 4)
     check_disjoint([], 4)
     with pytest.raises(ValueError, match=r"no rank 4 in a world of 4, among \[\[0, 4\]\]"):

@@ -29,7 +29,7 @@ def test_slower_by_a_sign_test(above: int, rounds: int, found: bool) -> None:
     assert is_slower_by_sign_test([1.2] * above + [0.9] * (rounds - above)) is found
 
 
-def test_groups_are_the_square_root_or_the_power_of_two_below() -> None:
+def test_group_size_is_near_the_square_root() -> None:
     assert [groups(ranks) for ranks in (2, 4, 8, 16, 32, 64, 1024)] == [1, 2, 2, 4, 4, 8, 32]
 
 
@@ -41,12 +41,12 @@ BENCHMARKS = sorted(
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_finds_what_it_imports(name: str) -> None:
+def test_every_benchmark_imports(name: str) -> None:
     """One fell out of use unseen when a function moved."""
     importlib.import_module(name)
 
 
-def test_workers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_workers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "LIMIT", 0.2)
     with pytest.raises(RuntimeError, match="0 of 2 workers have come"):
         workers.Workers("nobody", "kind", 2, [sys.executable, "-c", "pass"])

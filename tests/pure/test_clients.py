@@ -70,7 +70,7 @@ def test_a_small_alpha_leaves_a_client_few_classes() -> None:
     )
 
 
-def test_a_mix_is_drawn_where_its_numbers_would_all_be_nothing() -> None:
+def test_class_mix_with_underflow_is_drawn() -> None:
     """Ten gamma numbers of 1e-5 are 0 all, and their shares not a number."""
     random = make_random_state("a test")
     for _ in range(50):
@@ -82,7 +82,7 @@ def test_a_mix_is_drawn_where_its_numbers_would_all_be_nothing() -> None:
     assert means == pytest.approx([0.25, 0.75], abs=0.01)
 
 
-def test_some_clients_take_part_at_least_one() -> None:
+def test_fraction_selects_at_least_one_client() -> None:
     found = rounds()
     assert Federated(2, clients=5, fraction=0.4).clients_per_round == found.clients_per_round == 2
     assert all(len(set(found.choose_clients(number))) == 2 for number in range(20))
@@ -97,7 +97,7 @@ def test_some_clients_take_part_at_least_one() -> None:
     assert rounds(clients_per_round=taking).choose_clients(3) == [0, 1, 2, 3, 4]
 
 
-def test_as_many_rounds_as_pass_over_the_epochs() -> None:
+def test_rounds_cover_the_epochs() -> None:
     # 2 of 5 clients, twice: a round is 4/5 of an epoch, of 8 steps
     found = rounds()
     assert found.count == 4
@@ -109,7 +109,7 @@ def test_as_many_rounds_as_pass_over_the_epochs() -> None:
     assert longer.count_serial_steps(10) == 64
 
 
-def test_the_places_and_steps_of_a_round_are_its_clients_one_after_the_other() -> None:
+def test_rows_and_steps_of_a_round_follow_client_order() -> None:
     found = rounds()
     for number in range(found.count):
         parts = found.plan_turns(number)
@@ -134,7 +134,7 @@ def test_the_places_and_steps_of_a_round_are_its_clients_one_after_the_other() -
             assert {piece.epoch for piece in own} == {2 * number, 2 * number + 1}
 
 
-def test_one_client_has_the_dataset_in_its_own_order() -> None:
+def test_single_client_has_the_dataset_order() -> None:
     found = rounds(clients=1, workers=1, clients_per_round=1, passes=1)
     for number in range(3):
         (part,) = found.plan_turns(number)
@@ -145,7 +145,7 @@ def test_one_client_has_the_dataset_in_its_own_order() -> None:
         ] == permute_samples(29, 7, number).tolist()
 
 
-def test_clients_are_dealt_evenly_and_stay_where_they_are() -> None:
+def test_clients_are_assigned_evenly_and_stably() -> None:
     found = rounds(samples=103, clients=10, workers=3, clients_per_round=4)
     loads = [
         sum(
@@ -195,7 +195,7 @@ class Turned(Subset[object]):
         return [self[index] for index in indices]
 
 
-def test_classes_are_those_of_the_samples_that_are_there() -> None:
+def test_classes_are_those_of_present_samples() -> None:
     """numpy's own error of unequal rows ended the door. Of a Subset every sample around it was
     read, and had to have a class; a subclass's own samples were not asked.
     """

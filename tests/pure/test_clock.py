@@ -59,13 +59,13 @@ def ends(
     ).ends
 
 
-def test_a_message_takes_alpha_and_beta() -> None:
+def test_message_takes_alpha_and_beta() -> None:
     assert ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 0),)) == (0.0, 3.0 + 5.0)
     assert ends(Cluster(LINK), (Send(1, 0, wait=True),), (Recv(0, 0),)) == (8.0, 8.0)
     assert ends(Cluster(LINK), (Send(1, range(2)),), (Recv(0, range(2)),)) == (0.0, 3.0 + 10.0)
 
 
-def test_an_addition_holds_the_core() -> None:
+def test_addition_occupies_the_core() -> None:
     assert ends(Cluster(LINK, 0.25), (Send(1, 0),), (Recv(0, 0, add=True),)) == (0.0, 8.0 + 2.5)
 
 
@@ -74,7 +74,7 @@ def test_flight_and_overhead() -> None:
     assert ends(Cluster(link), (Send(1, 0),), (Recv(0, 0),)) == (0.5, 0.5 + 8.0 + 1.0 + 0.5)
 
 
-def test_two_messages_from_one_rank_take_turns_and_so_do_two_to_one_rank() -> None:
+def test_messages_of_one_rank_are_sequential() -> None:
     assert ends(Cluster(LINK), (Send(1, 0), Send(2, 1)), (Recv(0, 0),), (Recv(0, 1),)) == (
         0.0,
         8.0,
@@ -92,7 +92,7 @@ def test_both_directions_of_a_link_work_at_once() -> None:
     assert ends(Cluster(LINK), *both) == (8.0, 8.0)
 
 
-def test_whom_its_receiver_waits_for_goes_first() -> None:
+def test_expected_sender_goes_first() -> None:
     """Both others have sent at once; rank 0 takes rank 2's first, so that is the one that has
     the way.
     """
@@ -100,7 +100,7 @@ def test_whom_its_receiver_waits_for_goes_first() -> None:
     assert ends(Cluster(LINK), *programs) == (16.0, 16.0, 0.0)
 
 
-def test_a_slot_is_not_written_while_it_is_sent() -> None:
+def test_slot_is_not_written_while_it_is_sent_in_the_clock() -> None:
     """Rank 0's send waits for rank 1, which is busy with rank 2; what comes for the slot
     meanwhile is added afterwards.
     """
@@ -113,13 +113,13 @@ def test_a_slot_is_not_written_while_it_is_sent() -> None:
     assert found == (16.0 + 2.5, 16.0, 0.0)
 
 
-def test_a_rendezvous_starts_when_both_are_there() -> None:
+def test_rendezvous_starts_when_both_are_ready() -> None:
     assert ends(
         Cluster(LINK), (Send(1, 0, wait=True),), (Recv(2, 1), Recv(0, 0)), (Send(1, 1),)
     ) == (16.0, 16.0, 0.0)
 
 
-def test_ranks_of_a_host_share_its_link_and_not_their_own() -> None:
+def test_ranks_of_a_host_share_its_external_link() -> None:
     cluster = Cluster(LINK, inside=Link(1.0, 0.0), group=2)
     across = (Send(2, 0),), (Send(3, 0),), (Recv(0, 0),), (Recv(1, 0),)
     assert ends(cluster, *across) == (0.0, 0.0, 8.0, 16.0)
@@ -127,14 +127,14 @@ def test_ranks_of_a_host_share_its_link_and_not_their_own() -> None:
     assert ends(cluster, *within) == (0.0, 1.0, 0.0, 1.0)
 
 
-def test_ranks_that_share_a_core_add_in_turn() -> None:
+def test_ranks_on_one_core_add_in_sequence() -> None:
     programs = (Send(1, 0), Recv(1, 0, add=True)), (Send(0, 0), Recv(0, 0, add=True))
     assert ends(Cluster(LINK, 0.25), *programs) == (10.5, 10.5)
     assert sorted(ends(Cluster(LINK, 0.25, sharing=2), *programs)) == [10.5, 13.0]
     assert ends(Cluster(LINK, 0.25, sharing=2, cores=2), *programs) == (10.5, 10.5)
 
 
-def test_work_on_shared_cores_holds_messages_up() -> None:
+def test_work_on_shared_cores_delays_messages() -> None:
     """Four ranks on one core, a message each: half a second a byte of sender and of
     receiver.
     """
@@ -144,14 +144,14 @@ def test_work_on_shared_cores_holds_messages_up() -> None:
     assert ends(Cluster(link, sharing=4), *programs) == (0.0, 10.0, 0.0, 20.0)
 
 
-def test_a_slow_rank_is_slow_at_everything() -> None:
+def test_slow_rank_is_slow_at_everything() -> None:
     assert ends(Cluster(LINK, 0.25, slow=((1, 2.0),)), (Send(1, 0),), (Recv(0, 0, add=True),)) == (
         0.0,
         2 * (8.0 + 2.5),
     )
 
 
-def test_ranks_that_wait_for_one_another_are_named() -> None:
+def test_deadlocked_ranks_are_named() -> None:
     with pytest.raises(ScheduleError, match="rank 0 waits for ever"):
         ends(Cluster(LINK), (Recv(1, 0), Send(1, 0)), (Recv(0, 0), Send(0, 0)))
     with pytest.raises(
@@ -160,7 +160,7 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
         ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 1),))
 
 
-def test_what_is_computed_holds_the_core_as_long_as_the_clock_is_told() -> None:
+def test_compute_occupies_the_core_for_its_duration() -> None:
     programs = (Compute("F", 0), Send(1, 0)), (Recv(0, 0), Compute("F", 0))
     assert ends(Cluster(LINK), *programs, durations={"F": 2.0}) == (2.0, 2.0 + 8.0 + 2.0)
     assert ends(Cluster(LINK, slow=((1, 2.0),)), *programs, durations={"F": 2.0}) == (
@@ -175,7 +175,7 @@ def test_what_is_computed_holds_the_core_as_long_as_the_clock_is_told() -> None:
     assert sorted(ends(Cluster(LINK, sharing=2), alone, alone, durations={"F": 2.0})) == [2.0, 4.0]
 
 
-def test_what_is_computed_waits_for_the_sends_of_its_slot() -> None:
+def test_compute_waits_for_the_sends_of_its_slot() -> None:
     assert ends(
         Cluster(LINK), (Send(1, 0), Compute("F", 0)), (Recv(0, 0),), durations={"F": 2.0}
     ) == (10.0, 8.0)
@@ -184,7 +184,7 @@ def test_what_is_computed_waits_for_the_sends_of_its_slot() -> None:
     ) == (2.0, 8.0)
 
 
-def test_a_duration_that_nobody_gave_is_asked_for() -> None:
+def test_missing_duration_is_reported() -> None:
     """Taken for nothing, it would make a pipeline's bubbles vanish."""
     with pytest.raises(
         ScheduleError,
@@ -198,7 +198,7 @@ def test_a_duration_that_nobody_gave_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 3), (4, 8)])
-def test_a_pipeline_takes_as_long_as_its_slots_and_its_bubble(stages: int, micros: int) -> None:
+def test_pipeline_time_is_its_slots_and_bubble(stages: int, micros: int) -> None:
     """micros + stages - 1 forwards one after the other, and the messages of the first
     micro-batch; the others hide theirs.
     """
@@ -220,7 +220,7 @@ def test_a_pipeline_takes_as_long_as_its_slots_and_its_bubble(stages: int, micro
     }
 
 
-def test_spans_are_those_of_the_record() -> None:
+def test_spans_have_the_format_of_the_record() -> None:
     timeline = time_schedule(Ring(), 3, 12, CLUSTERS["textbook"], element_bytes=4, keep_spans=True)
     sends = [span for span in timeline.spans if span.lane == "send"]
     assert len(sends) == timeline.messages == 12
@@ -231,7 +231,7 @@ def test_spans_are_those_of_the_record() -> None:
 
 @pytest.mark.table
 @pytest.mark.parametrize("size", range(25, 65))
-def test_all_ranks_at_once_up_to_64(size: int) -> None:
+def test_uniform_clock_up_to_64_ranks(size: int) -> None:
     for schedule in (Ring(), RingAsync(2), Direct()):
         at_once = time_uniform_collective(
             schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]
@@ -250,7 +250,7 @@ UNIFORM: list[Collective] = [Ring(), RingAsync(2), RingAsync(3), Direct()]
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
 @pytest.mark.parametrize("schedule", UNIFORM, ids=str)
-def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: Collective, cluster: Cluster) -> None:
+def test_uniform_clock_equals_the_event_clock(schedule: Collective, cluster: Cluster) -> None:
     """Also for lengths that do not divide; None where ranks would meet on a link."""
     uniform = []
     sizes = {2, 3, 4, 5, 8, 9, 16, 24}
@@ -271,7 +271,7 @@ def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: Collective, cluster
     [Ring(blocking=True), Tree(), Star(), Butterfly(), Halving(), DoubleTree(), TwoLevel(group=2)],
     ids=str,
 )
-def test_schedules_with_a_choice_by_rank_go_to_the_clock(schedule: Collective) -> None:
+def test_rank_dependent_schedules_use_the_event_clock(schedule: Collective) -> None:
     assert time_uniform_collective(schedule, 6, 100, CLUSTERS["textbook"]) is None
     assert time_collective(schedule, 6, 100, CLUSTERS["textbook"]) == time_schedule(
         schedule, 6, 100, CLUSTERS["textbook"]
@@ -299,7 +299,7 @@ def test_thousands_of_ranks() -> None:
         (Direct(), 10**6, "32"),
     ],
 )
-def test_more_messages_than_can_be_played_are_refused_with_a_size_that_goes(
+def test_too_many_messages_are_refused_with_a_possible_size(
     schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A million ranks were silent for minutes, or took all memory."""
@@ -312,7 +312,7 @@ def test_more_messages_than_can_be_played_are_refused_with_a_size_that_goes(
 
 
 @pytest.mark.parametrize(("schedule", "size"), [(Ring(), 128), (Halving(2), 128)])
-def test_who_waits_for_a_clock_is_told_how_far_it_is(schedule: Any, size: int) -> None:
+def test_progress_of_the_clock_is_reported(schedule: Any, size: int) -> None:
     told: list[tuple[int, int]] = []
     timeline = time_collective(
         schedule,

@@ -31,7 +31,7 @@ def priced(
     return predict_compression_cost(chosen, compressor, int(chosen.workers), size, machine, costs)
 
 
-def test_what_goes_to_all() -> None:
+def test_sparse_message_goes_to_all_ranks() -> None:
     """4 ranks, 4 MB, a hundredth of the entries with an index each: 80,000 bytes to each of
     three others.
     """
@@ -44,7 +44,7 @@ def test_what_goes_to_all() -> None:
     assert found.is_faster
 
 
-def test_what_adds_up_travels_along_the_all_reduce() -> None:
+def test_additive_compressor_uses_the_all_reduce() -> None:
     found = priced("data(4, reduce=ring, compress=bf16)")
     assert found.payload == 2 * MB
     assert found.exchange == pytest.approx(6 * 1e-4 + 1.5 * 2e6 * 1e-8 + 0.75 * 2e6 * 1e-10)
@@ -56,7 +56,7 @@ def test_what_adds_up_travels_along_the_all_reduce() -> None:
     )
 
 
-def test_where_all_would_send_more_than_whole_vectors_these_are_sent() -> None:
+def test_larger_sparse_messages_are_sent_dense() -> None:
     """r p is the ratio on the wire: of a hundredth, 100 ranks send as much as of all."""
     assert not priced("data(90, compress=top_k(0.01))").sends_whole_vectors
     found = priced("data(110, compress=top_k(0.01))")
@@ -75,14 +75,14 @@ def test_where_all_would_send_more_than_whole_vectors_these_are_sent() -> None:
         "data(8, compress=power_sgd(4))",
     ],
 )
-def test_on_this_side_of_the_bandwidth_it_pays_and_on_the_other_it_does_not(text: str) -> None:
+def test_compression_pays_below_a_bandwidth_only(text: str) -> None:
     found = priced(text, costs=(2e-9, 5e-10))
     assert 0 < found.bandwidth < float("inf")
     assert priced(text, costs=(2e-9, 5e-10), beta=1.02 / found.bandwidth).is_faster
     assert not priced(text, costs=(2e-9, 5e-10), beta=0.98 / found.bandwidth).is_faster
 
 
-def test_from_some_length_on_it_pays_on_this_link() -> None:
+def test_compression_pays_from_some_length_on() -> None:
     """Of what is sent in two rounds where one would do, what is saved has to be worth a
     round.
     """
@@ -96,7 +96,7 @@ def test_from_some_length_on_it_pays_on_this_link() -> None:
     assert not priced("data(4, compress=top_k(0.01))", costs=(1e-6, 1e-6)).paying_lengths
 
 
-def test_a_costly_one_may_pay_for_short_vectors_alone() -> None:
+def test_costly_compressor_may_pay_for_short_vectors_only() -> None:
     """To all there are fewer messages than along a ring; it was said to pay for none, beside a
     vector for which it does.
     """
@@ -119,12 +119,12 @@ def test_a_costly_one_may_pay_for_short_vectors_alone() -> None:
         ("data(4, compress=int8)", 4096, "sends a vector of 1024 numbers as it is"),
     ],
 )
-def test_what_cannot_be_priced_is_refused(text: str, size: int, said: str) -> None:
+def test_unpriceable_compression_is_refused(text: str, size: int, said: str) -> None:
     with pytest.raises(Refused, match=said.replace("(", "\\(").replace(")", "\\)")):
         priced(text, size)
 
 
-def test_roots_and_squares() -> None:
+def test_square_roots_and_squares() -> None:
     assert find_break_even(lambda x: x - 3, 10.0) == 3
     assert find_break_even(lambda x: x + 1, 10.0) == 0
     assert find_break_even(lambda x: -1.0, 10.0) == float("inf")

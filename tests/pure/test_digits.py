@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from paragrad.jobs import digits
 
 
-def test_the_file_read_directly_is_what_scikit_learn_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_equals_the_scikit_learn_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = load_digits(return_X_y=True)
     for _ in range(2):
         ours, named = digits._load_digits()

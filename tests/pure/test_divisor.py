@@ -74,12 +74,12 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_it_divided_by(name: str) -> None:
+def test_divisor_of_a_mean_is_found(name: str) -> None:
     loss, expected = LOSSES[name]
     assert find_loss_divisor(loss(X)) == expected
 
 
-def test_a_function_of_its_own_is_untraced() -> None:
+def test_custom_autograd_function_is_untraced() -> None:
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def test_a_function_of_its_own_is_untraced() -> None:
         ),
     ],
 )
-def test_a_share_without_a_label_counts_for_nothing(
+def test_share_without_a_label_counts_for_nothing(
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """The mean over no label is 0/0; the page's own recipe, (output.loss * n, n), made 0 * NaN
@@ -134,7 +134,7 @@ SMOOTHED = {"weight": torch.tensor([1.0, 0.0, 2.0, 0.5]), "label_smoothing": 0.1
         lambda output, target: (functional.cross_entropy(output, target, **SMOOTHED) * 0.0, 0),
     ],
 )
-def test_a_smoothed_part_without_weight_is_not_dropped(
+def test_label_smoothing_without_weight_is_not_dropped(
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Of a share whose targets all weigh 0, the smoothed part counts in the whole batch:
@@ -150,7 +150,7 @@ def test_a_smoothed_part_without_weight_is_not_dropped(
         assert (float(total.detach()), weight) == (0.0, 0.0)
 
 
-def test_the_pair_of_a_smoothed_part_without_weight_is_right() -> None:
+def test_sum_and_weight_pair_of_label_smoothing() -> None:
     """The way out: shares of (sum, weight), one of them of weight 0, sum up to the whole."""
 
     def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ def test_the_pair_of_a_smoothed_part_without_weight_is_right() -> None:
     assert torch.allclose(ours, theirs, atol=1e-7)
 
 
-def test_another_term_over_nothing_is_no_smoothed_part() -> None:
+def test_other_term_without_samples_is_not_label_smoothing() -> None:
     """Classes that weigh 0, beside a mean over what counts, of which this share has nothing."""
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_another_term_over_nothing_is_no_smoothed_part() -> None:
     assert (float(total.detach()), weight) == (0.0, 0.0)
 
 
-def test_a_weight_that_can_no_longer_be_read_off_is_said() -> None:
+def test_unreadable_weight_is_reported() -> None:
     module = LossModule(nn.Identity(), lambda output, target: (output - Y).norm())
     module.has_traced_divisor = True
     with pytest.raises(StepFailed, match="could be read off in the first step"):

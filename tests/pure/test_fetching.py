@@ -32,9 +32,7 @@ WINDOWS = st.builds(
 
 
 @given(WINDOWS, st.integers(1, 40), st.integers(1, 5))
-def test_outputs_of_all_ranks_see_what_they_see_on_one(
-    window: Window, size: int, ranks: int
-) -> None:
+def test_shard_outputs_see_the_inputs_of_one_rank(window: Window, size: int, ranks: int) -> None:
     """Every output, by the definition; and what a rank wants is what its first to its last
     output see.
     """
@@ -54,7 +52,7 @@ def test_outputs_of_all_ranks_see_what_they_see_on_one(
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.data())
-def test_runs_are_the_elements_that_are_wanted(size: int, ranks: int, data: st.DataObject) -> None:
+def test_runs_are_the_wanted_elements(size: int, ranks: int, data: st.DataObject) -> None:
     have = partition_evenly(size, ranks)
     want = tuple(data.draw(st.lists(st.integers(-1, size - 1), max_size=30)))
     found = []
@@ -69,7 +67,7 @@ def test_runs_are_the_elements_that_are_wanted(size: int, ranks: int, data: st.D
 
 
 @given(WINDOWS, st.integers(8, 60), st.integers(2, 5))
-def test_what_ranks_fetch_is_what_others_pass_on(window: Window, size: int, ranks: int) -> None:
+def test_fetched_elements_are_those_sent(window: Window, size: int, ranks: int) -> None:
     if window.count_outputs(size) < ranks:
         return
     have = partition_evenly(size, ranks)
@@ -83,7 +81,7 @@ def test_what_ranks_fetch_is_what_others_pass_on(window: Window, size: int, rank
 
 @pytest.mark.parametrize("kernel", [1, 3, 5, 7])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_halo_is_half_a_kernel(kernel: int, ranks: int) -> None:
+def test_halo_is_half_a_kernel(kernel: int, ranks: int) -> None:
     """The closed form: stride 1, odd kernel, padding "same"; so much from each neighbour."""
     window = Window(kernel, before=kernel // 2, after=kernel // 2)
     have = partition_evenly(28, ranks)
@@ -119,7 +117,7 @@ def test_even_splits_of_uneven_sizes_move_rows(kernel: int, rows: list[int]) -> 
     st.integers(3, 30),
     st.integers(1, 4),
 )
-def test_what_a_transposed_convolution_takes(
+def test_transposed_convolution_inputs_are_fetched(
     spread: TransposedWindow, size: int, ranks: int
 ) -> None:
     """Every input that gives to one of a rank's outputs is among those that it wants."""
@@ -141,7 +139,7 @@ def test_what_a_transposed_convolution_takes(
 
 @settings(max_examples=200)
 @given(WINDOWS, st.integers(12, 80), st.integers(2, 4))
-def test_edges_and_the_own_rows_are_the_convolution(window: Window, size: int, ranks: int) -> None:
+def test_edges_and_interior_equal_the_convolution(window: Window, size: int, ranks: int) -> None:
     """Wherever a rank says that it can: its own rows with zeros around, and what the halo adds
     at the edges.
     """
@@ -173,7 +171,7 @@ def test_edges_and_the_own_rows_are_the_convolution(window: Window, size: int, r
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
-def test_padding_is_torch_s(mode: str) -> None:
+def test_padding_equals_torch(mode: str) -> None:
     x = torch.arange(7.0).view(1, 1, 7)
     there = functional.pad(x, (3, 4), mode=mode).flatten().tolist()
     assert [locate_padded_input(at - 3, 7, mode) for at in range(14)] == there
@@ -184,7 +182,7 @@ def test_padding_is_torch_s(mode: str) -> None:
     ("kind", "mode"), [("nearest", "nearest"), ("linear", "bilinear"), ("cubic", "bicubic")]
 )
 @pytest.mark.parametrize("aligned", [False, True])
-def test_taps_are_torch_s(kind: str, mode: str, times: int, aligned: bool) -> None:
+def test_interpolation_taps_equal_torch(kind: str, mode: str, times: int, aligned: bool) -> None:
     if kind == "nearest" and aligned:
         return
     x = torch.randn(5).double()

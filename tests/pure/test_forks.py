@@ -21,13 +21,13 @@ def found(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:
     ]
 
 
-def test_two_forks_of_four() -> None:
+def test_two_forks_of_four_branches() -> None:
     one, two = found(pg.job("inception-digits").model(), torch.randn(2, 1, 8, 8))
     assert one == {"2.one", "2.three.0 2.three.2", "2.five.0 2.five.2", "2.pool.1"}
     assert two == {each.replace("2.", "4.", 1).replace(" 2.", " 4.") for each in one}
 
 
-def test_what_is_put_together_and_what_is_summed_step_by_step() -> None:
+def test_concatenated_and_summed_branches_are_found() -> None:
     """A module that two branches call is one of them."""
     one, two = found(Forking(), torch.randn(2, 2, 8, 8))
     assert {each[:7] for each in one} == {"first.0", "first.1", "first.2"}
@@ -35,7 +35,7 @@ def test_what_is_put_together_and_what_is_summed_step_by_step() -> None:
     assert {"second.0"} < two
 
 
-def test_skips_towers_and_a_tuple() -> None:
+def test_skip_connections_towers_and_tuples() -> None:
     assert found(Residual(), torch.randn(2, 2, 8, 8)) == [{"first depth groups", "around"}]
     assert found(Towers(), torch.randn(2, 10)) == [{"left.0 left.1 left.4", "right.0 lstm"}]
     assert found(Experts(), torch.randn(2, 10)) == [
@@ -43,7 +43,7 @@ def test_skips_towers_and_a_tuple() -> None:
     ]
 
 
-def test_a_chain_has_none() -> None:
+def test_chain_has_no_branches() -> None:
     assert found(deep(), torch.randn(2, 10)) == []
 
 
@@ -65,12 +65,12 @@ class Nested(nn.Module):
         return self.short(x) + y  # type: ignore[no-any-return]
 
 
-def test_a_long_branch_is_opened() -> None:
+def test_long_branch_is_searched_for_inner_forks() -> None:
     pairs = [{"arms.0.0 arms.0.2", "arms.1.0 arms.1.2"}, {"arms.2.0 arms.2.2", "arms.3.0 arms.3.2"}]
     assert [each for each in found(Nested(), torch.randn(2, 4)) if len(each) > 1] == pairs
 
 
-def test_the_longest_goes_to_whom_has_least() -> None:
+def test_longest_branch_goes_to_the_least_loaded_rank() -> None:
     with torch.no_grad():
         nodes, ends = record_functions(Experts(), (torch.randn(2, 10),))
     for node in nodes:

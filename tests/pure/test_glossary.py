@@ -59,7 +59,7 @@ def contains_term(text: str, term: str) -> bool:
 ROWS = read_glossary()
 
 
-def test_a_term_is_found_across_lines_and_hyphens() -> None:
+def test_term_is_found_across_lines_and_hyphens() -> None:
     assert contains_term("Every micro-\nbatch counts.", "micro-batch")
     assert contains_term("Micro batches", "micro-batch")
     assert contains_term("the order 1F1B", "1F1B")
@@ -67,7 +67,7 @@ def test_a_term_is_found_across_lines_and_hyphens() -> None:
     assert not contains_term("microbatch", "micro-batch")
 
 
-def test_no_term_of_the_glossary_stands_twice() -> None:
+def test_no_glossary_term_is_duplicated() -> None:
     assert len(ROWS) >= 80
     terms = [row.term.lower() for row in ROWS]
     assert len(set(terms)) == len(terms)
@@ -75,7 +75,7 @@ def test_no_term_of_the_glossary_stands_twice() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.term for row in ROWS])
-def test_the_module_of_a_term_names_it(row: GlossaryRow) -> None:
+def test_module_of_a_term_names_it(row: GlossaryRow) -> None:
     path = ROOT / "src" / row.module
     assert path.is_file(), f"docs/glossary.md: {row.module} does not exist"
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -22,7 +22,7 @@ def peak(found: list[TaskMemory]) -> int:
 
 
 @pytest.mark.parametrize("schedule", [Gpipe(), OneFOneB(), Interleaved(2), Interleaved(3)], ids=str)
-def test_where_messages_weigh_nothing_it_is_what_the_formulas_say(
+def test_memory_with_free_messages_equals_the_formulas(
     schedule: PipelineSchedule,
 ) -> None:
     for size in (1, 2, 3, 4, 8):
@@ -44,7 +44,7 @@ def test_where_messages_weigh_nothing_it_is_what_the_formulas_say(
                 ]
 
 
-def test_between_its_halves_a_layer_holds_its_input_and_its_output_gradient() -> None:
+def test_zero_bubble_keeps_input_and_output_gradient() -> None:
     """zero_bubble: rank r has min(p - r, m) forwards without their first half, and r first
     halves without their second.
     """
@@ -57,7 +57,7 @@ def test_between_its_halves_a_layer_holds_its_input_and_its_output_gradient() ->
             assert peak(found) == 10 * (size - rank - 1) + 16 * rank + 18, (size, rank)
 
 
-def test_what_is_computed_again_is_a_message_and_one_forward() -> None:
+def test_recompute_keeps_messages_and_one_forward() -> None:
     """gpipe with recompute: m messages that came, m that went and are not known to be there,
     and one forward. Of the last rank's gradients nobody tells that they came, and each is 1
     more than the activations that go meanwhile.
@@ -74,7 +74,7 @@ def test_what_is_computed_again_is_a_message_and_one_forward() -> None:
     assert first[7].bytes == 2 * 8 + 3 * 3
 
 
-def test_one_forward_one_backward_by_hand() -> None:
+def test_one_f_one_b_memory_by_hand() -> None:
     weight = StageBytes(input_message=1, gradient_message=2, saved=10, shared_with_message=1)
     first, last = (
         compute_task_memory(MicroBatchSchedule(OneFOneB(), 3), rank, 2, lambda *_: weight)
@@ -96,7 +96,7 @@ def test_one_forward_one_backward_by_hand() -> None:
     assert [each.bytes for each in last] == [12, 12, 13, 13, 12, 12]
 
 
-def test_what_is_known_to_have_come() -> None:
+def test_acknowledged_messages_are_freed() -> None:
     pipelined = MicroBatchSchedule(OneFOneB(), 3)
     assert pipelined.map_confirmed_sends(0, 2) == {
         "g1.0": ["x1.0"],
@@ -106,7 +106,7 @@ def test_what_is_known_to_have_come() -> None:
     assert pipelined.map_confirmed_sends(1, 2) == {"x1.0": [], "x1.1": [], "x1.2": ["g1.0"]}
 
 
-def test_nothing_is_kept_where_nothing_is_trained() -> None:
+def test_frozen_stage_keeps_nothing() -> None:
     weight = StageBytes(input_message=4, gradient_message=4, saved=100)
     found = compute_task_memory(
         MicroBatchSchedule(OneFOneB(), 6, first_trained_stage=3), 1, 3, lambda *_: weight

@@ -48,7 +48,7 @@ MEASURED.links["shm"] = replace(
 )
 
 
-def test_a_link_goes_from_point_to_point_and_on_beyond_them() -> None:
+def test_link_time_is_interpolated_and_extrapolated() -> None:
     link = MEASURED.links["gloo"]
     assert link.compute_port_seconds(64) == 1e-4
     assert link.compute_port_seconds(532) == pytest.approx(1.5e-4)
@@ -58,7 +58,7 @@ def test_a_link_goes_from_point_to_point_and_on_beyond_them() -> None:
     assert Link(1.0, 2.0).compute_port_seconds(10) == 21.0
 
 
-def test_a_machine_file_reads_back(tmp_path: Path) -> None:
+def test_machine_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     MEASURED.write_machine_file(path)
     assert read_machine_file(path, cores=2) == (MEASURED, None)
@@ -87,7 +87,7 @@ def test_a_machine_file_reads_back(tmp_path: Path) -> None:
         (lambda found: found["links"]["gloo"].update(speed=3), "lacks or misnames something"),
     ],
 )
-def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, change: object, says: str) -> None:
+def test_invalid_machine_file_is_refused(tmp_path: Path, change: object, says: str) -> None:
     path = tmp_path / "machine.json"
     MEASURED.write_machine_file(path)
     found = json.loads(path.read_text())
@@ -98,7 +98,7 @@ def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, change: object,
     assert f"paragrad measure --output {path}" in str(caught.value)
 
 
-def test_no_machine_file(tmp_path: Path) -> None:
+def test_missing_machine_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="there is no machine file"):
         read_machine_file(tmp_path / "machine.json", 2)
     for text in ("", "[1, 2]", "{", '"a"'):
@@ -107,7 +107,7 @@ def test_no_machine_file(tmp_path: Path) -> None:
             read_machine_file(tmp_path / "machine.json", 2)
 
 
-def test_a_straight_link_is_found_again() -> None:
+def test_linear_link_is_fitted_exactly() -> None:
     """From what a ping-pong and a stream show of a link whose numbers are known."""
     alpha = 5e-5
     beta = 2e-9
@@ -141,7 +141,7 @@ def test_a_straight_link_is_found_again() -> None:
     assert len(bent.points) == len(sizes)
 
 
-def test_a_point_that_took_too_long_contradicts_its_neighbours() -> None:
+def test_outlier_point_contradicts_its_neighbours() -> None:
     points = [(size, 1e-4 + 1e-9 * size) for size in (64, 1 << 12, 1 << 16, 1 << 20, 1 << 22)]
     assert find_outlier_sizes(points) == []
     for place in range(1, len(points)):
@@ -153,7 +153,7 @@ def test_a_point_that_took_too_long_contradicts_its_neighbours() -> None:
     assert find_outlier_sizes(points[:2]) == []  # nothing to compare with
 
 
-def test_a_foretold_time_has_an_interval_where_links_were_measured() -> None:
+def test_predicted_time_has_an_interval_for_measured_links() -> None:
     """From what links can do to what they did in the slowest rounds, and on both sides what the
     clock leaves out.
     """
@@ -173,7 +173,7 @@ def test_a_foretold_time_has_an_interval_where_links_were_measured() -> None:
     assert inside.build_disturbed_cluster() == Cluster(slow, inside=slow, group=2)
 
 
-def test_times_are_told_apart_by_their_turns() -> None:
+def test_times_are_compared_by_paired_rounds() -> None:
     """Two that differ less than the turns do, but in every turn the same way, are not equal."""
     turns = [1.0, 3.0, 0.5, 7.0, 2.0, 1.5]
     assert is_measurably_slower([1.02 * each for each in turns], turns)
@@ -189,7 +189,7 @@ def test_times_are_told_apart_by_their_turns() -> None:
     )
 
 
-def test_bytes_and_slow_ranks_are_read() -> None:
+def test_bytes_and_slow_ranks_are_parsed() -> None:
     assert [parse_bytes(text) for text in ("4096", "64KiB", "100MB", "1.5 gb", "2B")] == [
         4096,
         65536,
@@ -205,7 +205,7 @@ def test_bytes_and_slow_ranks_are_read() -> None:
         parse_slow_rank("7")
 
 
-def test_a_simulation_says_what_the_formula_says() -> None:
+def test_simulation_equals_the_formula() -> None:
     found = simulate_exchange(strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED_MACHINE)
     assert found.closed_form == pytest.approx(found.timeline.seconds)
     assert found.timeline.seconds == pytest.approx(
@@ -252,7 +252,7 @@ def test_a_simulation_says_what_the_formula_says() -> None:
         ),
     ],
 )
-def test_a_simulation_is_refused(text: str, options: dict[str, object], says: str) -> None:
+def test_invalid_simulation_is_refused(text: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(Refused, match=says):
         simulate_exchange(strategy(text), 4000, ASSUMED_MACHINE, **options)
 

@@ -101,7 +101,7 @@ def build_page() -> str:
         ("No end\n\nMore.", "No end"),
     ],
 )
-def test_the_first_sentence_of_a_docstring(docstring: str, sentence: str) -> None:
+def test_first_sentence_of_a_docstring(docstring: str, sentence: str) -> None:
     assert extract_first_sentence(docstring) == sentence
 
 
@@ -113,11 +113,11 @@ def test_every_module_has_a_row_with_a_sentence() -> None:
     assert [name for name, sentence in rows if not sentence] == []
 
 
-def test_the_list_of_modules_is_up_to_date() -> None:
+def test_module_list_is_up_to_date() -> None:
     assert PAGE.read_text() == build_page(), f"docstrings changed; run {COMMAND}"
 
 
-def test_files_that_the_pages_name_exist() -> None:
+def test_files_named_by_pages_exist() -> None:
     """A page that explains the code must not name files that were renamed."""
     for page in ("architecture", "server", "pipeline", "tensor", "compression", "federated"):
         text = (ROOT / "docs" / f"{page}.md").read_text()

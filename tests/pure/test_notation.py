@@ -108,7 +108,7 @@ def test_round_trip(chosen: Strategy) -> None:
 
 
 @given(st.sampled_from(list(STRATEGIES.values())).flatmap(choices))
-def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
+def test_python_form_makes_the_same_value(chosen: Strategy) -> None:
     names: dict[str, Any] = {
         cls.__name__: cls
         for cls in (
@@ -135,7 +135,7 @@ def test_products_round_trip(inner: list[Strategy], replicas: bool) -> None:
     assert strategy(str(product)) == product
 
 
-def test_forms() -> None:
+def test_printed_forms() -> None:
     assert strategy("data(2, reduce=ring)") == Data(2, reduce=Ring())
     assert strategy(" data ( workers = 2,reduce=ring( ) ) ") == Data(2, reduce=Ring())
     assert str(Data(2, reduce=Ring(blocking=True), shares=[3, 1])) == (
@@ -204,13 +204,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_refused_with_the_repair(text: str) -> None:
+def test_invalid_notation_is_refused_with_the_repair(text: str) -> None:
     with pytest.raises(Refused) as caught:
         strategy(text)
     assert REFUSED[text] in str(caught.value)
 
 
-def test_what_is_tried_beside_data_auto_is_the_same_training() -> None:
+def test_candidates_of_data_auto_are_the_same_training() -> None:
     """One worker with all threads was, whatever had been asked of the shares: their statistics,
     their micro-batches, whose batch norm sees other samples, or that no rank has all of the
     state.

@@ -24,7 +24,7 @@ def test_every_sample_once_per_epoch(samples: int, batch: int, seed: int, epoch:
     assert len(list(order.list_batches())) == order.steps
 
 
-def test_the_order_is_fixed_for_ever() -> None:
+def test_sample_order_is_stable_across_versions() -> None:
     """A run saved today and resumed by a later version meets the same samples."""
     orders = [permute_samples(10, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     assert orders[0] == [2, 3, 6, 5, 8, 7, 1, 0, 4, 9]
@@ -32,7 +32,7 @@ def test_the_order_is_fixed_for_ever() -> None:
 
 
 @given(st.integers(0, 300), st.integers(0, 5), st.integers(0, 5))
-def test_the_order_is_that_of_keys_drawn_one_by_one(samples: int, seed: int, epoch: int) -> None:
+def test_order_equals_sorted_keys(samples: int, seed: int, epoch: int) -> None:
     """As it was drawn and sorted before numpy did."""
     draw = random.Random(f"paragrad order {seed} {epoch}").random
     keys = [draw() for _ in range(samples)]
@@ -49,7 +49,7 @@ def test_largest_remainder(samples: int, weights: list[int]) -> None:
         assert abs(count - samples * weight / sum(weights)) < 1
 
 
-def test_the_example_of_the_design() -> None:
+def test_shares_of_the_documented_example() -> None:
     # 22.5 and 7.5: the lower rank gets the odd one
     assert apportion_samples(30, [3, 1]) == [23, 7]
 
@@ -74,14 +74,14 @@ def test_micro_batches_cover_the_batch_in_rank_order(
 
 
 @given(st.integers(0, 100), st.integers(1, 40))
-def test_evenly(length: int, parts: int) -> None:
+def test_even_division(length: int, parts: int) -> None:
     ranges = split_evenly(length, parts)
     assert list(chain(*ranges)) == list(range(length))
     assert max(map(len, ranges)) == -(-length // parts)
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
-def test_an_order_takes_eight_bytes_a_sample() -> None:
+def test_order_takes_eight_bytes_per_sample() -> None:
     """It was a tuple of Python's numbers, sorted from a list of them: about a hundred, in every
     rank.
     """
@@ -91,9 +91,7 @@ def test_an_order_takes_eight_bytes_a_sample() -> None:
 
 
 @pytest.mark.parametrize(("samples", "batch", "steps"), [(10**12, 64, 15_625_000_000), (7, 3, 3)])
-def test_any_batch_of_an_epoch_is_found_without_those_before(
-    samples: int, batch: int, steps: int
-) -> None:
+def test_batch_is_computed_without_earlier_ones(samples: int, batch: int, steps: int) -> None:
     order = SampleOrder(samples, batch, seed=0)
     assert order.steps == steps
     assert order.get_batch(steps - 1).stop == samples
@@ -117,9 +115,7 @@ def test_any_batch_of_an_epoch_is_found_without_those_before(
         ),
     ],
 )
-def test_more_samples_than_can_be_put_in_order(
-    samples: int, left: int | None, message: str
-) -> None:
+def test_too_many_samples_are_refused(samples: int, left: int | None, message: str) -> None:
     """A dataset that said it had 10^12 samples took all memory."""
     with (
         mock.patch("paragrad.datasets.sample_order.read_available_memory", return_value=left),

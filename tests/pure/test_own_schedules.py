@@ -37,7 +37,7 @@ class Gossip:
             yield Recv(left, (rank - hop - 1) % size, add=hop < size - 1)
 
 
-def test_ten_lines_are_an_all_reduce() -> None:
+def test_ten_line_all_reduce_is_proved_and_timed() -> None:
     """A class of nobody's with a `program` alone: proved, drawn, counted and timed; its vector
     has a part for each rank.
     """
@@ -57,7 +57,7 @@ def test_ten_lines_are_an_all_reduce() -> None:
     )  # type: ignore[arg-type]
 
 
-def test_who_names_its_base_has_a_part_for_each_rank() -> None:
+def test_all_reduce_with_a_base_class_has_one_part_per_rank() -> None:
     class Named(Collective):
         def program(self, rank: int, size: int) -> Program:
             yield from Gossip().program(rank, size)
@@ -318,19 +318,19 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_what_is_no_all_reduce_is_refused_by_name(story: str) -> None:
+def test_invalid_all_reduce_is_refused_by_name(story: str) -> None:
     program, message = STORIES[story]
     with pytest.raises(ScheduleError) as caught:
         prove_schedule(Broken(program), 3)
     assert str(caught.value).splitlines()[0].startswith(message)
 
 
-def test_what_is_right_at_some_sizes_is_proved_there() -> None:
+def test_all_reduce_of_some_sizes_is_proved_there() -> None:
     for size in (1, 2, 4, 8):
         prove_schedule(Broken(whole_vector), size)
 
 
-def test_ranks_that_throw_dice_disagree() -> None:
+def test_random_schedules_are_refused() -> None:
     """Whichever way they fall: messages that do not match, a deadlock, or another program when
     asked again.
     """
@@ -341,7 +341,7 @@ def test_ranks_that_throw_dice_disagree() -> None:
             prove_schedule(Broken(by_chance), 4)
 
 
-def test_a_schedule_without_a_program() -> None:
+def test_schedule_without_a_program_is_refused() -> None:
     class Nothing:
         pass
 
@@ -376,13 +376,13 @@ def test_a_schedule_without_a_program() -> None:
         ),
     ],
 )
-def test_parts_that_are_none(parts: Callable[..., Any], message: str) -> None:
+def test_invalid_parts_are_refused(parts: Callable[..., Any], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         prove_schedule(Broken(Gossip().program, parts), 3)
     assert str(caught.value) == message
 
 
-def test_a_refusal_of_a_schedule_stays_one() -> None:
+def test_refusal_of_a_schedule_is_passed_on() -> None:
     """two_level says itself which groups there can be; nobody says it in other words."""
     with pytest.raises(
         Refused, match="groups of 2 do not make up 3 ranks; give a group that divides 3"
@@ -394,7 +394,7 @@ def test_a_refusal_of_a_schedule_stays_one() -> None:
         prove_schedule(Broken(TwoLevel(group=2).program, lambda size: size), 3)
 
 
-def test_the_clock_reads_programs_as_carefully() -> None:
+def test_clock_reads_each_program_once() -> None:
     """It restarted a list whenever a rank had to wait, and went round for ever."""
     cluster = Cluster(Link(3.0, 0.5))
     for story in (

@@ -11,7 +11,9 @@ import ring_vs_tree_page as page
 from ring_vs_tree import PARTS, RESULTS
 
 
-def test_the_tables_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_tables_equal_their_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     committed = cluster.PAGE.read_text()
     written = tmp_path / "page.md"
     written.write_text(committed)
@@ -20,7 +22,7 @@ def test_the_tables_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert written.read_text() == committed
 
 
-def test_the_page_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_equals_its_measured_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written anew from the figures beside it, it is the same; and every plot that it shows is
     drawn.
     """

@@ -87,7 +87,7 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int], int, DimPartition]:
 
 
 @given(reshapes())
-def test_reshaping_pieces_is_pieces_of_the_reshaped(
+def test_reshaped_shards_are_shards_of_the_reshaped(
     drawn: tuple[list[int], list[int], int, DimPartition],
 ) -> None:
     before, after, dim, pieces = drawn
@@ -118,7 +118,7 @@ def test_dimensions_that_hold_the_same_elements(before: list[int], data: st.Data
     )
 
 
-def test_a_divided_dimension_that_becomes_heads_wants_whole_heads() -> None:
+def test_heads_from_a_divided_dimension_are_whole() -> None:
     wishes = reshape_partition((5, 12), (5, 3, 4), 1, partition_evenly(12, 2, "q"))
     assert wishes == [Constraint(("q", 0, 12), grains=3)]
     blocks = apply_constraints(partition_evenly(12, 2, "q").blocks, "q", wishes, 2)
@@ -129,7 +129,7 @@ def test_a_divided_dimension_that_becomes_heads_wants_whole_heads() -> None:
     )
 
 
-def test_queries_keys_and_values_are_divided_by_themselves() -> None:
+def test_queries_keys_and_values_are_divided_separately() -> None:
     """First they are taken for three heads; then that wishes for blocks, and these for whole
     heads, all three alike.
     """
@@ -151,7 +151,7 @@ def test_queries_keys_and_values_are_divided_by_themselves() -> None:
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(2, 3), (1, 2)])
-def test_heads_that_are_fewer_than_the_ranks_are_on_all_of_them(size: int, ranks: int) -> None:
+def test_fewer_heads_than_ranks_are_replicated(size: int, ranks: int) -> None:
     wishes = reshape_partition(
         (size * 8,), (1, size, 8) if size > 1 else (8, 1), 0, partition_evenly(size * 8, ranks, "k")
     )
@@ -163,7 +163,7 @@ def test_heads_that_are_fewer_than_the_ranks_are_on_all_of_them(size: int, ranks
         )
 
 
-def test_two_that_are_used_together_become_alike() -> None:
+def test_partitions_used_together_are_aligned() -> None:
     """Queries in eight heads, keys in four: the queries are divided by two heads at a time."""
     queries = DimPartition((DimBlock(8, 8, (("q", 0, 64),)),), 3)
     keys = DimPartition((DimBlock(8, 4, (("k", 0, 32),)),), 3)

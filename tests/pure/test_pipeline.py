@@ -72,11 +72,11 @@ def drawn(pipelined: MicroBatchSchedule, size: int) -> str:
     ],
     ids=str,
 )
-def test_what_each_rank_does(schedule: PipelineSchedule, micro: int, text: str) -> None:
+def test_schedule_of_each_rank_is_drawn(schedule: PipelineSchedule, micro: int, text: str) -> None:
     assert drawn(MicroBatchSchedule(schedule, micro), 2) == dedent(text).strip()
 
 
-def test_what_travels() -> None:
+def test_messages_of_a_pipeline() -> None:
     actions = [
         " ".join(map(str, MicroBatchSchedule(OneFOneB(), 2).program(rank, 2))) for rank in range(2)
     ]
@@ -86,7 +86,7 @@ def test_what_travels() -> None:
     ]
 
 
-def test_nothing_goes_back_before_what_is_trained() -> None:
+def test_no_gradient_is_sent_before_the_first_trained_stage() -> None:
     assert (
         drawn(MicroBatchSchedule(OneFOneB(), 2, first_trained_stage=1), 3)
         == "0 | F0 F1\n1 | F0 F1 B0 B1\n2 | F0 B0 F1 B1"
@@ -121,7 +121,7 @@ def test_the_bubble_of_interleaved_stages(chunks: int) -> None:
             assert took == pytest.approx(3 * micro + 3 * (size - 1) / chunks), (size, micro)
 
 
-def test_the_bubble_where_weights_wait() -> None:
+def test_bubble_of_zero_bubble_schedules() -> None:
     """(p - 1)(F + B - W) at F = B = W, and (p - m) W more where there are fewer micro-batches
     than stages.
     """
@@ -221,14 +221,14 @@ class Strange(PipelineSchedule, abstract=True):
         (Strange, "rank 0 computes 'U', which is no part of a pipeline"),
     ],
 )
-def test_what_is_no_pipeline(wrong: type[PipelineSchedule], told: str) -> None:
+def test_invalid_pipeline_is_refused(wrong: type[PipelineSchedule], told: str) -> None:
     pipelined = MicroBatchSchedule(wrong(), 3)
     with pytest.raises(ScheduleError) as caught:
         prove_schedule(pipelined, 2, dict.fromkeys(pipelined.slots(2), 1), GOALS["pipeline"])
     assert told in str(caught.value)
 
 
-def test_any_order_of_micro_batches_may_be_sent() -> None:
+def test_micro_batches_may_be_sent_in_any_order() -> None:
     """What comes in another order than it is needed is taken in the order in which it is
     sent.
     """

@@ -90,7 +90,7 @@ def test_counts_equal_the_proof(schedule: ComposedAllReduce) -> None:
 
 
 @pytest.mark.parametrize("schedule", [*FORMS, DoubleTree(4)], ids=str)
-def test_nothing_beats_the_lower_bounds(schedule: ComposedAllReduce) -> None:
+def test_no_schedule_is_below_the_lower_bounds(schedule: ComposedAllReduce) -> None:
     for size in (2, 3, 4, 7, 8, 13, 16):
         length = divisible(size)
         bounds = compute_lower_bounds(size, length)
@@ -106,7 +106,7 @@ def test_nothing_beats_the_lower_bounds(schedule: ComposedAllReduce) -> None:
             assert form.rounds >= bounds.rounds
 
 
-def test_halving_is_optimal_in_bytes_and_twice_in_rounds_where_size_is_a_power_of_two() -> None:
+def test_halving_has_optimal_bytes_and_twice_the_rounds() -> None:
     for size in (2, 4, 8, 16, 64, 1024, 4096):
         form = compute_exchange_cost(Halving(1), size, size * 10)
         bounds = compute_lower_bounds(size, size * 10)
@@ -126,7 +126,7 @@ def test_halving_is_optimal_in_bytes_and_twice_in_rounds_where_size_is_a_power_o
         (TwoLevel(Star(), Ring(), 3), 15),
     ],
 )
-def test_two_levels_cost_what_their_parts_do(schedule: TwoLevel, size: int) -> None:
+def test_two_level_cost_is_the_sum_of_its_parts(schedule: TwoLevel, size: int) -> None:
     cluster = Cluster(LINK, GAMMA, inside=Link(0.5, 0.125))
     length = divisible(size) * divisible(schedule.require_group_size(size))
     grouped = Cluster(LINK, GAMMA, inside=cluster.inside, group=schedule.require_group_size(size))
@@ -141,7 +141,7 @@ def test_two_levels_cost_what_their_parts_do(schedule: TwoLevel, size: int) -> N
     )
 
 
-def test_two_trees_reach_the_bytes_of_the_ring() -> None:
+def test_double_tree_reaches_the_bytes_of_the_ring() -> None:
     """2 n beta for long vectors in many segments (Sanders, Speck, Traff 2009), where one tree
     takes 2 ceil(lg p) n beta.
     """
@@ -162,7 +162,7 @@ NETWORK = Link(ALPHA, BETA)
 
 
 @pytest.mark.parametrize(("size", "kilobytes"), [(2, 320), (4, 98), (8, 67), (16, 55)])
-def test_butterfly_against_halving_as_the_reference_has_it(size: int, kilobytes: int) -> None:
+def test_butterfly_and_halving_cross_as_in_the_reference(size: int, kilobytes: int) -> None:
     found = find_crossover(Butterfly(), Halving(1), size, NETWORK, GAMMA_)
     assert found is not None
     assert round(found / 1000) == kilobytes
@@ -196,7 +196,7 @@ def test_cross_over_points_from_8_to_4096_ranks(size: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "alphas"), [(3, 0), (5, 2), (6, 4), (7, 6)])
-def test_the_ring_beats_folded_halving_from_some_alphas_on(size: int, alphas: int) -> None:
+def test_ring_beats_folded_halving_above_some_alpha(size: int, alphas: int) -> None:
     """At other sizes, from n (2 beta + gamma) = (2(p-1) - 2 floor(lg p) - 2) alpha on. The
     reference takes 2(p-1)/p for what the inner ranks exchange; they are P, so it is 2(P-1)/P,
     and the point moves a little.
@@ -211,7 +211,7 @@ def test_the_ring_beats_folded_halving_from_some_alphas_on(size: int, alphas: in
     assert found == pytest.approx(alphas * ALPHA / bytes_, rel=1e-9)
 
 
-def test_a_price_without_a_form_is_an_error() -> None:
+def test_cost_without_a_formula_is_an_error() -> None:
     with pytest.raises(LookupError, match="no closed form of DoubleTreeReduce"):
         compute_exchange_cost(DoubleTree().build_halves()[0], 4, 100)
     assert compute_exchange_cost(Ring(), 1, 100) == ExchangeCost()

@@ -170,7 +170,9 @@ def products(
     ids=["all gradients", "of the weights", "of the inputs"],
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_products_are_those_that_torch_counts(name: str, around: type, trained: bool) -> None:
+def test_matrix_product_flops_equal_the_torch_counter(
+    name: str, around: type, trained: bool
+) -> None:
     """Forward and backward, with and without the gradients of the inputs and of the weights."""
     make, inputs = LAYERS[name]
     model = around(make())
@@ -182,7 +184,7 @@ def test_products_are_those_that_torch_counts(name: str, around: type, trained: 
     assert missed == []
 
 
-def test_cells_called_step_by_step() -> None:
+def test_recurrent_cells_called_step_by_step() -> None:
     """In a loop of one's own the state of a step is a result of the step before, and its
     gradient is wanted.
     """
@@ -204,7 +206,7 @@ def test_cells_called_step_by_step() -> None:
     assert missed == []
 
 
-def test_torch_counts_kernels_of_groups_as_one() -> None:
+def test_torch_counts_grouped_kernels_as_one() -> None:
     """Which is why its count is corrected: the gradient of a kernel of 2 groups costs what the
     forward costs, and torch says twice that. When this fails, torch has mended it: take the
     correction out.
@@ -272,7 +274,7 @@ PUBLISHED: list[
 
 
 @pytest.mark.parametrize(("layer", "before", "change", "deeper"), PUBLISHED)
-def test_depths_grow_as_the_table_says(
+def test_depth_grows_as_published(
     layer: Callable[..., layer_costs.PassCosts],
     before: dict[str, Any],
     change: dict[str, Any],
@@ -283,7 +285,7 @@ def test_depths_grow_as_the_table_says(
     assert tuple(more.depth - less.depth for less, more in zip(one, two, strict=True)) == deeper
 
 
-def test_works_grow_as_the_table_says() -> None:
+def test_work_grows_as_published() -> None:
     for change in ("samples", "inputs", "outputs"):
         for make in (linear, convolution):
             start = {"samples": 4, "inputs": 8, "outputs": 16}[change]
@@ -302,7 +304,7 @@ def test_the_depth_of_a_fully_connected_layer(inputs: int) -> None:
 
 
 @given(drawn.integers(1, 300))
-def test_rounds_is_the_depth_of_a_tree_of_additions(terms: int) -> None:
+def test_depth_of_a_sum_is_a_binary_tree(terms: int) -> None:
     left = terms
     rounds = 0
     while left > 1:
@@ -374,7 +376,7 @@ def test_the_depth_of_a_recurrent_layer_grows_with_the_sequence(directions: int)
     assert depths[1][0] - depths[0][0] == 100 * step * (1 if directions == 1 else 3)
 
 
-def test_a_chain_by_hand() -> None:
+def test_work_and_depth_of_digits_by_hand() -> None:
     """digits: 64 -> 64 -> 10, batch 64. Forward 8 + 1 + 8; backward 5 + 1 to the first layer,
     whose weights need 7 more.
     """
@@ -401,7 +403,7 @@ def test_a_chain_by_hand() -> None:
 
 
 @given(drawn.integers(1, 10**9), drawn.integers(1, 10**4), drawn.integers(1, 10**6))
-def test_bounds_are_in_order(work: int, depth: int, processors: int) -> None:
+def test_speedup_bounds_are_ordered(work: int, depth: int, processors: int) -> None:
     least, most = layer_costs.compute_parallel_bounds(work, depth, processors)
     assert max(work / processors, depth) <= least <= most
     assert most <= work / processors + depth
@@ -468,7 +470,7 @@ def test_functions_count_as_modules_do() -> None:
     assert functions.not_counted == ()
 
 
-def test_what_is_not_known_is_named() -> None:
+def test_unknown_function_is_named() -> None:
     """A function that is not in the table, a parameter of which nothing was seen, a backward of
     one's own: each by name.
     """
@@ -502,7 +504,7 @@ def test_what_is_not_known_is_named() -> None:
     assert found.torch_products - found.products == 2 * (2 * 16 * 6 * 6)
 
 
-def test_the_model_of_the_user_stays_as_it_was() -> None:
+def test_profiling_leaves_the_model_unchanged() -> None:
     """Also where the function that should build it gives one that is there already; and torch's
     numbers go on as they would.
     """
@@ -541,7 +543,7 @@ def test_types_and_batches() -> None:
     )
 
 
-def test_refused_with_the_repair() -> None:
+def test_invalid_profile_is_refused_with_the_repair() -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -562,7 +564,7 @@ def test_refused_with_the_repair() -> None:
         profile_job(mine(nn.Linear(6, 3)))
 
 
-def test_the_command() -> None:
+def test_work_command() -> None:
     shown = CliRunner().invoke(app, ["work", "digits", "--set", "width=32", "--batch", "16"])
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()

@@ -83,7 +83,7 @@ def first(program: list[Action], wanted: Callable[[Action], bool]) -> int:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_an_add_dropped(schedule: Collective) -> None:
+def test_dropped_addition_is_refused(schedule: Collective) -> None:
     def drop(program: list[Action]) -> list[Action]:
         place = first(program, lambda action: isinstance(action, Recv) and action.add)
         return [*program[:place], replace(program[place], add=False), *program[place + 1 :]]
@@ -95,7 +95,7 @@ def test_an_add_dropped(schedule: Collective) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Ring(), RingAsync(3)], ids=str)
-def test_a_message_swapped(schedule: Collective) -> None:
+def test_swapped_message_is_refused(schedule: Collective) -> None:
     def swap(program: list[Action]) -> list[Action]:
         one, two = [place for place, action in enumerate(program) if isinstance(action, Send)][:2]
         program[one], program[two] = program[two], program[one]
@@ -107,7 +107,7 @@ def test_a_message_swapped(schedule: Collective) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_chunk_skipped(schedule: Collective) -> None:
+def test_skipped_chunk_is_refused(schedule: Collective) -> None:
     """Both ends agree to leave a message out, so nothing hangs: only the contributions tell."""
     skipped: set[tuple[int, int]] = set()
 
@@ -144,13 +144,13 @@ def test_a_chunk_skipped(schedule: Collective) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_mean_taken_inside(schedule: Collective) -> None:
+def test_mean_inside_an_exchange_is_refused(schedule: Collective) -> None:
     message = refused(schedule, lambda program: [*program, Compute("mean", 0)])
     assert "rank 1 computes 'mean' on slot 0" in message
     assert "the mean is taken once" in message
 
 
-def test_a_contribution_added_twice() -> None:
+def test_duplicate_contribution_is_refused() -> None:
     """The exchange done a second time without the mean between: the sum of sums."""
 
     @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def test_a_contribution_added_twice() -> None:
         prove_schedule(Twice(), 4, 12)
 
 
-def test_a_slot_overwritten_while_open() -> None:
+def test_overwriting_a_slot_being_sent_is_refused() -> None:
     """Two ranks give each other their vector and write the other's over their own: each must
     first know its own sent.
     """
@@ -184,7 +184,7 @@ def test_a_slot_overwritten_while_open() -> None:
         prove_schedule(Exchange(), 2, 12)
 
 
-def test_a_slot_computed_on_while_open() -> None:
+def test_computing_on_a_slot_being_sent_is_refused() -> None:
     """A Compute may write its slot, so it waits for the slot's sends, as a receive does; the
     wire always did, the walk not.
     """
@@ -205,7 +205,7 @@ def test_a_slot_computed_on_while_open() -> None:
         prove_schedule(Exchange(), 2, {"x": 1}, anything)
 
 
-def test_a_send_after_others_in_an_order_that_does_not_allow_it() -> None:
+def test_send_in_a_blocking_order_is_refused() -> None:
     """Rank 1 takes the first message of rank 0 only when it has what rank 2 makes of the
     second.
     """
@@ -227,7 +227,7 @@ def test_a_send_after_others_in_an_order_that_does_not_allow_it() -> None:
         prove_schedule(Exchange(after=True), 3, {"x": 1, "y": 1}, anything)
 
 
-def test_a_deadlock_shows_who_waits_for_whom() -> None:
+def test_deadlock_shows_the_waiting_ranks() -> None:
     @dataclass(frozen=True)
     class Waiting:
         def parts(self, size: int) -> int:
@@ -243,17 +243,17 @@ def test_a_deadlock_shows_who_waits_for_whom() -> None:
     assert "0 | [<1:0+]" in str(caught.value)
 
 
-def test_a_message_nobody_takes() -> None:
+def test_unreceived_message_is_refused() -> None:
     message = refused(Tree(), lambda program: [*program, Send(0, 0)])
     assert "rank 0 never receives slot 0 that rank 1 sends to it" in message
 
 
-def test_a_slot_that_is_not_there() -> None:
+def test_missing_slot_is_refused() -> None:
     message = refused(Tree(), lambda program: [Send(0, 7), *program])
     assert "rank 1 uses slot 7" in message
 
 
-def test_halves_are_proved_for_what_they_are() -> None:
+def test_reduce_and_broadcast_have_their_own_goals() -> None:
     """A reduce alone is no all-reduce, a broadcast is no reduce, and what nobody owns is
     named.
     """
@@ -284,7 +284,7 @@ def test_halves_are_proved_for_what_they_are() -> None:
         prove_schedule(Nobodys(), 4, 12, FIRST_HALF)
 
 
-def test_a_goal_of_ones_own() -> None:
+def test_user_defined_goal_is_proved() -> None:
     """An all-gather of what each rank has: what belongs into a slot is one contribution, and
     nothing beside it.
     """
@@ -329,7 +329,7 @@ def test_a_goal_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_pipeline_is_proved_by_its_own_goal(size: int) -> None:
+def test_pipeline_is_proved_by_its_goal(size: int) -> None:
     schedule = Forwards(3)
     assert prove_schedule(schedule, size, schedule.slots(10), THROUGH).messages == 3 * (size - 1)
 

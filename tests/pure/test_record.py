@@ -38,7 +38,7 @@ def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Recor
     return Record(folder)
 
 
-def test_read_back(tmp_path: Path) -> None:
+def test_record_round_trip(tmp_path: Path) -> None:
     record = written(tmp_path, [[range(3), range(6, 8)], [range(3, 6), range(8, 10)]])
     assert record.losses == [2.0, 2.0]
     assert record.seconds_per_step == 0.2  # the slowest rank is the time
@@ -49,7 +49,7 @@ def test_read_back(tmp_path: Path) -> None:
     )
 
 
-def test_memory_is_that_of_the_rank_that_holds_most(tmp_path: Path) -> None:
+def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
     """Every rank wrote it, and nobody read it. A record without it reads as before."""
     assert written(tmp_path, [[range(5)], [range(5, 10)]]).memory == {}
     for rank in range(2):
@@ -63,12 +63,12 @@ def test_memory_is_that_of_the_rank_that_holds_most(tmp_path: Path) -> None:
     )
 
 
-def test_the_audit_finds_what_was_seen_twice_and_what_was_missed(tmp_path: Path) -> None:
+def test_audit_finds_duplicate_and_missing_samples(tmp_path: Path) -> None:
     audit = written(tmp_path, [[range(3), range(6, 8)], [range(2, 6), range(8, 9)]]).sample_count
     assert (audit.seen, audit.twice, audit.missed) == (9, 1, 1)
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_truncated_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     with Recorder(path) as record:
         record.write_line("event", name="one", numbers={})
@@ -109,7 +109,7 @@ STEPS = [
 ]
 
 
-def test_what_is_not_written_again_is_read_back(tmp_path: Path) -> None:
+def test_omitted_fields_are_restored(tmp_path: Path) -> None:
     """Fields and names of spans are written where they differ from the step before; a reader
     sees all of them in every step.
     """
@@ -152,7 +152,7 @@ def test_what_is_not_written_again_is_read_back(tmp_path: Path) -> None:
     ] * 4
 
 
-def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(
+def test_first_version_is_read_and_later_ones_refused(
     tmp_path: Path,
 ) -> None:
     """The first had every field in every step, and a line for every span; a later one may mean
@@ -188,7 +188,7 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(
         Record(tmp_path)
 
 
-def test_who_kept_the_cores_busy() -> None:
+def test_cpu_time_of_other_processes_is_computed() -> None:
     """What everybody took, less what the ranks took, less what the two clocks may differ by;
     never below nothing.
     """
@@ -210,14 +210,14 @@ def test_who_kept_the_cores_busy() -> None:
     ("own", "others", "crowded"),
     [(1.0, 0.7, False), (1.2, 0.7, True), (2.0, 0.1, False), (2.0, 0.3, True)],
 )
-def test_others_are_in_the_way_where_no_core_is_left(
+def test_other_processes_matter_only_on_full_cores(
     own: float, others: float, crowded: bool
 ) -> None:
     """One rank on two cores, the other core busy with something else, was called disturbed."""
     assert cpu_load.CpuLoad(2, own, others, 0.0).crowded == crowded
 
 
-def test_a_rank_reads_what_it_took_of_its_cores() -> None:
+def test_rank_reads_its_own_cpu_time() -> None:
     """A tenth of a second of work is its own, and in the time of everybody as far as the system
     counts that.
     """
@@ -232,23 +232,23 @@ def test_a_rank_reads_what_it_took_of_its_cores() -> None:
     assert told["all"] is None or told["all"] > 0
 
 
-def test_folders_of_the_same_second_differ(tmp_path: Path) -> None:
+def test_run_folders_of_one_second_differ(tmp_path: Path) -> None:
     assert len({create_run_folder(tmp_path, "run") for _ in range(5)}) == 5
 
 
-def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for parent in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(Refused, match="--runs"):
             create_run_folder(parent, "run")
 
 
-def test_the_order_recorded_is_the_order_trained_on() -> None:
+def test_recorded_order_is_the_trained_order() -> None:
     order = SampleOrder(10, 4, 3)
     assert [len(batch) for batch in order.list_batches()] == [4, 4, 2]
 
 
-def test_who_is_refused_has_cut_nothing(tmp_path: Path) -> None:
+def test_refused_resume_leaves_the_record_unchanged(tmp_path: Path) -> None:
     """Going on with a running comparison cut off the line that it was writing, and was refused
     afterwards.
     """
@@ -268,13 +268,13 @@ def test_who_is_refused_has_cut_nothing(tmp_path: Path) -> None:
     assert path.read_text() == '{"kind":"event"}\n'
 
 
-def test_parts_that_overlap_are_counted_without_their_samples(tmp_path: Path) -> None:
+def test_audit_of_overlapping_ranges_is_fast(tmp_path: Path) -> None:
     """An epoch of 10^8 samples was counted sample by sample."""
     audit = written(tmp_path, [[range(3), range(2, 6)], [range(2, 4), range(0)]]).sample_count
     assert (audit.seen, audit.twice, audit.missed) == (6, 2, 4)
 
 
-def test_a_step_of_workers_that_step_by_themselves_is_over_when_all_of_its_shares_are() -> None:
+def test_asynchronous_step_ends_with_its_last_share() -> None:
     """Of asp under a straggler it was the slow worker's share, which nobody waits for; of
     clients, one's own step, as if all were made one after the other: a comparison and its
     charts said that nothing was gained.

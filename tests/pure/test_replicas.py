@@ -64,7 +64,7 @@ def test_replicas_train_as_serial_does(digits: MnistImages) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.story
 @pytest.mark.parametrize("bug", BUGS)
-def test_every_planted_bug_shows(digits: MnistImages, bug: str) -> None:
+def test_every_planted_bug_is_detected(digits: MnistImages, bug: str) -> None:
     found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5, bug=bug), digits)
     assert found["serial"] > 1e-6
     assert (found["sum"] > 0) == (bug != STARTS)
@@ -75,9 +75,7 @@ def test_every_planted_bug_shows(digits: MnistImages, bug: str) -> None:
 @pytest.mark.parametrize(
     ("bug", "equal"), [(None, True), (REST, False), (REUSED, False), (TWICE, True), (STARTS, False)]
 )
-def test_replicas_that_are_not_equal_show(
-    digits: MnistImages, bug: str | None, equal: bool
-) -> None:
+def test_unequal_replicas_are_detected(digits: MnistImages, bug: str | None, equal: bool) -> None:
     how = Training(pg.job("mnist-mlp", width=17), 4, pg.Ring(), batch=5, bug=bug)
     told: list[int] = []
     found = trained(how, digits, digits, 2, lambda epoch, accuracy: told.append(epoch))
@@ -86,7 +84,7 @@ def test_replicas_that_are_not_equal_show(
     assert found["equal"] is equal
 
 
-def test_averaged_weights_are_averaged_gradients_after_every_batch(digits: MnistImages) -> None:
+def test_weight_averaging_equals_gradient_averaging(digits: MnistImages) -> None:
     """SGD with momentum is linear in the gradients: both are serial's training."""
     assert (
         from_serial(
@@ -96,7 +94,7 @@ def test_averaged_weights_are_averaged_gradients_after_every_batch(digits: Mnist
     )
 
 
-def test_rounding_is_a_matter_of_some_units_in_the_last_place(digits: MnistImages) -> None:
+def test_rounding_differs_by_a_few_units_in_the_last_place(digits: MnistImages) -> None:
     found = rounding(
         pg.job("mnist-mlp", width=16), digits, 4, {"ring": pg.Ring(), "tree": pg.Tree()}, 10
     )

@@ -58,7 +58,7 @@ def test_every_order_gives_the_same_bits_within_the_bound(case: str) -> None:
         assert abs(Fraction(results[0][place].item()) - exact) <= len(vectors) * unit / 2 + rounding
 
 
-def test_plain_sums_depend_on_the_order_there() -> None:
+def test_plain_sums_depend_on_the_order() -> None:
     """Otherwise the cases above would show nothing."""
     for case in ("cancels", "tiny beside huge", "halves"):
         vectors = [torch.tensor(row, dtype=torch.float64) for row in ADVERSARIAL[case]]
@@ -67,7 +67,7 @@ def test_plain_sums_depend_on_the_order_there() -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_every_type(dtype: torch.dtype) -> None:
+def test_every_type_is_summed_reproducibly(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     vectors = [
         (torch.randn(500) * 10.0 ** torch.randint(-3, 4, (500,))).to(dtype) for _ in range(5)
@@ -88,7 +88,7 @@ def test_float32_is_rounded_once() -> None:
     assert summed(vectors).item() == 1.0 + 2.0**-23
 
 
-def test_exponents() -> None:
+def test_exponent_extraction() -> None:
     assert compute_exponent(torch.tensor([0.75, -3.0])) == 2
     assert compute_exponent(torch.tensor([4.0])) == 3  # 4 < 2^3, and not < 2^2
     assert (

@@ -65,7 +65,9 @@ def lines(text: str) -> str:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_proved_at_every_size_and_length(schedule: ComposedAllReduce, size: int) -> None:
+def test_schedule_is_proved_at_every_size_and_length(
+    schedule: ComposedAllReduce, size: int
+) -> None:
     for length in (0, 1, size - 1, size, 1000) if size < 9 else (1, 1000):
         proof = prove_schedule(schedule, size, length)
         # an edge of each tree, up and down; a part added at a time
@@ -86,7 +88,9 @@ def test_proved_at_every_size_and_length(schedule: ComposedAllReduce, size: int)
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13, 16])
-def test_halves_are_proved_and_an_exchange_is_both(schedule: ComposedAllReduce, size: int) -> None:
+def test_both_halves_are_proved_and_form_the_exchange(
+    schedule: ComposedAllReduce, size: int
+) -> None:
     first, second = schedule.build_halves()
     one = prove_schedule(first, size, 960, FIRST_HALF)
     other = prove_schedule(second, size, 960, SECOND_HALF)
@@ -126,7 +130,7 @@ class InTurn:
     ],
     ids=str,
 )
-def test_sends_in_turn_do_not_hang(schedule: Collective) -> None:
+def test_serialized_sends_do_not_deadlock(schedule: Collective) -> None:
     """The wire lets long ones go one after the other, which a schedule that was proved without
     could answer with a hang.
     """
@@ -147,12 +151,12 @@ def test_two_levels_of_any_two_algorithms(schedule: TwoLevel) -> None:
 
 
 @pytest.mark.parametrize(("group", "size"), [(1, 5), (2, 8), (4, 8), (8, 8), (4, 32), (5, 20)])
-def test_two_levels_of_any_groups(group: int, size: int) -> None:
+def test_two_levels_of_any_group_size(group: int, size: int) -> None:
     for inside, across in ((Ring(), Ring()), (Halving(), Butterfly()), (Tree(), Direct())):
         prove_schedule(TwoLevel(inside, across, group=group), size, 1000)
 
 
-def test_groups_must_make_up_all_ranks() -> None:
+def test_groups_must_cover_all_ranks() -> None:
     with pytest.raises(
         Refused, match="groups of 3 do not make up 8 ranks; give a group that divides 8"
     ):
@@ -164,7 +168,7 @@ def test_groups_must_make_up_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("size", SMALL[2:])
-def test_rendezvous_sends_hang_where_everybody_sends_first(size: int) -> None:
+def test_rendezvous_sends_deadlock_in_send_first_orders(size: int) -> None:
     """What blocking MPI sends of long messages do: only the orders made for them survive."""
     free = {
         schedule: prove_schedule(schedule, size, 100).rendezvous
@@ -179,18 +183,18 @@ def test_rendezvous_sends_hang_where_everybody_sends_first(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
-def test_bytes_of_the_ring_are_optimal(size: int) -> None:
+def test_ring_sends_the_optimal_number_of_bytes(size: int) -> None:
     assert prove_schedule(Ring(), size, 16 * size).sent == 2 * (size - 1) * 16  # 2 (p-1)/p n
     assert prove_schedule(RingAsync(4), size, 16 * size).sent == 2 * (size - 1) * 16
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_world_of_one_sends_nothing(schedule: Collective) -> None:
+def test_world_of_one_sends_nothing(schedule: Collective) -> None:
     assert list(schedule.program(0, 1)) == []
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_a_ring_is_a_ring(size: int) -> None:
+def test_ring_sends_to_neighbours_only(size: int) -> None:
     for rank in range(size):
         program = list(Ring().program(rank, size))
         assert {action.to for action in program if isinstance(action, Send)} == {(rank + 1) % size}
@@ -224,7 +228,7 @@ def test_double_trees_share_the_work(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_tree_has_logarithmic_depth(size: int) -> None:
+def test_tree_has_logarithmic_depth(size: int) -> None:
     parents = {
         rank: next(
             (action.to for action in Tree().program(rank, size) if isinstance(action, Send)), None
@@ -263,7 +267,7 @@ class Numbers:
     "schedule", [*SCHEDULES, TwoLevel(group=1), TwoLevel(Halving(), Direct(), 1)], ids=str
 )
 @pytest.mark.parametrize("size", [2, 3, 6, 7, 16])
-def test_numbers_add_up_and_replicas_are_bit_equal(schedule: Collective, size: int) -> None:
+def test_sums_are_exact_and_replicas_bit_equal(schedule: Collective, size: int) -> None:
     draw_ = random.Random(size)
     whole = [[float(draw_.randrange(-(10**6), 10**6)) for _ in range(37)] for _ in range(size)]
     real = [
@@ -326,12 +330,12 @@ DRAWN = {
 
 
 @pytest.mark.parametrize(("schedule", "size"), DRAWN, ids=str)
-def test_drawn(schedule: Collective, size: int) -> None:
+def test_schedule_drawing(schedule: Collective, size: int) -> None:
     print(draw_text(schedule, size))
     assert draw_text(schedule, size) == lines(DRAWN[schedule, size])
 
 
-def test_a_pipeline_is_drawn() -> None:
+def test_pipeline_drawing() -> None:
     """The same words over slots of any names, by the same player."""
     assert draw_text(Forwards(2), 3) == lines("""
         0 | Fx0   >1:x0   Fx1   >1:x1

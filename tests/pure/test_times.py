@@ -39,12 +39,12 @@ def scattered(middle: float, seed: int, count: int = 200) -> list[float]:
 
 
 @pytest.mark.parametrize(("count", "place"), [(6, 0), (8, 0), (9, 1), (10, 1), (20, 5), (30, 9)])
-def test_where_the_median_lies_is_a_matter_of_coins(count: int, place: int) -> None:
+def test_rank_of_the_median_follows_the_sign_test(count: int, place: int) -> None:
     """As in the tables of the sign test at 5 %."""
     assert timing._find_bound_position(count) == place
 
 
-def test_a_quiet_machine_tells_a_ratio_and_late_steps_do_not_matter() -> None:
+def test_quiet_machine_reports_a_ratio_despite_late_steps() -> None:
     ratio = taken(scattered(1.0, 0)).divide_by(taken(scattered(0.5, 1)))
     assert ratio.is_significant
     assert ratio.value == pytest.approx(2.0, rel=0.02)
@@ -52,7 +52,7 @@ def test_a_quiet_machine_tells_a_ratio_and_late_steps_do_not_matter() -> None:
     assert str(ratio) == f"{ratio.value:.2f}x"
 
 
-def test_two_that_are_as_quick_are_told_by_where_their_ratio_may_be() -> None:
+def test_close_times_are_compared_by_their_ratio_interval() -> None:
     ratio = taken(scattered(1.0, 0)).divide_by(taken(scattered(1.0, 1)))
     assert not ratio.is_significant
     assert ratio.low < 1.0 < ratio.high
@@ -68,7 +68,7 @@ def test_bursts_and_a_disturbed_seed_widen_the_interval() -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
-def test_so_few_steps_say_nothing(steps: int) -> None:
+def test_too_few_steps_report_no_ratio(steps: int) -> None:
     """One step of each made a speed-up of which nobody doubted."""
     quick = taken([0.25] * steps)
     slow = taken([0.5] * steps)
@@ -82,7 +82,7 @@ def test_so_few_steps_say_nothing(steps: int) -> None:
     assert str(timing.NO_SPEED_UP) == "1.00x"
 
 
-def test_no_steps_are_nothing() -> None:
+def test_no_steps_give_no_time() -> None:
     assert timing.measure_step_time([]) is None
 
 
@@ -98,5 +98,5 @@ def test_no_steps_are_nothing() -> None:
         (47.0, 40.0, 60.0, "47.00x"),
     ],
 )
-def test_a_ratio_in_words(value: float, low: float, high: float, told: str) -> None:
+def test_ratio_is_worded_by_its_interval(value: float, low: float, high: float, told: str) -> None:
     assert str(timing.SpeedUp(value, low, high)) == told

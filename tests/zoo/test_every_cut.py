@@ -25,7 +25,7 @@ __all__ = ["pytestmark"]
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name) for row in ROWS if set(IN_PARTS) & set(row.equal)]
 )
-def test_every_cut(row: Row, tmp_path: Path) -> None:
+def test_model_is_equal_at_every_cut_point(row: Row, tmp_path: Path) -> None:
     made = job(row)
     model = made.build_model()
     inputs, _ = separate_target(

@@ -47,7 +47,7 @@ CLIENTS = [row for row in ROWS if row.name in NAMES]
         for place, row in enumerate(CLIENTS)
     ],
 )
-def test_on_one_worker_as_on_two(row: object, tmp_path: Path) -> None:
+def test_federated_on_one_worker_equals_two(row: object, tmp_path: Path) -> None:
     if absent := missing(*row.needs):  # type: ignore[attr-defined]
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
     made = row.job().replace(epochs=1, test=None, metric=None, dtype=torch.float64)
@@ -65,5 +65,5 @@ def test_on_one_worker_as_on_two(row: object, tmp_path: Path) -> None:
         ), name
 
 
-def test_they_are_there() -> None:
+def test_listed_federated_rows_exist() -> None:
     assert len(CLIENTS) == len(NAMES)

@@ -110,14 +110,14 @@ def named(cells: list[tuple[Row, torch.dtype]]) -> list[object]:
 @pytest.mark.table
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "dtype"), named(CELLS))
-def test_no_false_alarm(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_first_step_check_passes(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
     for seed in SEEDS:
         assert_proved(job(row), under(row, seed), seed, dtype, tmp_path, limit=STEPS)
 
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "dtype"), named(SAMPLE))
-def test_no_false_alarm_in_brief(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_first_step_check_passes_brief(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
     """One seed, another for every row."""
     seed = (RIGHT.index(row) + 1) % len(SEEDS)
     assert_proved(job(row), under(row, seed), seed, dtype, tmp_path, limit=STEPS)
@@ -125,7 +125,7 @@ def test_no_false_alarm_in_brief(row: Row, dtype: torch.dtype, tmp_path: Path) -
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("name", "dtype"), CANNOT)
-def test_what_a_model_cannot_is_said(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_unsupported_dtype_has_a_reason(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """No strategy runs it, nor does one worker: nothing is left out of the table for another
     reason.
     """
@@ -135,7 +135,7 @@ def test_what_a_model_cannot_is_said(name: str, dtype: torch.dtype, tmp_path: Pa
             pg.train(job(row).replace(dtype=dtype), strategy, runs=tmp_path, limit=1)
 
 
-def test_there_are_many_jobs_under_every_strategy() -> None:
+def test_enough_jobs_under_every_strategy() -> None:
     assert sorted(row.name for row in RIGHT) == sorted(NAMES)
     assert all(isinstance(row.expected, Equal) for row in RIGHT)
     assert len({*NAMES, *JOBS}) >= 40

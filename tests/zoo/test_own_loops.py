@@ -38,7 +38,7 @@ def ran(*words: str) -> None:
     "name",
     [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.table) for name in LOOPS],
 )
-def test_two_workers_train_what_one_does(name: str, tmp_path: Path) -> None:
+def test_user_loop_on_two_workers_equals_one(name: str, tmp_path: Path) -> None:
     if absent := missing(*NEEDS.get(name, ())):
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
     ran(str(SCRIPT), name, str(tmp_path / "one"))

@@ -103,7 +103,7 @@ def line(row: Row, strategy: str, expected: bool, verdict: str, certificate: obj
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "strategy"), cells())
-def test_as_expected(
+def test_row_is_as_expected(
     row: Row,
     strategy: str,
     note: Callable[[Line], None],
@@ -192,13 +192,13 @@ def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
     return line(row, strategy, right, ("trained, then " if trained else "") + f"refused: {said}")
 
 
-def test_the_zoo_is_large_and_its_rows_have_names_of_their_own() -> None:
+def test_zoo_is_large_with_unique_names() -> None:
     assert len(ROWS) >= 60
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert all(row.story for row in ROWS)
 
 
-def test_the_covering_sample_covers() -> None:
+def test_zoo_sample_covers_rows_and_strategies() -> None:
     assert {row.name for row, _ in covering()} == {row.name for row in ROWS}
     every = {*STRATEGIES, SPATIAL}
     assert {strategy for _, strategy in covering()} == {strategy for _, strategy in part()} == every
@@ -223,7 +223,7 @@ HAD = (
 )
 
 
-def test_models_that_people_have_are_trained_in_parts() -> None:
+def test_common_models_are_trained_in_stages() -> None:
     rows = {row.name: row for row in ROWS}
     assert all(row.under[-5:] == (*IN_PARTS, TENSOR, SERVER, COMPRESSED) for row in ROWS)
     assert [name for name in HAD if not {*IN_PARTS, TENSOR} <= {*rows[name].equal}] == []
