@@ -16,8 +16,8 @@ from common import commit, differences
 import paragrad as pg
 
 SPREAD = (
-    "\n\nMean ± standard deviation over seeds; of differences, which are taken seed by seed, "
-    "the standard error."
+    "\n\nMean ± standard deviation over seeds; of differences, which are taken seed by seed, the "
+    "standard error."
 )
 # of a seed: what is trained, and under which strategy
 Arm = Callable[[int], tuple[pg.Job, str]]

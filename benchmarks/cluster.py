@@ -289,8 +289,7 @@ def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
             inside += [low <= seconds <= high for seconds in found[size][name]]
             print(
                 f"{name}, {named(size)}: clock {clock:.4g} s ({low:.4g} to {high:.4g}), measured "
-                f"{taken:.4g} s, "
-                f"{clock / taken - 1:+.1%}"
+                f"{taken:.4g} s, {clock / taken - 1:+.1%}"
             )
     worst = max(errors, key=lambda name: abs(errors[name]))
     bench.measured["error of the clock"] = errors

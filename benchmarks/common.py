@@ -138,7 +138,7 @@ class Bench:
         if self.machine["load"] > 0.5:
             print(
                 f"warning: load average {self.machine['load']}: if other work goes on, times will "
-                f"scatter",
+                "scatter",
                 file=sys.stderr,
             )
         self.figures: dict[str, dict[str, Any]] = {}
@@ -218,8 +218,7 @@ class Bench:
             if len(found["sample"]) > 1:
                 print(
                     f"{name}: median {found['value']:.4g}, {found['lowest']:.4g} to "
-                    f"{found['highest']:.4g}, "
-                    f"of {len(found['sample'])}"
+                    f"{found['highest']:.4g}, of {len(found['sample'])}"
                 )
         for line in short:
             print(f"falls short: {line}")

@@ -83,8 +83,7 @@ PARTS = ("accuracy", "correction", "links")
 PAGE = DOCS / "compression.md"
 TOLD = (
     "milliseconds of a step, by link: of the first ones, in which `threshold` sends more than in "
-    "those of the last epoch, "
-    "whose bytes are told"
+    "those of the last epoch, whose bytes are told"
 )
 
 
@@ -310,8 +309,8 @@ def page(bench: Bench) -> None:
             )
             + shown(
                 "compressed_bytes",
-                "accuracy of the first seed, epoch by epoch, over what the rank "
-                "that sends most has sent",
+                "accuracy of the first seed, epoch by epoch, over what the rank that sends most "
+                "has sent",
             ),
         )
     for job in ("mnist-mlp", "mnist-cnn"):

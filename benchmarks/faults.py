@@ -301,10 +301,9 @@ def under_bsp(bench: Bench, folder: str, rounds: int) -> str:
     )
     return (
         f"`{BSP}`, {rounds} runs of 200 steps in float64, six killed in each, one every one to "
-        f"three seconds: workers "
-        f"began again {sum(one['again'] for one in found)} times, everything went back "
-        f"{sum(one['back'] for one in found)} times, and parameters ended at most {away:.0e} from "
-        f"serial's."
+        f"three seconds: workers began again {sum(one['again'] for one in found)} times, "
+        f"everything went back {sum(one['back'] for one in found)} times, and parameters ended at "
+        f"most {away:.0e} from serial's."
     )
 
 

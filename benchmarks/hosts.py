@@ -339,8 +339,7 @@ def check(count: int = 1, megabits: float | None = None) -> None:
         packages = " ".join(sorted({PROGRAMS[program] for program in missing}))
         raise Refused(
             f"a cluster on one machine needs the command(s) {', '.join(missing)}; on Debian: "
-            f"apt-get install "
-            f"{packages} (make system installs iproute2)"
+            f"apt-get install {packages} (make system installs iproute2)"
         )
 
 
@@ -354,11 +353,9 @@ def _prepared(name: str, addresses: Mapping[str, str]) -> str:
         for key, value in SETTINGS.items()
     )
     return (
-        f"echo {name} > /proc/sys/kernel/hostname\n"
-        f"{DEVICES}mount -t tmpfs tmpfs /dev/shm\n"
-        f"cat > /dev/shm/hosts <<END\n127.0.0.1 localhost\n{names}END\n"
-        "mount --bind /dev/shm/hosts /etc/hosts\nrm /dev/shm/hosts\n"
-        f"{settings}ip link set lo up\n"
+        f"echo {name} > /proc/sys/kernel/hostname\n{DEVICES}mount -t tmpfs tmpfs /dev/shm\ncat > "
+        f"/dev/shm/hosts <<END\n127.0.0.1 localhost\n{names}END\nmount --bind /dev/shm/hosts "
+        f"/etc/hosts\nrm /dev/shm/hosts\n{settings}ip link set lo up\n"
     )
 
 
@@ -511,8 +508,8 @@ def _lacking(what: str, option: str, told: str) -> Exception:
     ):
         return Refused(
             f"this machine makes no {what.removeprefix('a ')}: {told.strip()}; use a kernel with "
-            f"{option} and, "
-            "where this is a container, one that may make such (docker run --privileged)"
+            f"{option} and, where this is a container, one that may make such (docker run "
+            "--privileged)"
         )
     return RuntimeError(f"{what}: {told.strip()}")
 

@@ -202,8 +202,7 @@ def told(ending: Ending) -> str:
     same = "" if ending.difference is None else f", difference {ending.difference:.1e}"
     return (
         f"{what}; rank {kill.rank} of {kill.ranks}, {kill.loaders} loaders: gone after "
-        f"{ending.seconds:.2f} s; "
-        f"{'restarted' if kill.kind == 'restart' else resumed}{same}"
+        f"{ending.seconds:.2f} s; {'restarted' if kill.kind == 'restart' else resumed}{same}"
     )
 
 

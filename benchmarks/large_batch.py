@@ -225,10 +225,8 @@ def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
     told = shown(PLOT.stem, "accuracy over batches by rule, and the noise scale over steps")
     return (
         f"{table(['batch', *RULES], rows)}{told} Within {NEAR} points of batch {OWN} is, up to a "
-        f"batch of: {ends}. "
-        f"The noise scale, from two micro-batches of batch {OWN}, was {quarter:,.0f} after a "
-        f"quarter of the steps, "
-        f"and {noisy[-1][1]:,.0f} in the end."
+        f"batch of: {ends}. The noise scale, from two micro-batches of batch {OWN}, was "
+        f"{quarter:,.0f} after a quarter of the steps, and {noisy[-1][1]:,.0f} in the end."
     )
 
 

@@ -191,8 +191,8 @@ def tables(bench: Bench) -> str:
         for strategy in STRATEGIES
     ]
     return (
-        f"{one_way}\n\n{others}\n\n{beside}\n\nA step of mnist-mlp, its time over gloo / over "
-        f"shm: {', '.join(each)}."
+        f"{one_way}\n\n{others}\n\n{beside}\n\nA step of mnist-mlp, its time over gloo / over shm: "
+        f"{', '.join(each)}."
     )
 
 

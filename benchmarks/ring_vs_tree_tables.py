@@ -189,8 +189,7 @@ def ratios(found: Found) -> str:
             ring = here["ring"]
             cells.append(
                 f"{median(one['measured']) / median(ring['measured']):.2f} / "
-                f"{one['clock'] / ring['clock']:.2f} / "
-                f"{one['form'] / ring['form']:.2f}"
+                f"{one['clock'] / ring['clock']:.2f} / {one['form'] / ring['form']:.2f}"
             )
         rows.append([str(ranks), f"{here['ring']['bytes'] / 1e6:.3g} MB", *cells])
     return table(

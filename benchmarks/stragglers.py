@@ -55,8 +55,8 @@ PAGE = DOCS / "server.md"
 RESULTS = FIGURES / "stragglers.json"
 PLOT = FIGURES / "stragglers.svg"
 TOLD = (
-    "The loss over seconds, of the first seed: one worker always 3x slower, and a random fifth "
-    "of all steps 3x slower"
+    "The loss over seconds, of the first seed: one worker always 3x slower, and a random fifth of "
+    "all steps 3x slower"
 )
 
 

@@ -38,8 +38,8 @@ with pg.parallelize(
         accuracy = trainer.evaluate(digits, pg.accuracy)
         if trainer.world.rank == 0:
             print(
-                f"epoch {epoch}: loss of the last batch {result.loss:.4f}, "
-                f"accuracy {accuracy:.2f} %, {trainer.world.size} worker(s)"
+                f"epoch {epoch}: loss of the last batch {result.loss:.4f}, accuracy {accuracy:.2f} "
+                f"%, {trainer.world.size} worker(s)"
             )
     if trainer.world.rank == 0 and len(sys.argv) > 1:
         save_file(model.state_dict(), sys.argv[1])

@@ -316,8 +316,8 @@ def test_public_names_match_the_type_checking_imports() -> None:
 
 def test_importing_paragrad_imports_no_torch() -> None:
     code = (
-        "import sys, paragrad, paragrad.launch.processes; print('torch' in "
-        "sys.modules, 'train' in dir(paragrad))"
+        "import sys, paragrad, paragrad.launch.processes; print('torch' in sys.modules, 'train' "
+        "in dir(paragrad))"
     )
     assert subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -100,8 +100,7 @@ def test_host_has_own_name_network_processes_and_shm(clusters: Clusters, tmp_pat
     """
     look = (
         "hostname; pwd; ls /proc | grep -c '^[0-9]'; echo $GLOO_SOCKET_IFNAME; touch "
-        "/dev/shm/mine; ls /dev/shm; "
-        "tc qdisc show dev eth0; ls /sys/class/net"
+        "/dev/shm/mine; ls /dev/shm; tc qdisc show dev eth0; ls /sys/class/net"
     )
     with clusters(2, megabits=12.5) as cluster:
         programs = [cluster.start(number, ["sh", "-c", look], folder=tmp_path) for number in (0, 1)]
@@ -315,9 +314,8 @@ def test_cluster_without_root_is_refused() -> None:
         check=True,
     )
     assert done.stdout == (
-        "Refused a cluster on one machine needs root, who alone may make its namespaces; run it as "
-        "root "
-        "(sudo)\n"
+        "Refused a cluster on one machine needs root, who alone may make its namespaces; run it "
+        "as root (sudo)\n"
     ), done.stderr
 
 

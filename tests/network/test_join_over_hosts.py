@@ -38,7 +38,7 @@ TRAINS = """
 """
 JOIN = (
     f"{sys.executable} -m paragrad join tcp://host0:4000 digits --server-key runs/*/office.key "
-    f"--key me.key_secret"
+    "--key me.key_secret"
 )
 
 

@@ -245,7 +245,6 @@ def test_missing_interface_is_refused_before_joining(clusters: Clusters) -> None
             cluster.finished([program])
         assert program.said()[1].splitlines()[-1] == (
             "paragrad.errors.Refused: GLOO_SOCKET_IFNAME names nosuch0, and this host has lo, "
-            "eth0; set it to the one by which "
-            "the other hosts reach this one (`ip address` shows their addresses), or unset it "
-            "where all ranks are on this host"
+            "eth0; set it to the one by which the other hosts reach this one (`ip address` shows "
+            "their addresses), or unset it where all ranks are on this host"
         )

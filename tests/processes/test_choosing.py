@@ -78,8 +78,7 @@ def test_invalid_all_reduce_is_never_executed(pool: Launcher) -> None:
     for rank, (said, played, proved) in enumerate(pool.run(picked, Ring(), Hasty(), size=3)):
         assert said == (
             "hasty is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 1 in "
-            "slot 0: it never "
-            "takes that slot; name another, such as reduce=native"
+            "slot 0: it never takes that slot; name another, such as reduce=native"
         )
         assert played == 0
         # it is before the ring, as the quicker

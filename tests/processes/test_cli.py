@@ -24,8 +24,7 @@ from paragrad.strategies.registry import strategy
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SEVEN = (
     "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); "
-    "data(2, reduce=tree); "
-    "data(2, reduce=butterfly)"
+    "data(2, reduce=tree); data(2, reduce=butterfly)"
 )
 
 
@@ -225,8 +224,8 @@ def test_job_of_the_working_directory(
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.py").write_text((JOB_FILES / "good.py").read_text())
     (tmp_path / "mine.py").write_text(
-        "from good import job\nlarger = job.replace(batch=48)\n"
-        "def made():\n    return job.replace(batch=24)\n"
+        "from good import job\nlarger = job.replace(batch=48)\ndef made():\n    return "
+        "job.replace(batch=24)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(JOB_FILES), *(path for path in sys.path if path)])
@@ -269,7 +268,7 @@ def test_failing_run_shows_first_traceback_and_message_last(tmp_path: Path) -> N
     # of one rank, and of the user's code alone
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert done.stderr.rstrip().splitlines()[-1] == (
-        f"paragrad: rank 1, step 0: RuntimeError: two is one too many "
+        "paragrad: rank 1, step 0: RuntimeError: two is one too many "
         f"({JOB_FILES / 'fails_on_two.py'}:10)"
     )
 

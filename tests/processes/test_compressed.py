@@ -1258,8 +1258,7 @@ def hook_misused(world: World, case: str) -> str:
         (
             "two backwards",
             "dgc exchanged it twice, and the optimizer made no step in between; let several "
-            "backwards add up "
-            "under no_sync()",
+            "backwards add up under no_sync()",
         ),
     ],
 )

@@ -204,8 +204,8 @@ def test_environment_without_a_launcher(environment: dict[str, str]) -> None:
         ),
         (
             {"PMI_RANK": "1"},
-            "here PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS must be set too; start all ranks with "
-            "mpirun",
+            "here PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS must be set too; start all ranks "
+            "with mpirun",
         ),
         ({"MPI_LOCALRANKID": "1"}, "here PMI_RANK, PMI_SIZE, MPI_LOCALNRANKS must be set too"),
         (
@@ -490,8 +490,8 @@ def test_run_folder_not_shared_by_all_ranks_is_refused(place: Place, tmp_path: P
             _, complaints = process.communicate(timeout=60)
         assert process.returncode == 2
         assert complaints.endswith(
-            "which rank 0 has made for the records of all, is not seen by rank(s) 1; give --runs a "
-            "folder that all hosts share\n"
+            "which rank 0 has made for the records of all, is not seen by rank(s) 1; give --runs "
+            "a folder that all hosts share\n"
         )
     assert list((tmp_path / "host-0" / "runs").iterdir()) == []
 

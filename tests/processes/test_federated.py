@@ -692,8 +692,7 @@ def test_round_with_zero_learning_rate_is_reported(tmp_path: Path) -> None:
     )
     assert run.event_messages == [
         "round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the "
-        "warm-up "
-        "begin above 0"
+        "warm-up begin above 0"
     ]
 
 

@@ -234,7 +234,7 @@ class Spoiled:
         dtype = self.draw.choice([each for each in DTYPES if each != torch.float32])
         return (
             f"gradients of type {str(dtype).removeprefix('torch.')}, and here are parameters of "
-            f"float32",
+            "float32",
             self.gradient(bytes(dtype.itemsize * ELEMENTS), dtype=dtype),
         )
 
@@ -469,7 +469,7 @@ def test_flood_is_refused_by_name_and_training_is_bit_equal(
     most = 2 * MESSAGE_LIMIT * (LONGEST + TEXT_BYTES)
     print(
         f"{sum(refused.values()):,} refused, {size:,} bytes; the server grew by {grown:,} bytes at "
-        f"most"
+        "most"
     )
     assert grown < most
     assert size > 4 * most or count < 10_000

@@ -258,8 +258,7 @@ def test_data_loader_as_dataset_is_refused() -> None:
     loop. Neither named the repair.
     """
     wanted = (
-        "is a DataLoader, which makes batches of its own; give the dataset itself, the "
-        "global "
+        "is a DataLoader, which makes batches of its own; give the dataset itself, the global "
         "batch size as batch=7"
     )
     loader = DataLoader(VECTORS, batch_size=7)

@@ -1041,8 +1041,7 @@ def test_outer_optimizer_that_never_steps_is_refused(text: str, says: str) -> No
         (
             "local(2, every=13)",
             "first meet after step 13, so their weights are averaged once, at the end, as by "
-            "every=end; give "
-            "every of at most 12",
+            "every=end; give every of at most 12",
         ),
         ("local(2, every=5, after=8) * place(2)", "as by every=end; give every of at most 4"),
         (
@@ -1222,8 +1221,7 @@ def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
     and no word of the repair.
     """
     says = (
-        "meanwhile others make steps of their own: where that .*give a longer --timeout, or "
-        "let "
+        "meanwhile others make steps of their own: where that .*give a longer --timeout, or let "
         "them meet more often"
     )
     with Launcher(2) as two, pytest.raises(pg.RankFailed, match=says):

@@ -385,8 +385,8 @@ def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
     long = tmp_path / ("long" * 30)
     long.mkdir()
     script = (
-        "import paragrad as pg\nif __name__ == '__main__':\n"
-        "    pg.train(pg.job('digits').replace(epochs=1), 'data(2)', loaders=1, limit=3)"
+        "import paragrad as pg\nif __name__ == '__main__':\n    "
+        "pg.train(pg.job('digits').replace(epochs=1), 'data(2)', loaders=1, limit=3)"
     )
     (tmp_path / "own.py").write_text(script)
     ran = subprocess.run(

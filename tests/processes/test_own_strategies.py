@@ -455,7 +455,7 @@ def test_file_run_and_imported_defines_one_class(tmp_path: Path) -> None:
 def test_unknown_strategy_class_names_its_import(tmp_path: Path) -> None:
     folder = pg.train(job, Vote(2), runs=tmp_path).folder
     code = (
-        f"from pathlib import Path; import paragrad as pg; pg.Run(pg.job('digits'), "
+        "from pathlib import Path; import paragrad as pg; pg.Run(pg.job('digits'), "
         f"Path({str(folder)!r})).resolved"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -481,8 +481,8 @@ def test_unimportable_class_is_sent_or_refused(tmp_path: Path) -> None:
     exec(code, vars(ghost))
     assert len(pg.train(job, pg.Data(2, reduce=ghost.Rumour()), runs=tmp_path).losses) == 6
     exec(
-        "class Locked(Rumour):\n    def parts(self, size):\n        with lock:\n            return "
-        "size",
+        "class Locked(Rumour):\n    def parts(self, size):\n        with lock:\n            "
+        "return size",
         vars(ghost),
     )
     with pytest.raises(pg.Refused, match="cannot be sent to the ranks"):

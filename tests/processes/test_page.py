@@ -122,8 +122,8 @@ def opened(driver: Any, file: Path) -> None:
 def table_of(driver: Any) -> list[dict[str, str]]:
     """The rows that the browser shows: column -> text."""
     found = driver.execute_script(
-        "return [...document.querySelectorAll('[data-row]')].map("
-        "cell => [cell.dataset.row, cell.dataset.column, cell.textContent])"
+        "return [...document.querySelectorAll('[data-row]')].map(cell => [cell.dataset.row, "
+        "cell.dataset.column, cell.textContent])"
     )
     rows: dict[str, dict[str, str]] = {}
     for row, column, text in found:
@@ -154,10 +154,9 @@ def test_page_opens_without_errors_and_shows_every_chart(compared: Path) -> None
     with browser() as driver:
         opened(driver, compared / "page.html")
         drawn = driver.execute_script(
-            "return [...document.querySelectorAll('figure svg[role=img]')].map("
-            "chart => [chart.getBoundingClientRect().width > 300, "
-            "chart.querySelectorAll('path').length > 5, "
-            "chart.getAttribute('aria-label')])"
+            "return [...document.querySelectorAll('figure svg[role=img]')].map(chart => "
+            "[chart.getBoundingClientRect().width > 300, chart.querySelectorAll('path').length > "
+            "5, chart.getAttribute('aria-label')])"
         )
     assert [(wide, full) for wide, full, _ in drawn] == [(True, True)] * 9
     assert [told.split(".")[0].split(":")[0] for _, _, told in drawn] == [
@@ -272,8 +271,8 @@ def test_page_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
         smallest = driver.execute_script(
             "return Math.min(...[...document.querySelectorAll('figure svg')].flatMap(chart => "
             "[...chart.querySelectorAll('text')].map(text => "
-            "parseFloat(getComputedStyle(text).fontSize) "
-            "* chart.getBoundingClientRect().width / chart.viewBox.baseVal.width)))"
+            "parseFloat(getComputedStyle(text).fontSize) * chart.getBoundingClientRect().width / "
+            "chart.viewBox.baseVal.width)))"
         )
         assert smallest >= 8
         printed = base64.b64decode(driver.print_page())
@@ -295,8 +294,8 @@ def test_page_needs_no_network_and_names_its_command(compared: Path) -> None:
     header = Record(compared / "01-serial-seed-0").header
     machine = header["machine"]
     for words in (
-        "paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), "
-        "'serial; data(2, reduce=ring)', seeds=2, twin=True, until='accuracy=80')",
+        "paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), 'serial; "
+        "data(2, reduce=ring)', seeds=2, twin=True, until='accuracy=80')",
         machine["cpu"],
         f"torch {machine['torch']}",
         f"paragrad {paragrad.__version__}",
@@ -306,8 +305,7 @@ def test_page_needs_no_network_and_names_its_command(compared: Path) -> None:
         "data(2, reduce=ring, state=replicated)",
         "gradients are exchanged while backward runs",
         "memory of a rank: parameters 19.2 KB, optimizer 19.2 KB, gradients 19.2 KB, activations "
-        "9.49 KB, exchange "
-        "19.3 KB",
+        "9.49 KB, exchange 19.3 KB",
     ):
         assert words in shown
     assert (
@@ -852,9 +850,8 @@ def test_busy_machine_is_reported(tmp_path: Path, everybody: float | None, busy:
             )
         )
     told = (
-        "!: other work kept up to 0.2 of 1 cores busy meanwhile, and the system gave a rank's core "
-        "to another "
-        "thread up to 100 times a second"
+        "!: other work kept up to 0.2 of 1 cores busy meanwhile, and the system gave a rank's "
+        "core to another thread up to 100 times a second"
     )
     lines = at_terminal(compared, 130)
     assert (told in "\n".join(lines)) == busy

@@ -321,13 +321,11 @@ def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
     # batches of 4 MB, and room for a fourth of one
     large = tmp_path / "large.py"
     large.write_text(
-        "import paragrad as pg, torch\n"
-        "samples = torch.utils.data.TensorDataset(torch.ones(64, 65536), torch.zeros(64, 4))\n"
-        "job = pg.Job(name='large', model=lambda: torch.nn.Linear(65536, 4), "
-        "loss=torch.nn.functional.mse_loss,\n"
-        "             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6), batch=16, "
-        "epochs=1,\n"
-        "             train=lambda folder: samples, collate=torch.utils.data.default_collate)\n"
+        "import paragrad as pg, torch\nsamples = torch.utils.data.TensorDataset(torch.ones(64, "
+        "65536), torch.zeros(64, 4))\njob = pg.Job(name='large', model=lambda: "
+        "torch.nn.Linear(65536, 4), loss=torch.nn.functional.mse_loss,\n             "
+        "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6), batch=16, epochs=1,\n "
+        "            train=lambda folder: samples, collate=torch.utils.data.default_collate)\n"
     )
     ran = in_spaces(
         "-m",

@@ -593,11 +593,11 @@ def test_saved_model_loads_without_paragrad(pool: Launcher, tmp_path: Path) -> N
     """As the README shows it: a plain module of the same shape, and safetensors."""
     finished = trained(pool, tmp_path, DIGITS, "data(2)")
     code = (
-        "import sys, torch; from safetensors.torch import load_file; from torch import nn\n"
-        "model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))\n"
-        f"model.load_state_dict(load_file({str(tmp_path / 'model.safetensors')!r}))\n"
-        "assert not any(name.startswith('paragrad') for name in sys.modules)\n"
-        "print(float(model(torch.ones(1, 64)).detach().sum()))"
+        "import sys, torch; from safetensors.torch import load_file; from torch import nn\nmodel "
+        "= nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, "
+        f"10))\nmodel.load_state_dict(load_file({str(tmp_path / 'model.safetensors')!r}))\nassert "
+        "not any(name.startswith('paragrad') for name in "
+        "sys.modules)\nprint(float(model(torch.ones(1, 64)).detach().sum()))"
     )
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -81,5 +81,5 @@ def test_module_of_a_term_names_it(row: GlossaryRow) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert contains_term(docstring, row.term), (
         f"{row.module} does not name {row.term!r} in its docstring; add the term there, or change "
-        f"the row in docs/glossary.md"
+        "the row in docs/glossary.md"
     )

@@ -204,8 +204,8 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     "a slot overwritten where it was to be added": (
         instead(1, 1, Recv(0, 0)),
         "rank 0 ends without the contribution of rank 1 in slot 0: the last it takes of that slot "
-        "comes in round 3 (<2:0); "
-        "rank 1 wrote over it in round 1 (<0:0), where add=True would have added",
+        "comes in round 3 (<2:0); rank 1 wrote over it in round 1 (<0:0), where add=True would "
+        "have added",
     ),
     "a slot added where it was to be overwritten": (
         instead(1, 5, Recv(0, 1, add=True)),
@@ -259,8 +259,8 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     ),  # type: ignore[arg-type]
     "a mean inside the exchange": (
         changed(lambda rank, size, actions: [*actions, Compute("mean", 0)]),
-        "rank 1 computes 'mean' on slot 0: an exchange only adds; the mean is taken once, after it "
-        "(round 5)",
+        "rank 1 computes 'mean' on slot 0: an exchange only adds; the mean is taken once, after "
+        "it (round 5)",
     ),
     "a bare pair": (
         instead(2, 1, (1, 0)),
@@ -285,20 +285,17 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     "a program of the rank alone": (
         of_one_argument,
         "rank 0's program among 3 ranks raised TypeError: of_one_argument() takes 1 positional "
-        "argument but 2 "
-        "were given (after 0 actions)",
+        "argument but 2 were given (after 0 actions)",
     ),
     "a program without end": (
         endless,
         f"rank 0's program does not end: it has sent {MAX_SENDS_PER_PEER * 3 + 2 * 3 * 3 + 1} "
-        f"messages, and "
-        f"goes on (round ",
+        "messages, and goes on (round ",
     ),
     "messages without end, which nobody takes": (
         chatty,
         f"rank 0's program does not end: it has sent {MAX_SENDS_PER_PEER * 3 + 2 * 3 * 3 + 1} "
-        f"messages, and "
-        f"goes on (round ",
+        "messages, and goes on (round ",
     ),
     "right at 2 and 4, and not at 3": (
         whole_vector,

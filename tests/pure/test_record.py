@@ -178,9 +178,7 @@ def test_first_version_is_read_and_later_ones_refused(
     with pytest.raises(
         Refused,
         match=f"a record of version {RECORD_SCHEMA + 1}, this paragrad reads versions up to "
-        f"{RECORD_SCHEMA}; "
-        f"read it "
-        "with paragrad 9.9",
+        f"{RECORD_SCHEMA}; read it with paragrad 9.9",
     ):
         Record(tmp_path)
     (tmp_path / "run.jsonl").write_text(f'{{"kind":"run","schema":{RECORD_SCHEMA + 1}}}\n')

@@ -11,8 +11,8 @@ import torch
 
 COMMAND = "`make zoo`"
 SAMPLE = (
-    "`pytest tests/zoo -m 'not table'`, every seventh row under one strategy in turn (`make "
-    "zoo` runs all under all)"
+    "`pytest tests/zoo -m 'not table'`, every seventh row under one strategy in turn (`make zoo` "
+    "runs all under all)"
 )
 HEAD = """# Models from elsewhere
 

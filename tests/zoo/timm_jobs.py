@@ -20,9 +20,8 @@ VIT = {
     "num_classes": 4,
 }
 CHAOTIC = (
-    "batch norm over few values: torch against itself in another order of samples differs "
-    "by "
-    "as much"
+    "batch norm over few values: torch against itself in another order of samples differs by as "
+    "much"
 )
 
 

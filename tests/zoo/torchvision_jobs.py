@@ -27,9 +27,8 @@ from torch.utils.data import Subset, TensorDataset
 
 MASKS = TensorDataset(numbers(30, 3, 32, 32, seed=3), whole(4, 30, 32, 32, seed=8))
 CHAOTIC = (
-    "batch norm over few values: torch against itself in another order of samples differs "
-    "by "
-    "as much"
+    "batch norm over few values: torch against itself in another order of samples differs by as "
+    "much"
 )
 
 

@@ -177,13 +177,12 @@ def of_hidden_states(output: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 DROPOUT = (
-    "dropout inside scaled_dot_product_attention was drawn by every rank for itself: 0.7 to "
-    "1.3 beside serial"
+    "dropout inside scaled_dot_product_attention was drawn by every rank for itself: 0.7 to 1.3 "
+    "beside serial"
 )
 UNLABELLED = (
-    "-100 in most labels: a share's mean weighed as its samples (0.24 beside serial), "
-    "and "
-    "NaN without a label"
+    "-100 in most labels: a share's mean weighed as its samples (0.24 beside serial), and NaN "
+    "without a label"
 )
 ROWS = (
     language("gpt2", GPT2, DROPOUT, IN_FLOAT32),

@@ -63,8 +63,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STRATEGIES = (
     "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); "
-    "data(2, reduce=tree); "
-    "data(2, reduce=butterfly)"
+    "data(2, reduce=tree); data(2, reduce=butterfly)"
 )
 
 app = typer.Typer(
@@ -471,8 +470,8 @@ def run_simulate(
             if inside or slow or timeline or per_link > 1 or per_core > 1:
                 raise Refused(
                     f"{chosen} is priced by closed form, with a link of every rank's own and none "
-                    f"slow; leave out "
-                    "--inside, --slow, --timeline, --ranks-per-link and --ranks-per-core"
+                    "slow; leave out --inside, --slow, --timeline, --ranks-per-link and "
+                    "--ranks-per-core"
                 )
             simulation_report.print_compression_cost(
                 price_compression(

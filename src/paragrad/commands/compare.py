@@ -236,8 +236,7 @@ def validate_rows(
     if settings.noise_scale and not any(each.noise_scale for each in row_settings):
         raise Refused(
             "no strategy here has the gradient of parts and of the whole batch on a rank; add "
-            "data(n), or leave out "
-            "--noise-scale"
+            "data(n), or leave out --noise-scale"
         )
     if unmeasured := [
         str(each)
@@ -246,8 +245,7 @@ def validate_rows(
     ]:
         warnings.warn(
             f"the noise scale is not measured under {', '.join(unmeasured)}: no rank there has the "
-            f"gradient of parts "
-            "and of the whole batch",
+            "gradient of parts and of the whole batch",
             stacklevel=3,
         )
     rows = [
@@ -350,20 +348,19 @@ def find_resumed_folder(folder: Path, header: Line, job: Job) -> Path:
     if earlier is None:
         raise Refused(
             f"{folder} holds no comparison; give the folder that a comparison was written to, as "
-            f"it says at its end"
+            "it says at its end"
         )
     if "identity" not in earlier:
         raise Refused(
             f"{folder} is a comparison of an earlier version, which cannot be gone on with; begin "
-            f"a new one"
+            "a new one"
         )
     refuse_other_training(folder, earlier["identity"], header["identity"], f"job {job.name} has")
     for what, name in (("strategies", "strategies"), ("--until", "until"), ("--seeds", "seeds")):
         if earlier[name] != header[name]:
             raise Refused(
                 f"{folder} is a comparison with {what} {_format_value_list(earlier[name])}, and "
-                f"here it is with "
-                f"{_format_value_list(header[name])}; go on with the same"
+                f"here it is with {_format_value_list(header[name])}; go on with the same"
                 + (f": {earlier['command']}" if earlier.get("command") else "")
             )
     return folder

@@ -50,8 +50,7 @@ def profile_job(job: Job, data: Path | None = None) -> JobProfile:
         except (RuntimeError, ValueError, TypeError) as error:
             raise Refused(
                 f"job {job.name}: one step of its model raised {type(error).__name__}: {error}; "
-                f"mend the model, or "
-                "give another --batch"
+                "mend the model, or give another --batch"
             ) from error
     return JobProfile(job.name, len(places), tuple(calls), products, tuple(uncounted))
 
@@ -69,8 +68,7 @@ def _copy_model_function(job: Job) -> Job:
         except RuntimeError as error:
             raise Refused(
                 f"job {job.name}: the model cannot be copied ({error}); keep no tensor with a "
-                f"history as an attribute "
-                "(torch.nn.utils.parametrizations.weight_norm instead of "
+                "history as an attribute (torch.nn.utils.parametrizations.weight_norm instead of "
                 "torch.nn.utils.weight_norm)"
             ) from error
 

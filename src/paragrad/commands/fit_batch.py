@@ -61,15 +61,14 @@ def fit_job_batch(
     if settings.memory_budget is None:
         raise Refused(
             f"job {job.name}: batch='fit' wants to know how much a rank may hold; add memory='2GB' "
-            f"(--memory 2GB), "
-            "or give a whole number"
+            "(--memory 2GB), or give a whole number"
         )
     if settings.resume is not None:
         checkpoint = find_newest_checkpoint(Path(settings.resume))
         if (batch := checkpoint.state["identity"].get("batch")) is None:
             raise Refused(
-                f"{checkpoint.folder} was saved in a loop of its own, and knows no batch; "
-                f"go on with it there"
+                f"{checkpoint.folder} was saved in a loop of its own, and knows no batch; go on "
+                "with it there"
             )
         return (
             job.replace(batch=batch),
@@ -79,8 +78,7 @@ def fit_job_batch(
     if get_launched_size() is not None:
         raise Refused(
             "batch='fit' starts ranks of its own, and cannot under a launcher; find it with plain "
-            "python, and give "
-            "the number here"
+            "python, and give the number here"
         )
     chosen = strategy(requested)
     step_settings = replace(settings, memory=None)
@@ -88,16 +86,14 @@ def fit_job_batch(
     if resolved.adapts_shares:
         raise Refused(
             f"{chosen}: batch='fit' fits the largest share, and these change; say the shares, such "
-            f"as shares=[3, 1]"
+            "as shares=[3, 1]"
         )
     free_bytes = read_available_memory() if settings.device == "cpu" else None
     if free_bytes is not None and settings.memory_budget * resolved.size > free_bytes:
         raise Refused(
             f"job {job.name}: memory {format_bytes(settings.memory_budget)} for each of "
-            f"{resolved.size} rank(s) "
-            f"is more than the "
-            f"{format_bytes(free_bytes)} that this host has left; give at most "
-            f"{free_bytes // resolved.size >> 20}MiB"
+            f"{resolved.size} rank(s) is more than the {format_bytes(free_bytes)} that this host "
+            f"has left; give at most {free_bytes // resolved.size >> 20}MiB"
         )
     division = resolved.division
     batch_multiple = sum(division.shares) * division.micro
@@ -193,7 +189,7 @@ class BatchSearch:
                 few,
                 max(self.measure_batch_step(few), key=lambda each: sum(each.values())),
                 f"the largest that was seen to fit, for {MAX_TRIES} larger ones held more than was "
-                f"foretold",
+                "foretold",
             )
         smallest_bytes = max(
             a - slope * (few - self.batch_multiple)
@@ -201,11 +197,9 @@ class BatchSearch:
         )
         raise Refused(
             f"job {self.job.name}, {self.chosen}: memory {format_bytes(self.budget)} does not hold "
-            f"a step "
-            f"of {self.batch_multiple} "
-            f"sample{'s' if self.batch_multiple > 1 else ''}, the smallest batch of equal "
-            f"micro-batches: the fullest rank holds about {format_bytes(smallest_bytes)}; "
-            f"give more, or more workers that share the model"
+            f"a step of {self.batch_multiple} sample{'s' if self.batch_multiple > 1 else ''}, the "
+            "smallest batch of equal micro-batches: the fullest rank holds about "
+            f"{format_bytes(smallest_bytes)}; give more, or more workers that share the model"
         )
 
     def round_batch_down(self, batch: float) -> int:
@@ -231,14 +225,11 @@ class BatchSearch:
             else f"{multiple} that the dataset has"
             if batch + self.batch_multiple > self.inspection.samples
             else f"{multiple} of which no rank is to hold more than {format_bytes(self.budget)}, "
-            f"by a "
-            f"straight line through "
-            "two smaller steps"
+            "by a straight line through two smaller steps"
         )
         return (
             f"{limit}; in a step of it the fullest rank held "
-            f"{format_bytes(sum(fullest.values()))}: "
-            f"{format_memory_kinds(fullest)}"
+            f"{format_bytes(sum(fullest.values()))}: {format_memory_kinds(fullest)}"
         )
 
     def measure_totals(self, batch: int) -> list[int]:

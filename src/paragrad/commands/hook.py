@@ -64,8 +64,8 @@ def hook(
         )
     elif optimizer is not None or steps_per_epoch is not None:
         raise Refused(
-            f"hook('{chosen_algorithm}') wants no optimizer and no steps_per_epoch, "
-            f"which dgc has a use for; leave them out"
+            f"hook('{chosen_algorithm}') wants no optimizer and no steps_per_epoch, which dgc has "
+            "a use for; leave them out"
         )
     chosen = (
         Data(size, reduce=chosen_algorithm)
@@ -104,8 +104,7 @@ def _parse_hook_argument(algorithm: str | Choice) -> Any:
     except Refused as error:
         raise Refused(
             "hook takes the name of an all-reduce, such as 'ring' or 'ring_async(segments=4)', or "
-            "one of your own; "
-            f"or that of a compressor, such as 'top_k(0.01)'; {error}"
+            f"one of your own; or that of a compressor, such as 'top_k(0.01)'; {error}"
         ) from None
     return parsed
 
@@ -193,9 +192,7 @@ class CompressedBuckets(BucketQueue):
         except RuntimeError as error:
             raise StepFailed(
                 f"gradients could not be compressed and exchanged ({describe_error(error)}); where "
-                f"a "
-                f"connection was lost, "
-                "another rank has failed or is gone",
+                "a connection was lost, another rank has failed or is gone",
                 step=bucket.step,
             ) from error
         return Traffic(0)
@@ -213,10 +210,9 @@ class CompressedBuckets(BucketQueue):
             ):
                 raise StepFailed(
                     "dgc exchanged it twice, and the optimizer made no step in between; let "
-                    "several backwards add "
-                    "up under no_sync(), and step after each that exchanges; a rank without "
-                    "further batches under "
-                    "join() makes none, so give all equally many",
+                    "several backwards add up under no_sync(), and step after each that "
+                    "exchanges; a rank without further batches under join() makes none, so give "
+                    "all equally many",
                     tensor=name,
                 )
             momentum.last_given_steps[parameter] = momentum.started_steps

@@ -75,8 +75,7 @@ def join_training(
         public = make_key_files(key)
         raise Refused(
             f"--key {key} was not there, and is made now; have its public half {public} put into "
-            f"the folder that the "
-            "training was given by --allow, and join again"
+            "the folder that the training was given by --allow, and join again"
         )
     keys = read_key_pair(key)
     queue_address = Address(str(endpoint), read_public_key("--server-key", server_key))
@@ -86,11 +85,10 @@ def join_training(
             f"{endpoint} "
             + {
                 "unknown": f"does not let in the key of {key}; have its public half, "
-                f"{key.with_suffix(PUBLIC_SUFFIX)}, put into the "
-                "folder that the training was given by --allow",
+                f"{key.with_suffix(PUBLIC_SUFFIX)}, put into the folder that the training was "
+                "given by --allow",
                 "another key": f"has another key than {server_key}, or is no training; give the "
-                f"office.key of the run that "
-                "listens there",
+                "office.key of the run that listens there",
                 "silent": "is silent; give the address as the training printed it",
             }[rejection]
         )

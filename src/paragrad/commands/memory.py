@@ -73,9 +73,8 @@ def _draw_strategy_memory(
     ]
     sizes = sorted(set(forecast.micro_batch_sizes), reverse=True)
     title = (
-        f"{forecast.strategy}: bytes that a replica's ranks hold of activations and messages, "
-        f"task by task; a step of "
-        f"{len(forecast.micro_batch_sizes)} "
+        f"{forecast.strategy}: bytes that a replica's ranks hold of activations and messages, task "
+        f"by task; a step of {len(forecast.micro_batch_sizes)} "
         f"micro-batch{'es' if len(forecast.micro_batch_sizes) > 1 else ''} of "
         f"{' or '.join(map(str, sizes))} samples"
     )

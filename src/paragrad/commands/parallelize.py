@@ -210,8 +210,7 @@ def _check_loop_arguments(
     if lazy := list_lazy_tensors(model):
         raise Refused(
             f"parallelize: {', '.join(lazy)} of the model have no shapes yet (lazy modules); run "
-            f"one batch through "
-            "the model before, and build the optimizer then"
+            "one batch through the model before, and build the optimizer then"
         )
     if refusal := explain_untrainable(model, optimizer, scheduler):
         raise Refused(f"parallelize: {refusal}")

@@ -92,8 +92,7 @@ def train(
     if check and validated_run.rounds:
         raise Refused(
             f"a check compares steps with serial's, and {validated_run.requested} has none: "
-            f"clients train apart for a round; "
-            "leave out --check, and judge it by its tests"
+            "clients train apart for a round; leave out --check, and judge it by its tests"
         )
     if validated_run.settings.machine and not (
         validated_run.resolved.has_open_all_reduce()
@@ -101,8 +100,8 @@ def train(
     ):
         warnings.warn(
             f"nobody reads the machine file {validated_run.settings.machine}: "
-            f"{validated_run.resolved} has no all-reduce to pick"
-            "; leave out --machine, or give data(n, state=replicated) over gloo",
+            f"{validated_run.resolved} has no all-reduce to pick; leave out --machine, or give "
+            "data(n, state=replicated) over gloo",
             stacklevel=2,
         )
     if progress is None and (bar := make_notebook_progress()):

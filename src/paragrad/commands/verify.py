@@ -27,8 +27,7 @@ from paragrad.validation.validate import ValidatedRun, validate_run
 
 NO_COMMON_STEP = (
     "there is no step to compare: clients train apart for a round, each over samples of its own, "
-    "from the round's "
-    "weights; it is another training, to be judged by its tests"
+    "from the round's weights; it is another training, to be judged by its tests"
 )
 
 
@@ -163,14 +162,12 @@ def _compare_run(
                     if error.step is None or error.step < job_steps
                     else (
                         f"; a comparison makes {COMPARED_STEPS} steps and the job {job_steps}: if "
-                        f"something of it "
-                        f"ends with these (a scheduler), "
-                        "give it more epochs"
+                        "something of it ends with these (a scheduler), give it more epochs"
                     )
                 )
                 raise error.with_message(
-                    f"{error.message}{hint} (the run failed, so whether it is the same training "
-                    f"is not known)"
+                    f"{error.message}{hint} (the run failed, so whether it is the same training is "
+                    "not known)"
                 ) from error
             return Difference(float("nan")), str(error)
 

@@ -442,9 +442,8 @@ def _read_targets(dataset: Any, indices: list[int], requested: str) -> list[int]
     except Exception as error:
         raise Refused(
             f"{requested} divides samples by their class, and of samples {indices[0]} to "
-            f"{indices[-1]} "
-            f"it could not be "
-            f"read: {describe_error(error)}; give split=even, or targets that are classes"
+            f"{indices[-1]} it could not be read: {describe_error(error)}; give split=even, or "
+            "targets that are classes"
         ) from error
 
 
@@ -460,8 +459,7 @@ def _read_class(sample: Any) -> int:
         if isinstance(sample, Mapping) and target is None:
             raise ValueError(
                 f"a sample is a dict without {' or '.join(map(repr, LABEL_KEYS))}, where its class "
-                f"is "
-                f"looked for"
+                "is looked for"
             )
         raise ValueError(
             f"a target is {value.size} value(s) of type {value.dtype}, and no whole number"

@@ -137,7 +137,7 @@ def _find_given_files(dataset: str, data: Path) -> dict[str, Path]:
     if not data.is_dir():
         raise Refused(
             f"there is no data folder {data}; give an existing one with --data, or none for the "
-            f"cache"
+            "cache"
         )
     for folder in (data / dataset, data):
         found = {}
@@ -152,19 +152,15 @@ def _find_given_files(dataset: str, data: Path) -> dict[str, Path]:
         if found and missing:
             raise Refused(
                 f"{folder} lacks {_join_names(missing)} of the data set {dataset}; put all its "
-                f"files "
-                f"there, "
-                "each with or without .gz"
+                "files there, each with or without .gz"
             )
         if found:
             return found
     source = PUBLISHED_FILES[dataset][0].url.rpartition("/")[0]
     raise Refused(
         f"{data} holds no file of the data set {dataset}; put "
-        f"{_join_names(_list_file_names(dataset))} there, "
-        f"each with or without "
-        f".gz, or name no folder (--data, PARAGRAD_DATA): they are then downloaded once, from "
-        f"{source}"
+        f"{_join_names(_list_file_names(dataset))} there, each with or without .gz, or name no "
+        f"folder (--data, PARAGRAD_DATA): they are then downloaded once, from {source}"
     )
 
 
@@ -199,8 +195,8 @@ def _fetch_cached_file(dataset: str, original: PublishedFile) -> Path:
     except ValueError as error:  # the digest differed, and pooch deleted the file
         raise _make_unavailable_error(
             dataset,
-            f"what {original.url} sends is not the original {original.packed_name}: its sha256 "
-            f"is not {original.sha256}; nothing of it was kept",
+            f"what {original.url} sends is not the original {original.packed_name}: its sha256 is "
+            f"not {original.sha256}; nothing of it was kept",
         ) from error
     finally:
         pooch.get_logger().setLevel(level)
@@ -233,9 +229,7 @@ def _download_file(url: str, target: str, _: Any) -> None:
 def _make_unavailable_error(dataset: str, why: str) -> Refused:
     return Refused(
         f"data set {dataset}: {why}; or put {_join_names(_list_file_names(dataset))}, each with or "
-        f"without .gz, "
-        f"into a folder "
-        "and give it with --data FOLDER"
+        "without .gz, into a folder and give it with --data FOLDER"
     )
 
 

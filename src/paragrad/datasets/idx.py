@@ -59,9 +59,7 @@ def read_idx(path: Path) -> Tensor:
         problem = "is cut off" if len(raw) < expected else "is too long"
         raise Refused(
             f"{path} {problem}: a header and {_format_shape(shape)} elements of type {name} are "
-            f"{expected} "
-            f"bytes, "
-            f"and it holds {len(raw)}; {COPY_HINT}"
+            f"{expected} bytes, and it holds {len(raw)}; {COPY_HINT}"
         )
     return torch.from_numpy(
         numpy.frombuffer(raw, file_type, offset=offset).astype(memory_type).reshape(shape)
@@ -96,25 +94,23 @@ def read_labelled_images(images: Path, labels: Path, classes: int = 10) -> tuple
             )
             raise Refused(
                 f"{path} has {tensor.dim()} dimension(s), {_format_shape(tensor.shape)}, and "
-                f"{kind} have "
-                f"{dims}; {hint}"
+                f"{kind} have {dims}; {hint}"
             )
         if tensor.dtype != torch.uint8:
             raise Refused(
                 f"{path} holds elements of {tensor.dtype}, and {kind} are of type ubyte; give the "
-                f"right file"
+                "right file"
             )
     if len(pixels) != len(numbers):
         raise Refused(
             f"{images} holds {len(pixels)} images and {labels} {len(numbers)} labels; give two "
-            f"files of one set"
+            "files of one set"
         )
     if (numbers >= classes).any():
         first = int((numbers >= classes).nonzero()[0])
         raise Refused(
             f"{labels}: label {first} is {int(numbers[first])}, and the {classes} classes are "
-            f"numbered from 0 to "
-            f"{classes - 1}; give labels of {classes} classes"
+            f"numbered from 0 to {classes - 1}; give labels of {classes} classes"
         )
     return pixels, numbers.long()
 

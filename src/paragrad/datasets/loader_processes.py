@@ -74,16 +74,15 @@ def _load_in_processes(samples: Samples, keys: Iterable[Any], loaders: int) -> I
             raise
         raise StepFailed(
             "/dev/shm, in which loaders have their semaphores, is full; make room there, or load "
-            "without loaders "
-            "(leave out --loaders)"
+            "without loaders (leave out --loaders)"
         ) from error
     except RuntimeError as error:
         if BUS_ERROR not in str(error):
             raise
         raise StepFailed(
             "a bus error ended a loader: a file that the dataset maps into memory was cut short, "
-            "or what it "
-            "shares finds no room in /dev/shm; load without loaders (leave out --loaders)"
+            "or what it shares finds no room in /dev/shm; load without loaders (leave out "
+            "--loaders)"
         ) from error
 
 

@@ -31,8 +31,7 @@ Collate = Callable[[list[Any]], Any]
 PROBE_SAMPLES = 5  # samples that test a collate
 SHARE_HINT = (
     "; if it drops samples, let it keep them with targets that do not count, or leave them out of "
-    "the dataset; if it "
-    "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)"
+    "the dataset; if it wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)"
 )
 
 
@@ -237,19 +236,16 @@ def refuse_loader(dataset: Any, what: str) -> None:
     if isinstance(dataset, DataLoader):
         raise Refused(
             f"{what} is a DataLoader, which makes batches of its own; give the dataset itself, the "
-            f"global batch size "
-            f"as batch={dataset.batch_size or '...'}, and what the loader has as collate_fn as "
-            f"collate="
+            f"global batch size as batch={dataset.batch_size or '...'}, and what the loader has as "
+            "collate_fn as collate="
         )
     by_place = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not by_place):
         raise Refused(
             f"{what} is a stream ({type(dataset).__name__}): no rank can take its share of a batch "
-            f"from the middle "
-            "of it; give a map-style dataset, with __len__ and __getitem__(index). Where the "
-            "samples fit into "
-            "memory, list(stream) is one; otherwise let __getitem__ read sample `index` from where "
-            "the stream reads"
+            "from the middle of it; give a map-style dataset, with __len__ and "
+            "__getitem__(index). Where the samples fit into memory, list(stream) is one; "
+            "otherwise let __getitem__ read sample `index` from where the stream reads"
         )
 
 
@@ -270,7 +266,7 @@ def separate_target(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise Refused(
-        f"a sample of a dataset must be a pair (input, target) or a dict, got "
+        "a sample of a dataset must be a pair (input, target) or a dict, got "
         f"{type(batch).__name__}"
     )
 
@@ -444,14 +440,13 @@ def slice_batch(value: Any, rows: slice | list[int], samples: int) -> Any:
         if isinstance(leaf, PackedSequence):
             raise ValueError(
                 "a PackedSequence cannot be cut into micro-batches; let collate give padded "
-                "sequences and their "
-                "lengths, and the model pack them (pack_padded_sequence), or train with micro=1"
+                "sequences and their lengths, and the model pack them (pack_padded_sequence), or "
+                "train with micro=1"
             )
         if isinstance(leaf, Tensor) and leaf.is_nested:
             raise ValueError(
                 "a NestedTensor cannot be cut into micro-batches; let collate give padded tensors "
-                "and their "
-                "lengths, or train with micro=1"
+                "and their lengths, or train with micro=1"
             )
         if isinstance(leaf, tuple | list) and len(leaf) == samples:
             return (
@@ -464,14 +459,13 @@ def slice_batch(value: Any, rows: slice | list[int], samples: int) -> Any:
         if str(leaf.layout).startswith("torch.sparse"):
             raise ValueError(
                 "a sparse tensor cannot be cut into micro-batches; let the model make it sparse, "
-                "or train with "
-                "micro=1"
+                "or train with micro=1"
             )
         if len(leaf) != samples:
             raise ValueError(
                 f"a batch of {samples} samples holds a tensor of shape {tuple(leaf.shape)}, which "
-                f"cannot be cut "
-                "into micro-batches; let the samples be its first dimension, or train with micro=1"
+                "cannot be cut into micro-batches; let the samples be its first dimension, or "
+                "train with micro=1"
             )
         return sliced.setdefault(id(leaf), leaf[rows])
 

@@ -51,6 +51,6 @@ def load_mnist(data: Path | None, train: bool) -> MnistImages:
     if pixels.shape[1:] != (28, 28):
         raise Refused(
             f"{images} holds images of {pixels.shape[1]}x{pixels.shape[2]} pixels; give images of "
-            f"28x28"
+            "28x28"
         )
     return MnistImages(pixels, labels)

@@ -147,8 +147,7 @@ def refuse_endless_dataset(samples: int, what: str) -> None:
     if samples > MAX_SAMPLES:
         raise Refused(
             f"{what} has {samples} samples, whose end nobody would see; let its __len__ say how "
-            f"many an epoch has, "
-            f"at most {MAX_SAMPLES}"
+            f"many an epoch has, at most {MAX_SAMPLES}"
         )
 
 
@@ -173,8 +172,6 @@ def refuse_oversized_dataset(samples: int, what: str, ranks: int = 1) -> None:
         )
         raise Refused(
             f"{what} has {samples} samples, whose order takes {BYTES_PER_SAMPLE} bytes a sample "
-            f"while it is "
-            f"made{on_ranks}, and "
-            f"there is memory for {available // (ranks * BYTES_PER_SAMPLE)}; let its __len__ say "
-            f"no more{repair}"
+            f"while it is made{on_ranks}, and there is memory for "
+            f"{available // (ranks * BYTES_PER_SAMPLE)}; let its __len__ say no more{repair}"
         )

@@ -85,8 +85,8 @@ def load_windows(data: Path | None, train: bool, length: int) -> Windows:
     if len(excerpt) <= length:
         raise Refused(
             f"tinyshakespeare has {len(excerpt)} characters "
-            f"{'to train on' if train else 'to test with'}, and a window "
-            f"is {length} and the next; give a shorter one"
+            f"{'to train on' if train else 'to test with'}, and a window is {length} and the next; "
+            "give a shorter one"
         )
     return Windows(excerpt, length)
 
@@ -154,7 +154,6 @@ def _decode_text(path: Path, raw: bytes) -> str:
         column = first - text.rfind("\n", 0, first)
         raise Refused(
             f"{path}, line {line}, column {column}: {text[first]!r} is none of the "
-            f"{len(CHARACTERS)} characters of "
-            "tinyshakespeare; take it out, or give the original"
+            f"{len(CHARACTERS)} characters of tinyshakespeare; take it out, or give the original"
         )
     return text

@@ -158,10 +158,9 @@ def check_tensor_version(tensor: Tensor, version: int) -> Tensor:
     """
     if tensor._version != version:
         raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a "
-            f"tensor of the shape {list(tensor.shape)}, after a forward had saved it for the "
-            f"backward"
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of the shape {list(tensor.shape)}, after a forward had saved it "
+            "for the backward"
         )
     return tensor
 

@@ -181,8 +181,7 @@ class BatchNorm:
         if not self.is_local and (self.is_compiled or _has_compiled_batch_norm(self.model)):
             raise StepFailed(
                 "batch norm in a compiled model would take each rank's own statistics; train the "
-                "model without "
-                "torch.compile, or compile parts of it that have no batch norm"
+                "model without torch.compile, or compile parts of it that have no batch norm"
             )
         self.per_sample_calls = per_sample_calls
 
@@ -305,8 +304,7 @@ class BatchNorm:
             if per_sample:
                 raise ValueError(
                     "a batch norm inside of samples came where the first step had one over the "
-                    "batch; let the "
-                    "model call its batch norms in the same order in every step"
+                    "batch; let the model call its batch norms in the same order in every step"
                 )
             return self._normalize_globally(
                 input, weight, bias, running_mean, running_var, momentum, eps, run_torch

@@ -36,13 +36,11 @@ TEST_TRAFFIC = "tests"
 CHECKPOINT_TRAFFIC = "checkpoints"
 SHARED_PARAMETER_CHANGED = (
     "the forward changes a parameter, which every rank would do, and here they share it; train "
-    "with state=replicated, or "
-    "change it in the optimizer's step"
+    "with state=replicated, or change it in the optimizer's step"
 )
 UNCARRIED_PARAMETER_CHANGED = (
-    "a forward changes it, besides gradients and buffers, and a cut model does not carry that from "
-    "part to part; train "
-    "it with data(n)"
+    "a forward changes it, besides gradients and buffers, and a cut model does not carry that "
+    "from part to part; train it with data(n)"
 )
 
 
@@ -252,9 +250,8 @@ class Exchange(ABC):
             name for name, each, trained in self.trained_at_start if each.requires_grad != trained
         ]:
             raise StepFailed(
-                "it was frozen or unfrozen after step 0, and ranks exchange what was trained then; "
-                "train with "
-                "that from the beginning, or parallelize the model anew",
+                "it was frozen or unfrozen after step 0, and ranks exchange what was trained "
+                "then; train with that from the beginning, or parallelize the model anew",
                 tensor=", ".join(changed),
             )
 
@@ -465,9 +462,7 @@ def check_totals(exchange: Exchange) -> list[float]:
     if len(totals) != 4:
         raise StepFailed(
             f"reduce_totals() of {type(exchange).__name__} gives {len(totals)} numbers; give four: "
-            f"weight, "
-            f"loss, ranks "
-            "asked to stop, doubtful weight"
+            "weight, loss, ranks asked to stop, doubtful weight"
         )
     return totals
 

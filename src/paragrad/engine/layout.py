@@ -178,8 +178,7 @@ def assemble_tensors(parts: Iterable[tuple[ShardSpec, Tensor | None]]) -> dict[s
             except RuntimeError as error:
                 raise StepFailed(
                     f"a part of it has the shape {tuple(part.shape)} now, and had another one when "
-                    f"the model was "
-                    "cut",
+                    "the model was cut",
                     tensor=spec.name,
                 ) from error
     return serial_tensors
@@ -297,8 +296,7 @@ class Layout:
         if late := [name for name in tensors if name not in self.specs]:
             raise StepFailed(
                 "it was not there when the model was cut, and has no place in the whole; make it "
-                "in the "
-                "constructor, or train it with data(n)",
+                "in the constructor, or train it with data(n)",
                 tensor=", ".join(late[:3]),
             )
         gathered = self.world.gather_objects(
@@ -552,10 +550,8 @@ def build_empty_model(model: nn.Module) -> nn.Module:
     except RuntimeError as error:
         raise StepFailed(
             f"the model cannot be copied, as a cut wants it: {error}. Keep nothing in attributes "
-            f"that is "
-            "computed of parameters (torch.nn.utils.parametrizations.weight_norm, not "
-            "torch.nn.utils.weight_norm)"
-            ", or train it with data(n)"
+            "that is computed of parameters (torch.nn.utils.parametrizations.weight_norm, not "
+            "torch.nn.utils.weight_norm), or train it with data(n)"
         ) from error
 
 

@@ -213,16 +213,15 @@ def find_additivity_error(
         )
         return (
             f"the pair (sum, weight) does not add up: ({total}, {weight}) over a batch, ({summed}, "
-            f"{parts_weight}) over its two "
-            f"parts; return plain sums{cause}"
+            f"{parts_weight}) over its two parts; return plain sums{cause}"
         )
     same_divisor = _is_close(whole.weight, weights, tolerance)
     if same_divisor and _is_close(
         float(whole.value.detach()), sum(float(half.value.detach()) for half in halves), tolerance
     ):
         return (
-            "the loss is a bare sum over the batch; return the mean (reduction='mean'), "
-            "or the pair (sum, number of samples)"
+            "the loss is a bare sum over the batch; return the mean (reduction='mean'), or the "
+            "pair (sum, number of samples)"
         )
     from_whole, from_parts = _format_numbers(mean, expected)
     evidence = (
@@ -339,8 +338,7 @@ def _explain_unrepeatable(
     if owned:
         return (
             f"the random generator {owned[0]}, of the model's or the loss's own, draws for a batch "
-            f"and not for its samples; "
-            "draw by torch's functions without generator="
+            "and not for its samples; draw by torch's functions without generator="
         )
     return _compare_repeats(mean, _compute_mean(_evaluate_loss(module, part, draws)), tolerance)
 
@@ -374,10 +372,8 @@ def _compare_repeats(mean: float, repeated_mean: float, tolerance: float) -> str
     first, second = _format_numbers(mean, repeated_mean)
     return (
         f"the loss of the same samples is another number each time it is asked: {first}, then "
-        f"{second}; model or loss keep a "
-        "state or a random generator outside of themselves: draw by torch's functions without "
-        "generator=, and count in "
-        "attributes or buffers of the model"
+        f"{second}; model or loss keep a state or a random generator outside of themselves: draw "
+        "by torch's functions without generator=, and count in attributes or buffers of the model"
     )
 
 
@@ -408,8 +404,7 @@ def _explain_cause(
     ):
         return (
             " (the divisors do not add up, as where a constant is in each, or keeps it from 0: "
-            "leave it out of the pair, "
-            "in which a weight of 0 counts for nothing)"
+            "leave it out of the pair, in which a weight of 0 counts for nothing)"
         )
     outputs = [
         list_batch_tensors(evaluation.output)
@@ -429,8 +424,8 @@ def _explain_cause(
             and not torch.allclose(torch.cat(part_tensors), tensor, rtol=1e-4, atol=1e-6)
         ):
             return (
-                " (the model mixes samples: its output for a sample depends on the others in "
-                "the batch)"
+                " (the model mixes samples: its output for a sample depends on the others in the "
+                "batch)"
             )
     return (
         ""

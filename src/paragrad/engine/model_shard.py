@@ -117,9 +117,8 @@ class ModelShard:
             isinstance(each, ShardSpec) for each in self.specs.values()
         ):
             raise StepFailed(
-                "a share is Share(model, held): an nn.Module, and a paragrad.Held for each of its "
-                "parameters and "
-                "buffers, by name"
+                "a shard is ModelShard(model, specs): an nn.Module, and a paragrad.ShardSpec for "
+                "each of its parameters and buffers, by name"
             )
         draws = (
             self.draw_calls
@@ -131,8 +130,7 @@ class ModelShard:
         if unknown := [name for name, each in self.specs.items() if each.name not in earlier.specs]:
             raise StepFailed(
                 f"a cut says that {unknown[0]} holds of {self.specs[unknown[0]].name}, which the "
-                f"model does not "
-                "have"
+                "model does not have"
             )
         specs = {
             name: each.compose_with(earlier.specs[each.name]) for name, each in self.specs.items()

@@ -233,15 +233,12 @@ def run_passes(
     if not isinstance(sums, LossSums):
         raise StepFailed(
             f"compute_gradients() of {type(passes).__name__} gives a {type(sums).__name__}; give "
-            f"paragrad.LossSums(loss, "
-            "weight)"
+            "paragrad.LossSums(loss, weight)"
         )
     if next(micros, None) is not None:
         raise StepFailed(
             f"compute_gradients() of {type(passes).__name__} leaves out some of the {count} "
-            f"micro-batches "
-            f"of this step; "
-            "take all"
+            "micro-batches of this step; take all"
         )
     if not math.isfinite(sums.loss):
         raise StepFailed("the loss is not finite", tensor="loss")

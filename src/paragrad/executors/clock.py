@@ -347,9 +347,8 @@ class Clock:
             if message.send.slot != action.slot:
                 raise ScheduleError(
                     f"rank {rank} expects slot {format_slot(action.slot)} from rank {action.frm}, "
-                    f"which "
-                    f"sends slot "
-                    f"{format_slot(message.send.slot)}: first sent is first received"
+                    f"which sends slot {format_slot(message.send.slot)}: first sent is first "
+                    "received"
                 )
             message.receiver_waits = True
             if message.send.wait:
@@ -538,7 +537,6 @@ class Clock:
             known = ", ".join(self.durations or ()) or "none"
             raise ScheduleError(
                 f"rank {rank} computes {action}, and the clock was not told for how long "
-                f"(durations of: "
-                f"{known}); give durations={{{action.what!r}: seconds}}"
+                f"(durations of: {known}); give durations={{{action.what!r}: seconds}}"
             )
         return self.durations[action.what]

@@ -156,9 +156,7 @@ def interpret_schedule(
         if left:
             raise ScheduleError(
                 f"rank {target} never receives slot {format_slot(left[0].send.slot)} that rank "
-                f"{source} "
-                f"sends to it, "
-                f"in round {left[0].round}"
+                f"{source} sends to it, in round {left[0].round}"
             )
     return [cursor.actions_done for cursor in ranks]
 
@@ -304,10 +302,8 @@ class RankCursor(Generic[Payload]):
         if message.send.slot != recv.slot:
             raise ScheduleError(
                 f"rank {self.rank} expects slot {format_slot(recv.slot)} from rank {recv.frm}, "
-                f"which "
-                f"sends slot "
-                f"{format_slot(message.send.slot)}: first sent is first received (round "
-                f"{self.rounds.current[self.rank]})"
+                f"which sends slot {format_slot(message.send.slot)}: first sent is first received "
+                f"(round {self.rounds.current[self.rank]})"
             )
         message.received = True
         if recv.add:
@@ -368,8 +364,7 @@ def _draw_deadlock(waiting: list[RankCursor[Payload]], size: int, send_mode: Sen
     first = waiting[0]
     lines = [
         f"deadlock among {size} ranks under {send_mode} sends: rank {first.rank} waits for "
-        f"{first.describe_wait()} (round "
-        f"{first.rounds.next_receive[first.rank]})"
+        f"{first.describe_wait()} (round {first.rounds.next_receive[first.rank]})"
     ]
     for cursor in waiting[:8]:
         done = cursor.actions_done[-4:]

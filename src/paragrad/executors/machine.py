@@ -158,8 +158,7 @@ class Machine:
         if name not in self.links:
             raise Refused(
                 f"this machine file has no link {name!r}, only {', '.join(self.links)}; measure "
-                f"it: "
-                f"paragrad measure --backend {name}"
+                f"it: paragrad measure --backend {name}"
             )
         return self.links[name]
 
@@ -271,8 +270,7 @@ def read_machine_file(path: Path, cores: int) -> tuple[Machine, str | None]:
     if schema != MACHINE_SCHEMA:
         raise Refused(
             f"{path} is a machine file of version {schema}, this paragrad reads version "
-            f"{MACHINE_SCHEMA}; "
-            f"{repair}"
+            f"{MACHINE_SCHEMA}; {repair}"
         )
     try:
         links = {name: _parse_link(link) for name, link in content.pop("links").items()}
@@ -283,7 +281,7 @@ def read_machine_file(path: Path, cores: int) -> tuple[Machine, str | None]:
     warning = None
     if machine.cores != cores:
         warning = (
-            f"{path} was measured on a machine of {machine.cores} cores, this one has "
-            f"{cores}; {repair}"
+            f"{path} was measured on a machine of {machine.cores} cores, this one has {cores}; "
+            f"{repair}"
         )
     return machine, warning

@@ -31,7 +31,7 @@ def read_program(program: Callable[[int, int], Program], rank: int, size: int) -
         if not hasattr(actions, "__next__"):
             raise ScheduleError(
                 f"rank {rank}'s program is of type {type(actions).__name__}, no iterator: yield "
-                f"its actions"
+                "its actions"
             )
         for done, action in enumerate(actions, 1):
             if problem := _find_action_error(action, rank, size):
@@ -42,8 +42,7 @@ def read_program(program: Callable[[int, int], Program], rank: int, size: int) -
     except Exception as error:
         raise ScheduleError(
             f"rank {rank}'s program among {size} ranks raised {type(error).__name__}: {error} "
-            f"(after {done} "
-            f"action{'s' * (done != 1)})"
+            f"(after {done} action{'s' * (done != 1)})"
         ) from error
 
 

@@ -115,7 +115,7 @@ def _mark_pass(rank: int, action: Compute, held: SlotBits) -> None:
     if needed is None or mark not in held:
         raise ScheduleError(
             f"rank {rank} computes {action.what!r}, which is no part of a pipeline: F, and B or I "
-            f"and W"
+            "and W"
         )
     if held[mark]:
         raise ScheduleError(f"rank {rank} makes {action} twice")
@@ -202,7 +202,7 @@ def prove_schedule(
     if not callable(getattr(schedule, "program", None)):
         raise ScheduleError(
             f"{type(schedule).__name__} has no program; give it a method program(rank, size) of "
-            f"actions"
+            "actions"
         )
     if length is None and (list_slots := getattr(schedule, "slots", None)):
         length = dict.fromkeys(list_slots(size), 1)
@@ -211,7 +211,7 @@ def prove_schedule(
         if (again := count_parts(schedule, size)) != parts:
             raise ScheduleError(
                 f"parts({size}) is {parts}, and {again} when asked again; let it depend on the "
-                f"size alone"
+                "size alone"
             )
         length = parts if length is None else length
     contributions = Contributions.build(schedule, size, length, goal)
@@ -237,8 +237,7 @@ def _check_program_repeats(schedule: Schedule, size: int, actions: list[list[Act
             if one != other:
                 raise ScheduleError(
                     f"rank {rank}, action {number} of its program: {one or 'its end'}, and when "
-                    f"asked again "
-                    f"{other or 'its end'}; let it depend on rank and size alone"
+                    f"asked again {other or 'its end'}; let it depend on rank and size alone"
                 )
 
 
@@ -341,8 +340,7 @@ class Contributions:
             known = list(self.lengths)
             raise ScheduleError(
                 f"rank {rank} uses slot {format_slot(slot)}; the vector has slots {known[0]} to "
-                f"{known[-1]} (round "
-                f"{self.rounds.current[rank]})"
+                f"{known[-1]} (round {self.rounds.current[rank]})"
             )
         return parts
 
@@ -353,9 +351,7 @@ class Contributions:
         if self.action_counts[rank] > MAX_SENDS_PER_PEER * size + 2 * size * len(self.lengths):
             raise ScheduleError(
                 f"rank {rank}'s program does not end: it has sent {self.action_counts[rank]} "
-                f"messages, and "
-                f"goes on "
-                f"(round {self.rounds.current[rank]})"
+                f"messages, and goes on (round {self.rounds.current[rank]})"
             )
 
     def read(self, rank: int, send: Send) -> list[int]:
@@ -375,8 +371,7 @@ class Contributions:
             if recv.add and (twice := own_slots[part] & contributions):
                 raise ScheduleError(
                     f"rank {rank} adds {self._describe_lowest_bit(twice)} to slot {part} twice, in "
-                    f"round {now} "
-                    f"({recv})"
+                    f"round {now} ({recv})"
                 )
             if not recv.add and (lost := own_slots[part] & ~contributions):
                 self.overwritten.append((lost, part, rank, now, recv))
@@ -391,9 +386,8 @@ class Contributions:
         if self.goal.compute is None:
             raise ScheduleError(
                 f"rank {rank} computes {action.what!r} on slot {format_slot(action.at)}: an "
-                f"exchange "
-                f"only adds; the "
-                f"mean is taken once, after it (round {self.rounds.current[rank]})"
+                "exchange only adds; the mean is taken once, after it (round "
+                f"{self.rounds.current[rank]})"
             )
         self.goal.compute(rank, action, self.slots[rank])
 
@@ -412,15 +406,12 @@ class Contributions:
                 if lost := contributions & ~held:
                     raise ScheduleError(
                         f"rank {rank} ends without {self._describe_lowest_bit(lost)} in slot "
-                        f"{slot}: "
-                        f"{self._explain_slot(rank, slot, lost & -lost)}"
+                        f"{slot}: {self._explain_slot(rank, slot, lost & -lost)}"
                     )
                 if surplus := held & ~contributions:
                     raise ScheduleError(
                         f"rank {rank} ends with {self._describe_lowest_bit(surplus)} in slot "
-                        f"{slot}, where it "
-                        f"does not "
-                        f"belong: {self._explain_slot(rank, slot)}"
+                        f"{slot}, where it does not belong: {self._explain_slot(rank, slot)}"
                     )
 
     def _explain_slot(self, rank: int, slot: Slot, lost: int = 0) -> str:
@@ -434,7 +425,7 @@ class Contributions:
             if part == slot and bits & lost:
                 return (
                     f"{explanation}; rank {victim} wrote over it in round {now} ({recv}), where "
-                    f"add=True would have added"
+                    "add=True would have added"
                 )
         return explanation
 

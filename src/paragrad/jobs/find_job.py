@@ -77,7 +77,7 @@ def find_job(text: str, settings: Mapping[str, str] | None = None) -> Job:
     if settings:
         raise Refused(
             f"--set is for the arguments of built-in jobs ({', '.join(JOBS)}); {text} is none of "
-            f"them"
+            "them"
         )
     if text.endswith(".py"):
         return _get_only_job(_load_job_file(Path(text)), text)

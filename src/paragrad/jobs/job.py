@@ -127,7 +127,7 @@ class Job:
         if not isinstance(model, nn.Module):
             raise Refused(
                 f"job {self.name}: model() returned {type(model).__name__}; return a "
-                f"torch.nn.Module"
+                "torch.nn.Module"
             )
         _apply_train_method(model)
         return convert_model(model, self.parameter_dtype)
@@ -144,9 +144,8 @@ class Job:
         model = self.build_model()
         if model in TRAINED_MODELS:
             raise StepFailed(
-                "model() returned a module that was trained before; every training builds its own: "
-                "write "
-                "model=lambda: Net()"
+                "model() returned a module that was trained before; every training builds its "
+                "own: write model=lambda: Net()"
             )
         TRAINED_MODELS.add(model)
         return model

@@ -96,8 +96,8 @@ def describe_bad_loss(value: Any) -> str | None:
     if isinstance(value, tuple):
         if len(value) != 2:
             return (
-                f"the loss returned {len(value)} values; return the mean over samples, or a "
-                f"pair (sum, weight)"
+                f"the loss returned {len(value)} values; return the mean over samples, or a pair "
+                "(sum, weight)"
             )
         value = value[0]
     if not isinstance(value, Tensor) or value.dim() != 0:
@@ -107,8 +107,8 @@ def describe_bad_loss(value: Any) -> str | None:
             else repr(type(value).__name__)
         )
         return (
-            f"the loss returned {shape}; return one number: the mean over samples, or a pair "
-            f"(sum, weight)"
+            f"the loss returned {shape}; return one number: the mean over samples, or a pair (sum, "
+            "weight)"
         )
     return None
 
@@ -249,8 +249,8 @@ class LossModule(nn.Module):
         if samples and has_zero_weight(total):
             raise StepFailed(
                 "the targets of a share all weigh 0, and its loss has a smoothed part all the "
-                "same, which a mean "
-                "cannot tell, for it divides by that 0; return the pair (sum, weight)",
+                "same, which a mean cannot tell, for it divides by that 0; return the pair (sum, "
+                "weight)",
                 tensor="loss",
             )
         return make_zero_loss(total), 0.0  # a mean of nothing is 0/0, its sum is 0
@@ -267,8 +267,7 @@ class LossModule(nn.Module):
             if weight is None and self.has_traced_divisor:
                 raise StepFailed(
                     "what the loss's mean divides by could be read off in the first step and "
-                    "cannot in this one; "
-                    "return the pair (sum, weight)",
+                    "cannot in this one; return the pair (sum, weight)",
                     tensor="loss",
                 )
         if weight is None:

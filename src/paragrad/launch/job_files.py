@@ -104,11 +104,9 @@ def pickle_task(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
     except Exception as error:
         raise Refused(
             f"{_find_unpicklable(task)} cannot be sent to the ranks ({type(error).__name__}: "
-            f"{error}); put "
-            f"the job into a file "
-            "and a function around it there, such as loss=lambda output, target: own(output, "
-            "target), for what "
-            "functions of a job file name is not sent: every rank runs the file"
+            f"{error}); put the job into a file and a function around it there, such as "
+            "loss=lambda output, target: own(output, target), for what functions of a job file "
+            "name is not sent: every rank runs the file"
         ) from error
     return pickled_task, tuple(
         replace(file, changed_globals=_find_changed_globals(file.name))

@@ -118,9 +118,7 @@ def request_join(
     if len(text) > MAX_IDENTITY_BYTES:
         raise Refused(
             f"job {job.name} is known by {len(text):,} bytes, and a training hears of "
-            f"{MAX_IDENTITY_BYTES:,} at "
-            f"most; shorten what "
-            "its model or loss shows of itself (repr)"
+            f"{MAX_IDENTITY_BYTES:,} at most; shorten what its model or loss shows of itself (repr)"
         )
     client = ServerClient(
         [queue_address],

@@ -477,7 +477,7 @@ class QueueCoordinator:
                 self.record_event(
                     "gone",
                     f"worker {number}, which joined, is not reached any more; others get what it "
-                    f"was at",
+                    "was at",
                     rank=number,
                 )
         for number in {numbers[each] for each in ready if each in numbers}:
@@ -486,8 +486,7 @@ class QueueCoordinator:
             self.record_event(
                 "late",
                 f"worker {number} was at its samples for longer than {self.queue.limit:g} s; "
-                f"others get "
-                "them",
+                "others get them",
                 rank=number,
             )
             self.overdue_since[number] = time.monotonic()

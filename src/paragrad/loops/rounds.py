@@ -33,8 +33,8 @@ from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint
 from paragrad.trainer.first_step.setup import prepare_step
 
 ZERO_RATE = (
-    "the rate is 0, and stays so in a round: its clients train for nothing; let the "
-    "warm-up begin above 0"
+    "the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up begin "
+    "above 0"
 )
 # fraction of the timeout for other workers: a sample that is late then costs its client, and not
 # the run

@@ -402,8 +402,7 @@ class TrainingLoop:
         if self.trainer.world.broadcast_object(saved.checksums) != saved.checksums:
             raise StepFailed(
                 f"this rank found another checkpoint in {saved.folder} than rank 0; put the run "
-                f"where all hosts "
-                "see it"
+                "where all hosts see it"
             )
         trainer_snapshot.restore_snapshot(self.trainer, saved)
         self.saved_progress = self.progress

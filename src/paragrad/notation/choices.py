@@ -226,8 +226,8 @@ class Choice:
                 if "kinds" not in spec.metadata or spec.name in RESERVED_FIELDS:
                     raise Refused(
                         f"{cls.__name__}.{spec.name} is no option; write it under a name of its "
-                        f"own and as an option,"
-                        f" such as {spec.name}: int = option(Integer(), default=1)"
+                        f"own and as an option, such as {spec.name}: int = option(Integer(), "
+                        "default=1)"
                     )
 
     def __post_init__(self) -> None:
@@ -287,7 +287,7 @@ class Family(Choice, abstract=True):
             if cls.name in RESERVED_NAMES:
                 raise Refused(
                     f"{cls.__name__} would be called {cls.name}, a word of the notation; give it "
-                    f"another name"
+                    "another name"
                 )
             same_named = next(
                 (each.members[cls.name] for each in families if cls.name in each.members), None
@@ -295,8 +295,7 @@ class Family(Choice, abstract=True):
             if same_named is not None and not _is_same_definition(same_named, cls):
                 raise Refused(
                     f"{cls.__module__}.{cls.__qualname__} would be called {cls.name}, as "
-                    f"{same_named.__module__}."
-                    f"{same_named.__qualname__} is; give it another name"
+                    f"{same_named.__module__}.{same_named.__qualname__} is; give it another name"
                 )
             cls.members[cls.name] = cls
 

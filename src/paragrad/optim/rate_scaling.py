@@ -194,8 +194,7 @@ def _check_scaling(job: Job) -> None:
     if job.scale_lr is None:
         raise Refused(
             f"job {job.name}: warm_up leads from the job's own learning rate to that of a larger "
-            f"batch; give "
-            "scale_lr='linear' or 'sqrt' too (--scale-lr)"
+            "batch; give scale_lr='linear' or 'sqrt' too (--scale-lr)"
         )
     if job.scale_lr not in SCALING_RULES:
         raise Refused(
@@ -214,10 +213,9 @@ def _check_scaling(job: Job) -> None:
     if job.own_batch is None:
         raise Refused(
             f"job {job.name}: scale_lr wants to know for which batch the learning rate was chosen, "
-            f"and this one has "
-            f"had no other than {job.batch}; change it by job.replace(batch=...) (--batch), or say "
-            f"own_batch=... "
-            "(an optimizer that is given beside a batch is for that one)"
+            f"and this one has had no other than {job.batch}; change it by job.replace(batch=...) "
+            "(--batch), or say own_batch=... (an optimizer that is given beside a batch is for "
+            "that one)"
         )
     if isinstance(job.own_batch, bool) or not isinstance(job.own_batch, int) or job.own_batch < 1:
         raise Refused(

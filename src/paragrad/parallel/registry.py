@@ -184,7 +184,7 @@ def build_model_shard(
             if not isinstance(factor_shard, ModelShard):
                 raise StepFailed(
                     f"the share of {factor.name} is a {type(factor_shard).__name__}; return a "
-                    f"paragrad.ModelShard"
+                    "paragrad.ModelShard"
                 )
             shard = factor_shard.compose_with(shard)
     return shard
@@ -224,7 +224,7 @@ def build_exchange(
     if not isinstance(result, Exchange):
         raise StepFailed(
             f"the exchange of {factors[0].name} is a {type(result).__name__}; return a "
-            f"paragrad.Exchange"
+            "paragrad.Exchange"
         )
     need = "serve" if options.is_server(strategy, world.rank) else "dismiss_servers"
     if strategy.servers and getattr(type(result), need) is getattr(Exchange, need):

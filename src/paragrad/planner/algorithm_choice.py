@@ -139,7 +139,7 @@ def _find_wrong_algorithm(algorithms: list[Choice], size: int) -> str | None:
         except ScheduleError as error:
             return (
                 f"{each} is no all-reduce of {size} ranks: {error}; name another, such as "
-                f"reduce=native"
+                "reduce=native"
             )
     return None
 

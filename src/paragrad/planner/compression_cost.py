@@ -132,13 +132,12 @@ def predict_compression_cost(
     if type(compressor).sends is Compressor.sends:
         raise Refused(
             f"{strategy}: how much {compressor} sends depends on the gradients; simulate "
-            f"top_k(0.01) in its place"
+            "top_k(0.01) in its place"
         )
     if not compressor.compresses(choose_vector_shape(compressor, size)):
         raise Refused(
             f"{strategy}: {compressor} sends a vector of {size // ELEMENT_BYTES} numbers as it is; "
-            f"give "
-            f"more"
+            "give more"
         )
     try:
         compute_exchange_cost(schedule, workers, 1)

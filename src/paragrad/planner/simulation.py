@@ -136,8 +136,8 @@ def simulate_exchange(
     if plan.goal != "all-reduce":
         raise Refused(
             f"{strategy}: how long its steps take depends on the model's parts, which are not "
-            f"simulated yet; draw it "
-            "(paragrad draw), or simulate an exchange, such as data(4, reduce=ring)"
+            "simulated yet; draw it (paragrad draw), or simulate an exchange, such as data(4, "
+            "reduce=ring)"
         )
     if size < element:
         raise Refused(
@@ -148,7 +148,7 @@ def simulate_exchange(
         if not 0 <= rank < workers or factor < 1:
             raise Refused(
                 f"--slow {rank}={factor:g}: give a rank from 0 to {workers - 1} and a factor of at "
-                f"least 1"
+                "least 1"
             )
     for what, number in (("link", ranks_per_link), ("core", ranks_per_core)):
         if workers % number:

@@ -42,7 +42,7 @@ def check_trace_path(path: Path) -> None:
     except OSError as error:
         raise Refused(
             f"--trace {path}: {error.strerror}; give a file in a folder that is there and can be "
-            f"written"
+            "written"
         ) from None
 
 

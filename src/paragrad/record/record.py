@@ -129,7 +129,7 @@ class Recorder:
                 self.file.close()
                 raise Refused(
                     f"{path} is still being written to; let the command that does so end, or stop "
-                    f"it"
+                    "it"
                 ) from None
             except OSError:  # a file system without locks
                 pass
@@ -318,11 +318,9 @@ class Record:
         if self.header.get("schema", RECORD_SCHEMA) > RECORD_SCHEMA:
             raise Refused(
                 f"{folder} is a record of version {self.header['schema']}, this paragrad reads "
-                f"versions up to "
-                f"{RECORD_SCHEMA}; read it with "
-                f"paragrad "
+                f"versions up to {RECORD_SCHEMA}; read it with paragrad "
                 f"{dict(self.header.get('machine') or {}).get('paragrad', 'of its time')}, which "
-                f"wrote it"
+                "wrote it"
             )
         self.end: Line | None = next((line for line in lines if line["kind"] == "end"), None)
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))

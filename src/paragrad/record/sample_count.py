@@ -41,8 +41,7 @@ class SampleCount:
         if self.in_rounds:
             return (
                 f"{self.seen} of the {self.samples} samples that clients of {self.epochs} round(s) "
-                f"were to train on, "
-                f"{self.twice} twice, {self.missed} missed"
+                f"were to train on, {self.twice} twice, {self.missed} missed"
             )
         return (
             f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "

@@ -361,7 +361,7 @@ def list_timing_doubts(table: ComparisonResults) -> list[str]:
             f"!: other work kept up to {cores:.1f} of {loads[0].cores} cores busy meanwhile"
             + (
                 f", and the system gave a rank's core to another thread up to {switches:,.0f} "
-                f"times a second"
+                "times a second"
                 if switches >= 1
                 else ""
             )
@@ -370,14 +370,12 @@ def list_timing_doubts(table: ComparisonResults) -> list[str]:
     if any(each.finite_bounds is not None and not each.is_significant for each in ratios):
         sentences.append(
             "two numbers (as 0.8-1.3x) in place of a speed-up: the times of steps scatter so much "
-            "that it may lie "
-            "anywhere between them (90 % interval)"
+            "that it may lie anywhere between them (90 % interval)"
         )
     if any(each.finite_bounds is None for each in ratios):
         sentences.append(
             f"no speed-up (-) where a strategy made fewer than {MIN_BLOCKS} steps after its first: "
-            f"so "
-            f"few say nothing"
+            "so few say nothing"
         )
     return sentences
 
@@ -397,7 +395,7 @@ def list_notes(table: ComparisonResults) -> list[str]:
         []
         if ending[0] == "finished" or not table.missing
         else [
-            f"the comparison "
+            "the comparison "
             f"{'was ' if ending[0] != 'died' and ending[0] != 'failed' else ''}{ending[0]}"
             + (f" ({ending[1]})" if ending[1] else "")
             + f"; not done: {'; '.join(table.missing)}"
@@ -407,8 +405,7 @@ def list_notes(table: ComparisonResults) -> list[str]:
         f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python "
         f"{machine['python']}",
         f"speed-up: over serial with all {machine['cores']} threads; difference: from serial in "
-        f"float64 over 20 steps; "
-        "parameters: digest of the final ones",
+        "float64 over 20 steps; parameters: digest of the final ones",
     ]
     lines += list_timing_doubts(table)
     if any(row.seeds > 1 for row in table.rows):
@@ -422,13 +419,13 @@ def list_notes(table: ComparisonResults) -> list[str]:
     if inexact:
         lines.append(
             f"{'; '.join(inexact)}: another training than serial's, by design; tests judge it, not "
-            f"the difference"
+            "the difference"
         )
     serial_seconds = next((row.seconds_per_step for row in table.rows if row.reference), None)
     if serial_seconds is not None and serial_seconds < MIN_SERIAL_SECONDS:
         lines.append(
             f"No speed-up is promised on {table.job}: a serial step takes "
             f"{1e3 * serial_seconds:.2f} ms, too short for an exchange to pay; it shows that the "
-            f"training is the same" + (" under the others" if inexact else "")
+            "training is the same" + (" under the others" if inexact else "")
         )
     return lines

@@ -70,7 +70,7 @@ def draw_memory_text(title: str, ranks: Sequence[RankMemory], svg: Path | None =
         except OSError as error:
             raise Refused(
                 f"--svg {svg}: {error.strerror}; give a file in a folder that is there and can be "
-                f"written"
+                "written"
             ) from None
     most = max(1, *(each.peak.bytes for each in ranks))
     margin = len(str(ranks[-1].rank))

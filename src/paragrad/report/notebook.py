@@ -37,8 +37,8 @@ def make_notebook_progress() -> Callable[[str], Any] | None:
                 bar.update(
                     HTML(
                         f'<progress value="{state["step"]}" max="{state["steps"]}"></progress> '
-                        f"{escape(name)}: step "
-                        f"{state['step']} of {state['steps']}, {format_step_value(state)}"
+                        f"{escape(name)}: step {state['step']} of {state['steps']}, "
+                        f"{format_step_value(state)}"
                     )
                 )
 

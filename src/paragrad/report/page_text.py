@@ -53,9 +53,8 @@ def write_lead(table: ComparisonResults) -> str:
     if compared_rows:
         worst = max(compared_rows, key=lambda row: row.difference or 0.0)
         sentences.append(
-            f"Largest difference from serial, over 20 steps in float64: "
-            f"{format_cells(table, worst)[difference_column]}, "
-            f"by {worst.strategy}."
+            "Largest difference from serial, over 20 steps in float64: "
+            f"{format_cells(table, worst)[difference_column]}, by {worst.strategy}."
         )
     failed = [row.strategy for row in table.rows if row.failure]
     if failed:
@@ -102,8 +101,8 @@ def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
             else ""
         ),
         "ms/step": "median milliseconds per step of the slowest rank, or where workers step by "
-        "themselves (asp, ssp, backup "
-        "workers, clients) of all together; without the first step, which warms up"
+        "themselves (asp, ssp, backup workers, clients) of all together; without the first step, "
+        "which warms up"
         + ("; median over seeds" if has_several_seeds else "")
         + "; the charts over seconds take it for every step",
         "speed-up": f"milliseconds per step of serial with all {table.machine['cores']} threads, "
@@ -112,11 +111,9 @@ def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
         "sent/rank/step": "bytes of payload a rank hands to the wire in a step, by kind; of the "
         "rank and step that sent most",
         "memory": "bytes of parameters, gradients, optimizer state, activations (counted) and "
-        "exchange, of the rank that holds "
-        "most",
+        "exchange, of the rank that holds most",
         "difference": "from serial, in float64 over 20 steps: the largest difference of any tensor "
-        "(gradients, parameters, "
-        "buffers), relative to the largest value in that tensor",
+        "(gradients, parameters, buffers), relative to the largest value in that tensor",
         "where largest": "the tensor with that difference",
         "parameters": "the first digits of a digest of the trained parameters: equal digests, "
         "equal bits",
@@ -124,9 +121,8 @@ def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
     if table.until:
         meanings = {
             f"seconds, epochs, samples to {table.until}": "to the end of the first epoch whose "
-            "test reached the goal; seconds: its "
-            "steps, each taking the ms/step; where "
-            "workers step by themselves, by the clock (an epoch of clients is a round)"
+            "test reached the goal; seconds: its steps, each taking the ms/step; where workers "
+            "step by themselves, by the clock (an epoch of clients is a round)"
             + ("; means over seeds" if has_several_seeds else ""),
             **meanings,
         }

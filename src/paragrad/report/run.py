@@ -158,8 +158,7 @@ class Run(Record):
         except Refused as error:
             raise Refused(
                 f"{self.folder} was trained under {text}: {error} (one of your own is known once "
-                f"the file that "
-                "defines it is imported)"
+                "the file that defines it is imported)"
             ) from None
 
     @property
@@ -189,7 +188,7 @@ class Run(Record):
         except RuntimeError as error:
             raise Refused(
                 f"{path} does not fit the model as job {self.job.name} builds it: a forward made, "
-                f"tied or reshaped "
-                f"what it holds; load it by safetensors into one that has made a forward ({error})"
+                "tied or reshaped what it holds; load it by safetensors into one that has made a "
+                f"forward ({error})"
             ) from error
         return model

@@ -76,8 +76,8 @@ def draw_schedule(
     return "\n".join(
         (
             *_format_stage_table(parts),
-            f"{plan.schedule}, {plan.size} ranks; a line is a rank, a column a round. "
-            ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits",
+            f"{plan.schedule}, {plan.size} ranks; a line is a rank, a column a round. >1:0 sends "
+            "slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits",
             as_text(plan.schedule, plan.size),
         )
     )
@@ -118,8 +118,7 @@ def _format_stage_table(parts: Sequence[StageSummary]) -> list[str]:
     return [
         *lines,
         "products: of a forward; measured: forward and backward; on and back: activations and "
-        "their gradients; "
-        "all of a micro-batch",
+        "their gradients; all of a micro-batch",
         "",
     ]
 
@@ -143,7 +142,7 @@ def write_space_time_svg(
     except OSError as error:
         raise Refused(
             f"--svg {file}: {error.strerror}; give a file in a folder that is there and can be "
-            f"written"
+            "written"
         ) from None
 
 
@@ -202,8 +201,8 @@ def draw_space_time_svg(schedule: Schedule, size: int, rank_labels: Sequence[str
         for number, (arrow, label) in enumerate(zip(diagram.arrows, labels, strict=True)):
             _draw_message_arrow(axes, number, arrow, label, column)
         alternative = (
-            f"{schedule} over {size} ranks: {len(diagram.arrows)} messages in "
-            f"{diagram.columns} rounds"
+            f"{schedule} over {size} ranks: {len(diagram.arrows)} messages in {diagram.columns} "
+            "rounds"
         )
         size_attributes = f' width="{width:g}" height="{height:g}" viewBox'
         return (

@@ -245,18 +245,16 @@ class Sections:
         if over == "seconds":
             return (
                 "The same losses over the time of the steps, each as long as the table's ms/step: "
-                "the line that comes down "
-                "first is the fastest." + self.describe_seconds_axis(found)
+                "the line that comes down first is the fastest." + self.describe_seconds_axis(found)
             )
         text = (
             "Where lines lie on each other, samples taught the same, and the marks take turns; a "
-            "line apart trains "
-            "differently."
+            "line apart trains differently."
         )
         text += f" A point is the mean of up to {steps} steps." if steps > 1 else ""
         return text + (
             f" Lines are means over {seeds} seeds, as far as all of them went; the shade spans the "
-            f"seeds."
+            "seeds."
             if seeds > 1
             else ""
         )
@@ -338,25 +336,23 @@ class Sections:
             )
         dtype = self.table.header["job"]["dtype"]
         caption = (
-            f"The largest difference of any parameter from serial's, relative to its tensor, after "
+            "The largest difference of any parameter from serial's, relative to its tensor, after "
             f"every step in {dtype}"
             + (", first seed. " if self.table.comparison_line["seeds"] > 1 else ". ")
         )
         if ROUNDING_BASELINE in (self.table.rows[place].strategy for place in curves):
             caption += (
                 "Dashed: the rounding twin, serial with every batch back to front. It differs by "
-                "rounding alone, and so "
-                "does a strategy that stays near it."
+                "rounding alone, and so does a strategy that stays near it."
             )
         else:
             caption += (
-                "Rounding alone sets two trainings apart, too; compare with --rounding-baseline to "
-                "see by "
-                "how much."
+                "Rounding alone sets two trainings apart, too; compare with --rounding-baseline "
+                "to see by how much."
             )
         caption += (
             f" Lines end at step {max(len(each.x) for each in curves.values())}: so far every "
-            f"strategy is followed."
+            "strategy is followed."
         )
         picture = charts.draw_lines(
             "distance",
@@ -393,12 +389,10 @@ class Sections:
         batch = next(run[-1].batch for row in measurements for run in row if run)
         last_scale = max(each.y[-1] for each in curves.values())
         caption = (
-            f"How noisy the gradient of one sample is, beside that of all (McCandlish et al. "
-            f"2018): a batch that weighs as "
-            f"much is the largest that is useful, twice the steps and twice the samples of the "
-            f"least. This one weighs "
-            f"{batch:.4g} in what the loss counts (samples, tokens), "
-            f"{'below' if batch < last_scale else 'above'} the last "
+            "How noisy the gradient of one sample is, beside that of all (McCandlish et al. "
+            "2018): a batch that weighs as much is the largest that is useful, twice the steps "
+            f"and twice the samples of the least. This one weighs {batch:.4g} in what the loss "
+            f"counts (samples, tokens), {'below' if batch < last_scale else 'above'} the last "
             f"value, {last_scale:.3g}; it grows while the loss falls."
         )
         picture = charts.draw_lines(
@@ -486,10 +480,9 @@ class Sections:
         ]
         caption = (
             "What the fullest rank of each strategy held, by kind. Activations are what forwards "
-            "kept for backwards and, "
-            "between parts of a model, messages, at most at once, counted in the first steps. What "
-            "operations take for "
-            "themselves while they run, and the process itself, are not in it."
+            "kept for backwards and, between parts of a model, messages, at most at once, counted "
+            "in the first steps. What operations take for themselves while they run, and the "
+            "process itself, are not in it."
         )
         not_counted = [row.strategy for row in rows if "activations" not in row.fullest]
         caption += (
@@ -532,8 +525,8 @@ class Sections:
                 [
                     Picture(
                         "",
-                        f"Nothing to draw: no run made {PREDICTED_STEPS.start + 1} steps of "
-                        "all workers together.",
+                        f"Nothing to draw: no run made {PREDICTED_STEPS.start + 1} steps of all "
+                        "workers together.",
                     )
                 ],
                 [],

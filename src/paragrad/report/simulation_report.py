@@ -99,9 +99,8 @@ def print_compression_cost(found: CompressionCost, as_json: bool) -> None:
             "without compressing": f"{_format_duration(found.plain)}, along {found.algorithm}, by "
             f"closed form",
             "with it": f"{_format_duration(total)}: {_format_duration(found.exchange)} of the "
-            f"exchange, and "
-            f"{_format_duration(found.compute)} of "
-            "compressing and extracting (measured here, on one thread)",
+            f"exchange, and {_format_duration(found.compute)} of compressing and extracting "
+            "(measured here, on one thread)",
             "what stands for a vector": f"{found.payload:,.0f} bytes"
             + (
                 ", which all ranks would send more of than of whole vectors: these are sent"
@@ -192,7 +191,7 @@ def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
     except OSError as error:
         raise Refused(
             f"cannot write {path} ({error.strerror}); give --output a file in a folder that is "
-            f"there"
+            "there"
         ) from None
     if as_json:
         print(path.read_text(), end="")
@@ -200,11 +199,9 @@ def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
     errors = found.errors or {}
     facts: dict[str, Any] = {
         name: f"alpha {_format_duration(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency "
-        f"{_format_duration(link.latency)}, "
-        f"{_format_duration(link.overhead)} of a core a message, {1e9 * link.work:.3g} ns a byte; "
-        f"a "
-        f"straight line errs by at "
-        f"most {errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} "
+        f"{_format_duration(link.latency)}, {_format_duration(link.overhead)} of a core a message, "
+        f"{1e9 * link.work:.3g} ns a byte; a straight line errs by at most "
+        f"{errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} "
         f"points{_describe_disturbance(link)}"
         for name, link in found.links.items()
     }
@@ -216,8 +213,8 @@ def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
         }
     if found.load is not None:
         facts["load average before"] = f"{found.load:.2f}" + (
-            ": the host was busy in the minute before; if it still is, what was measured scatters: "
-            "measure again when it is not"
+            ": the host was busy in the minute before; if it still is, what was measured "
+            "scatters: measure again when it is not"
             if found.load > BUSY_LOAD
             else ""
         )

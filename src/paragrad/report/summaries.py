@@ -126,9 +126,8 @@ def describe_noise_scale(run: Run) -> str | None:
         return f"the {lost} after {run.noise.count} measurements; measure more steps"
     return (
         f"{run.noise.scale:.4g}: a batch that weighs more than that is hardly useful, and this one "
-        f"weighs "
-        f"{run.noise.batch:.4g} (in what the loss counts; smoothed over {run.noise.count} "
-        f"measurements)"
+        f"weighs {run.noise.batch:.4g} (in what the loss counts; smoothed over {run.noise.count} "
+        "measurements)"
     )
 
 

@@ -220,7 +220,7 @@ def draw_measured_step(name: str, record: Record) -> tuple[str, str] | None:
     title = record.header["strategy"]
     caption = (
         f"Step {number}, the middle one of {len(measured_steps)} of full batches that were told in "
-        f"detail. "
+        "detail. "
     )
     if isinstance(prediction, StepPrediction):
         caption += describe_prediction(prediction, steps)
@@ -281,16 +281,14 @@ def describe_prediction(prediction: StepPrediction, steps: StepTime | None) -> s
     )
     text = (
         f"Foretold: {middle_} ms ({low} to {high}), by the clock, of what each kind of task took "
-        f"in {prediction.steps} steps "
-        f"before; a message: {prediction.messages}."
+        f"in {prediction.steps} steps before; a message: {prediction.messages}."
     )
     if steps is None:
         return text
     interval = f" ({1e3 * steps.low:.3g} to {1e3 * steps.high:.3g})" if steps.finite_bounds else ""
     return text + (
         f" Measured: {1e3 * steps.seconds:.3g} ms{interval}, the median of the steps after those; "
-        f"foretold is "
-        f"{prediction.timeline.seconds / steps.seconds:.2f} of it."
+        f"foretold is {prediction.timeline.seconds / steps.seconds:.2f} of it."
     )
 
 

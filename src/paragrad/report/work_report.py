@@ -68,8 +68,7 @@ def _summarize_profile(found: JobProfile) -> dict[str, str]:
         )
     facts["what it means"] = (
         f"up to some {found.parallelism:,.0f} processors it is not the layers that limit the "
-        f"speed, but what processors have "
-        "to tell each other, which is not in these numbers"
+        "speed, but what processors have to tell each other, which is not in these numbers"
     )
     return facts
 

@@ -71,14 +71,12 @@ class LaunchInfo:
             if not 0 <= index < count:
                 raise Refused(
                     f"{name} says {index} and {name_of_count} {count}; ranks count from 0 to one "
-                    f"below their number, "
-                    f"so start all of them anew with {self.launcher}"
+                    f"below their number, so start all of them anew with {self.launcher}"
                 )
         if self.local_size > self.size:
             raise Refused(
                 f"{local_size} says {self.local_size} ranks on this host and {size} {self.size} in "
-                f"all; "
-                f"start all of them anew with {self.launcher}"
+                f"all; start all of them anew with {self.launcher}"
             )
 
     @property
@@ -191,7 +189,7 @@ def find_rendezvous_address(
         if not 0 < _parse_whole_number("MASTER_PORT", port) < 2**16:
             raise Refused(
                 f"MASTER_PORT must be from 1 to 65535, got {port}; give a free port of the host of "
-                f"rank 0"
+                "rank 0"
             )
         return host, int(port)
     if host or port or launch_info.launcher == TORCHRUN:
@@ -200,8 +198,7 @@ def find_rendezvous_address(
         )
         raise Refused(
             f"under {launch_info.launcher} {missing} must be set in the environment: the host of "
-            f"rank 0 and a "
-            f"free port there"
+            "rank 0 and a free port there"
             + ("; torchrun sets both" if launch_info.launcher == TORCHRUN else "")
         )
     if launch_info.is_on_one_host:
@@ -210,8 +207,8 @@ def find_rendezvous_address(
         nodes = environment.get("SLURM_STEP_NODELIST", "")
         if not nodes:
             raise Refused(
-                "srun has not set SLURM_STEP_NODELIST; export MASTER_ADDR (the host of rank 0) and "
-                "MASTER_PORT"
+                "srun has not set SLURM_STEP_NODELIST; export MASTER_ADDR (the host of rank 0) "
+                "and MASTER_PORT"
             )
         job, step = (
             _parse_whole_number(name, environment.get(name, "0"))
@@ -222,10 +219,8 @@ def find_rendezvous_address(
     option = "-x {0}=..." if launch_info.launcher == OPEN_MPI else "-genv {0} ..."
     raise Refused(
         f"{launch_info.size} ranks of {launch_info.launcher} are on several hosts and do not know "
-        f"where to meet; name "
-        f"the host of rank 0 "
-        f"and a free port there: mpirun {option.format('MASTER_ADDR')} "
-        f"{option.format('MASTER_PORT')}"
+        "where to meet; name the host of rank 0 and a free port there: mpirun "
+        f"{option.format('MASTER_ADDR')} {option.format('MASTER_PORT')}"
     )
 
 
@@ -273,17 +268,15 @@ def find_rendezvous_file(
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise Refused(
             f"{folder} must be a folder that you alone can open; remove it, or set TMPDIR to a "
-            f"folder of your own"
+            "folder of your own"
         )
     namespace = _read_pid_namespace()
     pid = _find_launcher_pid(LAUNCHER_VARIABLES[launch_info.launcher][0])
     if pid == 0:
         raise Refused(
             f"the process of {launch_info.launcher} cannot be seen from here (are the ranks in "
-            f"containers?), so "
-            f"its ranks cannot "
-            "agree on a file to meet in; set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port "
-            "for all of them"
+            "containers?), so its ranks cannot agree on a file to meet in; set "
+            "MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port for all of them"
         )
     if launch_info.rank == 0:
         _remove_stale_files(folder, namespace)
@@ -305,9 +298,8 @@ def _parse_launch_info(
     if missing:
         raise Refused(
             f"{launcher} sets {', '.join(values)} together, and here {', '.join(missing)} must be "
-            f"set "
-            f"too; start all ranks "
-            f"with {launcher}, or unset {', '.join(name for name in values if name not in missing)}"
+            f"set too; start all ranks with {launcher}, or unset "
+            f"{', '.join(name for name in values if name not in missing)}"
         )
     rank, size, local_rank, local_size = (
         _parse_whole_number(name, value) for name, value in values.items()
@@ -319,7 +311,7 @@ def _parse_whole_number(name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()):
         raise Refused(
             f"{name} must be a whole number from 0, got {value!r}; set it as the launcher does, or "
-            f"unset it"
+            "unset it"
         )
     return int(value)
 
@@ -350,7 +342,7 @@ def _read_local_task_count(environment: Mapping[str, str]) -> str:
     if node >= len(tasks):
         raise Refused(
             f"SLURM_NODEID says {node} and SLURM_STEP_TASKS_PER_NODE has {len(tasks)} node(s); "
-            f"start anew with srun"
+            "start anew with srun"
         )
     return tasks[node]
 

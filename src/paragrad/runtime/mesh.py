@@ -56,9 +56,7 @@ def build_grid(pairs: Iterable[Axis | tuple[str, int]], world_size: int) -> tupl
     if (product := prod(axis.size for axis in axes)) != world_size:
         raise Refused(
             f"{shown} wants {product} ranks and the world has {world_size}; start {product}, or "
-            f"choose "
-            f"sizes whose product "
-            f"is {world_size}"
+            f"choose sizes whose product is {world_size}"
         )
     return axes
 
@@ -132,7 +130,6 @@ def check_disjoint(rank_sets: Collection[Collection[int]], world_size: int) -> N
         if rank in seen:
             raise ValueError(
                 f"rank {rank} is named twice among {list(map(list, rank_sets))}; ask for sets that "
-                f"share a rank one "
-                "after the other"
+                "share a rank one after the other"
             )
         seen.add(rank)

@@ -241,10 +241,8 @@ def check_network_interfaces() -> None:
     if unknown := [name for name in requested if name.partition(":")[0] not in interfaces]:
         raise Refused(
             f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, and this host has "
-            f"{', '.join(interfaces)}; set it to the one "
-            "by which the other hosts reach this one (`ip address` shows their addresses), or "
-            "unset it where all "
-            "ranks are on this host"
+            f"{', '.join(interfaces)}; set it to the one by which the other hosts reach this one "
+            "(`ip address` shows their addresses), or unset it where all ranks are on this host"
         )
     if not requested and get_launched_size() is None:
         # connecting a datagram socket sends nothing
@@ -253,9 +251,9 @@ def check_network_interfaces() -> None:
                 probe.connect(("127.0.0.1", 9))
             except OSError as error:
                 raise Refused(
-                    f"the ranks of this host talk over its loopback, which is down "
-                    f"({error.strerror}); bring it up "
-                    "(ip link set lo up), or exchange over shared memory (--backend shm)"
+                    "the ranks of this host talk over its loopback, which is down "
+                    f"({error.strerror}); bring it up (ip link set lo up), or exchange over shared "
+                    "memory (--backend shm)"
                 ) from None
 
 
@@ -298,9 +296,7 @@ def _connect_launched_ranks(
     except RuntimeError as error:
         raise RankFailed(
             f"the {launch_info.size} ranks of {launch_info.launcher} did not meet at {where} "
-            f"(limit {timeout:g} s): "
-            f"{error}; see that "
-            f"all of them run{repair}{interface_hint}",
+            f"(limit {timeout:g} s): {error}; see that all of them run{repair}{interface_hint}",
             rank=launch_info.rank,
         ) from error
 
@@ -386,8 +382,7 @@ def _initialize_group(rank: int, size: int, store: Any, backend: str, timeout: f
             raise
         raise StepFailed(
             f"rank(s) {', '.join(missing)} did not come to where the {size} ranks meet within "
-            f"{timeout:g} s "
-            f"({error})"
+            f"{timeout:g} s ({error})"
         ) from error
 
 

@@ -133,8 +133,8 @@ class StragglerMonitor:
         if missing and own_rank == waiting[0] and self.started_at == started_at:
             print(
                 f"paragrad: rank {own_rank} is in step {step} for "
-                f"{time.monotonic() - started_at:.0f} s, and rank(s) {', '.join(missing)} "
-                "have not come to it: still loading, in another number of steps, or gone",
+                f"{time.monotonic() - started_at:.0f} s, and rank(s) {', '.join(missing)} have not "
+                "come to it: still loading, in another number of steps, or gone",
                 file=sys.stderr,
                 flush=True,
             )
@@ -227,9 +227,7 @@ def explain_timeout(activity: str, repair: str = "") -> Iterator[None]:
             raise
         raise StepFailed(
             f"{describe_error(error)}; meanwhile {activity}: where that takes longer than ranks "
-            f"wait for each "
-            f"other, give a "
-            f"longer --timeout{repair}"
+            f"wait for each other, give a longer --timeout{repair}"
         ) from error
 
 

@@ -338,7 +338,7 @@ class World:
         ) != own_sets:
             raise StepFailed(
                 f"rank 0 asks for worlds among {first_sets}, rank {self.rank} among {own_sets}; "
-                f"all must ask for the same"
+                "all must ask for the same"
             )
         result = None
         backend = backend or self.backend
@@ -452,8 +452,8 @@ class World:
         for name, (answer, expected) in answers.items():
             if not torch.equal(answer, expected):  # type: ignore[arg-type]
                 raise StepFailed(
-                    f"the backend {self.backend} gives a wrong {name}: {answer.tolist()}; "
-                    "use another backend or version of torch"
+                    f"the backend {self.backend} gives a wrong {name}: {answer.tolist()}; use "
+                    "another backend or version of torch"
                 )
 
     def _shift_right(self, tensor: Tensor) -> Tensor:

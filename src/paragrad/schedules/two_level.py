@@ -68,9 +68,8 @@ class TwoLevel(AllReduce):
         for level in (self.inside, self.across):
             if getattr(level, "reproducible", False):
                 raise Refused(
-                    f"reproducible belongs to the whole exchange: write two_level(..., "
-                    f"reproducible=true), "
-                    f"and {level.name} without it"
+                    "reproducible belongs to the whole exchange: write two_level(..., "
+                    f"reproducible=true), and {level.name} without it"
                 )
 
     def resolve(self, size: int, ranks_per_host: int) -> Self:

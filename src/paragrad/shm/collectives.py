@@ -347,8 +347,7 @@ class GroupAreas:
         )
         return GroupError(
             f"ranks disagree in collective {self.collective_count} of their group: rank "
-            f"{self.rank} does "
-            f"{titles[self.rank]}, rank {other} does {titles[other]}"
+            f"{self.rank} does {titles[self.rank]}, rank {other} does {titles[other]}"
         )
 
 

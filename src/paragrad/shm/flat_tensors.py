@@ -51,8 +51,7 @@ def check_dense_cpu_tensor(tensor: Tensor) -> None:
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise ValueError(
             f"the backend shm takes dense tensors of the CPU, got {tensor.layout} on "
-            f"{tensor.device}; use "
-            "nccl or gloo for others"
+            f"{tensor.device}; use nccl or gloo for others"
         )
 
 
@@ -71,8 +70,8 @@ def _format_tensors(operation: str, *kinds: tuple[torch.dtype, torch.Size]) -> s
     size = sum(shape.numel() * dtype.itemsize for dtype, shape in kinds)
     return (
         f"{operation} of "
-        f"{', '.join(f'{_name_dtype(dtype)} {list(shape)}' for dtype, shape in kinds)}, "
-        f"{size} bytes"
+        f"{', '.join(f'{_name_dtype(dtype)} {list(shape)}' for dtype, shape in kinds)}, {size} "
+        "bytes"
     )
 
 

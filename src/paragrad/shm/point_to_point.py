@@ -509,8 +509,7 @@ class MessageQueue(OperationQueue):
         if dtype != receive.dtype or total != receive.bytes:
             raise self.peers.abandon_group(
                 f"rank {source} sends {str(dtype).removeprefix('torch.')}, {total} bytes, tag "
-                f"{tag}; "
-                f"rank {self.rank} waits for it in {receive}"
+                f"{tag}; rank {self.rank} waits for it in {receive}"
             )
 
     def _complete_receive(self, source: int, receive: MessageWork) -> None:

@@ -248,7 +248,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         results = outputs[0] if outputs else []
         if any(each.numel() != inputs[0].numel() for each in results):
             raise ValueError(
-                f"gather wants tensors of one length, got "
+                "gather wants tensors of one length, got "
                 f"{describe_tensors('', [*inputs, *results])}"
             )
         return self._queue_collective(
@@ -263,7 +263,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         contributions = inputs[0] if inputs else []
         if any(each.numel() != outputs[0].numel() for each in contributions):
             raise ValueError(
-                f"scatter wants tensors of one length, got "
+                "scatter wants tensors of one length, got "
                 f"{describe_tensors('', [*outputs, *contributions])}"
             )
         return self._queue_collective(

@@ -162,7 +162,7 @@ def open_region(address: str, private: bool = False) -> SharedRegion:
     """
     if address.startswith(NO_ADDRESS_PREFIX):
         raise RuntimeError(
-            f"rank 0 could not make shared memory: "
+            "rank 0 could not make shared memory: "
             f"{address.removeprefix(NO_ADDRESS_PREFIX).strip()}"
         )
     host, pid, descriptor, size, token = address.split()
@@ -181,8 +181,7 @@ def open_region(address: str, private: bool = False) -> SharedRegion:
     except (OSError, ValueError) as error:
         raise RuntimeError(
             f"the shared memory of process {pid} cannot be opened from here ({error}); the backend "
-            f"shm joins "
-            "ranks of one host, one user and one container: use gloo elsewhere"
+            "shm joins ranks of one host, one user and one container: use gloo elsewhere"
         ) from error
     return region
 

@@ -38,14 +38,12 @@ class Branch(Strategy):
         if facts.uses_autocast:
             raise Refused(
                 f"job {facts.job}: under autocast the ranks without a branch do not know the types "
-                f"of its values; "
-                "train the model in float32 or float64, or with data(n)"
+                "of its values; train the model in float32 or float64, or with data(n)"
             )
 
     def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         if others := [each.name for each in factors if each is not self and not each.is_replicated]:
             raise Refused(
                 f"branch gives ranks branches of the whole model, and beside it {others[0]} cuts "
-                f"that; multiply it "
-                "with data(n) alone"
+                "that; multiply it with data(n) alone"
             )

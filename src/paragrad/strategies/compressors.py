@@ -84,8 +84,8 @@ class Compressor(Family, abstract=True):
         if not self.sums:
             raise Refused(
                 f"{strategy}: what {self.name} sends does not add up along an all-reduce: every "
-                f"rank is given all of "
-                f"it; leave out reduce={reduce}, or compress by bf16, fp16 or power_sgd"
+                f"rank is given all of it; leave out reduce={reduce}, or compress by bf16, fp16 or "
+                "power_sgd"
             )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: object) -> None:
@@ -114,7 +114,7 @@ class Compressor(Family, abstract=True):
         if optimizer_facts is not None or steps_per_epoch is not None:
             raise Refused(
                 f"hook('{self}') wants no optimizer and no steps_per_epoch, which dgc has a use "
-                f"for; leave them out"
+                "for; leave them out"
             )
 
 
@@ -286,18 +286,16 @@ class Dgc(Compressor):
         if optimizer_facts.sgd_groups is None:
             raise Refused(
                 f"{requested}: dgc keeps the momentum of an SGD, and {optimizer_facts.optimizer} "
-                f"has a memory "
-                f"of its own, which "
-                f"sparse gradients would starve; use torch.optim.SGD, or "
-                f"compress=top_k({self.ratio:g})"
+                "has a memory of its own, which sparse gradients would starve; use "
+                f"torch.optim.SGD, or compress=top_k({self.ratio:g})"
             )
         for number, group in enumerate(optimizer_facts.sgd_groups):
             self.refuse_parameter_group(number, group, requested)
         if self.clip is not None and optimizer_facts.clip_norm is not None:
             raise Refused(
                 f"{requested}: clipping is given twice, {self.clip:g} here and "
-                f"clip_norm={optimizer_facts.clip_norm:g}; leave "
-                "out one of them (dgc takes clip_norm over)"
+                f"clip_norm={optimizer_facts.clip_norm:g}; leave out one of them (dgc takes "
+                "clip_norm over)"
             )
 
     def refuse_parameter_group(
@@ -317,17 +315,14 @@ class Dgc(Compressor):
             if group.get(what):
                 raise Refused(
                     f"{requested}: group {number} of the optimizer has {what}={group[what]}, which "
-                    f"dgc "
-                    f"does not take "
-                    f"over; leave it out, or compress=top_k({self.ratio:g})"
+                    f"dgc does not take over; leave it out, or compress=top_k({self.ratio:g})"
                 )
         if self.momentum != "auto" and group["momentum"]:
             raise Refused(
                 f"{requested}: momentum is given twice, {self.momentum:g} here and "
-                f"{group['momentum']:g} by group "
-                f"{number} of the optimizer; leave it out here (what a scheduler makes of it is "
-                f"taken over too), or "
-                "let both begin and stay at 0 there"
+                f"{group['momentum']:g} by group {number} of the optimizer; leave it out here "
+                "(what a scheduler makes of it is taken over too), or let both begin and stay at "
+                "0 there"
             )
 
     def refuse_hook(
@@ -337,13 +332,12 @@ class Dgc(Compressor):
         if optimizer_facts is None:
             raise Refused(
                 f"{hook} keeps the momentum of your SGD, which would count twice; give it "
-                f"optimizer="
+                "optimizer="
             )
         if self.clip is not None:
             raise Refused(
                 f"{hook}: a hook sees some of the gradients at a time, and no norm of all; leave "
-                f"out clip, or train "
-                f"with data(n, compress={self})"
+                f"out clip, or train with data(n, compress={self})"
             )
         if steps_per_epoch is not None and steps_per_epoch not in Integer(most=float("inf")):
             raise Refused(

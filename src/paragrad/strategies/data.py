@@ -65,14 +65,12 @@ class Data(Strategy):
         if self.reduce != "auto" and self.state not in ("replicated", "auto"):
             raise Refused(
                 f"data: reduce={self.reduce} does not fit state={self.state}, which has an "
-                f"exchange of its "
-                "own; leave out one of them"
+                "exchange of its own; leave out one of them"
             )
         if self.compress is not None and self.state not in ("replicated", "auto"):
             raise Refused(
                 f"data: compress={self.compress} does not fit state={self.state}, which has an "
-                f"exchange of its own, "
-                "of whole gradients; leave out one of them"
+                "exchange of its own, of whole gradients; leave out one of them"
             )
         if self.compress is not None and isinstance(self.reduce, AllReduce):
             self.compress.refuse_all_reduce("data", self.reduce)
@@ -80,20 +78,18 @@ class Data(Strategy):
             if isinstance(self.workers, int) and len(self.shares) != self.workers:
                 raise Refused(
                     f"data({self.workers}) has {self.workers} workers and {len(self.shares)} "
-                    f"shares; "
-                    "give one share per worker"
+                    "shares; give one share per worker"
                 )
             if 0 in self.shares:
                 raise Refused(
-                    f"data: every worker needs a share of at least 1, got {list(self.shares)}; "
-                    "use fewer workers instead"
+                    f"data: every worker needs a share of at least 1, got {list(self.shares)}; use "
+                    "fewer workers instead"
                 )
 
         if self.adapts_shares and self.shards_parameters:
             raise Refused(
                 "data(shares=auto) measures forwards, and with state=fully_sharded these wait for "
-                "other ranks; say "
-                "the shares, such as shares=[3, 1]"
+                "other ranks; say the shares, such as shares=[3, 1]"
             )
         unsuitable = [
             option.name
@@ -103,9 +99,8 @@ class Data(Strategy):
         ]
         if self.splits_dense_layers and unsuitable:
             raise Refused(
-                f"data(dense=tensor) divides a batch evenly and sums gradients where a layer makes "
-                f"them; leave out "
-                f"{unsuitable[0]}"
+                "data(dense=tensor) divides a batch evenly and sums gradients where a layer makes "
+                f"them; leave out {unsuitable[0]}"
             )
 
     # ---- properties --------------------------------------------------------------------------
@@ -138,9 +133,8 @@ class Data(Strategy):
             exact=lossless and whole,
             buffers_equal=whole,
             jobs_only=(
-                f"in a loop of your own every rank holds the parameters and their mean gradients; "
-                f"leave out state={self.state}, or "
-                "make it a Job"
+                "in a loop of your own every rank holds the parameters and their mean gradients; "
+                f"leave out state={self.state}, or make it a Job"
             )
             if self.shares_memory or self.shards_parameters
             else None,
@@ -200,8 +194,7 @@ class Data(Strategy):
         if self.compress is not None and not self.compress.sums:
             return (
                 f"every rank is given all that {self.compress.name} sends, in one round; leave out "
-                f"compress, or "
-                "try data(4, reduce=ring, compress=bf16)"
+                "compress, or try data(4, reduce=ring, compress=bf16)"
             )
         if isinstance(self.reduce, Native):
             return (
@@ -212,8 +205,7 @@ class Data(Strategy):
         if self.shards_parameters:
             return (
                 "state=fully_sharded gathers and sums by the backend's own collectives, of which "
-                "there is no schedule; "
-                "try data(4, reduce=ring)"
+                "there is no schedule; try data(4, reduce=ring)"
             )
         return "say which all-reduce, for example data(4, reduce=ring)"
 
@@ -313,10 +305,8 @@ class Data(Strategy):
         ):
             raise Refused(
                 f"{requested}: shares that change may come to micro-batches of one sample, of "
-                f"which "
-                f"batch norm takes no "
-                f"variance; leave out {'micro' if self.micro > 1 else 'batch_norm=share'}, or say "
-                f"the shares"
+                "which batch norm takes no variance; leave out "
+                f"{'micro' if self.micro > 1 else 'batch_norm=share'}, or say the shares"
             )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:
@@ -327,34 +317,31 @@ class Data(Strategy):
         if self.adapts_shares and facts.steps <= -(-facts.samples // facts.full_batch):
             yield (
                 f"{requested}: shares change where an epoch begins, and job {facts.job} begins one "
-                f"alone, so they stay equal; "
-                "give more epochs, or say the shares, such as shares=[3, 1]"
+                "alone, so they stay equal; give more epochs, or say the shares, such as "
+                "shares=[3, 1]"
             )
 
     def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         if self.splits_dense_layers and len(factors) > 1:
             raise Refused(
-                "data(dense=tensor) gives a model all samples on every rank, and splits its layers "
-                "itself; give it "
-                "alone"
+                "data(dense=tensor) gives a model all samples on every rank, and splits its "
+                "layers itself; give it alone"
             )
         if self.shards_parameters and len(factors) > 1:
             raise Refused(
                 "data(state=fully_sharded) gathers the parameters of a module when all of it is "
-                "called, and beside "
-                "it the model is cut into parts, which call some of it; leave out the state"
+                "called, and beside it the model is cut into parts, which call some of it; leave "
+                "out the state"
             )
         if self.adapts_shares and len(factors) > 1:
             raise Refused(
                 "data(shares=auto) measures forwards of whole models, and beside it the model is "
-                "cut; say the "
-                "shares, such as shares=[3, 1]"
+                "cut; say the shares, such as shares=[3, 1]"
             )
         if self.micro != 1 and (
             other := next((each for each in factors if each.schedules_micro_batches), None)
         ):
             raise Refused(
                 f"data(micro=...) does not fit beside {other.name}, which says itself how a batch "
-                f"passes; leave it "
-                "out, or give pipeline(micro=...)"
+                "passes; leave it out, or give pipeline(micro=...)"
             )

@@ -74,8 +74,7 @@ class Federated(Strategy):
             buffers_equal=False,
             jobs_only=(
                 "which client has which samples, and who trains when, is not for a loop of your "
-                "own; make it a Job, or train with "
-                "local(n)"
+                "own; make it a Job, or train with local(n)"
             ),
         )
 
@@ -108,8 +107,7 @@ class Federated(Strategy):
         if self.clients < self.workers:
             raise Refused(
                 f"{self}: {self.clients} client(s) keep no {self.workers} workers busy; give at "
-                f"most "
-                f"{self.clients} worker(s), or more clients"
+                f"most {self.clients} worker(s), or more clients"
             )
         if not isinstance(self.reduce, AllReduce):
             return self
@@ -134,15 +132,13 @@ class Federated(Strategy):
         if facts.samples < self.clients:
             raise Refused(
                 f"{requested} has {self.clients} clients, and job {facts.job} {facts.samples} "
-                f"sample(s); give at most "
-                f"clients={facts.samples}"
+                f"sample(s); give at most clients={facts.samples}"
             )
         refuse_replaced_parameters(facts, requested)
         if facts.optimizer_refusal:
             raise Refused(
                 f"{requested} makes an optimizer for every client and round, and that of job "
-                f"{facts.job} is not made "
-                f"anew: {facts.optimizer_refusal}"
+                f"{facts.job} is not made anew: {facts.optimizer_refusal}"
             )
         if facts.repeatability_refusal and not skip_first_step_check:
             raise Refused(f"job {facts.job}: {facts.repeatability_refusal}")
@@ -151,8 +147,7 @@ class Federated(Strategy):
         if (taking := self.clients_per_round) < self.workers:
             yield (
                 f"{requested}: {taking} of {self.clients} clients take{'s' if taking == 1 else ''} "
-                f"part in a round, which "
-                f"keeps at most {taking} of {self.workers} workers busy"
+                f"part in a round, which keeps at most {taking} of {self.workers} workers busy"
                 + (", and nothing is averaged" if taking == 1 else "")
                 + f"; give fewer workers, or a larger fraction, such as "
                 f"fraction={self.workers / self.clients:.3g}"
@@ -162,8 +157,7 @@ class Federated(Strategy):
         if len(factors) > 1:
             raise Refused(
                 "federated: a worker is a whole client at a time; give it alone, or multiply "
-                "local(n), whose "
-                "replicas may be cut"
+                "local(n), whose replicas may be cut"
             )
 
     def explain_choices(
@@ -178,8 +172,8 @@ class Federated(Strategy):
             "scheduler",
             "by samples, between rounds",
             (
-                "it makes as many steps as serial does over as many samples; in a "
-                "round the rate stays"
+                "it makes as many steps as serial does over as many samples; in a round the rate "
+                "stays"
             ),
         )
         yield "batch norm", "of each client's batch", "other clients' samples are not to be known"

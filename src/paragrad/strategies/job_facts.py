@@ -142,9 +142,6 @@ def refuse_replaced_parameters(facts: JobFacts, requested: object) -> None:
     if facts.replaced_parameters:
         raise Refused(
             f"{requested} averages what is known by its name, and a forward of job {facts.job} "
-            f"puts "
-            f"another parameter in "
-            f"the place of {facts.replaced_parameters[0]}, ties it or makes it; do that in "
-            f"__init__, and "
-            f"change values in place"
+            f"puts another parameter in the place of {facts.replaced_parameters[0]}, ties it or "
+            "makes it; do that in __init__, and change values in place"
         )

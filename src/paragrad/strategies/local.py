@@ -75,21 +75,18 @@ class Local(Strategy):
         if self.every == "end" and not isinstance(self.outer, Mean):
             raise Refused(
                 f"local(every=end) is the mean of replicas that never met, and outer={self.outer} "
-                f"steps where they "
-                "meet; leave out outer, or let them meet, such as every=16"
+                "steps where they meet; leave out outer, or let them meet, such as every=16"
             )
         if self.compress is not None and self.compress.feedback:
             raise Refused(
                 f"local: {self.compress} adds what it does not send to the next gradient, and what "
-                f"replicas send is "
-                "how far their weights moved; compress by int8, bf16 or fp16, or by that under "
-                "data(n)"
+                "replicas send is how far their weights moved; compress by int8, bf16 or fp16, or "
+                "by that under data(n)"
             )
         if self.compress is not None and self.every == "end":
             raise Refused(
-                f"local(every=end) averages once, in what is saved, which is not compressed; leave "
-                f"out "
-                f"compress={self.compress}, or let replicas meet, such as every=16"
+                "local(every=end) averages once, in what is saved, which is not compressed; leave "
+                f"out compress={self.compress}, or let replicas meet, such as every=16"
             )
         if self.compress is not None and isinstance(self.reduce, AllReduce):
             self.compress.refuse_all_reduce("local", self.reduce)
@@ -132,8 +129,8 @@ class Local(Strategy):
         if isinstance(outer, Elastic) and float(outer.pull) >= (most := 2 / (resolved.workers + 1)):
             raise Refused(
                 f"{self}: with {resolved.workers} worker(s) a pull of {most:.3g} or more drives "
-                f"centre and replicas "
-                "apart for ever; leave it out, which is 0.9 over their number, or give less"
+                "centre and replicas apart for ever; leave it out, which is 0.9 over their "
+                "number, or give less"
             )
         if isinstance(reduce, AllReduce):
             reduce = reduce.resolve(resolved.workers, environment.ranks_on_host or resolved.workers)
@@ -154,42 +151,36 @@ class Local(Strategy):
             )
             raise Refused(
                 f"{requested}: {self._describe_first_average(facts)}, and {what} where they meet; "
-                f"give every of at most "
-                f"{facts.steps - self.after}, or leave out {left}"
+                f"give every of at most {facts.steps - self.after}, or leave out {left}"
             )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:
         if optimizer_facts.has_modes and not isinstance(self.outer, Mean):
             raise Refused(
                 f"{requested}: {optimizer_facts.optimizer} has weights for training and others for "
-                f"tests, and "
-                f"{self.outer.name} "
-                "a centre, which would be of one kind; leave out outer"
+                f"tests, and {self.outer.name} a centre, which would be of one kind; leave out "
+                "outer"
             )
         if optimizer_facts.keeps_copies:
             raise Refused(
                 f"{requested}: {optimizer_facts.optimizer} goes on from copies of the weights that "
-                f"it keeps "
-                f"(tried on a small "
-                "copy), so its next step undoes what they were averaged to; use one that updates "
-                "the parameters "
-                "themselves, such as AdamW, or data(n)"
+                "it keeps (tried on a small copy), so its next step undoes what they were "
+                "averaged to; use one that updates the parameters themselves, such as AdamW, or "
+                "data(n)"
             )
 
     def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
         if self.after >= facts.steps > 0:
             yield (
                 f"{requested}: job {facts.job} makes {facts.steps} step(s), all of them "
-                f"synchronous: "
-                f"it is data(n) with "
-                f"batch_norm=share; give after of less than {facts.steps}"
+                "synchronous: it is data(n) with batch_norm=share; give after of less than "
+                f"{facts.steps}"
             )
         elif self._averages_only_at_end(facts):
             yield (
                 f"{requested}: {self._describe_first_average(facts)}, so their weights are "
-                f"averaged once, at the end, "
-                f"as by every=end; give "
-                f"every of at most {facts.steps - self.after}"
+                "averaged once, at the end, as by every=end; give every of at most "
+                f"{facts.steps - self.after}"
             )
 
     def _averages_only_at_end(self, facts: JobFacts) -> bool:
@@ -212,8 +203,8 @@ class Local(Strategy):
             + ("at the end" if self.every == "end" else f"every {self.every} steps")
             + after,
             (
-                "tests, checkpoints and the model are of what the run stands for, between meetings "
-                "too"
+                "tests, checkpoints and the model are of what the run stands for, between "
+                "meetings too"
             ),
         )
         if self.outer != resolved.outer:

@@ -66,9 +66,8 @@ class PartitionedStrategy(Strategy, abstract=True):
         if facts.other_generators:
             raise Refused(
                 f"job {facts.job}: the model draws from {', '.join(facts.other_generators)}, and "
-                f"in "
-                f"parts its calls are "
-                f"others; draw by torch, or in the dataset, or train without {requested}"
+                "in parts its calls are others; draw by torch, or in the dataset, or train "
+                f"without {requested}"
             )
 
     def plan_schedules(self) -> tuple[ScheduleUse, ...]:

@@ -122,7 +122,7 @@ def strategy(text: str | Strategy) -> Strategy:
         return text
     if not isinstance(text, str):
         raise Refused(
-            f"a strategy is a text such as 'data(2, reduce=ring)' or a value such as Data(2); got "
+            "a strategy is a text such as 'data(2, reduce=ring)' or a value such as Data(2); got "
             f"{text!r}"
         )
     parsed = parse_strategies(text)
@@ -150,8 +150,8 @@ def resolve_strategy(chosen: Strategy, environment: Environment) -> Strategy:
             else f"{resolved.size} worker(s)"
         )
         raise Refused(
-            f"{chosen} wants {wanted} and the launcher started {environment.ranks}; "
-            f"start {resolved.size}, or write data(auto)"
+            f"{chosen} wants {wanted} and the launcher started {environment.ranks}; start "
+            f"{resolved.size}, or write data(auto)"
         )
     return resolved
 

@@ -70,20 +70,18 @@ class Server(Strategy):
         if self.rate == "by_staleness" and self.is_synchronous:
             raise Refused(
                 f"server(rate=by_staleness): under {self.sync} no gradient is stale; leave rate "
-                f"out, or give "
-                "sync=asp or sync=ssp(4)"
+                "out, or give sync=asp or sync=ssp(4)"
             )
         if self.compress is not None and self.compress.feedback:
             raise Refused(
                 f"server: {self.compress} adds what it does not send to the next gradient, and a "
-                f"worker that is lost "
-                "takes that with it; compress by int8 or bf16, or by that under data(n)"
+                "worker that is lost takes that with it; compress by int8 or bf16, or by that "
+                "under data(n)"
             )
         if self.compress is not None and self.compress.agrees:
             raise Refused(
                 f"server: for {self.compress} all ranks agree on a scale first, and workers push "
-                f"by themselves; "
-                "compress by bf16 or int8"
+                "by themselves; compress by bf16 or int8"
             )
 
     @property
@@ -157,18 +155,17 @@ class Server(Strategy):
         if self.backup >= self.workers:
             raise Refused(
                 f"{self}: {self.backup} of {self.workers} worker(s) for backup leave none; give "
-                f"fewer"
+                "fewer"
             )
         if self.backup and self.servers > 1:
             raise Refused(
                 f"{self}: which pushes come first one server alone can say; give servers=1, or no "
-                f"backup"
+                "backup"
             )
         if self.backup and environment.ranks is not None:
             raise Refused(
                 f"{self}: samples are queued again by paragrad's own launcher; start it without "
-                f"another one, or "
-                "leave out backup"
+                "another one, or leave out backup"
             )
         return self
 
@@ -179,17 +176,13 @@ class Server(Strategy):
         if facts.trained_elements < self.servers:
             raise Refused(
                 f"{requested} has {self.servers} servers, and job {facts.job} "
-                f"{facts.trained_elements} trained "
-                f"parameter(s); "
-                "give fewer servers"
+                f"{facts.trained_elements} trained parameter(s); give fewer servers"
             )
         if self.servers > 1 and facts.update_granularity != "element":
             raise Refused(
                 f"{requested} cuts the optimizer's state into slices, and {facts.optimizer} does "
-                f"not "
-                f"update element by "
-                "element (as SGD, Adam, AdamW, RMSprop, Adagrad do); give servers=1, or another "
-                "optimizer"
+                "not update element by element (as SGD, Adam, AdamW, RMSprop, Adagrad do); give "
+                "servers=1, or another optimizer"
             )
 
     def explain_no_schedule(self) -> str:
@@ -212,9 +205,8 @@ class Server(Strategy):
                 "an update for every share",
                 (
                     f"of gradients divided by {self.workers}: plain SGD moves as far as in one "
-                    f"step of all; Adam, which divides by "
-                    f"their size, {self.workers} times as far, and momentum and decay act "
-                    f"{self.workers} times as often"
+                    f"step of all; Adam, which divides by their size, {self.workers} times as far, "
+                    f"and momentum and decay act {self.workers} times as often"
                 ),
             )
         if not self.is_synchronous and self.rate == "constant":

@@ -33,8 +33,8 @@ class Spatial(Strategy):
         if self.dense == "tensor" and self.columns > 1:
             raise Refused(
                 "spatial(dense=tensor) has the neurons of fully connected layers where it has "
-                "rows, and columns are "
-                f"ranks of their own; give spatial({self.rows * self.columns}, dense=tensor)"
+                "rows, and columns are ranks of their own; give "
+                f"spatial({self.rows * self.columns}, dense=tensor)"
             )
 
     @property
@@ -62,14 +62,13 @@ class Spatial(Strategy):
         if others := [each.name for each in factors if each is not self and not each.is_replicated]:
             raise Refused(
                 f"spatial gives a model pieces of images, and beside it {others[0]} cuts that "
-                f"model; multiply it "
-                "with data(n) alone"
+                "model; multiply it with data(n) alone"
             )
         if other := [
             each for each in factors if each is not self and each.batch_norm != self.batch_norm
         ]:
             raise Refused(
                 f"batch norm takes its statistics one way: {other[0].name} says "
-                f"batch_norm={other[0].batch_norm}, "
-                f"and spatial {self.batch_norm}; give both the same"
+                f"batch_norm={other[0].batch_norm}, and spatial {self.batch_norm}; give both the "
+                "same"
             )

@@ -289,9 +289,8 @@ class Strategy(Family, abstract=True):
         if division.micro > (most := max(apportion_samples(facts.full_batch, division.shares))):
             raise Refused(
                 f"{requested} cuts shares into {division.micro} micro-batches, and the largest of "
-                f"a "
-                f"full batch has "
-                f"{most} sample(s); give micro of at most {most}, or a larger batch"
+                f"a full batch has {most} sample(s); give micro of at most {most}, or a larger "
+                "batch"
             )
         if division.micro > 1 and facts.micro_batch_refusal:
             raise Refused(f"job {facts.job}: {facts.micro_batch_refusal}")
@@ -315,9 +314,7 @@ class Strategy(Family, abstract=True):
         if full_batch < (shares := len(self.division.shares)):
             raise Refused(
                 f"{requested} has {shares} workers and the full batch {full_batch} sample(s); give "
-                f"a batch "
-                f"of at least "
-                f"{shares}, or fewer workers"
+                f"a batch of at least {shares}, or fewer workers"
             )
 
     def refuse_single_sample(self, facts: JobFacts, requested: Strategy) -> None:
@@ -350,9 +347,7 @@ class Strategy(Family, abstract=True):
                 )
                 raise Refused(
                     f"job {facts.job}: {facts.single_sample_refusal}, and {requested} makes a "
-                    f"micro-batch of one out "
-                    f"of a batch of "
-                    f"{samples}; {repair}"
+                    f"micro-batch of one out of a batch of {samples}; {repair}"
                 )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:

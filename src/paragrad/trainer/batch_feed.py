@@ -101,15 +101,14 @@ class BatchFeed:
         if batch is None:
             raise StepFailed(
                 "step wants what trainer.batches(...) gave last, once; loop over trainer.batches "
-                "and call "
-                "step in it"
+                "and call step in it"
             )
         if len(self.untaken_tensors) and any(
             tensor in self.untaken_tensors for tensor in list_batch_tensors([inputs, target])
         ):
             raise StepFailed(
-                "step got an earlier batch than the one trainer.batches gave last: something looks "
-                "ahead, "
-                "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)"
+                "step got an earlier batch than the one trainer.batches gave last: something "
+                "looks ahead, which would mix shares; loop over trainer.batches itself (loaders=1 "
+                "loads ahead)"
             )
         return batch

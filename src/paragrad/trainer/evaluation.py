@@ -248,10 +248,8 @@ def refuse_gradient_loss(module: LossModule, inputs: Any, target: Any, samples: 
             )
         except Exception as error:
             raise StepFailed(
-                f"the loss, in a test (eval mode, without gradients), raised "
-                f"{describe_error(error)}; give a "
-                f"metric, or "
-                "train it with data(n)"
+                "the loss, in a test (eval mode, without gradients), raised "
+                f"{describe_error(error)}; give a metric, or train it with data(n)"
             ) from error
 
 

@@ -150,11 +150,9 @@ def refuse_other_training(
                 and abs(new - old) > LOSS_TOLERANCE * abs(old) + 1e-7
             ):
                 raise Refused(
-                    f"{folder} is of a job whose loss before training was {old:.6g}, over "
-                    f"samples from all over "
-                    f"the dataset, and here it is {new:.6g}: other data, other transforms, or "
-                    f"another forward or "
-                    f"loss; {repair}"
+                    f"{folder} is of a job whose loss before training was {old:.6g}, over samples "
+                    f"from all over the dataset, and here it is {new:.6g}: other data, other "
+                    f"transforms, or another forward or loss; {repair}"
                 )
             continue
         raise Refused(

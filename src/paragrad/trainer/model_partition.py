@@ -202,7 +202,7 @@ def build_model_partition(
     ]:
         raise StepFailed(
             f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the "
-            f"module",
+            "module",
             tensor=", ".join(hooked_names[:3]),
         )
     # Built-in strategies leave the values untouched; a strategy of the user may write to them.
@@ -219,18 +219,14 @@ def build_model_partition(
     if draws.other_generators and shard.draw_calls is not None:
         raise StepFailed(
             f"the model draws from {', '.join(draws.other_generators)}, and in parts its calls are "
-            f"others; "
-            f"draw by torch, "
-            f"or in the dataset, or train without {strategy}"
+            f"others; draw by torch, or in the dataset, or train without {strategy}"
         )
     if shard.draw_calls is not None and not all(
         call in range(len(draws.calls)) for call in shard.draw_calls
     ):
         raise StepFailed(
             f"{strategy} gives the random calls of a part the numbers {list(shard.draw_calls)}, "
-            f"and the "
-            f"model's are "
-            f"0 to {len(draws.calls) - 1}"
+            f"and the model's are 0 to {len(draws.calls) - 1}"
         )
     own_layout = Layout(
         world.select_axes([axis.name for axis in world.axes if axis.divides != "samples"]),
@@ -275,9 +271,8 @@ def check_loss_ranks(weights: list[float], loss_rank_count: int) -> None:
     ):
         raise StepFailed(
             f"of the ranks of one replica {loss_rank_count} say that they give the loss, and they "
-            f"are not "
-            f"those that have "
-            f"one (weights {weights}, those of givers first); mend Share(gives=)"
+            f"are not those that have one (weights {weights}, those that say so first); mend "
+            "ModelShard(has_output=)"
         )
 
 
@@ -310,8 +305,7 @@ def _check_partition(
     if problem := layout.world.broadcast_object(problem):
         raise StepFailed(
             f"{strategy} cuts the model wrongly: {problem}; every element of every parameter and "
-            f"buffer is to be "
-            "held, and to count on one rank of a replica"
+            "buffer is to be held, and to count on one rank of a replica"
         )
     has_split_tensors = layout.world.all_reduce(
         torch.tensor(float(any(spec.where is not None for spec in shard.specs.values()))), "MAX"
@@ -344,10 +338,8 @@ def refuse_unfit_optimizer(
     if hook := find_step_hook(optimizer):
         raise StepFailed(
             f"{type(optimizer).__name__} has {hook}, which may look at parameters that are on "
-            f"another rank, for "
-            f"{strategy} cuts the model; do what it does in the step() of an optimizer of your "
-            f"own, or train "
-            f"without {strategy}"
+            f"another rank, for {strategy} cuts the model; do what it does in the step() of an "
+            f"optimizer of your own, or train without {strategy}"
         )
     if UPDATE_GRANULARITIES.index(granularity) > UPDATE_GRANULARITIES.index(available_granularity):
         needs = "all parameters" if granularity == WHOLE_MODEL else "whole tensors"
@@ -358,8 +350,7 @@ def refuse_unfit_optimizer(
         )
         raise StepFailed(
             f"{type(optimizer).__name__} wants {needs} together (tried on a small copy), and "
-            f"{strategy} {situation}; "
-            f"use one that updates {unit}, such as Adam"
+            f"{strategy} {situation}; use one that updates {unit}, such as Adam"
         )
 
 
@@ -378,15 +369,14 @@ def _find_wrong_tensor(shard: ModelShard, serial: Mapping[str, Tensor]) -> str |
         ):
             return (
                 f"{name} has the shape {tuple(tensor.shape)}, and what it says to hold of "
-                f"{spec.name}, whole "
-                f"{tuple(serial_tensor.shape)}, has another"
+                f"{spec.name}, whole {tuple(serial_tensor.shape)}, has another"
             )
         if not is_same_value(spec.extract_shard(serial_tensor), tensor.detach()):
             return f"{name} has other values than what it says to hold of {spec.name}"
         if tensor.requires_grad != serial_tensor.requires_grad:
             return (
-                f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, and {spec.name} "
-                f"of the model is not"
+                f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, and {spec.name} of "
+                "the model is not"
             )
         if spec.gradient_worlds and not isinstance(tensor, nn.Parameter):
             return f"{name} has owners and is a buffer, which has no gradient"

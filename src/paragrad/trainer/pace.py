@@ -111,7 +111,7 @@ def read_slow_ranks(slow: str | None, pace: float | None) -> SlowRanks:
             if not 0 < random_slowdown[0] <= 1:
                 raise Refused(
                     f"--slow {each}: {share} is the share of steps; give a number above 0, at most "
-                    f"1"
+                    "1"
                 )
             factor = random_slowdown[1]
         if not 1 <= factor < inf:

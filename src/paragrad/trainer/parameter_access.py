@@ -59,8 +59,7 @@ def refuse_parameter_views(model: nn.Module) -> None:
     ]:
         raise StepFailed(
             f"{scripts[0] or 'the model'} is a script of torch.jit, which keeps its parameters to "
-            f"itself; give "
-            "the module that it was made of, or train it with data(n)"
+            "itself; give the module that it was made of, or train it with data(n)"
         )
     storages = {
         each.untyped_storage()._cdata: name
@@ -79,9 +78,8 @@ def refuse_parameter_views(model: nn.Module) -> None:
                 if id(each) in names:
                     raise StepFailed(
                         f"the attribute {key} of {name or 'the model'} keeps the parameter "
-                        f"{names[id(each)]}, "
-                        "and would not follow it; take it from its module in forward, or train it "
-                        "with data(n)"
+                        f"{names[id(each)]}, and would not follow it; take it from its module in "
+                        "forward, or train it with data(n)"
                     )
                 if (
                     id(each) not in buffer_ids
@@ -91,9 +89,8 @@ def refuse_parameter_views(model: nn.Module) -> None:
                     parameter = storages[each.untyped_storage()._cdata]
                     raise StepFailed(
                         f"the attribute {key} of {name or 'the model'} is a view of the parameter "
-                        f"{parameter}, "
-                        "and would not follow it; take the view in forward, or train it with "
-                        "data(n)"
+                        f"{parameter}, and would not follow it; take the view in forward, or train "
+                        "it with data(n)"
                     )
 
 
@@ -152,8 +149,8 @@ def refuse_loss_reading_parameters(module: LossModule, inputs: Any, target: Any)
         if (name := names.get(id(getattr(node, "variable", None)))) is not None:
             raise StepFailed(
                 f"the loss reads the parameter {name} of the model from outside, and it is on "
-                f"another rank, or a "
-                "copy; let the model return what its loss needs of it, such as (output, penalty)"
+                "another rank, or a copy; let the model return what its loss needs of it, such as "
+                "(output, penalty)"
             )
 
 
@@ -318,9 +315,8 @@ class UserModel:
                 now, _ = current.get(what, ("is gone", None))
                 yield (
                     f"{what} {now}, other than when the model was cut, and its parts on the ranks "
-                    f"would not follow; change "
-                    "it before the first step, or between one parallelize and the next, or train "
-                    "it with data(n)"
+                    "would not follow; change it before the first step, or between one "
+                    "parallelize and the next, or train it with data(n)"
                 )
 
     def _list_other_attributes(self) -> dict[str, object]:

@@ -252,8 +252,7 @@ class Settings:
         if self.memory_budget is not None and job is not None and job.batch != "fit":
             raise Refused(
                 f"memory {self.memory} says what a rank may hold where the batch is to be found; "
-                f"give batch='fit' "
-                f"(--batch fit) in place of {job.batch!r}, or leave it out"
+                f"give batch='fit' (--batch fit) in place of {job.batch!r}, or leave it out"
             )
         if job is not None:
             self._check_goal(job)
@@ -281,8 +280,7 @@ class Settings:
         if self.listen is None or self.allow is None:
             raise Refused(
                 "--listen says where workers may join from other hosts, and --allow is the folder "
-                "of the public keys "
-                "of those who may; give both, or neither"
+                "of the public keys of those who may; give both, or neither"
             )
         if not isinstance(self.listen, str):
             raise Refused(f"listen must be a text such as '10.0.0.1:4000', got {self.listen!r}")
@@ -297,8 +295,8 @@ class Settings:
             raise Refused(f"--until {goal}: job {job.name} has no test set; give it test=...")
         if goal.metric != job.metric_name:
             raise Refused(
-                f"--until {goal}: job {job.name} measures {job.metric_name}; "
-                f"write {job.metric_name}={goal.value:g}"
+                f"--until {goal}: job {job.name} measures {job.metric_name}; write "
+                f"{job.metric_name}={goal.value:g}"
             )
 
 

@@ -578,7 +578,7 @@ class Trainer:
         if self.autocast is not None and not self.rehearsing and not self.used_autocast:
             raise StepFailed(
                 f"the passes of {self.strategy} leave autocast out; make every forward "
-                f"within.casting()"
+                "host.use_autocast()"
             )
         self.exchange.doubtful_weight = self.module.doubtful_total
         self.exchange.finish(local_sums.weight, local_sums.loss)

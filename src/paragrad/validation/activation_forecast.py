@@ -115,9 +115,7 @@ def forecast_activations(
     ):
         raise Refused(
             f"{resolved}: what {custom_factor} does in a step is known to it alone; train with it, "
-            f"and "
-            f"the record says "
-            "what its ranks held"
+            "and the record says what its ranks held"
         )
     whole = inspection.order.get_batch(0)
     parts = next(
@@ -128,8 +126,7 @@ def forecast_activations(
     ):
         raise Refused(
             f"{resolved} cuts the model otherwise than in consecutive parts; the record of a "
-            f"training says what its "
-            "ranks held"
+            "training says what its ranks held"
         )
     with keep_generators():
         shares = [
@@ -195,8 +192,7 @@ def forecast_activations(
                 raise
             raise Refused(
                 f"job {job.name}, {resolved}: what its backward keeps cannot be seen, for "
-                f"torch.func takes no "
-                "hooks; train it, and look at resident in the record"
+                "torch.func takes no hooks; train it, and look at resident in the record"
             ) from error
 
 

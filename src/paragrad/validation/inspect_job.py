@@ -150,10 +150,8 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
     ):
         raise Refused(
             f"job {job.name}: the loss holds parameters with requires_grad, which no optimizer "
-            f"gets; put them into "
-            "the model and let it return what its loss needs of them, such as (output, penalty), "
-            "or freeze them "
-            "(requires_grad_(False))"
+            "gets; put them into the model and let it return what its loss needs of them, such as "
+            "(output, penalty), or freeze them (requires_grad_(False))"
         )
     _check_dense_values(job, model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -194,8 +192,7 @@ def _check_dense_values(job: Job, model: nn.Module) -> None:
             kind = "quantized" if each.is_quantized else "sparse"
             raise Refused(
                 f"job {job.name}: {name} is {kind}, and no file of a trained model holds that; "
-                f"make it dense, or "
-                "keep it in an attribute that is no buffer"
+                "make it dense, or keep it in an attribute that is no buffer"
             )
 
 
@@ -226,7 +223,7 @@ def _check_job_fields(job: Job) -> None:
     ):
         raise Refused(
             f"job name {job.name!r}: give a text of at most 100 characters without /, of which "
-            f"folders can be named"
+            "folders can be named"
         )
     for name in ("model", "loss", "optimizer"):
         if not callable(getattr(job, name)):
@@ -237,8 +234,7 @@ def _check_job_fields(job: Job) -> None:
     if isinstance(job.model, nn.Module):
         raise Refused(
             f"job {job.name}: model must be a function that builds the model, because every rank "
-            f"builds its "
-            "own; write model=lambda: Net()"
+            "builds its own; write model=lambda: Net()"
         )
     for name in ("scheduler", "metric", "collate"):
         if getattr(job, name) is not None and not callable(getattr(job, name)):
@@ -250,8 +246,7 @@ def _check_job_fields(job: Job) -> None:
     if job.dtype not in DTYPES:
         raise Refused(
             f"job {job.name}: dtype must be torch.float32, torch.float64 or torch.bfloat16 (by "
-            f"autocast), "
-            f"got {job.dtype}"
+            f"autocast), got {job.dtype}"
         )
 
 
@@ -262,8 +257,7 @@ def _open_dataset(job: Job, which: str, data: Path | None) -> Dataset:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise Refused(
             f"job {job.name}: {which} must be a map-style dataset (with __len__ and __getitem__) "
-            f"or a function "
-            f"that returns one, got {type(dataset).__name__}"
+            f"or a function that returns one, got {type(dataset).__name__}"
         )
     if (samples := _call_job_function(job, f"len({which})", lambda: len(dataset))) == 0:
         raise Refused(f"job {job.name}: {which} has no samples")
@@ -358,13 +352,13 @@ def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None)
     optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := set(optimized) - set(model.parameters()):
         return (
-            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's; build "
-            f"it from model.parameters()"
+            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's; build it "
+            "from model.parameters()"
         )
     if len(optimized) > len(set(optimized)):
         return (
             f"the optimizer holds {len(optimized) - len(set(optimized))} parameter(s) twice; give "
-            f"each once"
+            "each once"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return (
@@ -376,7 +370,7 @@ def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None)
     if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         return (
             f"the scheduler is a {type(scheduler).__name__}; make it a "
-            f"torch.optim.lr_scheduler.LRScheduler"
+            "torch.optim.lr_scheduler.LRScheduler"
         )
     return None
 
@@ -429,10 +423,8 @@ def _check_test_batch(job: Job, model: nn.Module, test: Dataset) -> None:
         )
         raise Refused(
             f"job {job.name}: metric {job.metric_name} returned ({kinds}) for a batch of "
-            f"{len(indices)}; return a "
-            "pair of numbers (sum, weight) that add up over batches, such as the sum over the "
-            "samples and their "
-            "number"
+            f"{len(indices)}; return a pair of numbers (sum, weight) that add up over batches, "
+            "such as the sum over the samples and their number"
         ) from None
 
 

@@ -92,15 +92,11 @@ def refuse_insufficient_memory(
         return
     need = (
         f"{requested} wants at least {_format_bytes(estimate(ranks_here, sample_bytes))} here: "
-        f"{ranks_here} "
-        f"process{'es' if ranks_here > 1 else ''} of "
+        f"{ranks_here} process{'es' if ranks_here > 1 else ''} of "
         f"{_format_bytes(PROCESS_BYTES + gradient_bytes(ranks_here) // ranks_here)} with "
-        f"gradients, "
-        f"{_format_bytes(model)} of "
-        f"parameters, "
+        f"gradients, {_format_bytes(model)} of parameters, "
         f"{_format_bytes(saved_samples * sample_bytes)} that backward keeps of {saved_samples} "
-        f"sample{'s' if saved_samples > 1 else ''}; "
-        f"{_format_bytes(available)} are left: "
+        f"sample{'s' if saved_samples > 1 else ''}; {_format_bytes(available)} are left: "
     )
     fixed, per_rank = (
         (gradient_bytes(ranks_here) + saved_samples * sample_bytes, PROCESS_BYTES)

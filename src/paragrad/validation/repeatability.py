@@ -75,9 +75,8 @@ def explain_unequal_samples(
         if is_same_batch(*loads)
         else (
             "train gives other values each time it is asked for the same samples: dataset or "
-            "collate keeps a state or a random "
-            "generator of its own; draw by torch, numpy.random or random themselves, which are "
-            "seeded for every sample"
+            "collate keeps a state or a random generator of its own; draw by torch, numpy.random "
+            "or random themselves, which are seeded for every sample"
         )
     )
 
@@ -89,8 +88,8 @@ def explain_single_use_optimizer(job: Job) -> str | None:
     first = job.optimizer(parameters)
     if [_count_hooks(each) for each in parameters] != hooks_before:
         return (
-            "it registers hooks on parameters, which stay there: register them where the model "
-            "is made"
+            "it registers hooks on parameters, which stay there: register them where the model is "
+            "made"
         )
     second = job.optimizer(parameters)
     return (

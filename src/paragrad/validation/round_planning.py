@@ -73,9 +73,7 @@ def refuse_many_rounds(rounds: ClientRounds | None, requested: Strategy) -> None
     if rounds and rounds.has_varying_steps and rounds.count > MAX_DRAWN_ROUNDS:
         raise Refused(
             f"{requested} comes to {rounds.count:,} rounds, of which each has to be drawn first, "
-            f"as "
-            f"clients make unequal "
-            f"numbers of steps; give at most rounds={MAX_DRAWN_ROUNDS}"
+            f"as clients make unequal numbers of steps; give at most rounds={MAX_DRAWN_ROUNDS}"
         )
 
 
@@ -96,9 +94,7 @@ def refuse_round_schedule(
     if rounds is not None and inspection.rate_scaling:
         raise Refused(
             f"{requested}: scale_lr follows the batch, which is a client's here, who may have "
-            f"fewer "
-            f"samples; give its "
-            "optimizer the rate"
+            "fewer samples; give its optimizer the rate"
         )
     if rounds is None or inspection.initial_training["scheduler"] != "OneCycleLR":
         return
@@ -108,10 +104,8 @@ def refuse_round_schedule(
         possible = max(1, rounds.count_finished_rounds(last_step + 1) - 1)
         raise Refused(
             f"job {job}: its OneCycleLR ends after {last_step} steps, and {requested} passes over "
-            f"as "
-            f"many "
-            f"samples as {needed} "
-            f"steps of serial; give at most rounds={possible}, or a OneCycleLR of {needed} steps"
+            f"as many samples as {needed} steps of serial; give at most rounds={possible}, or a "
+            f"OneCycleLR of {needed} steps"
         )
 
 
@@ -133,10 +127,8 @@ def refuse_wrapped_tensors(rounds: ClientRounds | None, job: Job, requested: Str
         if is_traceable_wrapper_subclass(each):
             raise Refused(
                 f"job {job.name}: {name} is a {type(each).__name__}, which holds other tensors in "
-                f"its place, and "
-                f"{requested} puts plain ones back before every client; make it one, or train it "
-                f"with "
-                f"data(n)"
+                f"its place, and {requested} puts plain ones back before every client; make it "
+                "one, or train it with data(n)"
             )
 
 
@@ -166,9 +158,7 @@ def refuse_single_sample_clients(
         sizes = len(rounds.clients[single[0]]), rounds.order.batch
         raise Refused(
             f"job {job_facts.job}: {job_facts.single_sample_refusal}, and {requested} has "
-            f"{len(single)} client(s) with a batch "
-            f"of one: client "
-            f"{single[0]} has {sizes[0]} sample(s) in batches of {sizes[1]}; give another batch "
-            f"size, or another "
-            "number of clients"
+            f"{len(single)} client(s) with a batch of one: client {single[0]} has {sizes[0]} "
+            f"sample(s) in batches of {sizes[1]}; give another batch size, or another number of "
+            "clients"
         )

@@ -53,10 +53,8 @@ def warn_epoch_scheduler(job: Job, scheduler: Any, samples: int) -> None:
     factor = scheduler.before if isinstance(scheduler, Scaled) else steps_per_epoch
     warnings.warn(
         f"job {job.name}: from step {vanish_step:,} of {total:,} on the learning rate is below a "
-        f"millionth of the first: "
-        f"{type(inner).__name__} is stepped once for every global batch; if it counts epochs, give "
-        f"it {factor:,} "
-        "times as many",
+        f"millionth of the first: {type(inner).__name__} is stepped once for every global batch; "
+        f"if it counts epochs, give it {factor:,} times as many",
         stacklevel=2,
     )
 

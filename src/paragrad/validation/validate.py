@@ -201,7 +201,7 @@ def validate_run(
     if job_files.running_files:
         raise Refused(
             f"{job_files.running_files[-1]} trains at its top level, which every rank runs too; "
-            f"put the call under "
+            "put the call under "
             'if __name__ == "__main__":'
         )
     settings = settings or Settings()
@@ -223,8 +223,7 @@ def validate_run(
     if resolved.uses_work_queue and settings.loaders:
         raise Refused(
             f"{requested} hands out samples one share at a time, so nothing can be loaded ahead; "
-            f"leave "
-            f"out --loaders"
+            "leave out --loaders"
         )
     if settings.listen is not None:
         if not resolved.uses_work_queue or environment.ranks is not None:
@@ -233,8 +232,7 @@ def validate_run(
                 "launcher, and "
                 + (
                     f"{requested} divides each batch among its own; give server(n, sync=asp), ssp "
-                    f"or "
-                    f"bsp(backup=1)"
+                    "or bsp(backup=1)"
                     if environment.ranks is None
                     else "another one started this; start it without"
                 )
@@ -357,13 +355,12 @@ def _check_resolved_strategy(requested: Strategy, resolved: Strategy) -> None:
     if not isinstance(resolved, type(requested)):
         raise Refused(
             f"{requested}, resolved, is {resolved!r}; let resolve() return one of its own kind, "
-            f"such as "
-            f"replace(self, ...)"
+            "such as replace(self, ...)"
         )
     if not isinstance(resolved.guarantees, Guarantees):
         raise Refused(
             f"{requested} promises {resolved.guarantees!r}; let it be Guarantees, such as "
-            f"Guarantees(exact=False)"
+            "Guarantees(exact=False)"
         )
     if resolved.size - resolved.servers != resolved.workers:
         raise Refused(
@@ -381,15 +378,13 @@ def _check_resolved_strategy(requested: Strategy, resolved: Strategy) -> None:
     if len(resolved.division.shares) != replicas:
         raise Refused(
             f"{requested} divides a batch into {len(resolved.division.shares)} shares, and its "
-            f"axes have "
-            f"{replicas} replicas; "
-            "give one share per replica"
+            f"axes have {replicas} replicas; give one share per replica"
         )
     for axis in resolved.axes:
         if axis.divides not in ("samples", "domain", "model"):
             raise Refused(
                 f"{requested}: axis {axis.name} divides {axis.divides!r}; let it divide samples, "
-                f"domain or model"
+                "domain or model"
             )
     for name, value in (
         ("shares", resolved.division.shares),
@@ -416,9 +411,7 @@ def _check_factor_conflicts(resolved: Strategy) -> None:
     if len(factors) > 1 and (server_factors := [factor for factor in factors if factor.servers]):
         raise Refused(
             f"{resolved}: {server_factors[0]} has servers, which know no other axes; leave the "
-            f"other "
-            f"factors "
-            f"out"
+            "other factors out"
         )
     dividing = [
         factor for factor in factors if any(axis.divides == "samples" for axis in factor.axes)
@@ -426,18 +419,13 @@ def _check_factor_conflicts(resolved: Strategy) -> None:
     if len(dividing) > 1:
         raise Refused(
             f"{resolved}: {' and '.join(map(str, dividing))} both divide the samples of a batch; "
-            f"at "
-            f"most one factor of "
-            "a product can"
+            "at most one factor of a product can"
         )
     for what, function in (("exchange", "make_exchange"), ("passes", "make_passes")):
         if len(factors_with := select_factors(resolved, function)) > 1:
             raise Refused(
                 f"{resolved}: {' and '.join(map(str, factors_with))} both bring {what} of their "
-                f"own; at "
-                f"most "
-                f"one factor of a "
-                "product can"
+                "own; at most one factor of a product can"
             )
 
 
@@ -472,9 +460,7 @@ def choose_backend(settings: Settings, size: int) -> str:
     if settings.backend == "nccl" and local_ranks > gpus:
         raise Refused(
             f"backend nccl wants a GPU per rank; here are {gpus} for {local_ranks} ranks: leave "
-            f"out "
-            f"--backend, and they "
-            "exchange through the host"
+            "out --backend, and they exchange through the host"
         )
     if settings.backend == "shm" and (reason := explain_no_shm(size)):
         raise Refused(f"{reason}; leave out --backend")
@@ -539,7 +525,7 @@ def check_partitioning(
     if resolved.shards_parameters and not hasattr(torch.distributed, "reduce_scatter_single"):
         raise Refused(
             f"{requested} wants torch 2.13 or later, and this is {torch.__version__}; leave out "
-            f"state=fully_sharded"
+            "state=fully_sharded"
         )
     samples = job.make_samples(open_dataset(job.train, data))
     places = list(range(min(len(samples), job.batch, 2)))
@@ -591,7 +577,7 @@ def prove_strategy_schedules(requested: Strategy, resolved: Strategy, settings: 
     if settings.inject_fault and not plans:
         raise Refused(
             f"{requested} has no schedule to plant a fault in; name an algorithm, such as data(2, "
-            f"reduce=ring)"
+            "reduce=ring)"
         )
     for plan in () if settings.skip_schedule_check else plans:
         try:

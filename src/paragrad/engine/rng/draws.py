@@ -261,8 +261,8 @@ class KeyedDraws(DrawSource):
         if self.strict:
             raise StepFailed(
                 f"{name} draws once more than this part of the model is said to: which call of the "
-                f"whole model "
-                "that is, is not known; name all of them, in their order, in Share(draws=)"
+                "whole model that is, is not known; name all of them, in their order, in "
+                "ModelShard(draw_calls=)"
             )
         return self.UNSEEN_CALL_OFFSET + call
 
@@ -302,8 +302,8 @@ class KeyedDraws(DrawSource):
         if self.strict:
             raise StepFailed(
                 f"{name} draws a tensor of shape {shape} for {samples} samples, not as in the "
-                f"first step: which "
-                "numbers are whose is not known, so it would be another training than on one worker"
+                "first step: which numbers are whose is not known, so it would be another "
+                "training than on one worker"
             )
         return (0, shape[0] // samples) if shape and shape[0] % samples == 0 else (None, 1)
 
@@ -401,10 +401,8 @@ def check_seen_draws(draws: Draws, is_inspected: bool) -> Iterator[None]:
     ]:
         raise StepFailed(
             f"the model or its loss draws from {moved[0]}, and did not when it was looked at: "
-            f"ranks that have a "
-            "sample together would each draw numbers of their own; draw by torch, or in every "
-            "step, or train it "
-            "with data(n)"
+            "ranks that have a sample together would each draw numbers of their own; draw by "
+            "torch, or in every step, or train it with data(n)"
         )
 
 
@@ -464,8 +462,8 @@ def _infer_draw(name: str, two: tuple[int, ...], three: tuple[int, ...]) -> Draw
     grown = [dim for dim, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
     if len(two) != len(three) or len(grown) > 1:
         return (
-            f"{name} of shape {two} for two samples and {three} for three, which is no number "
-            f"of its own for each"
+            f"{name} of shape {two} for two samples and {three} for three, which is no number of "
+            "its own for each"
         )
     if not grown:
         return Draw(name, len(two), None, two)

@@ -206,8 +206,7 @@ class AveragingExchange(GradientBucketExchange):
         if momentum and len(momentum) != len(self.names):
             raise StepFailed(
                 f"the checkpoint has an outer momentum of {len(momentum)} of {len(self.names)} "
-                f"parameters; train "
-                "what was trained, or go on under another outer"
+                "parameters; train what was trained, or go on under another outer"
             )
         return momentum
 

@@ -109,14 +109,12 @@ def inspect_model(
     if most < 2:
         raise StepFailed(
             "the model has no branches: everything in it that has parameters needs what came "
-            "before; train it "
-            "with data(n), tensor(n) or pipeline(n)"
+            "before; train it with data(n), tensor(n) or pipeline(n)"
         )
     if most < ranks:
         raise StepFailed(
             f"the model has at most {most} branches beside each other, and {ranks} ranks are "
-            f"wanted; give at most "
-            f"branch({most})"
+            f"wanted; give at most branch({most})"
         )
     tensors = [*model.named_parameters(), *model.named_buffers()]
     owners = assign_branches(forks, ranks)
@@ -241,8 +239,7 @@ class BranchTrial:
         ]:
             raise StepFailed(
                 f"a forward makes the buffer {owned[0]} anew, which is in a branch; change it in "
-                f"place "
-                "(self.name.copy_(...)), or train the model with data(n)",
+                "place (self.name.copy_(...)), or train the model with data(n)",
                 tensor=owned[0],
             )
 
@@ -255,8 +252,7 @@ def refuse_checkpoints() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise StepFailed(
             "the model makes parts of its forward again in backward (torch.utils.checkpoint), and "
-            "ranks with "
-            "other branches would not; train it without, or with data(n)"
+            "ranks with other branches would not; train it without, or with data(n)"
         )
 
     checkpoint.checkpoint = refuse
@@ -319,9 +315,8 @@ def describe_layers(strategy: Strategy, model: nn.Module, inputs: Any, samples: 
     return [
         *align_columns(rows),
         f"{owned / max(total, 1):.1%} of {total:,} numbers are one rank's; shown at merges: "
-        f"{sent[0]:,} bytes "
-        f"in a forward, gradients summed before forks: {sent[1]:,} in a backward, for {samples} "
-        f"samples",
+        f"{sent[0]:,} bytes in a forward, gradients summed before forks: {sent[1]:,} in a "
+        f"backward, for {samples} samples",
     ]
 
 
@@ -380,8 +375,8 @@ def shard_model(
             (
                 "branches",
                 " + ".join(map(str, counts)) + " tensors",
-                f"{sum(map(len, plan.forks))} branches of {len(plan.forks)} "
-                "forks, by the time of their forwards",
+                f"{sum(map(len, plan.forks))} branches of {len(plan.forks)} forks, by the time of "
+                "their forwards",
             ),
         ),
         contexts=(SplitContext("branch", model, [group], substitutes_by_local, absent_tensors),),

@@ -319,8 +319,8 @@ class CompressedReduce:
             self.log.write_choice(
                 "message",
                 "dense" if is_dense else str(self.compressor),
-                f"{message_bytes:,} bytes to each of "
-                f"{self.world.size - 1} others, of {plain_bytes:,} that an all-reduce sums",
+                f"{message_bytes:,} bytes to each of {self.world.size - 1} others, of "
+                f"{plain_bytes:,} that an all-reduce sums",
                 message_bytes,
             )
 

@@ -54,8 +54,8 @@ def take_over_momentum(
     if optimizer in OWNED_OPTIMIZERS:
         raise Refused(
             "another dgc keeps the momentum of this optimizer already; give each model an "
-            "optimizer of its own, and "
-            "a new DistributedDataParallel a new one (its momentum begins anew)"
+            "optimizer of its own, and a new DistributedDataParallel a new one (its momentum "
+            "begins anew)"
         )
     return DgcMomentum(optimizer, parameters, compressor)
 
@@ -157,12 +157,9 @@ class DgcMomentum:
             ):
                 raise StepFailed(
                     f"group {number} of the optimizer has gradients that dgc was not given, so "
-                    f"this step was "
-                    "without momentum and decay; give parameters of another model an optimizer of "
-                    "their own, step "
-                    "after a backward that exchanges (none under no_sync() alone), and before "
-                    "steps without the "
-                    "hook call close() on its state"
+                    "this step was without momentum and decay; give parameters of another model "
+                    "an optimizer of their own, step after a backward that exchanges (none under "
+                    "no_sync() alone), and before steps without the hook call close() on its state"
                 )
 
     def _restore_group_options(self) -> None:

@@ -154,8 +154,7 @@ class GradientBucketExchange(VectorSumExchange):
             names = {each: name for name, each in self.loss_module.model.named_parameters()}
             raise StepFailed(
                 "backward adds to its gradient again after it was sent: it is in two checkpoints; "
-                "call them with "
-                "use_reentrant=False, or train with --no-overlap",
+                "call them with use_reentrant=False, or train with --no-overlap",
                 tensor=names[parameter],
             )
         self.final_parameters.add(parameter)

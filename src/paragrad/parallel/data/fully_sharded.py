@@ -146,8 +146,7 @@ class FullyShardedExchange(Exchange):
         ]:
             raise StepFailed(
                 "state=fully_sharded puts parts in its place, and it has a hook, which they would "
-                "not have; hook "
-                f"the module, {ALTERNATIVE_HINT}",
+                f"not have; hook the module, {ALTERNATIVE_HINT}",
                 tensor=", ".join(hooked[:3]),
             )
         granularity = find_update_granularity(
@@ -165,9 +164,8 @@ class FullyShardedExchange(Exchange):
         ):
             raise StepFailed(
                 f"{type(self.optimizer).__name__} does not update element by element (tried on a "
-                f"small copy), and "
-                f"state=fully_sharded gives it parts of tensors; use one that does, such as Adam, "
-                f"{ALTERNATIVE_HINT}"
+                "small copy), and state=fully_sharded gives it parts of tensors; use one that "
+                f"does, such as Adam, {ALTERNATIVE_HINT}"
             )
 
     def _shard_model(self, original: dict[str, nn.Parameter]) -> None:
@@ -322,11 +320,10 @@ class FullyShardedExchange(Exchange):
     def _make_order_error(self, expected: str, message: str) -> StepFailed:
         """Make the error for a message that differs from that of step 0."""
         return StepFailed(
-            f"all ranks gather and sum the parameters of modules in one order, whatever the data; "
-            f"in step 0 came "
+            "all ranks gather and sum the parameters of modules in one order, whatever the data; "
+            "in step 0 came "
             f'here "{expected}", and now "{message}": a module is called, or its output used, for '
-            f"some batches "
-            f"alone; use it for all, {ALTERNATIVE_HINT}",
+            f"some batches alone; use it for all, {ALTERNATIVE_HINT}",
             tensor=expected.partition(" ")[2] or message.partition(" ")[2],
         )
 
@@ -364,8 +361,8 @@ class FullyShardedExchange(Exchange):
         ]:
             raise StepFailed(
                 f"ranks 0 and {other_ranks[0]} gather and sum the parameters of modules in another "
-                f"order: a part of the "
-                f"model is used for some samples alone; use it for all, {ALTERNATIVE_HINT}",
+                "order: a part of the model is used for some samples alone; use it for all, "
+                f"{ALTERNATIVE_HINT}",
                 differs=True,
             )
         self.totals = reports[:, 1:5].sum(0).tolist()

@@ -161,9 +161,8 @@ def partition_as_requested(
     if sizes and (len(sizes) != stage_count or sum(sizes) != len(units)):
         raise StepFailed(
             f"{spec} is {len(sizes)} part(s) of {sum(sizes)} modules together, and there are "
-            f"{stage_count} of "
-            f"{len(units)}: {format_units(units)}; give {stage_count} numbers that add up to "
-            f"{len(units)}"
+            f"{stage_count} of {len(units)}: {format_units(units)}; give {stage_count} numbers "
+            f"that add up to {len(units)}"
         )
     if sizes:
         ends = list(itertools.accumulate(sizes, initial=0))
@@ -185,10 +184,8 @@ def partition_as_requested(
     ):
         raise StepFailed(
             f"{spec} names the modules with which all parts but the first begin, and {stage_count} "
-            f"parts "
-            f"that are not "
-            f"empty need {stage_count - 1} in the order in which they are called: of "
-            f"{format_units(units[1:])}"
+            f"parts that are not empty need {stage_count - 1} in the order in which they are "
+            f"called: of {format_units(units[1:])}"
         )
     return [range(*borders) for borders in itertools.pairwise(starts)]
 

@@ -262,8 +262,8 @@ class PipelinePasses(Passes):
         self.host.log.write_choice(
             "weights' part",
             f"{share:.0%} of the parameters",
-            "of what linear, convolution and embedding "
-            "multiply by; the others get their gradients with those of what came in",
+            "of what linear, convolution and embedding multiply by; the others get their "
+            "gradients with those of what came in",
         )
 
     def compute_outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
@@ -566,8 +566,8 @@ class PipelineStep:
                 if any(isinstance(each, FakeTensor) for each in find_tensors(value)):
                     raise StepFailed(
                         "the loss reads parameters of the model from outside, and they are on "
-                        "another rank; let "
-                        "the model return what its loss needs of it, such as (output, penalty)",
+                        "another rank; let the model return what its loss needs of it, such as "
+                        "(output, penalty)",
                         tensor="loss",
                     )
                 loss, weight = host.module.weigh_loss(value, target, len(micro.positions))
@@ -593,10 +593,8 @@ class PipelineStep:
         if drawn != expected and self.training and self.host.draws:
             raise StepFailed(
                 f"part {stage} of the model draws random numbers {drawn} time(s), and when it was "
-                f"cut {expected}: "
-                "which of the whole model's draws each is, is not known; draw as often in every "
-                "forward, or train "
-                "it with data(n)"
+                f"cut {expected}: which of the whole model's draws each is, is not known; draw as "
+                "often in every forward, or train it with data(n)"
             )
 
     def meter_activations(self) -> contextlib.AbstractContextManager[Any]:

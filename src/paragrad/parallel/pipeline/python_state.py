@@ -84,12 +84,11 @@ def refuse_diverging_numbers(before: PythonState, axis: World, runs_repeatedly: 
         (((owner, what), values),) = diverging
         reason = (
             "and with interleaved parts, or recompute, a rank runs the model's Python more than "
-            "once for a micro-batch; "
-            "leave these out"
+            "once for a micro-batch; leave these out"
             if runs_repeatedly
             else f"and not alike on all ranks that have a part of the model "
-            f"({', '.join(sorted(values))}): each runs the "
-            "model's Python up to the end of its part; change it where forward begins"
+            f"({', '.join(sorted(values))}): each runs the model's Python up to the end of its "
+            "part; change it where forward begins"
         )
         raise StepFailed(
             f"forwards change this number, {reason}, or train it with data(n)",

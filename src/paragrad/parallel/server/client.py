@@ -196,8 +196,7 @@ class ServerClient:
                 )
                 raise StepFailed(
                     f"no answer from {silent} within {self.seconds:g} s: it, or a worker that it "
-                    f"waits for, does "
-                    "not go on"
+                    "waits for, does not go on"
                 )
             ready = dict(poller.poll(int(1000 * wait) + 1))
             if not ready and self.reminder_seconds < math.inf:
@@ -246,8 +245,7 @@ class ServerClient:
                 name = "the training's office" if self.queue_address else self.server_names[server]
                 raise StepFailed(
                     f"nobody listens any more at {last.endpoint}, where {name} was: the training "
-                    f"was "
-                    f"ended, or is over"
+                    "was ended, or is over"
                 )
         for server, header, _ in open_calls:
             self._send_frames(

@@ -50,8 +50,8 @@ class PushCodec:
         ):
             raise StepFailed(
                 f"{compressor}: what it sends varies in length, or its ranks agree on something "
-                f"first, and "
-                "workers push by themselves; compress by int8 or bf16, or by that under data(n)"
+                "first, and workers push by themselves; compress by int8 or bf16, or by that "
+                "under data(n)"
             )
         zeros = torch.zeros(slot.elements, dtype=get_accumulation_dtype(slot.dtype))
         self.payload_types = [self.codec.describe_payload(self.codec.compress(zeros), None)]

@@ -89,7 +89,7 @@ def make_key_files(path: Path) -> Path:
     except OSError as error:
         raise Refused(
             f"--key {path} cannot be made: {error.strerror or error}; give a place in a folder of "
-            f"your own"
+            "your own"
         ) from None
     return path.with_suffix(PUBLIC_SUFFIX)
 
@@ -112,8 +112,7 @@ def read_key_pair(path: Path) -> KeyPair:
     if path.stat().st_mode & 0o077:
         raise Refused(
             f"--key {path} may be read by others than its owner; chmod 600 {path}, or make another "
-            f"pair, where "
-            "somebody may have read it"
+            "pair, where somebody may have read it"
         )
     if zmq.curve_public(secret) != public:
         raise Refused(
@@ -159,22 +158,19 @@ def refuse_key_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise Refused(
             f"--allow {folder}: there is no such folder; make it, and put the public keys "
-            f"(*{PUBLIC_SUFFIX}) of those who "
-            "may join into it"
+            f"(*{PUBLIC_SUFFIX}) of those who may join into it"
         )
     files = sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))
     if not files:
         raise Refused(
             f"--allow {folder} holds no public key (*{PUBLIC_SUFFIX}); put those of the hosts that "
-            f"may "
-            f"join into it: "
-            "`paragrad join` makes a pair where its --key names none"
+            "may join into it: `paragrad join` makes a pair where its --key names none"
         )
     for path in files:
         if _read_certificate("--allow", path)[1]:
             raise Refused(
                 f"--allow: {path} holds a secret key; put its public half there, and the secret "
-                f"one back to its host"
+                "one back to its host"
             )
 
 
@@ -230,5 +226,5 @@ def _read_certificate(option: str, path: Path) -> tuple[bytes, bytes | None]:
             raise Refused(f"{option} {path} cannot be read: {error.strerror or error}") from None
     raise Refused(
         f"{option} {path} holds no key of CurveZMQ; give a file as `paragrad join` or zmq.auth "
-        f"makes it"
+        "makes it"
     )

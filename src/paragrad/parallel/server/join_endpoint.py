@@ -123,15 +123,12 @@ def refuse_host_port(host_port: HostPort, count: int) -> None:
     if host_port.host in ("0.0.0.0", "::", "*"):
         raise Refused(
             f"--listen {host_port.host} is where nobody can reach it by that name; give the "
-            f"address by "
-            f"which the other "
-            "hosts reach this one (`ip address` shows them)"
+            "address by which the other hosts reach this one (`ip address` shows them)"
         )
     if host_port.port and host_port.port + count - 1 > HIGHEST_PORT:
         raise Refused(
             f"--listen wants {count} ports from {host_port.port} on, and {HIGHEST_PORT} is the "
-            f"last one; "
-            f"give a lower one"
+            "last one; give a lower one"
         )
     for port in range(host_port.port, host_port.port + count) if host_port.port else (0,):
         try:
@@ -151,15 +148,12 @@ def refuse_host_port(host_port: HostPort, count: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise Refused(
                     f"--listen: port {port} of {host_port.host} is in use; give another one, or "
-                    f"none, "
-                    f"for any that is "
-                    "free"
+                    "none, for any that is free"
                 ) from None
             if error.errno == errno.EADDRNOTAVAIL:
                 raise Refused(
                     f"--listen {host_port.host} is no address of this host; give one by which the "
-                    f"other hosts reach it "
-                    "(`ip address` shows them)"
+                    "other hosts reach it (`ip address` shows them)"
                 ) from None
             raise Refused(
                 f"--listen: port {port} of {host_port.host}: {error.strerror}; give another one"
@@ -200,7 +194,5 @@ def refuse_unreachable_port(host_port: HostPort, seconds: float) -> None:
     except OSError as error:
         raise Refused(
             f"nobody is reached at {host_port} ({error.strerror or error}); give the address as "
-            f"the "
-            f"training printed it, "
-            "and see that it still runs"
+            "the training printed it, and see that it still runs"
         ) from None

@@ -87,8 +87,7 @@ def check_push(
     if header.dtype != slot.dtype:
         raise InvalidMessage(
             f"gradients of type {str(header.dtype).removeprefix('torch.')}, and here are "
-            f"parameters of "
-            f"{str(slot.dtype).removeprefix('torch.')}"
+            f"parameters of {str(slot.dtype).removeprefix('torch.')}"
         )
     if header.elements != slot.elements:
         raise InvalidMessage(

@@ -195,7 +195,7 @@ class RequestHandler:
         if header.step != self.shard.updates or self.shard.is_complete:
             raise InvalidMessage(
                 f"a gradient of {'an earlier' if header.step <= self.shard.updates else 'a later'} "
-                f"step"
+                "step"
             )
         if header.shares != self.shard.strategy.share_count or header.share >= header.shares:
             raise InvalidMessage(f"a share that there is not ({header.share} of {header.shares})")
@@ -325,7 +325,7 @@ class RequestHandler:
         elif header.step != self.shard.updates - 1:
             raise InvalidMessage(
                 f"an update of {'an earlier' if header.step < self.shard.updates else 'a later'} "
-                f"step"
+                "step"
             )
         # A shared vector is answered at once, and so is a request that is sent again.
         if header.is_shared or (header.sender, header.slot) not in self.expected_pulls:

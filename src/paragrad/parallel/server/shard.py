@@ -391,7 +391,7 @@ class ServerShard:
         if keys := list_unsaved_state(self.optimizer, self.initial_attributes):
             raise TypeError(
                 f"{type(self.optimizer).__name__} keeps {', '.join(keys)} beside the states of its "
-                f"parameters"
+                "parameters"
             )
         description: list[list[Any]] = []
         parts: list[Tensor] = []

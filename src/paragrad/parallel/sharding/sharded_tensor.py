@@ -158,8 +158,7 @@ class ShardedTensor(WrappedTensor):
         if name in REFUSED_HOOKS:
             raise StepFailed(
                 f"the model {REFUSED_HOOKS[name]} a value that is divided over ranks; do so at the "
-                f"output of the model, "
-                "or train it with data(n)"
+                "output of the model, or train it with data(n)"
             )
         # A Python method of torch._tensor calls the operation of the same name, which would come
         # back here.
@@ -183,8 +182,7 @@ class ShardedTensor(WrappedTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise StepFailed(
             f"{func} is asked below torch's functions of a tensor that is divided over ranks, by "
-            f"compiled or "
-            "scripted code or by vmap; train the model without it, or with data(n)"
+            "compiled or scripted code or by vmap; train the model without it, or with data(n)"
         )
 
     def unwrap(self) -> Tensor:
@@ -390,9 +388,8 @@ class GatheredView(WrappedTensor):
         ):
             raise StepFailed(
                 f"{name} changes in place a view of a value that is divided over ranks, whose "
-                f"pieces would not "
-                "follow; make it another value (torch.where, torch.cat, x * mask), or train it "
-                "with data(n)"
+                "pieces would not follow; make it another value (torch.where, torch.cat, x * "
+                "mask), or train it with data(n)"
             )
         gathered = list[Tensor]()
 
@@ -516,8 +513,7 @@ def run_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         if local.shape != first.shape:
             raise StepFailed(
                 f"{name} changes the shape of a value that is divided over ranks; make it another "
-                f"value, or train "
-                "the model with data(n)"
+                "value, or train the model with data(n)"
             )
         for dim, sharding in first.shardings.items():
             local = slice_local(local, dim, sharding)

@@ -73,23 +73,20 @@ def inspect_model(
     elif not has_samples_first(example):
         raise StepFailed(
             "the inputs of the model have not all samples as their first dimension, so which part "
-            "of them a rank "
-            "has is not known; leave out dense=tensor"
+            "of them a rank has is not known; leave out dense=tensor"
         )
     plan = plan_sharding(model, example, strategy.size, domain, tested=tested)
     if isinstance(strategy, Spatial) and not any(
         note.kind in ("fetched", "statistics") for note in plan.transfers
     ):
         raise StepFailed(
-            "no layer of the model works on rows of images: none is a convolution, or pools; train "
-            "it with "
-            "data(n) or tensor(n)"
+            "no layer of the model works on rows of images: none is a convolution, or pools; "
+            "train it with data(n) or tensor(n)"
         )
     if domain.dense and not plan.sharded_tensors:
         raise StepFailed(
             f"no fully connected layer of the model can be split over {strategy.size} ranks; leave "
-            f"out "
-            "dense=tensor"
+            "out dense=tensor"
         )
     return plan
 
@@ -107,9 +104,8 @@ def refuse_small_images(strategy: Spatial, input_sharding: InputSharding, exampl
     """
     if not (images := find_images(example)):
         raise StepFailed(
-            "spatial divides images, numbers of (samples, channels, rows, columns), and the inputs "
-            "of the model "
-            "are none; train it with data(n) or tensor(n)"
+            "spatial divides images, numbers of (samples, channels, rows, columns), and the "
+            "inputs of the model are none; train it with data(n) or tensor(n)"
         )
     for dim, axis in input_sharding.dims.items():
         if (smallest := min(each.shape[dim] for each in images)) < axis.ranks:

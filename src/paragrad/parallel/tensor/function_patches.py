@@ -99,8 +99,7 @@ def refuse_compiled_model(model: nn.Module) -> None:
     ]:
         raise StepFailed(
             f"{compiled[0] or 'the model'} is compiled, and compiled code asks nobody what it "
-            f"makes of a tensor "
-            "that is divided; train it without torch.compile, or with data(n)"
+            "makes of a tensor that is divided; train it without torch.compile, or with data(n)"
         )
 
 
@@ -207,8 +206,8 @@ def patch_torch_functions() -> Iterator[None]:
         if any(isinstance(each, ShardedTensor) for each in tree_leaves(out)):
             raise StepFailed(
                 f"{cls.__name__}, an autograd function in Python, uses parameters that are divided "
-                f"over ranks and "
-                "not among its arguments; give them to it, or train the model with data(n)"
+                "over ranks and not among its arguments; give them to it, or train the model with "
+                "data(n)"
             )
         return out
 

@@ -149,8 +149,8 @@ class SplitContext:
                 if id(initial) in self.substitutes:
                     raise StepFailed(
                         f"a forward makes the buffer {name} anew, of which ranks have pieces, and "
-                        f"did not when "
-                        "the model was looked at; change it in place (self.name.copy_(...))",
+                        "did not when the model was looked at; change it in place "
+                        "(self.name.copy_(...))",
                         tensor=name,
                     )
                 tensors[name] = (

@@ -138,9 +138,7 @@ class SingleRankTensor(Tensor):
         if name in REFUSED_HOOKS:
             raise StepFailed(
                 f"the model {REFUSED_HOOKS[name]} a value of a branch that one rank has; do so at "
-                f"the "
-                f"output of the "
-                "model, or train it with data(n)"
+                "the output of the model, or train it with data(n)"
             )
         # A Python method of torch._tensor calls the operation of the same name, which would come
         # back here.
@@ -158,8 +156,7 @@ class SingleRankTensor(Tensor):
         if len(written) > 1:
             raise StepFailed(
                 f"{name} writes to several values at once, of a branch that one rank has; let it "
-                f"make others, or "
-                "train the model with data(n)"
+                "make others, or train the model with data(n)"
             )
         changed = written[0] if written else None
         if (
@@ -185,8 +182,7 @@ class SingleRankTensor(Tensor):
             ):
                 raise StepFailed(
                     f"{name} changes a value of a branch that one rank has by what it does not "
-                    f"have; make it "
-                    "another value, or train the model with data(n)"
+                    "have; make it another value, or train the model with data(n)"
                 )
             return _find_current_function(func, name)(
                 *tree_map_only(SingleRankTensor, share_value, args),
@@ -198,8 +194,7 @@ class SingleRankTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise StepFailed(
             f"{func} is asked below torch's functions of a value that one rank has, by compiled or "
-            f"scripted "
-            "code or by vmap; train the model without it, or with data(n)"
+            "scripted code or by vmap; train the model without it, or with data(n)"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -245,8 +240,7 @@ def run_on_owner(
     if torch.is_autocast_enabled(group.world.device.type if group.decider is None else "cpu"):
         raise StepFailed(
             "under autocast the ranks without a branch do not know the types of its values; train "
-            "the model in "
-            "float32 or float64, or with data(n)"
+            "the model in float32 or float64, or with data(n)"
         )
     copies = {id(each): group.copy_to_ranks(each) for each in plain_values}
     if branch_values[0].is_local:
@@ -262,9 +256,8 @@ def run_on_owner(
         elif draws:
             raise StepFailed(
                 f"{name} draws in a branch, and did not when the model was looked at; draw by "
-                f"dropout or a "
-                "tensor's own methods (x.normal_()), draw in every step, or train the model with "
-                "data(n)"
+                "dropout or a tensor's own methods (x.normal_()), draw in every step, or train "
+                "the model with data(n)"
             )
     else:
         trained_copies = [
@@ -406,8 +399,7 @@ class ValueBroadcast(torch.autograd.Function):
         if torch.is_grad_enabled() and gradients[0].requires_grad:
             raise StepFailed(
                 "a gradient through branches is to have a gradient (forces, a penalty of "
-                "gradients), of which one "
-                "rank would have all; train the model with data(n)"
+                "gradients), of which one rank would have all; train the model with data(n)"
             )
         input_gradients = (gradients[0],) if ctx.mine else (None,) * ctx.count
         return None, None, None, None, None, *input_gradients

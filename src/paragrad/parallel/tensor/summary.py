@@ -120,8 +120,7 @@ def format_sharding_table(plan: ShardingPlan, samples: int) -> list[str]:
     return [
         *align_columns(rows),
         f"{split / max(total, 1):.1%} of {total:,} numbers are divided; forward and backward: what "
-        f"travels "
-        f"between ranks, and the bytes that each sends, for {samples} samples",
+        f"travels between ranks, and the bytes that each sends, for {samples} samples",
     ]
 
 
@@ -154,9 +153,8 @@ def format_fetch_table(plan: ShardingPlan, samples: int) -> list[str]:
     ]
     return [
         *align_columns(rows),
-        "fetched: rows that come to a rank from others; forward and backward: what travels between "
-        "ranks, "
-        f"and the bytes that the fullest rank sends, for {samples} samples",
+        "fetched: rows that come to a rank from others; forward and backward: what travels "
+        f"between ranks, and the bytes that the fullest rank sends, for {samples} samples",
     ]
 
 

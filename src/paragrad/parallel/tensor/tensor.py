@@ -63,8 +63,7 @@ def inspect_model(
         )
         raise StepFailed(
             f"no layer of the model can be split over {strategy.size} ranks: its parameters meet "
-            f"the data in no "
-            f"product that has as many outputs; {repair}"
+            f"the data in no product that has as many outputs; {repair}"
         )
     return plan
 

@@ -229,17 +229,16 @@ def _choose_units(
         or every_module._global_backward_pre_hooks
     ):
         raise StepFailed(
-            "a backward hook is registered on the whole model, or on all modules, of which no rank "
-            "has all; "
-            "register it on modules that lie in one part, or train the model with data(n)"
+            "a backward hook is registered on the whole model, or on all modules, of which no "
+            "rank has all; register it on modules that lie in one part, or train the model with "
+            "data(n)"
         )
     if inside := [
         (name, each) for name in cut_names for each in hooked_names if name.startswith(f"{each}.")
     ]:
         raise StepFailed(
             f"cut={inside[0][0]} goes through {inside[0][1]}, which has a backward hook and is to "
-            f"be whole on one "
-            "rank; cut before or after it"
+            "be whole on one rank; cut before or after it"
         )
     closed = closed | hooked_names
 
@@ -259,8 +258,8 @@ def _choose_units(
     if len(units) < stage_count:
         has_inner = any(name for name, _ in units)
         finding = (
-            "the model calls none of its modules (where it calls their forward() instead, "
-            "nobody sees it)"
+            "the model calls none of its modules (where it calls their forward() instead, nobody "
+            "sees it)"
         )
         if has_inner or not any(model.children()):
             finding = (
@@ -269,8 +268,7 @@ def _choose_units(
             )
         raise StepFailed(
             f"{finding}, and {stage_count} parts are wanted; give fewer workers or chunks, or a "
-            f"model "
-            f"that calls more"
+            "model that calls more"
         )
     return units
 
@@ -360,9 +358,8 @@ def record_module_calls(model: nn.Module, example: Any) -> ModuleCall:
         except RuntimeError as error:
             raise StepFailed(
                 f"a forward without gradients raised {describe_error(error)}; a model that takes "
-                f"gradients "
-                f"itself is not "
-                "cut, for none come to it from parts on other ranks: train it with data(n)"
+                "gradients itself is not cut, for none come to it from parts on other ranks: "
+                "train it with data(n)"
             ) from error
     return stack[0].inner_calls[0]
 

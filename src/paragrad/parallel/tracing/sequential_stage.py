@@ -82,9 +82,7 @@ def run_modules(
     if expected is not None and (tuple(given.shape), given.dtype) != expected:
         raise StepFailed(
             f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and "
-            f"without values of "
-            f"{expected[0]}, {expected[1]}; let modules look at no values that decide these, or "
-            f"train it "
-            f"with data(n)"
+            f"without values of {expected[0]}, {expected[1]}; let modules look at no values that "
+            "decide these, or train it with data(n)"
         )
     return given

@@ -183,12 +183,10 @@ class StageForward(ValuelessModel):
                 raise
             except Exception as error:
                 failure = PlanFailed(
-                    f"a forward without values, by which every rank knows what the others' modules "
-                    f"give, raised "
-                    f"{describe_error(error)}; let Python look at values of the inputs alone, and "
-                    f"modules at "
-                    f"none that "
-                    "decide a shape, or train it without cutting it"
+                    "a forward without values, by which every rank knows what the others' modules "
+                    f"give, raised {describe_error(error)}; let Python look at values of the "
+                    "inputs alone, and modules at none that decide a shape, or train it without "
+                    "cutting it"
                 )
                 failure.module = recorder.failed_module
                 raise failure from error
@@ -276,9 +274,7 @@ class StageForward(ValuelessModel):
             except Exception as error:
                 raise StepFailed(
                     f"part {stage} of the model, run by itself, raised {describe_error(error)}; "
-                    f"train it "
-                    f"without cutting "
-                    "it"
+                    "train it without cutting it"
                 ) from error
             if any(
                 isinstance(each, FakeTensor) for each in find_attribute_tensors([received, out])
@@ -311,8 +307,7 @@ class StageForward(ValuelessModel):
         if len(outputs) != len(expected) or not all(map(is_close, expected, outputs)):
             raise StepFailed(
                 "in eval mode the model gives another output in parts than whole; let modules do "
-                "the same however "
-                "they are called, or train it without cutting it"
+                "the same however they are called, or train it without cutting it"
             )
 
     def run_stage(
@@ -482,10 +477,8 @@ class OneStageForward(TracedForward):
                 HIDDEN_TENSOR
                 if self.staged_model.has_all_values
                 else f"{name} of this part uses a parameter, a buffer or a value that is on "
-                f"another rank, which it did "
-                "not when the model was cut; call in the first forward what later ones call, or "
-                "train it with "
-                "data(n)"
+                "another rank, which it did not when the model was cut; call in the first forward "
+                "what later ones call, or train it with data(n)"
             )
         return out
 
@@ -509,8 +502,8 @@ class OneStageForward(TracedForward):
         if not same_shapes:
             raise StepFailed(
                 f"{name} gave tensors of other shapes than without values, or than it was called "
-                f"with; let "
-                "modules look at no values that decide a shape, or train it without cutting it"
+                "with; let modules look at no values that decide a shape, or train it without "
+                "cutting it"
             )
         operation_id = next(self.operation_ids)
         for each, tensor in enumerate(find_tensors(out)):

@@ -357,8 +357,7 @@ class TracedForward(TorchFunctionMode):
         if stage < self.stage:
             raise StepFailed(
                 f"{name} comes after modules that it came before when the model was cut; a part is "
-                f"what follows "
-                "one another in every forward"
+                "what follows one another in every forward"
             )
         self.stage = stage
 

@@ -224,10 +224,8 @@ def _refuse_shared_gradients(reference: SerialReference) -> None:
     ):
         raise StepFailed(
             "the loss reads the model from outside, and of two models in one process it reads the "
-            "one built "
-            "last, so that nothing can be compared; let the model return what its loss needs of "
-            "it, such as "
-            "(output, penalty)"
+            "one built last, so that nothing can be compared; let the model return what its loss "
+            "needs of it, such as (output, penalty)"
         )
 
 

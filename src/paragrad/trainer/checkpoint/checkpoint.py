@@ -151,8 +151,7 @@ def _write_checkpoint_folder(snapshot: Snapshot, parent: Path) -> Path:
         if find_damage(later) is None:
             raise StepFailed(
                 f"{later} is there, of a later step: another training was saved in {parent}; load "
-                f"it and go on "
-                "from it, or save elsewhere"
+                "it and go on from it, or save elsewhere"
             )
         shutil.rmtree(later)
     # A killed training may have left unfinished files.
@@ -241,8 +240,7 @@ def load_checkpoint(
     except Exception as error:
         raise Refused(
             f"{saved.folder} does not fit what is trained here: {type(error).__name__}: {error}; "
-            f"resume it as it "
-            "was, or from another checkpoint"
+            "resume it as it was, or from another checkpoint"
         ) from error
 
 
@@ -316,15 +314,14 @@ def _check_checkpoint_fit(saved: SavedCheckpoint, snapshot: Snapshot) -> None:
     ) != len(snapshot.group_names):
         raise Refused(
             f"{saved.folder} was saved with a {saved_optimizer['class']} of "
-            f"{len(saved_optimizer['groups'])} group(s), and the optimizer "
-            f"here is a {type(snapshot.optimizer).__name__} of {len(snapshot.group_names)}; resume "
-            f"it as it was"
+            f"{len(saved_optimizer['groups'])} group(s), and the optimizer here is a "
+            f"{type(snapshot.optimizer).__name__} of {len(snapshot.group_names)}; resume it as it "
+            "was"
         )
     if (saved.state["scheduler"] is None) != (snapshot.scheduler is None):
         raise Refused(
             f"{saved.folder} was saved {'without' if saved.state['scheduler'] is None else 'with'} "
-            f"a scheduler; "
-            "resume it as it was"
+            "a scheduler; resume it as it was"
         )
     for number, (group, current_group) in enumerate(
         zip(saved_optimizer["groups"], snapshot.optimizer.param_groups, strict=True)
@@ -351,8 +348,7 @@ def _check_number_types(
         ):
             raise Refused(
                 f"{folder} has {saved[name]!r} as {name} of {owner}, which is a number; resume "
-                f"from "
-                f"another checkpoint"
+                "from another checkpoint"
             )
 
 

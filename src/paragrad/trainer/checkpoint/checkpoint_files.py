@@ -100,7 +100,7 @@ def find_newest_checkpoint(parent: Path) -> SavedCheckpoint:
         if (wrong := find_damage(parent)) is not None:
             raise Refused(
                 f"{parent} is damaged ({wrong}); give the folder of its run, to take the newest "
-                f"that is whole"
+                "that is whole"
             )
         return _make_saved_checkpoint(parent, "asked for")
     damaged: list[str] = []
@@ -114,7 +114,7 @@ def find_newest_checkpoint(parent: Path) -> SavedCheckpoint:
         raise Refused(f"{parent}: no checkpoint is whole: {'; '.join(damaged)}")
     raise Refused(
         f"{parent} holds no checkpoint; give the folder of a run that was saved (train --save "
-        f"STEPS), or stopped"
+        "STEPS), or stopped"
     )
 
 

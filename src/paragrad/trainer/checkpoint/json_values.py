@@ -56,8 +56,7 @@ def encode_json_value(value: Any) -> Any:
         return value
     raise StepFailed(
         f"a checkpoint cannot hold a {type(value).__name__}, which the optimizer or scheduler "
-        f"keeps; "
-        "only tensors, numbers, texts, and lists and mappings of them are saved"
+        "keeps; only tensors, numbers, texts, and lists and mappings of them are saved"
     )
 
 

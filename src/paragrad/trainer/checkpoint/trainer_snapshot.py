@@ -106,8 +106,7 @@ def save_snapshot(
         raise StepFailed(
             f"{type(trainer.optimizer).__name__} keeps {', '.join(extra)} beside the states of its "
             "parameters, and a checkpoint has no place for it; keep it in a parameter's state or "
-            "in a group, or "
-            "train without --save"
+            "in a group, or train without --save"
         )
     with trainer.use_effective_weights():
         snapshot = take_snapshot(trainer, identity, extra_state)

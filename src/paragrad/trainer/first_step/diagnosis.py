@@ -34,8 +34,7 @@ def explain_layout_draws(draw: str) -> str:
     """
     return (
         f"the model's random draws depend on how the batch is split: {draw}; draw by torch's "
-        f"functions with the "
-        f"samples as a dimension of their own, or in the dataset; {SKIP_HINT}"
+        f"functions with the samples as a dimension of their own, or in the dataset; {SKIP_HINT}"
     )
 
 
@@ -167,29 +166,24 @@ CUSTOM_STRATEGY = (
 )
 LOSS_DIVISOR = (
     "Likely cause: the loss divides by something that does not add up over shares (padding that "
-    "differs by share, a "
-    "constant); return the pair (sum, weight) from it, or collate whole batches: "
-    "collate=paragrad.WholeBatch(collate)"
+    "differs by share, a constant); return the pair (sum, weight) from it, or collate whole "
+    "batches: collate=paragrad.WholeBatch(collate)"
 )
 UNTRACED_MEAN = (
     "Likely cause: the mean in the loss is over something else than samples, and what it divides "
-    "by cannot be read "
-    "off; return the pair (sum, weight)"
+    "by cannot be read off; return the pair (sum, weight)"
 )
 MIXED_SAMPLES = (
     "Likely cause: the model or the loss mixes samples (a mean over the batch, a comparison of "
-    "samples), so that a share "
-    "gives another result than its part of the batch"
+    "samples), so that a share gives another result than its part of the batch"
 )
 COUNTING_STATE = (
     "Likely cause: what it keeps (a counter, a running mean) counts its share or its "
-    "micro-batches; make it a function of "
-    "the step, or keep it in the loop"
+    "micro-batches; make it a function of the step, or keep it in the loop"
 )
 OUTSIDE_STATE = (
-    "Likely cause: model or loss keep a state or a random generator outside of themselves; draw by "
-    "torch's functions "
-    "without generator=, and count in attributes or buffers of the model"
+    "Likely cause: model or loss keep a state or a random generator outside of themselves; draw "
+    "by torch's functions without generator=, and count in attributes or buffers of the model"
 )
 CHANGED_PARAMETER = (
     "Likely cause: every rank changes it by what its share has; change it in the optimizer's step"
@@ -200,33 +194,30 @@ GRADIENT_HOOK = (
     "it, divides by its norm); do it in the optimizer"
 )
 RECOMPUTED_BATCH_NORM = (
-    "Likely cause: a batch norm that the model computes again in backward (torch.utils.checkpoint) "
-    "counts twice on "
-    "one worker, and once where the model is cut across it, which keeps what it made; leave its "
-    "checkpoints out "
-    "(recompute=true of pipeline does the same)"
+    "Likely cause: a batch norm that the model computes again in backward "
+    "(torch.utils.checkpoint) counts twice on one worker, and once where the model is cut across "
+    "it, which keeps what it made; leave its checkpoints out (recompute=true of pipeline does the "
+    "same)"
 )
 NONLINEAR_GRADIENT = (
     "Likely cause: what a hook or an autograd function of the model does with a gradient does not "
-    "grow as that does "
-    "(it clips, or divides by a norm), and is another thing for a share's; do it in the optimizer"
+    "grow as that does (it clips, or divides by a norm), and is another thing for a share's; do "
+    "it in the optimizer"
 )
 UNTRACED_CROSSING = (
     "Likely cause: a tensor goes from part to part by a way that is not seen, or the model keeps "
-    "something from one call "
-    "to the next; cut it elsewhere (cut=[...]), or train it with data(n) and nothing else"
+    "something from one call to the next; cut it elsewhere (cut=[...]), or train it with data(n) "
+    "and nothing else"
 )
 UNTRACED_FORWARD = (
     "Likely cause: a forward reads or changes a value by a way that is not seen (copies of "
-    "parameters, a view that is "
-    "changed in place), or the model keeps something from one call to the next; train it with "
-    "data(n)"
+    "parameters, a view that is changed in place), or the model keeps something from one call to "
+    "the next; train it with data(n)"
 )
 EVAL_MODE_PATH = (
-    "Likely cause: in eval mode it goes another way than in training, and reads or changes a value "
-    "there by a way that "
-    "is not seen (copies of parameters, state_dict); let it go the same way in both, or train it "
-    "with data(n) alone"
+    "Likely cause: in eval mode it goes another way than in training, and reads or changes a "
+    "value there by a way that is not seen (copies of parameters, state_dict); let it go the same "
+    "way in both, or train it with data(n) alone"
 )
 FORWARD_COUNT = (
     "Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), "
@@ -235,6 +226,5 @@ FORWARD_COUNT = (
 )
 SHARE_BUFFER = (
     "Likely cause: the buffer counts what a share has, not what the batch has; make what it holds "
-    "a function of the "
-    "step, or go without (register_buffer is for what is equal on all workers)"
+    "a function of the step, or go without (register_buffer is for what is equal on all workers)"
 )

@@ -484,10 +484,8 @@ def refuse_float64_copies(world: World, module: LossModule) -> None:
     )
     if not world.all_reduce(torch.tensor(float(available is None or needed <= available)), "MIN"):
         raise StepFailed(
-            f"this step is off from one worker's by more than rounding in its type explains at "
-            f"once, and to make "
-            f"it again in float64 wants about {needed >> 20} MiB on each host, which is not there; "
-            f"train it in "
-            "float64, on fewer ranks of a host, or without the check (--skip-first-step-check, "
-            "skip_first_step_check=True)"
+            "this step is off from one worker's by more than rounding in its type explains at "
+            f"once, and to make it again in float64 wants about {needed >> 20} MiB on each host, "
+            "which is not there; train it in float64, on fewer ranks of a host, or without the "
+            "check (--skip-first-step-check, skip_first_step_check=True)"
         )

@@ -170,8 +170,8 @@ def _prepare_step_check(
         checked = smaller_batch, *fetch_places(trainer, smaller_batch, smaller_batch.places)
         trainer.step_check, reason = make_reference_step(trainer, *checked, as_loaded, loss_only)
         description = (
-            f"its first {len(smaller_batch.sample_indices)} samples, "
-            "for which there is room on one rank,"
+            f"its first {len(smaller_batch.sample_indices)} samples, for which there is room on "
+            "one rank,"
         )
     if set_up:
         set_up()
@@ -326,9 +326,8 @@ def set_up_exchange(
         if trainer.batch_norm.per_sample_calls and skips_calls:
             raise StepFailed(
                 "the model has batch norms inside of samples or weights, which are known by the "
-                "number of their "
-                "call, and in parts calls have others; write them as instance_norm, or train it "
-                "with data(n)"
+                "number of their call, and in parts calls have others; write them as "
+                "instance_norm, or train it with data(n)"
             )
         for choice in partition.choices if trainer.world.rank == 0 else ():
             trainer.log.write_choice(*choice)
@@ -396,8 +395,7 @@ def run_parameter_server(trainer: Trainer) -> None:
         if trainer.full_world.store.add(DISMISSED_KEY.format(trainer.full_world.rank), -1) < 0:
             raise StepFailed(
                 f"serve() of {type(exchange).__name__} returned before the workers dismissed it; "
-                f"let it serve "
-                "until dismiss() tells it to end"
+                "let it serve until dismiss_servers() tells it to end"
             )
     except Exception as error:
         raise trainer.report_failure(error) from error
@@ -442,8 +440,8 @@ def check_equal_schedules(world: World, strategy: Strategy) -> None:
             if not torch.equal(other_digest, digest):
                 raise StepFailed(
                     f"{plan.schedule} has another program on rank {rank} than on rank "
-                    f"{world.rank}: it is to be a "
-                    "function of (rank, size) alone, not of the process, its environment or chance"
+                    f"{world.rank}: it is to be a function of (rank, size) alone, not of the "
+                    "process, its environment or chance"
                 )
 
 
