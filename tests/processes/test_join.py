@@ -1,7 +1,7 @@
 """Workers that join a running training by a command of their own: who takes part, who is let
 in, who goes, and how it ends.
 
-Trainings are held until those who are to join are there, by the office's own loop: nothing here
+Trainings are held until those who are to join are there, by the queue's own loop: nothing here
 waits for luck.
 """
 
@@ -410,7 +410,7 @@ def test_joined_worker_ends_if_the_launching_process_dies(
     os.close(joiner)
     complaint = (tmp_path / "complaints").read_text()
     assert re.search(
-        r"^paragrad: .*no answer from (server 0|the training's office) within 5 s",
+        r"^paragrad: .*no answer from (server 0|the training's work queue) within 5 s",
         complaint,
         re.MULTILINE,
     )
@@ -451,7 +451,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
             said.append(
                 try_handshake(type(address)(address.endpoint), read_key_pair(place.key), 20.0)
             )
-            # the office would know it, and did not let it in yet
+            # the queue would know it, and did not let it in yet
             if address is not office:
                 said.append(try_handshake(address, read_key_pair(place.key), 20.0))
         place.key = tmp_path / f"other{SECRET_SUFFIX}"

@@ -413,9 +413,9 @@ class Nothing(Columns):
         (Giftless(2), "no rank gives the output and the loss"),
         (
             Textual(2),
-            r"a shard is ModelShard\(model, specs\): an nn.Module, and a paragrad.ShardSpec for each",
+            r"a shard is ModelShard\(model, specs\): an nn.Module, and a paragrad.ShardSpec for",
         ),
-        (Unhappy(2), r"share\(\) of unhappy\(2\) raised KeyError: 'rows'"),
+        (Unhappy(2), r"shard_model\(\) of unhappy\(2\) raised KeyError: 'rows'"),
         (Further(2), r"7\.bias is said to be held, and the part has no such parameter or buffer"),
         (
             Numbered(2),

@@ -625,7 +625,7 @@ def test_stopped_worker_restarts_its_time_limit(monkeypatch: pytest.MonkeyPatch)
         listening.close()
 
 
-# ---- the office ------------------------------------------------------------------------------
+# ---- the queue -------------------------------------------------------------------------------
 class Desk:
     """An office and its workers, without sockets."""
 

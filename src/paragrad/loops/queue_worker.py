@@ -194,7 +194,7 @@ class QueueWorker:
             endpoints.keys or KeyPair.generate_pair(),
             trainer.world.timeout if self.is_joined else math.inf,
             REMINDER_SECONDS,
-            "the training's office",
+            "the training's work queue",
         )
 
     def process_tickets(self) -> Counter[str]:
@@ -237,9 +237,9 @@ class QueueWorker:
             [(0, Header(MessageType.NEXT, self.endpoints.job), (text,))]
         ):
             if header.kind != MessageType.GIVEN:
-                raise StepFailed("the office answered with something else than a ticket")
+                raise StepFailed("the work queue answered with something else than a ticket")
             return Ticket(**json.loads(bytes(rest[0])))
-        raise StepFailed("the office does not answer")
+        raise StepFailed("the work queue does not answer")
 
     def leave_queue(self) -> None:
         """Leave the work queue, so that another worker gets this worker's ticket at once."""
