@@ -114,7 +114,7 @@ class Stopwatch:
             exchange()
             self.seen.add(kind)
         taken = self._each(exchange, 1)
-        again = self.world.agreed(min(REPEATS, int(LONG / taken)))
+        again = self.world.broadcast_object(min(REPEATS, int(LONG / taken)))
         return self._each(exchange, again) if again else taken
 
     def _each(self, exchange: Callable[[], object], times: int) -> float:

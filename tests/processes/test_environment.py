@@ -361,10 +361,10 @@ SCRIPT = textwrap.dedent("""
     answers, folder, meetings = [], Path(sys.argv[1]), int(sys.argv[2])
     for meeting in range(meetings):
         with join_launched_world(timeout=30.0) as world:
-            world.prove()
+            world.check_collectives()
             mine = torch.arange(3.0) + 10 ** world.rank + 1000 * meeting
             answers.append([world.rank, world.size, world.all_reduce(mine).tolist(),
-                    world.twin().agreed(world.rank)])
+                    world.duplicate().broadcast_object(world.rank)])
             if "die" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
     said = [get_launched_rank(), get_launched_size(), count_local_ranks()]

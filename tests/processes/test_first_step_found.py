@@ -292,8 +292,8 @@ def test_sample_mixing_is_not_reported_without_a_split() -> None:
             division=resolved(strategy).division,
             parameters={},
             exchange_options=SimpleNamespace(inject_fault=None),
-            layout=SimpleNamespace(cut=strategy != "data(2)"),
-            module=SimpleNamespace(traced=True, linear=True),
+            layout=SimpleNamespace(is_partitioned=strategy != "data(2)"),
+            module=SimpleNamespace(has_traced_divisor=True, is_linear=True),
             draws=SimpleNamespace(calls=[]),
         )
         return diagnose_step(

@@ -126,11 +126,11 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
     serves = server_exchange.ServerExchange.serve
     with contextlib.ExitStack() as stack:
         for owner, name, other in (
-            (server_exchange, "own_host", lambda world: "127.0.0.1"),
+            (server_exchange, "find_own_host", lambda world: "127.0.0.1"),
             (worker_exchange.WorkerExchange, "begin", begin),
             (ServerClient, "__init__", made),
-            (ServerClient, "_send", send),
-            (Listener, "allow", allow),
+            (ServerClient, "_send_frames", send),
+            (Listener, "allow_keys", allow),
             (server_exchange.ServerExchange, "serve", serve),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))

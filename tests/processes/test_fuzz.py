@@ -5,6 +5,7 @@ or two places are taken, or refused with one message; nothing else, and in bound
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -496,7 +497,11 @@ def test_random_machine_files(tmp_path: Path) -> None:
         edited = json.loads(json.dumps(whole))
         for place, other in changes:
             with contextlib.suppress(LookupError, TypeError):
-                changed(edited, place, OTHERS[other])
+                value = OTHERS[other]
+                # a copy, as a later change may be made inside of it
+                changed(
+                    edited, place, copy.copy(value) if isinstance(value, list | dict) else value
+                )
         path.write_text(json.dumps(edited))
         with in_time(), contextlib.suppress(pg.Refused):
             simulate_exchange(

@@ -201,7 +201,7 @@ def entering(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
     seen = []
     for inputs, target in trainer.batches(VECTORS, job.batch, 0):
         if trainer.exchange is not None and not seen:
-            trainer.passes.part.stage_forward.model[2].register_forward_pre_hook(
+            trainer.passes.stage_module.stage_forward.model[2].register_forward_pre_hook(
                 lambda module, given: seen.append(given[0].requires_grad)
             )
         trainer.step(inputs, target)
@@ -313,7 +313,7 @@ def test_list_shared_by_modules_stays_shared() -> None:
     model = Noting()
     with preserve_all_state(LossModule(model, torch.nn.functional.mse_loss)):
         model(torch.randn(5, 10))
-    assert model.notes is model.first_position.notes is model.second.notes
+    assert model.notes is model.first.notes is model.second.notes
     assert model.notes == []
 
 

@@ -268,7 +268,7 @@ def test_worker_started_by_a_launcher_can_join(place: Ground, opened: Callable[.
             )
         ]
 
-    here = opened(say_where=say_where)
+    here = opened(announce_join_address=say_where)
     run = place.train("server(2, sync=ssp(1))")
     assert ended(here.joiners[0])[0] == 0
     assert whole(run)
@@ -290,7 +290,7 @@ def test_leaving_worker_returns_its_samples(place: Ground, opened: Callable[...,
 def test_killed_joined_worker_does_not_stop_the_training(
     place: Ground, opened: Callable[..., Any]
 ) -> None:
-    here = opened(seen=lambda run, number: run.joiners[0].kill_members())
+    here = opened(seen=lambda run, number: run.joiners[0].kill())
     run = place.train("server(2, servers=2, sync=ssp(1))")
     assert ended(here.joiners[0])[0] == -signal.SIGKILL
     assert whole(run)
@@ -300,7 +300,7 @@ def test_killed_joined_worker_does_not_stop_the_training(
 @pytest.mark.story
 def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., Any]) -> None:
     def run(self: Any) -> str:
-        self.office.limit = 0.5
+        self.queue.limit = 0.5
         self.was_late = False
         return TRAINING.run_training(self)
 
@@ -317,10 +317,10 @@ def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., A
     def train(self: Any, epoch: int, start: int) -> int:
         # the last one only when it is back
         while epoch == 5 and not (self.was_late and self.guests):
-            self.look(None)
+            self.poll_events(None)
         return TRAINING.train_epoch(self, epoch, start)
 
-    here = opened(run=run, seen=stop, event=event, train=train)
+    here = opened(run_training=run, seen=stop, record_event=event, train_epoch=train)
     run = place.train("server(2, servers=2, sync=asp)")
     assert ended(here.joiners[0])[0] == 0
     assert whole(run)
@@ -351,19 +351,19 @@ def test_waiting_worker_is_kept_alive(place: Ground, opened: Callable[..., Any])
     waited: list[bytes] = []
 
     def epochs(self: Any) -> str:
-        answer = self.listening.send_answer
+        answer = self.listener.send_answer
 
         def counting(whose: bytes, header: Header, *rest: Any) -> None:
             if header.kind == MessageType.WAIT and whose[:1] == REMOTE_PREFIX:
                 waited.append(whose)
             answer(whose, header, *rest)
 
-        self.listening.send_answer = counting
+        self.listener.send_answer = counting
         while len(waited) < 3:
-            self.look(None)
+            self.poll_events(None)
         return TRAINING.train_epochs(self)
 
-    here = opened(joining=(("--timeout", "1.5"),), epochs=epochs)
+    here = opened(joining=(("--timeout", "1.5"),), train_epochs=epochs)
     run = place.train("server(2, sync=ssp(4))")
     assert ended(here.joiners[0])[0] == 0
     assert whole(run)
@@ -430,9 +430,9 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
     def epochs(self: Any) -> str:
         office = self.office_at
         while not all(
-            servers := [self.meeting.build_join_endpoint(number).address for number in range(2)]
+            servers := [self.endpoints.build_join_endpoint(number).address for number in range(2)]
         ):
-            self.look(None)
+            self.poll_events(None)
         for address in (office, *servers):
             at = parse_host_port("", address.endpoint)
             for noise in (os.urandom(64), b"GET / HTTP/1.0\r\n\r\n", b"", os.urandom(100_000)):
@@ -467,7 +467,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
         self.office_at = address
         write_public_key(address.key, place.server_key)
 
-    opened(epochs=epochs, say_where=say_where)
+    opened(train_epochs=epochs, announce_join_address=say_where)
     run = place.train("server(1, servers=2, sync=asp)", batch=29)
     assert said == [
         "unknown",
@@ -489,7 +489,7 @@ def test_different_job_is_refused_by_name_on_both_sides(
 
     def epochs(self: Any) -> str:
         while self.joiners[0].poll() is None:
-            self.look(None)
+            self.poll_events(None)
         code, _, complaint = ended(self.joiners[0])
         assert code == 2
         assert "the training has seed 0, and here it is 7; give --seed 0" in complaint
@@ -497,7 +497,7 @@ def test_different_job_is_refused_by_name_on_both_sides(
         self.joiners.append(place.join(key=later))
         return Open.train_epochs(self)
 
-    here = opened(joining=(("--seed", "7"),), epochs=epochs)
+    here = opened(joining=(("--seed", "7"),), train_epochs=epochs)
     run = place.train("server(2, sync=asp)")
     assert ended(here.joiners[1])[0] == 0
     assert whole(run)

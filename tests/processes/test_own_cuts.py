@@ -432,8 +432,8 @@ class Nothing(Columns):
         (Deserting(2), r"serve\(\) of Deserter returned before the workers dismissed it"),
         (
             Keeping(2),
-            r"keeping\(2\) has servers, and its Keeper no dismiss; give it a method "
-            r"dismiss\(self\)",
+            r"keeping\(2\) has servers, and its Keeper no dismiss_servers; give it a method "
+            r"dismiss_servers\(self\)",
         ),
         (Thawed(2), r"0\.bias is frozen, and 0\.bias of the model is not"),
         (Elsewhere(2), r"0\.bias holds of 0\.bia, which the model does not have"),
@@ -442,7 +442,7 @@ class Nothing(Columns):
             r"0\.weight has the shape \(8, 10\), and what it says to hold of 0\.weight, whole "
             r"\(16, 10\), has another",
         ),
-        (Nothing(2), r"the share of nothing is a Sequential; return a paragrad\.Share"),
+        (Nothing(2), r"the share of nothing is a Sequential; return a paragrad\.ModelShard"),
     ],
 )
 def test_incomplete_partition_is_refused(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:
@@ -664,7 +664,8 @@ class Unsaid(pg.Strategy):
         ),
         (
             "data(2) * unsaid(2)",
-            r"Unsaid has no exchange; give it a method .* or `share\(self, model, example, axis\)`",
+            r"Unsaid has no make_exchange; give it a method .* or `shard_model\(self, model, "
+            r"example, axis\)`",
         ),
         ("stages(2) * stages(2)", "both bring passes of their own|two axes stages"),
         (

@@ -295,7 +295,7 @@ def test_page_needs_no_network_and_names_its_command(compared: Path) -> None:
     machine = header["machine"]
     for words in (
         "paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), 'serial; "
-        "data(2, reduce=ring)', seeds=2, twin=True, until='accuracy=80')",
+        "data(2, reduce=ring)', seeds=2, rounding_baseline=True, until='accuracy=80')",
         machine["cpu"],
         f"torch {machine['torch']}",
         f"paragrad {paragrad.__version__}",

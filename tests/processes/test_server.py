@@ -332,7 +332,7 @@ def test_invalid_shared_memory_references_are_refused() -> None:
 
 def test_vectors_are_sent_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, what, other, why in (
-        (shelf_of, "lacking", lambda: "here is no /proc", "here is no /proc"),
+        (shelf_of, "find_missing_features", lambda: "here is no /proc", "here is no /proc"),
         (
             os,
             "posix_fallocate",

@@ -242,8 +242,8 @@ LEAVES = """
 
     with join_world(int(sys.argv[1]), 2, Path(sys.argv[2]), timeout=30.0) as world:
         grid = world.with_axes(("data", 2), ("tensor", 1))
-        kept = [world, grid, grid.along("data"), grid.along("tensor"), grid.twin(),
-                grid.twin().among([[1, 0]])]
+        kept = [world, grid, grid.select_axes("data"), grid.select_axes("tensor"), grid.duplicate(),
+                grid.duplicate().split_ranks([[1, 0]])]
         assert [each.group is None for each in kept] == [False, False, False, True, False, False]
     print([each.group for each in kept] == [None] * len(kept))
 """

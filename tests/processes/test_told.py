@@ -463,7 +463,7 @@ def test_notebook_shows_a_table(tmp_path: Path) -> None:
 def test_read_only_home_directory(tmp_path: Path) -> None:
     """matplotlib warned of its cache, three lines before the table."""
     script = (
-        "import paragrad.report.charts as charts\nwith charts.drawing('x', 100, 100): "
+        "import paragrad.report.charts as charts\nwith charts.open_figure('x', 100, 100): "
         "print('drawn')"
     )
     ran = subprocess.run(

@@ -221,7 +221,7 @@ def _parse_link(found: dict[str, Any]) -> Link:
         **{
             **found,
             "points": tuple((int(size), float(seconds)) for size, seconds in found["points"]),
-            "disturbed": disturbed and _parse_link(disturbed),
+            "disturbed": None if disturbed is None else _parse_link(disturbed),
         }
     )
 

@@ -242,7 +242,9 @@ class ServerClient:
             if time.monotonic() - self.unreachable_since.get(
                 server, math.inf
             ) > ABANDONED_SECONDS and is_port_closed(parse_host_port("", last.endpoint)):
-                name = "the training's work queue" if self.queue_address else self.server_names[server]
+                name = (
+                    "the training's work queue" if self.queue_address else self.server_names[server]
+                )
                 raise StepFailed(
                     f"nobody listens any more at {last.endpoint}, where {name} was: the training "
                     "was ended, or is over"
