@@ -30,7 +30,7 @@ from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.identity import refuse_other_training
 from paragrad.trainer.pace import refuse_unknown_ranks
-from paragrad.trainer.settings import Settings, name_in_records
+from paragrad.trainer.settings import Settings, name_in_records, refuse_old_arguments
 from paragrad.validation.inspect_job import JobInspection, inspect_job
 from paragrad.validation.resume_check import build_job_identity
 from paragrad.validation.validate import (
@@ -44,6 +44,7 @@ BASELINE_STEPS = 200  # steps of a serial run that is trained for its speed alon
 DISTANCE_STEPS = 100  # steps over which the page draws the distance from serial
 
 
+@refuse_old_arguments
 def compare(
     job: Job,
     chosen: str | Iterable[str | Strategy],

@@ -23,7 +23,7 @@ from paragrad.runtime.world import DEFAULT_TIMEOUT, World
 from paragrad.strategies.registry import strategy as read_strategy
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.model_partition import is_shared_per_host
-from paragrad.trainer.settings import Settings
+from paragrad.trainer.settings import Settings, refuse_old_arguments
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.inspect_job import explain_untrainable
 from paragrad.validation.inspected_job import InspectedOptimizer
@@ -37,6 +37,7 @@ from paragrad.validation.validate import (
 )
 
 
+@refuse_old_arguments
 @contextmanager
 def parallelize(
     model: nn.Module,

@@ -22,7 +22,7 @@ from paragrad.report.notebook import make_notebook_progress
 from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.first_step.diagnosis import BY_DESIGN, diagnose_difference
-from paragrad.trainer.settings import Settings
+from paragrad.trainer.settings import Settings, refuse_old_arguments
 from paragrad.validation.validate import ValidatedRun, validate_run
 
 NO_COMMON_STEP = (
@@ -31,6 +31,7 @@ NO_COMMON_STEP = (
 )
 
 
+@refuse_old_arguments
 def verify(
     job: Job,
     strategy: str | Strategy,

@@ -5,13 +5,14 @@ What is trained is the Job; how it is split is the Strategy.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -33,11 +34,15 @@ DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 MAX_TIMEOUT = 2_000_000  # seconds; sockets take no larger number of milliseconds
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # settings that had another name until version 0.1, and the names that they have now
 RENAMED = {
     "sabotage": "inject_fault",
     "unproved": "skip_schedule_check",
     "unchecked": "skip_first_step_check",
+    "twin": "rounding_baseline",
 }
 
 
@@ -300,6 +305,26 @@ class Settings:
             )
 
 
+def refuse_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: an argument under its old name is refused with the new one.
+
+    Args:
+        function: A function whose keyword arguments are settings.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        _refuse_old_names(kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _refuse_old_names(names: Iterable[str]) -> None:
+    if old := next((name for name in names if name in RENAMED), None):
+        raise Refused(f"{old} is now called {RENAMED[old]}")
+
+
 def name_in_records(name: str) -> str:
     """Return the JSON key of a setting: records keep the keys that they always had."""
     return next((old for old, new in RENAMED.items() if new == name), name)
@@ -315,9 +340,8 @@ def build_settings(values: dict[str, Any]) -> Settings:
         Refused: If a name is unknown; the message suggests the nearest one.
     """
     known = [each.name for each in fields(Settings)]
+    _refuse_old_names(values)
     for name in values:
-        if name in RENAMED:
-            raise Refused(f"the setting {name} is now called {RENAMED[name]}")
         if name not in known:
             raise Refused(describe_unknown_name("setting", name, known))
     return Settings(**values)

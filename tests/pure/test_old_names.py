@@ -1,0 +1,49 @@
+"""Names that users typed before version 0.1: each is refused with the name of today."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import paragrad as pg
+from paragrad.commands.cli import run_command_line
+from paragrad.commands.options import RENAMED_OPTIONS
+from paragrad.trainer.settings import RENAMED
+
+JOB = pg.job("digits")
+SGD = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("old", "new"), [*pg._RENAMED.items()])
+def test_old_public_name_is_refused(old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=f"paragrad.{old} is now called paragrad.{new}"):
+        getattr(pg, old)
+    assert hasattr(pg, new)
+
+
+@pytest.mark.parametrize(("old", "new"), [*RENAMED.items()])
+def test_old_argument_is_refused(old: str, new: str) -> None:
+    calls = (
+        lambda: pg.train(JOB, **{old: None}),
+        lambda: pg.compare(JOB, "serial", **{old: None}),
+        lambda: pg.verify(JOB, "serial", **{old: None}),
+        lambda: pg.parallelize(torch.nn.Linear(2, 2), torch.nn.L1Loss(), SGD, **{old: None}),
+    )
+    for call in calls:
+        with pytest.raises(pg.Refused, match=f"{old} is now called {new}"):
+            call()
+
+
+@pytest.mark.parametrize(("old", "new"), [*RENAMED_OPTIONS.items()])
+def test_old_option_is_refused(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written with its value, too."""
+    for word in (old, f"{old}=x"):
+        monkeypatch.setattr(sys, "argv", ["paragrad", "compare", "digits", word])
+        with pytest.raises(SystemExit) as ended:
+            run_command_line()
+        assert ended.value.code == 2
+        assert capsys.readouterr() == ("", f"paragrad: {old} is now called {new}\n")
