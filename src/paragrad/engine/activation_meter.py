@@ -55,9 +55,10 @@ class ActivationMeter:
 
         A tensor is counted until backward frees it.
         """
-        return torch.autograd.graph.saved_tensors_hooks(
+        context: contextlib.AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
             self.track_tensor, TrackedTensor.unpack_tensor
         )
+        return context
 
     def track_tensor(self, tensor: Tensor) -> TrackedTensor:
         """Count a tensor for as long as the returned object exists.

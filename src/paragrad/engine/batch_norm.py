@@ -151,7 +151,7 @@ class BatchNorm:
         torch.batch_norm = batch_norm
         torch.instance_norm = instance_norm
         functional._verify_batch_size = verify  # type: ignore[attr-defined]
-        nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
+        nn.SyncBatchNorm.forward = forward
 
     @contextmanager
     def use_probe_mode(self) -> Iterator[None]:
@@ -255,7 +255,7 @@ class BatchNorm:
         if has_torch_function(tensors):
             return handle_torch_function(
                 TORCH_BATCH_NORM, tensors, *tensors, training, momentum, eps, cudnn_enabled
-            )  # type: ignore
+            )
 
         def run_torch(training: bool) -> Tensor:
             return apply_norm_contiguously(

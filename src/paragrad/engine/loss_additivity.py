@@ -284,7 +284,8 @@ def _measure_rounding(module: LossModule, whole: BatchExcerpt, draws: Draws, mea
             ),
         ]
     )
-    return max(64 * torch.finfo(torch.float32).eps, 8 * coarsest, min(deviation, 1e-3))
+    bound = max(64 * torch.finfo(torch.float32).eps, 8 * coarsest, min(deviation, 1e-3))
+    return float(bound)
 
 
 @contextlib.contextmanager
@@ -293,7 +294,7 @@ def disable_batch_statistics() -> Iterator[None]:
 
     Statistics are the only thing that may mix samples, because strategies handle them.
     """
-    original = torch.batch_norm  # type: ignore[attr-defined]
+    original = torch.batch_norm
     verify = functional._verify_batch_size  # type: ignore[attr-defined]
 
     def batch_norm_without_statistics(
@@ -305,12 +306,12 @@ def disable_batch_statistics() -> Iterator[None]:
         result: Tensor = original(x, weight, bias, mean, variance, False, *rest)
         return result
 
-    torch.batch_norm = batch_norm_without_statistics  # type: ignore[attr-defined]
+    torch.batch_norm = batch_norm_without_statistics
     functional._verify_batch_size = lambda size: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.batch_norm = original  # type: ignore[attr-defined]
+        torch.batch_norm = original
         functional._verify_batch_size = verify  # type: ignore[attr-defined]
 
 

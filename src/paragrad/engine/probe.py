@@ -82,9 +82,10 @@ class SavedActivations:
 
     def record_saved_tensors(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context around a forward pass that records its saved tensors."""
-        return torch.autograd.graph.saved_tensors_hooks(
+        context: contextlib.AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
             self._record_tensor, lambda kept: check_tensor_version(*kept)
         )
+        return context
 
     def _record_tensor(self, tensor: Tensor) -> tuple[Tensor, int]:
         self.coarsest_eps = max(
@@ -193,11 +194,11 @@ def _record_tensor_hooks() -> Iterator[list[Tensor]]:
         hooked.append(tensor)
         return original(tensor, hook)
 
-    Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    Tensor.register_hook = register_hook
     try:
         yield hooked
     finally:
-        Tensor.register_hook = original  # type: ignore[method-assign]
+        Tensor.register_hook = original
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -271,7 +272,7 @@ def find_nonfinite_tensor(model: nn.Module, inputs: Any, target: Any) -> str:
     Returns:
         The name of the tensor, or "loss" if all of them are finite.
     """
-    named = {
+    named: dict[str, Any] = {
         "inputs": inputs,
         "target": target,
         **dict(model.named_parameters()),

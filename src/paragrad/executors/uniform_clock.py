@@ -220,7 +220,7 @@ class UniformClock:
                 (self.out_free + link.latency)[link.senders],
                 self.part_bytes[action.slot][link.senders],
             )
-        )  # type: ignore[index]
+        )
         self.messages += self.size
 
     def play_recv(self, action: Recv) -> None:

@@ -153,10 +153,8 @@ def is_slower_by_sign_test(ratios: list[float]) -> bool:
         ratios: its times divided by the other's times, one for each turn.
     """
     above = sum(ratio > 1 for ratio in ratios)
-    return (
-        sum(math.comb(len(ratios), k) for k in range(above, len(ratios) + 1)) / 2 ** len(ratios)
-        < 0.05
-    )
+    outcomes = sum(math.comb(len(ratios), k) for k in range(above, len(ratios) + 1))
+    return bool(outcomes / 2 ** len(ratios) < 0.05)
 
 
 def is_measurably_slower(times: list[float], best_times: list[float]) -> bool:
@@ -430,11 +428,10 @@ class AlgorithmChooser:
         if group > 1:
             host_link = measure_link(self.world, FEW_SIZES, rounds=3)[0]
             self.link_source += "; inside a host: measured just before"
-        return self.world.broadcast_object(
-            Cluster(
-                link, gamma, host_link, group, sharing_ranks, processors if sharing_ranks > 1 else 1
-            )
-        )  # type: ignore[no-any-return]
+        processors = processors if sharing_ranks > 1 else 1
+        cluster = Cluster(link, gamma, host_link, group, sharing_ranks, processors)
+        agreed: Cluster = self.world.broadcast_object(cluster)
+        return agreed
 
 
 def _format_trial_time(seconds: float) -> str:

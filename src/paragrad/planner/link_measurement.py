@@ -271,7 +271,8 @@ def measure_memory_rate() -> float:
     """Measure the bytes read and written per second by a copy of 64 MiB."""
     one = torch.zeros(1 << 24)
     other = torch.ones(1 << 24)
-    return 2 * 4 * one.numel() / _time_lower_quartile(lambda: one.copy_(other))
+    number = int(one.numel())
+    return 2 * 4 * number / _time_lower_quartile(lambda: one.copy_(other))
 
 
 def measure_matmul_rate(width: int = 512) -> float:

@@ -89,7 +89,7 @@ def compute_initial_loss(job: Job, model: nn.Module, train_dataset: Dataset) -> 
         total, weight = module(
             *separate_target(convert_batch(samples[0, places], CPU, job.parameter_dtype)), count
         )
-        return float(total) / weight
+        return float(total) / float(weight)
 
     try:
         with (

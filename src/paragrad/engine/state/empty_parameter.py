@@ -55,7 +55,7 @@ class EmptyTensor(Tensor):
             is_gradient: It stands for a gradient.
         """
         device = tensor.original_device if isinstance(tensor, EmptyTensor) else tensor.device
-        empty = Tensor._make_subclass(
+        empty: Self = Tensor._make_subclass(
             cls, tensor.detach().to("meta"), not is_gradient and tensor.requires_grad
         )
         empty.__dict__.update(

@@ -350,7 +350,7 @@ def _unpickle_offered_model(offer: Offer) -> nn.Module:
     )
     restore_generators(generators)
     _register_output_capture(model)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _register_output_capture(model: nn.Module) -> None:

@@ -214,7 +214,7 @@ def is_differentiable(tensor: Tensor) -> bool:
     Args:
         tensor: The tensor.
     """
-    return tensor.is_floating_point() or tensor.is_complex()
+    return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
 def set_tensor_values(buffer: Tensor, values: Tensor) -> None:
@@ -234,8 +234,9 @@ def set_tensor_values(buffer: Tensor, values: Tensor) -> None:
 
 def _is_equal_tensor(a: Tensor, b: Tensor) -> bool:
     if a.layout == b.layout == torch.strided:
-        return torch.equal(a, b)
-    return a.layout == b.layout and a.shape == b.shape and torch.equal(a.to_dense(), b.to_dense())
+        return bool(torch.equal(a, b))
+    same_form = a.layout == b.layout and a.shape == b.shape
+    return same_form and bool(torch.equal(a.to_dense(), b.to_dense()))
 
 
 def list_saved_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:

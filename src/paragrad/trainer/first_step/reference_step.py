@@ -295,7 +295,7 @@ def fetch_places(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any
         trainer.world.device,
         trainer.dtype,
     )
-    return separate_target(fetched)  # type: ignore[no-any-return]
+    return separate_target(fetched)
 
 
 def _select_test_part(
