@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +42,48 @@ def pytest_runtest_setup() -> None:
         )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the seed of `PARAGRAD_PART`: the commit, so that another part runs for each.
+
+    The processes of xdist inherit it.
+    """
+    if "PARAGRAD_PART" in os.environ and "PARAGRAD_SEED" not in os.environ:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=config.rootpath,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        os.environ["PARAGRAD_SEED"] = commit.stdout.strip() or "0"
+
+
+def pytest_report_header() -> list[str]:
+    if "PARAGRAD_PART" not in os.environ:
+        return []
+    part, seed = os.environ["PARAGRAD_PART"], os.environ["PARAGRAD_SEED"]
+    return [
+        f"one of {part} tests by chance: PARAGRAD_PART={part} PARAGRAD_SEED={seed} repeats them"
+    ]
+
+
+def take_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one of `PARAGRAD_PART` tests, chosen by the seed and the name of the test."""
+    if "PARAGRAD_PART" in os.environ:
+        part, seed = int(os.environ["PARAGRAD_PART"]), os.environ["PARAGRAD_SEED"]
+        parts = [zlib.crc32(f"{seed} {each.nodeid}".encode()) % part for each in items]
+        config.hook.pytest_deselected(
+            items=[each for each, number in zip(items, parts, strict=True) if number]
+        )
+        items[:] = [each for each, number in zip(items, parts, strict=True) if not number]
+
+
 # Files with tests of many seconds: they come first, so that no worker begins one at the end.
 LONG = ("join", "floods", "recovering", "server", "federated", "memory", "compressed", "verify")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the rows of a test that is a `sample(n)`, all but every n-th are of the table."""
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
     rows: Counter[str] = Counter()
@@ -57,6 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # the diagonal, where parametrizations are stacked
             if (place + place // every) % every:
                 item.add_marker(pytest.mark.table)
+    take_part(config, items)
 
 
 @pytest.fixture(scope="session")
