@@ -408,7 +408,7 @@ def test_cycled_momentum_is_taken_over_in_every_step(pool: Launcher) -> None:
 def _momenta(trainer: Trainer) -> tuple[float, float, bool]:
     momentum = trainer.exchange.momentum  # type: ignore[union-attr]
     kept = any(each.get("momentum_buffer") is not None for each in trainer.optimizer.state.values())
-    return trainer.optimizer.param_groups[0]["momentum"], momentum.of(LARGE)[0], kept
+    return trainer.optimizer.param_groups[0]["momentum"], momentum.get_momentum(LARGE)[0], kept
 
 
 # ---- replicas --------------------

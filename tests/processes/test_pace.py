@@ -90,7 +90,7 @@ def waits(
             clock[0] += seconds
             # the core is shared: on the clock all takes twice as long
             passes.forward_cpu_seconds += seconds / 3
-            passes.forward += 2 * seconds / 3
+            passes.forward_seconds += 2 * seconds / 3
     return pace, waited
 
 
