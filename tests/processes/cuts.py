@@ -23,7 +23,7 @@ from paragrad.runtime.world import World
 from paragrad.schedules.actions import split_evenly
 
 
-def held_whole(model: nn.Module, axis: World) -> dict[str, pg.Held]:
+def held_whole(model: nn.Module, axis: World) -> dict[str, pg.ShardSpec]:
     """Replicated over the axis: the first rank's copy counts."""
     return {
         name: pg.ShardSpec(name, tuple(tensor.shape), is_primary=axis.rank == 0)
@@ -131,7 +131,7 @@ class Stages(pg.Strategy):
     schedules_micro_batches = True
 
     @property
-    def guarantees(self) -> pg.Promise:
+    def guarantees(self) -> pg.Guarantees:
         return pg.Guarantees()
 
     @property
@@ -142,7 +142,7 @@ class Stages(pg.Strategy):
     def division(self) -> Any:
         return super().division.__class__((1,), self.micro)
 
-    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+    def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         children = list(model.named_children())
         stages = [
             children[part.start : part.stop] for part in split_evenly(len(children), axis.size)

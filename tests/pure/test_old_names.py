@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 import paragrad as pg
 from paragrad.commands.cli import run_command_line
 from paragrad.commands.options import RENAMED_OPTIONS
+from paragrad.strategies.strategy import RENAMED_MEMBERS, Environment, Strategy
 from paragrad.trainer.settings import RENAMED
+from paragrad.validation.validate import resolve_and_check_strategy
 
 JOB = pg.job("digits")
 SGD = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
@@ -34,6 +37,22 @@ def test_old_argument_is_refused(old: str, new: str) -> None:
     for call in calls:
         with pytest.raises(pg.Refused, match=f"{old} is now called {new}"):
             call()
+
+
+@pytest.mark.parametrize(("old", "new"), [*RENAMED_MEMBERS.items()])
+def test_old_member_of_a_strategy_is_refused(old: str, new: str) -> None:
+    """It was ignored without a word: a user's passes never ran."""
+    assert hasattr(Strategy, new) or new in (
+        "make_exchange",
+        "shard_model",
+        "make_passes",
+        "guarantees",
+    )
+    strategy = types.new_class(
+        f"Old{old.title()}", (Strategy,), exec_body=lambda body: body.update({old: None})
+    )
+    with pytest.raises(pg.Refused, match=f"has {old}, which is now called {new}"):
+        resolve_and_check_strategy(strategy(), Environment())
 
 
 @pytest.mark.parametrize(("old", "new"), [*RENAMED_OPTIONS.items()])

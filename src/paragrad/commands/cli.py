@@ -10,6 +10,7 @@ import atexit
 import codecs
 import gc
 import io
+import itertools
 import shlex
 import sys
 from pathlib import Path
@@ -568,7 +569,7 @@ def run_command_line() -> None:
             stream.reconfigure(errors="spelled")
     # without this, the last garbage collection searches all of torch: half a second
     atexit.register(gc.freeze)
-    for word in sys.argv[1:]:
+    for word in itertools.takewhile(lambda word: word != "--", sys.argv[1:]):
         option = word.partition("=")[0]
         if option in RENAMED_OPTIONS:
             print(f"paragrad: {option} is now called {RENAMED_OPTIONS[option]}", file=sys.stderr)

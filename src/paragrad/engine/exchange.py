@@ -174,8 +174,8 @@ class Exchange(ABC):
 
         stop_requests: Number of ranks with a request to stop, if an update shared it.
 
-        doubtful_weight: The part of the weight that may stand for no sample (`LossModule.doubts`).
-            Set before `finish`.
+        doubtful_weight: The part of the weight that may stand for no sample
+            (`LossModule.doubtful_total`). Set before `finish`.
 
         weight: Weight of the samples behind the gradients. Set before `average`.
 

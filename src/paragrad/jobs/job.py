@@ -66,7 +66,7 @@ class Job:
             own_batch.
 
         warm_up: The number of epochs in which the rate reaches the scaled rate
-            (`paragrad.large_batch.Scaled`).
+            (`paragrad.optim.Scaled`).
 
         own_batch: The batch size that optimizer and scheduler were chosen for; `replace` remembers
             it.

@@ -88,6 +88,40 @@ class ScheduleUse:
 
 
 # How an optimizer updates. The later in this list, the more of the model one rank must hold.
+# Members of a strategy that had another name until version 0.1, and the names that they have now.
+RENAMED_MEMBERS = {
+    "exchange": "make_exchange",
+    "share": "shard_model",
+    "passes": "make_passes",
+    "promise": "guarantees",
+    "together": "update_granularity",
+    "inside": "splits_layers",
+    "follows": "adapts_shares",
+    "skips": "skips_calls",
+    "in_rounds": "trains_clients",
+    "hands_out": "uses_work_queue",
+    "recovers": "can_recover",
+    "lays_out": "changes_layout",
+    "cuts_micro": "schedules_micro_batches",
+    "replica": "is_replicated",
+    "reference": "is_reference",
+    "bucketed": "uses_buckets",
+    "sharded": "shards_parameters",
+    "serves": "is_server",
+    "plans": "plan_schedules",
+    "picks_all_reduce": "has_open_all_reduce",
+    "unplanned": "explain_no_schedule",
+    "resolved": "resolve",
+    "picked": "explain_choices",
+    "alternatives": "list_alternatives",
+    "refuse": "refuse_job",
+    "refuse_few": "refuse_small_batch",
+    "refuse_alone": "refuse_single_sample",
+    "refuse_updates": "refuse_optimizer",
+    "noticed": "list_warnings",
+    "refuse_beside": "refuse_factors",
+}
+
 PER_ELEMENT = "element"
 PER_TENSOR = "tensor"
 WHOLE_MODEL = "all"

@@ -3,8 +3,8 @@
 Velocities are accumulated, and the largest accumulated values are sent. Momentum, weight decay and
 clipping of a training are applied here only.
 
-* Momentum correction and factor masking are in `compression/feedback.py`. `compression/momentum.py`
-  takes the momentum over from the optimizer.
+* Momentum correction and factor masking are in `parallel/compression/feedback.py`.
+  `parallel/compression/momentum.py` takes the momentum over from the optimizer.
 * Clipping comes before accumulation, on each rank. The norm of its part of the mean gradient is at
   most the maximum norm times the root of its share of the batch. Of n equal shares, that is the
   maximum norm divided by the root of n. The reason is that norms of parts of independent samples

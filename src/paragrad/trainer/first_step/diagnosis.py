@@ -27,7 +27,7 @@ SKIP_HINT = "--skip-first-step-check (skip_first_step_check=True) trains it all 
 
 
 def explain_layout_draws(draw: str) -> str:
-    """Explain that random draws depend on the layout (`Draws.by_layout`).
+    """Explain that random draws depend on the layout (`Draws.layout_dependence`).
 
     Args:
         draw: The draw.
