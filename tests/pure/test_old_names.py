@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
+from dataclasses import fields
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import paragrad as pg
 from paragrad.commands.cli import run_command_line
 from paragrad.commands.options import RENAMED_OPTIONS
 from paragrad.strategies.strategy import RENAMED_MEMBERS, Environment, Strategy
-from paragrad.trainer.settings import RENAMED
+from paragrad.trainer.settings import RENAMED, Settings
 from paragrad.validation.validate import resolve_and_check_strategy
 
 JOB = pg.job("digits")
@@ -28,15 +30,24 @@ def test_old_public_name_is_refused(old: str, new: str) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [*RENAMED.items()])
 def test_old_argument_is_refused(old: str, new: str) -> None:
-    calls = (
-        lambda: pg.train(JOB, **{old: None}),
-        lambda: pg.compare(JOB, "serial", **{old: None}),
-        lambda: pg.verify(JOB, "serial", **{old: None}),
-        lambda: pg.parallelize(torch.nn.Linear(2, 2), torch.nn.L1Loss(), SGD, **{old: None}),
-    )
-    for call in calls:
-        with pytest.raises(pg.Refused, match=f"{old} is now called {new}"):
+    """With the new name if the function has it: train was said to have rounding_baseline."""
+    calls = {
+        pg.train: lambda: pg.train(JOB, **{old: None}),
+        pg.compare: lambda: pg.compare(JOB, "serial", **{old: None}),
+        pg.verify: lambda: pg.verify(JOB, "serial", **{old: None}),
+        pg.parallelize: lambda: pg.parallelize(
+            torch.nn.Linear(2, 2), torch.nn.L1Loss(), SGD, **{old: None}
+        ),
+    }
+    settings = {field.name for field in fields(Settings)}
+    named = 0
+    for function, call in calls.items():
+        known = settings if function is pg.train else inspect.signature(function).parameters
+        with pytest.raises((pg.Refused, TypeError), match=old) as refused:
             call()
+        assert (str(refused.value) == f"{old} is now called {new}") == (new in known)
+        named += new in known
+    assert named
 
 
 @pytest.mark.parametrize(("old", "new"), [*RENAMED_MEMBERS.items()])

@@ -6,9 +6,10 @@ What is trained is the Job; how it is split is the Strategy.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
@@ -312,16 +313,19 @@ def refuse_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
         function: A function whose keyword arguments are settings.
     """
 
+    known = inspect.signature(function).parameters
+
     @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        _refuse_old_names(kwargs)
+    def check_and_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _refuse_old_names(kwargs, known)
         return function(*args, **kwargs)
 
-    return checked
+    return check_and_call
 
 
-def _refuse_old_names(names: Iterable[str]) -> None:
-    if old := next((name for name in names if name in RENAMED), None):
+def _refuse_old_names(names: Iterable[str], known: Container[str]) -> None:
+    """Refuse a name that is now called otherwise, if the new name is known there."""
+    if old := next((name for name in names if RENAMED.get(name) in known), None):
         raise Refused(f"{old} is now called {RENAMED[old]}")
 
 
@@ -340,7 +344,7 @@ def build_settings(values: dict[str, Any]) -> Settings:
         Refused: If a name is unknown; the message suggests the nearest one.
     """
     known = [each.name for each in fields(Settings)]
-    _refuse_old_names(values)
+    _refuse_old_names(values, known)
     for name in values:
         if name not in known:
             raise Refused(describe_unknown_name("setting", name, known))
